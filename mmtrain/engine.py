@@ -1,0 +1,381 @@
+"""Runs a plan's instruction lists on DeepSpeed's pipeline engine: the only module that imports DeepSpeed.
+
+DeepSpeed gives the topology, the process groups, the data-parallel grid and the optimizer plumbing. Its own schedule,
+messages, loss and gradient arithmetic break on frozen stages (no optimizer for an empty list, backward without a graph,
+clipping without parameters, a mean of micro-batch means), so this engine owns those:
+
+- every rank runs exactly the instructions of `plan.schedule`; nothing upstream of the first trainable stage runs
+  backward or receives a gradient;
+- a message is (hidden (B, L, D), position_ids and labels stacked (2, B, L)); a gradient is (B, L, D). Each neighbouring
+  pair of ranks has one two-rank group per direction of flow, so that messages match by order alone (NCCL has no tags);
+- micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all
+  micro-batches and replicas;
+- loss, tokens, squared gradient norm and the count of non-finite values are reduced over every rank before the
+  optimizer runs, so that a rank that trains nothing and one that trains take the same decision.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from mmtrain.config import RunConfig
+from mmtrain.data.samples import PackedBatch
+from mmtrain.model.stage import Chunk
+from mmtrain.optimizer import clip_coefficient, learning_rate, make_optimizer
+from mmtrain.plan.planner import Plan
+from mmtrain.plan.schedule import Instruction, Op, forward_schedule
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient of a step is NaN or infinite; raised on every rank, before any update."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One training step, the same on every rank.
+
+    `loss` is in nats per supervised token of the whole step (None without any); `grad_norm` is the global L2 norm of
+    that loss's gradient before clipping; `tokens` leaves padding out; `skipped` says why no update was made, None when
+    one was.
+    """
+
+    step: int
+    loss: float | None
+    supervised_tokens: int
+    tokens: int
+    samples: int
+    images: int
+    grad_norm: float
+    lr: float
+    skipped: str | None
+
+
+def join_process_group(device: torch.device, timeout_seconds: int) -> None:
+    """Join the job described by the launcher's environment: NCCL on CUDA, gloo elsewhere."""
+    # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on PATH.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    timeout = timedelta(seconds=timeout_seconds)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timeout)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), timeout=timeout, verbose=False)
+
+
+class _RankChunks(nn.Module):
+    """All chunks of one rank, by stage: DeepSpeed's partitioner sees one layer a rank and has nothing to decide."""
+
+    def __init__(self, chunks: Mapping[int, Chunk]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleDict({str(stage): chunk for stage, chunk in chunks.items()})
+
+
+@dataclass
+class _Channel:
+    """Messages from one rank to its neighbour in one direction, matched by the order they are posted in."""
+
+    group: dist.ProcessGroup
+    peer: int
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
+        return [dist.isend(tensor, self.peer, group=self.group) for tensor in tensors]
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
+        return [dist.irecv(tensor, self.peer, group=self.group) for tensor in tensors]
+
+
+class FrozenPipelineEngine(PipelineEngine):
+    """One rank of a pipeline x data grid that executes a plan.
+
+    `chunks` holds this rank's stages; `on_instruction`, if given, is called with (step, instruction) right before each
+    instruction is executed.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        chunks: Mapping[int, Chunk],
+        on_instruction: Callable[[int, Instruction], None] | None = None,
+    ) -> None:
+        self.trainable = {
+            name: parameter
+            for chunk in chunks.values()
+            for name, parameter in chunk.global_parameters()
+            if parameter.requires_grad
+        }
+        module = PipelineModule(
+            [LayerSpec(_RankChunks, chunks)] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform"
+        )
+        module.eval()
+        settings = {
+            "train_micro_batch_size_per_gpu": config.train.packs_per_microbatch,
+            "gradient_accumulation_steps": plan.microbatches_per_step,
+            "gradient_clipping": 0.0,  # the default, 1.0, is an IndexError on a rank without trainable parameters
+            "steps_per_print": None,
+        }
+        super().__init__(
+            args=None,
+            model=module,
+            optimizer=make_optimizer(module, self.trainable, config.optimizer),
+            config=settings,
+            config_class=DeepSpeedConfig(settings, module.mpu()),
+            mpu=module.mpu(),
+            dist_init_required=False,
+        )
+        self.run_config = config
+        self.plan = plan
+        self.chunks = dict(chunks)
+        self.on_instruction = on_instruction
+        self.step_index = 0
+        self.saw_gradient: set[str] = set()
+        """Trainable parameters that have had a non-zero gradient in an applied step: these must have moved."""
+
+        self._training = True
+        self._last_stage = plan.pipeline - 1
+        self._evaluation_schedule = forward_schedule(plan.pipeline, plan.microbatches_per_step)
+        self._channels = self._open_channels(timedelta(seconds=config.parallel.timeout_seconds))
+        width = next(iter(self.chunks.values())).language.hidden_size
+        self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
+        self._dtype = next(iter(self.chunks.values())).dtype
+        self._begin_step()
+
+    # ---- set-up
+
+    def _broadcast_model(self) -> None:
+        """Nothing to broadcast: replicas read the same files and draw the same projector (the audit compares them).
+
+        DeepSpeed would send every frozen weight over the network.
+        """
+
+    def _open_channels(self, timeout: timedelta) -> dict[tuple[str, int, int], _Channel]:
+        """This rank's channels, {(kind, from stage, to stage): channel}: one group a border and direction of flow.
+
+        Every rank creates all groups, its own or not: torch names them by a counter that must agree everywhere.
+        """
+        channels = {}
+        for replica in range(self.plan.data):
+            for border in range(self.plan.pipeline - 1):
+                ranks = [self.grid.stage_to_global(stage, data=replica) for stage in (border, border + 1)]
+                for kind, source, target in (("activation", border, border + 1), ("gradient", border + 1, border)):
+                    group = dist.new_group(ranks, timeout=timeout)
+                    if self.global_rank in ranks:
+                        peer = ranks[0] if self.global_rank == ranks[1] else ranks[1]
+                        channels[kind, source, target] = _Channel(group, peer)
+        # NCCL connects at the first message and blocks until the peer does too: connect now, in one order for all.
+        for (_, source, _), channel in channels.items():
+            probe = [torch.zeros(1, device=self.device)]
+            for work in channel.send(probe) if source == self.stage_id else channel.receive(probe):
+                work.wait()
+        return channels
+
+    # ---- one step
+
+    def train_step(self, batches: Iterator[PackedBatch] | None) -> StepResult:
+        """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads them from `batches`.
+
+        Raises NonFiniteError on every rank when the loss or a gradient is not finite; no parameter has changed then.
+        """
+        self._begin_step()
+        self._batches = batches
+        self._training = True
+        self._run(self.plan.schedule[self.stage_id])
+        self.step_index += 1
+        return self._result
+
+    def evaluate(self, batches: Iterator[PackedBatch] | None) -> tuple[float, int]:
+        """Forward `plan.microbatches_per_step` micro-batches: (loss sum in nats, supervised tokens) over replicas."""
+        self._begin_step()
+        self._batches = batches
+        self._training = False
+        self._run(self._evaluation_schedule[self.stage_id])
+        loss_sum, supervised, *_ = self._statistics.tolist()
+        return loss_sum, int(supervised)
+
+    def _begin_step(self) -> None:
+        self._batch: dict[int, PackedBatch] = {}
+        self._input: dict[tuple[int, int], torch.Tensor] = {}
+        self._output: dict[tuple[int, int], torch.Tensor] = {}
+        self._integers: dict[tuple[int, int], torch.Tensor] = {}
+        self._input_gradient: dict[tuple[int, int], torch.Tensor] = {}
+        self._awaited: dict[tuple[str, int, int], tuple[list[dist.Work], list[torch.Tensor]]] = {}
+        self._sends: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._supervised = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._counts = torch.zeros(3, dtype=torch.float64)  # tokens, samples, images: counted by stage 0
+
+    def _run(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            if self.on_instruction is not None:
+                self.on_instruction(self.step_index, instruction)
+            self._EXECUTE[instruction.op](self, instruction.stage, instruction.microbatch)
+        for works, _ in self._sends:
+            for work in works:
+                work.wait()
+        self._sends = []
+
+    # ---- messages
+
+    def _send(self, kind: str, source: int, target: int, tensors: list[torch.Tensor]) -> None:
+        if self.device.type == "cuda":  # gloo's work cannot be polled
+            self._sends = [s for s in self._sends if not all(work.is_completed() for work in s[0])]
+        self._sends.append((self._channels[kind, source, target].send(tensors), tensors))
+
+    def _post_receive(
+        self, kind: str, source: int, target: int, key: tuple[str, int, int], tensors: list[torch.Tensor]
+    ) -> None:
+        self._awaited[key] = (self._channels[kind, source, target].receive(tensors), tensors)
+
+    def _take(self, key: tuple[str, int, int]) -> list[torch.Tensor]:
+        works, tensors = self._awaited.pop(key)
+        for work in works:
+            work.wait()
+        return tensors
+
+    # ---- instructions
+
+    def _load(self, stage: int, microbatch: int) -> None:
+        assert self._batches is not None, "stage 0 needs an iterator over micro-batches"
+        batch = next(self._batches)
+        self._counts += torch.tensor([batch.tokens, batch.samples, 0 if batch.images is None else len(batch.images)])
+        self._batch[microbatch] = replace(
+            batch,
+            input_ids=batch.input_ids.to(self.device),
+            position_ids=batch.position_ids.to(self.device),
+            labels=batch.labels.to(self.device),
+            images=None if batch.images is None else batch.images.to(self.device),
+        )
+
+    def _receive_activation(self, stage: int, microbatch: int) -> None:
+        hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        integers = torch.empty((2, *self._shape[:2]), dtype=torch.int64, device=self.device)
+        key = ("activation", stage, microbatch)
+        self._post_receive("activation", stage - 1, stage, key, [hidden, integers])
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        chunk = self.chunks[stage]
+        first = self.plan.first_trainable_stage
+        trains = self._training and stage >= first
+        with torch.set_grad_enabled(trains):
+            if stage == 0:
+                batch = self._batch.pop(microbatch)
+                hidden = chunk.start(batch)
+                integers = torch.stack([batch.position_ids, batch.labels])
+            else:
+                hidden, integers = self._take(("activation", stage, microbatch))
+                hidden.requires_grad_(trains and stage > first)
+            output = chunk(hidden, integers[0])
+            if stage == self._last_stage:
+                output, supervised = chunk.loss(output, integers[1])
+                self._loss_sum += output.detach()
+                self._supervised += supervised
+            else:
+                self._integers[stage, microbatch] = integers
+        if trains:
+            self._input[stage, microbatch] = hidden
+        if trains or stage < self._last_stage:
+            self._output[stage, microbatch] = output
+
+    def _send_activation(self, stage: int, microbatch: int) -> None:
+        needed = self._training and stage >= self.plan.first_trainable_stage
+        key = (stage, microbatch)
+        hidden = self._output[key] if needed else self._output.pop(key)
+        message = [hidden.detach().contiguous(), self._integers.pop(key)]
+        self._send("activation", stage, stage + 1, message)
+
+    def _receive_gradient(self, stage: int, microbatch: int) -> None:
+        gradient = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        self._post_receive("gradient", stage + 1, stage, ("gradient", stage, microbatch), [gradient])
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        output = self._output.pop((stage, microbatch))
+        hidden = self._input.pop((stage, microbatch))
+        upstream = None if stage == self._last_stage else self._take(("gradient", stage, microbatch))[0]
+        torch.autograd.backward(output, upstream)
+        if stage > self.plan.first_trainable_stage:
+            assert hidden.grad is not None
+            self._input_gradient[stage, microbatch] = hidden.grad
+
+    def _send_gradient(self, stage: int, microbatch: int) -> None:
+        gradient = self._input_gradient.pop((stage, microbatch))
+        self._send("gradient", stage, stage - 1, [gradient.contiguous()])
+
+    def _reduce_gradients(self, stage: int, microbatch: int) -> None:
+        for parameter in self.trainable.values():
+            if parameter.grad is None:  # every replica reduces the same tensors, touched or not
+                parameter.grad = torch.zeros_like(parameter)
+            if self.plan.data > 1:
+                dist.all_reduce(parameter.grad, group=self.grid.get_data_parallel_group())
+
+    def _reduce_statistics(self, stage: int, microbatch: int) -> None:
+        """All-reduce loss sum, supervised tokens, squared norm of the summed gradient, non-finite ranks, data counts.
+
+        Replicas hold the same reduced gradient, so each contributes 1 / data of its square.
+        """
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self._training:
+            for parameter in self.trainable.values():
+                square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square() / self.plan.data
+        bad = ~(torch.isfinite(square) & torch.isfinite(self._loss_sum))
+        sums = torch.stack([self._loss_sum, self._supervised, square, bad.double()])
+        self._statistics = torch.cat([sums, self._counts.to(self.device)])
+        dist.all_reduce(self._statistics)
+
+    def _optimizer_step(self, stage: int, microbatch: int) -> None:
+        config = self.run_config
+        loss_sum, supervised, square, bad, *counts = self._statistics.tolist()
+        lr = learning_rate(self.step_index, config.train.max_steps, config.optimizer)
+        if bad:
+            raise NonFiniteError(
+                f"step {self.step_index}: the loss sum is {loss_sum} and the squared gradient norm {square}: "
+                f"{int(bad)} rank(s) hold a value that is not finite; no update was made. "
+                "Lower optimizer.lr, or look for damaged images or text in this step's data"
+            )
+        skipped = None
+        norm = 0.0
+        if supervised == 0:
+            skipped = "no supervised token in the step"
+            self.zero_grad()
+        else:
+            norm = math.sqrt(square) / supervised
+            scale = clip_coefficient(norm, config.optimizer.clip_norm) / supervised
+            for name, parameter in self.trainable.items():
+                parameter.grad.mul_(scale)
+                if lr > 0 and name not in self.saw_gradient and bool(parameter.grad.any()):
+                    self.saw_gradient.add(name)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self._take_model_step(None)
+        tokens, samples, images = (int(count) for count in counts)
+        loss = loss_sum / supervised if supervised else None
+        self._result = StepResult(self.step_index, loss, int(supervised), tokens, samples, images, norm, lr, skipped)
+
+    _EXECUTE: Mapping[Op, Callable[[FrozenPipelineEngine, int, int], None]] = {
+        Op.LOAD: _load,
+        Op.FORWARD: _forward,
+        Op.BACKWARD: _backward,
+        Op.SEND_ACTIVATION: _send_activation,
+        Op.RECEIVE_ACTIVATION: _receive_activation,
+        Op.SEND_GRADIENT: _send_gradient,
+        Op.RECEIVE_GRADIENT: _receive_gradient,
+        Op.REDUCE_GRADIENTS: _reduce_gradients,
+        Op.REDUCE_STATISTICS: _reduce_statistics,
+        Op.OPTIMIZER_STEP: _optimizer_step,
+    }

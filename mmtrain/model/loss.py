@@ -1,0 +1,88 @@
+"""Sum of token losses over supervised positions only; logits never outlive a chunk of rows.
+
+hidden (B, L, D) + labels (B, L) --select--> rows (S, D), S supervised tokens --chunks--> logits (C, V) --> loss sum
+
+The gradient is made in the forward pass, chunk by chunk, so that the largest buffer is one chunk's logits instead of
+all of them (139 MB against 1,479 MB for 4,096 tokens and a vocabulary of 32,000).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mmtrain.data.samples import IGNORE
+
+LOGITS_PER_CHUNK = 2**24
+"""Elements of one chunk's logits: 64 MiB in fp32, and about three times that while its gradient is made."""
+
+
+class _SupervisedLossSum(torch.autograd.Function):
+    """Loss sum of rows (S, D); gradients of the rows and of the head's trainable parameters made in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        labels: torch.Tensor,
+        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        chunk: int,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        wants_rows = rows.requires_grad
+        row_gradient = torch.zeros_like(rows) if wants_rows else None
+        parameter_gradients = [torch.zeros_like(p) for p in parameters]
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        for begin in range(0, rows.shape[0], chunk):
+            part = slice(begin, begin + chunk)
+            with torch.enable_grad():
+                piece = rows[part].detach().requires_grad_(wants_rows)
+                loss = F.cross_entropy(logits_of(piece).float(), labels[part], reduction="sum")
+                inputs = [*([piece] if wants_rows else []), *parameters]
+                gradients = list(torch.autograd.grad(loss, inputs))
+            if row_gradient is not None:
+                row_gradient[part] = gradients.pop(0)
+            for accumulated, gradient in zip(parameter_gradients, gradients, strict=True):
+                accumulated += gradient
+            total += loss.detach()
+        ctx.save_for_backward(row_gradient, *parameter_gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        row_gradient, *parameter_gradients = ctx.saved_tensors
+        scaled = None if row_gradient is None else row_gradient * upstream.to(row_gradient.dtype)
+        return scaled, None, None, None, *(g * upstream.to(g.dtype) for g in parameter_gradients)
+
+
+def supervised_loss_sum(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
+    head_parameters: Sequence[torch.nn.Parameter] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy summed over the positions whose label is not IGNORE.
+
+    `hidden` (B, L, D) is what the LM head reads; `labels` (B, L) int64 hold the token that each position predicts;
+    `logits_of` maps rows (C, D) to logits (C, V); `head_parameters` are the parameters that `logits_of` uses, of which
+    those that require a gradient receive theirs. Returns (loss sum in nats, number of supervised tokens), both
+    0-dimensional; the sum is part of the graph even when no position is supervised.
+    """
+    flat_labels = labels.flatten()
+    supervised = flat_labels != IGNORE
+    rows = hidden.flatten(0, 1)[supervised]
+    targets = flat_labels[supervised]
+    chunk = max(1, LOGITS_PER_CHUNK // vocab_size)
+    trainable = [p for p in head_parameters if p.requires_grad]
+    if torch.is_grad_enabled() and (rows.requires_grad or trainable):
+        total = _SupervisedLossSum.apply(rows, targets, logits_of, chunk, *trainable)
+    else:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for begin in range(0, rows.shape[0], chunk):
+            part = slice(begin, begin + chunk)
+            total += F.cross_entropy(logits_of(rows[part]).float(), targets[part], reduction="sum")
+    return total, supervised.sum()

@@ -1,0 +1,146 @@
+"""What one pipeline stage holds, with one boundary contract.
+
+stage 0       PackedBatch --embed, encode, project, fuse--> hidden (B, L, D)
+every stage   hidden (B, L, D), position_ids (B, L) --decoder layers--> hidden (B, L, D)
+last stage    hidden (B, L, D), labels (B, L) --norm, head--> loss sum, supervised tokens
+
+Between stages travel hidden states in the LLM's dtype, position_ids and labels (int64), nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from mmtrain.config import RunConfig
+from mmtrain.data.samples import IMAGE_POSITION, PackedBatch
+from mmtrain.model.fusion import fuse
+from mmtrain.model.language import LanguageSlice, load_slice
+from mmtrain.model.loss import supervised_loss_sum
+from mmtrain.model.projector import make_projector
+from mmtrain.model.trainable import set_trainable
+from mmtrain.model.vision import VisionTower, load_vision
+from mmtrain.plan.planner import StagePlan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Front(nn.Module):
+    """Vision encoder and projector: images (N, 3, H, W) -> image embeddings (N, T, D), always on stage 0."""
+
+    def __init__(self, vision: VisionTower, projector: nn.Module) -> None:
+        super().__init__()
+        self.vision = vision
+        self.projector = projector
+
+    def forward(self, images: torch.Tensor | None) -> torch.Tensor:
+        """Embed images; without any, a dummy runs so that trainable parameters stay in the graph.
+
+        Without the dummy a replica whose micro-batches hold no image would have no gradient to reduce while its peers
+        wait for one.
+        """
+        device = next(self.projector.parameters()).device
+        trains = any(p.requires_grad for p in self.vision.parameters())
+        if images is None and not trains:
+            features = torch.zeros(1, 1, self.vision.width, device=device)
+        else:
+            size = self.vision.image_size
+            pixels = torch.zeros(1, 3, size, size, device=device) if images is None else images
+            with contextlib.nullcontext() if trains else torch.no_grad():
+                features = self.vision(pixels)
+        with torch.autocast(device.type, enabled=False):
+            return self.projector(features.float())
+
+
+class Chunk(nn.Module):
+    """The contents of one stage: contiguous layers that run as one forward call."""
+
+    def __init__(self, language: LanguageSlice, front: Front | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.language = language
+        self.front = front
+        self.dtype = dtype
+        self.autocast = False
+
+    def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter of the stage with its global name."""
+        if self.front is not None:
+            yield from self.front.vision.global_parameters()
+            for name, parameter in self.front.projector.named_parameters():
+                yield f"projector.{name}", parameter
+        yield from self.language.global_parameters()
+
+    def set_trainable(self, patterns: tuple[str, ...]) -> dict[str, nn.Parameter]:
+        """Freeze all but what matches; return the trainable parameters by global name."""
+        trainable = set_trainable(self.global_parameters(), patterns)
+        # fp32 master weights inside a bf16 model: autocast rounds them where they meet bf16 activations.
+        self.autocast = any(not name.startswith("projector.") for name in trainable) and self.dtype != torch.float32
+        return trainable
+
+    def _compute_dtype(self) -> contextlib.AbstractContextManager:
+        device = next(self.parameters()).device
+        return torch.autocast(device.type, dtype=self.dtype, enabled=self.autocast)
+
+    def start(self, batch: PackedBatch) -> torch.Tensor:
+        """Stage 0: token ids and images of a micro-batch -> hidden (B, L, D)."""
+        assert self.front is not None, "only stage 0 reads batches"
+        image_positions = batch.input_ids == IMAGE_POSITION
+        with self._compute_dtype():
+            embeddings = self.language.embed(batch.input_ids.masked_fill(image_positions, 0))
+            image_embeddings = self.front(batch.images)
+        if batch.images is None:
+            hidden = fuse(embeddings, image_positions, None)
+            return hidden + 0.0 * image_embeddings.sum().to(hidden.dtype)
+        return fuse(embeddings, image_positions, image_embeddings)
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Run the stage's decoder layers (and the final norm, on the last stage): (B, L, D) -> (B, L, D)."""
+        with self._compute_dtype():
+            return self.language(hidden, position_ids).to(self.dtype)
+
+    def loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last stage: normed hidden (B, L, D) and labels (B, L) -> (loss sum in nats, supervised tokens)."""
+        with self._compute_dtype():
+            language = self.language
+            return supervised_loss_sum(hidden, labels, language.logits, language.vocab_size, language.head_parameters())
+
+
+def build_chunk(
+    config: RunConfig,
+    stage: StagePlan,
+    *,
+    recompute_layers: int = 0,
+    device: torch.device | str = "cpu",
+    opened: set[str] | None = None,
+) -> Chunk:
+    """Load one stage from the published files and freeze all but `config.model.trainable`.
+
+    Only the stage's own tensors are read; `opened`, if given, collects their names. Raises UserError for missing or
+    unusable model files.
+    """
+    dtype = DTYPES[config.model.llm.dtype]
+    language = load_slice(
+        config.model.llm.path,
+        stage.first,
+        stage.last,
+        embedding=stage.front,
+        head=stage.head,
+        dtype=dtype,
+        device=device,
+        opened=opened,
+    )
+    language.recompute(recompute_layers)
+    front = None
+    if stage.front:
+        vision_dtype = DTYPES[config.model.vision.dtype or config.model.llm.dtype]
+        vision = load_vision(config.model.vision.name, config.model.vision.select_layer, vision_dtype, device)
+        projector = make_projector(config.model.projector.type, vision.width, language.hidden_size, config.run.seed).to(
+            device
+        )
+        front = Front(vision, projector)
+    chunk = Chunk(language, front, dtype).eval()
+    chunk.set_trainable(config.model.trainable)
+    return chunk

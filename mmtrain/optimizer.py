@@ -1,0 +1,69 @@
+"""What each rank holds instead of an empty optimizer, and the pure functions around it.
+
+Learning rate and clipping are functions of the step and the global gradient norm, so that a rank which trains nothing
+and a rank which trains everything take the same decisions without asking each other twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from mmtrain.config import OptimizerSection
+
+
+class NoOpOptimizer(torch.optim.Optimizer):
+    """The explicit optimizer of a rank on which nothing trains.
+
+    torch refuses an empty parameter list ("optimizer got an empty parameter list"), but takes one empty group: `step`
+    does nothing, `state_dict` round-trips, LR schedulers accept it. Raises ValueError where a trainable parameter
+    exists, since it would be left without updates in silence.
+    """
+
+    def __init__(self, module: torch.nn.Module, lr: float = 0.0) -> None:
+        trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        if trainable:
+            raise ValueError(f"NoOpOptimizer on a rank that trains {len(trainable)} parameters, first {trainable[0]}")
+        super().__init__([{"params": [], "lr": lr}], {"lr": lr})
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Run the closure, if any; there is nothing to update."""
+        return None if closure is None else closure()
+
+
+def make_optimizer(
+    module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection
+) -> torch.optim.Optimizer:
+    """AdamW (arXiv:1711.05101) over this rank's trainable parameters, or a NoOpOptimizer when there is none.
+
+    Raises ValueError for a trainable parameter not in fp32: an update of lr 1e-3 is below bf16's rounding of most
+    weights and would be lost in silence.
+    """
+    for name, parameter in trainable.items():
+        if parameter.dtype != torch.float32:
+            raise ValueError(f"{name} trains in {parameter.dtype}; trainable parameters are kept in float32")
+    if not trainable:
+        return NoOpOptimizer(module)
+    return torch.optim.AdamW(
+        trainable.values(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
+
+
+def learning_rate(step: int, max_steps: int, config: OptimizerSection) -> float:
+    """Learning rate of 0-based `step`: linear warm-up, never 0 at its first step, then a half cosine.
+
+    The cosine (arXiv:1608.03983) reaches `min_lr_fraction * lr` one step after the last.
+    """
+    warmup = math.ceil(config.warmup_fraction * max_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, max_steps - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * cosine)
+
+
+def clip_coefficient(norm: float, limit: float | None) -> float:
+    """Factor that brings a gradient of this global norm to at most `limit` (as torch.nn.utils.clip_grad_norm_)."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

@@ -1,0 +1,88 @@
+"""One rank's life, from joining the job to the saved projector; `mmtrain.launch` starts it on every rank."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from mmtrain.audit import RankAudit, write_audit
+from mmtrain.checkpoint import save_trained
+from mmtrain.config import RunConfig
+from mmtrain.data.loader import PackedBatches
+from mmtrain.engine import FrozenPipelineEngine, join_process_group
+from mmtrain.metrics import Console, Metrics
+from mmtrain.model.stage import build_chunk
+from mmtrain.plan.planner import Plan
+from mmtrain.rank import Rank
+
+
+def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
+    """Train `config.train.max_steps` steps as `plan` says and leave results in `rank.folder`.
+
+    Rank 0 writes `metrics.jsonl`, `audit.json` and the checkpoint. Raises UserError for unusable models or data,
+    AuditError when something frozen changed or something trainable did not move, NonFiniteError for NaN or infinity.
+    """
+    console = Console(rank.console, config.train.max_steps)
+    mine = plan.ranks[rank.rank]
+    device = torch.device(rank.device)
+    rank.progress.at(0, "joining the process group")
+    join_process_group(device, config.parallel.timeout_seconds)
+
+    # What this rank holds: its stages, with real or no-op optimizer, checked against the plan.
+    rank.progress.at(0, "loading weights")
+    console.line(f"loading weights on {plan.pipeline * plan.data} ranks")
+    chunks = {
+        stage.stage: build_chunk(config, stage, recompute_layers=mine.recompute_layers, device=device)
+        for stage in mine.stages
+    }
+    rank.progress.at(0, "building the engine")
+    engine = FrozenPipelineEngine(config, plan, chunks, on_instruction=rank.progress.at)
+    audit = RankAudit(mine, chunks, engine.optimizer)
+    batches = None
+    if mine.pipeline == 0:
+        rank.progress.at(0, "opening the data")
+        batches = iter(PackedBatches(config, replica=mine.data, replicas=plan.data))
+
+    # The steps. Every rank runs its own list of instructions; the result of a step is the same on all of them.
+    metrics = Metrics(rank.folder / "metrics.jsonl") if rank.rank == 0 else None
+    pack_tokens = config.train.packs_per_step * config.data.pack_length
+    for step in range(config.train.max_steps):
+        start = time.perf_counter()
+        result = engine.train_step(batches)
+        audit.check_versions()
+        if metrics is not None:
+            seconds = time.perf_counter() - start
+            metrics.write(
+                kind="train",
+                step=step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                samples=result.samples,
+                images=result.images,
+                tokens=result.tokens,
+                supervised_tokens=result.supervised_tokens,
+                pack_fill=result.tokens / pack_tokens,
+                seconds=seconds,
+                tokens_per_second=result.tokens / seconds,
+                skipped=result.skipped,
+            )
+            console.step(step, result.loss, result.tokens / seconds, note=result.skipped or "")
+    if metrics is not None:
+        metrics.close()
+    console.close()
+
+    # The proof that only what should train did, then the result.
+    rank.progress.at(config.train.max_steps, "auditing")
+    records = [None] * dist.get_world_size() if rank.rank == 0 else None
+    dist.gather_object(audit.finish(engine.saw_gradient), records)
+    if records is not None:
+        write_audit(rank.folder / "audit.json", plan, records)
+        console.line(f"audit passed: frozen weights unchanged on all ranks ({rank.folder / 'audit.json'})")
+    rank.progress.at(config.train.max_steps, "saving")
+    saved = save_trained(rank.folder, config.train.max_steps, engine.trainable)
+    console.line(f"saved {saved}")
+    dist.barrier()
+    dist.destroy_process_group()

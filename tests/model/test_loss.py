@@ -1,0 +1,83 @@
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mmtrain.model.loss as loss_module
+from mmtrain.data.samples import IGNORE
+from mmtrain.model.loss import supervised_loss_sum
+
+VOCAB, WIDTH = 50, 8
+
+
+@pytest.fixture
+def case():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 20, WIDTH, generator=generator)
+    labels = torch.randint(0, VOCAB, (2, 20), generator=generator)
+    labels[torch.rand(2, 20, generator=generator) < 0.5] = IGNORE
+    weight = torch.nn.Parameter(torch.randn(VOCAB, WIDTH, generator=generator))
+    return hidden, labels, weight
+
+
+def run(hidden, labels, weight, trains_head):
+    weight.requires_grad_(trains_head)
+    return supervised_loss_sum(hidden, labels, lambda rows: F.linear(rows, weight), VOCAB, [weight])
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, 1000])
+@pytest.mark.parametrize("trains_head,trains_below", [(False, True), (True, True), (True, False)])
+def test_sum_and_gradients_equal_torch_cross_entropy(case, monkeypatch, rows_per_chunk, trains_head, trains_below):
+    monkeypatch.setattr(loss_module, "LOGITS_PER_CHUNK", rows_per_chunk * VOCAB)
+    hidden, labels, weight = case
+    ours, reference = (hidden.clone().requires_grad_(trains_below) for _ in range(2))
+    total, tokens = run(ours, labels, weight, trains_head)
+    (total * 0.25).backward()
+    head_gradient, weight.grad = weight.grad, None
+    expected = F.cross_entropy(F.linear(reference, weight).flatten(0, 1), labels.flatten(), reduction="sum")
+    (expected * 0.25).backward()
+    assert tokens == (labels != IGNORE).sum()
+    torch.testing.assert_close(total, expected.detach())
+    if trains_below:
+        torch.testing.assert_close(ours.grad, reference.grad)
+    if trains_head:
+        torch.testing.assert_close(head_gradient, weight.grad)
+    else:
+        assert head_gradient is None
+
+
+def test_without_a_label_the_loss_is_zero_with_zero_gradients(case):
+    hidden, labels, weight = case
+    hidden.requires_grad_()
+    total, tokens = run(hidden, torch.full_like(labels, IGNORE), weight, trains_head=True)
+    assert total == 0 and tokens == 0
+    total.backward()
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_evaluation_gives_the_same_sum_without_a_graph(case):
+    hidden, labels, weight = case
+    with torch.no_grad():
+        total, _ = run(hidden, labels, weight, trains_head=False)
+    assert not total.requires_grad
+    graph, _ = run(hidden.requires_grad_(), labels, weight, trains_head=False)
+    torch.testing.assert_close(total, graph.detach())
+
+
+def test_logits_never_outlive_a_chunk(case, monkeypatch):
+    monkeypatch.setattr(loss_module, "LOGITS_PER_CHUNK", 4 * VOCAB)
+    hidden, labels, weight = case
+    alive = []
+
+    def logits_of(rows):
+        assert rows.shape[0] <= 4
+        assert all(reference() is None for reference in alive), "an earlier chunk's logits are still there"
+        logits = F.linear(rows, weight)
+        alive.append(weakref.ref(logits))
+        return logits
+
+    supervised_loss_sum(hidden.requires_grad_(), labels, logits_of, VOCAB, [weight.requires_grad_(False)])
+    assert len(alive) == -(-int((labels != IGNORE).sum()) // 4)
+    assert all(reference() is None for reference in alive)

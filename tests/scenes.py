@@ -1,0 +1,239 @@
+"""A stock LLaVA, its parts as mmtrain reads them, and training data in both forms: what the parity tests compare."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+
+from mmtrain.config import RunConfig
+from mmtrain.data.samples import IGNORE, IMAGE_POSITION, PackedBatch
+from mmtrain.model.projector import make_projector
+
+VOCAB = 128
+IMAGE_TOKEN = 127  # stock LLaVA marks image positions by a row of the vocabulary
+WIDTH = 64
+IMAGE_SIZE = 16
+TOKENS_PER_IMAGE = 4
+LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Document:
+    """One conversation: ids with IMAGE_POSITION, labels[t] = token that t predicts, images (N, 3, H, W) or None."""
+
+    ids: tuple[int, ...]
+    labels: tuple[int, ...]
+    images: torch.Tensor | None
+
+
+Microbatch = Sequence[Sequence[Document]]  # rows of documents
+
+
+def save_parts(folder: Path, layers: int = LAYERS, tied: bool = False) -> None:
+    """A random llama in folder/llm and a random CLIP tower in folder/vision, with signals that do not vanish."""
+    torch.manual_seed(7)
+    text = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=IMAGE_SIZE,
+        patch_size=8,
+        hidden_act="quick_gelu",
+        initializer_factor=3.0,
+    )
+    LlamaForCausalLM(text).save_pretrained(folder / "llm")
+    CLIPVisionModel(vision).save_pretrained(folder / "vision")
+
+
+def stock_llava(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> LlavaForConditionalGeneration:
+    """LlavaForConditionalGeneration from the same weights, frozen but for the projector."""
+    llm = LlamaForCausalLM.from_pretrained(folder / "llm", dtype=dtype)
+    vision = CLIPVisionModel.from_pretrained(folder / "vision", dtype=dtype)
+    config = LlavaConfig(
+        vision_config=vision.config,
+        text_config=llm.config,
+        image_token_index=IMAGE_TOKEN,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+    )
+    model = LlavaForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(llm.model.state_dict())
+    model.lm_head.load_state_dict(llm.lm_head.state_dict())
+    model.model.vision_tower.load_state_dict(vision.state_dict())
+    projector = make_projector("mlp2x_gelu", 32, WIDTH, seed)
+    model.model.multi_modal_projector.load_state_dict(projector.state_dict())
+    model.requires_grad_(False)
+    model.model.multi_modal_projector.requires_grad_(True)
+    return model.eval()
+
+
+def stock_loss_sum(model: LlavaForConditionalGeneration, document: Document) -> torch.Tensor:
+    """Sum of token losses of one document on its own, through the stock model's forward."""
+    ids = torch.tensor([[IMAGE_TOKEN if i == IMAGE_POSITION else i for i in document.ids]])
+    logits = model(input_ids=ids, pixel_values=document.images, use_cache=False).logits[0]
+    return F.cross_entropy(logits.float(), torch.tensor(document.labels), ignore_index=IGNORE, reduction="sum")
+
+
+def documents_of(microbatches: Sequence[Microbatch]) -> list[Document]:
+    return [document for microbatch in microbatches for row in microbatch for document in row]
+
+
+def stock_gradients(
+    model: LlavaForConditionalGeneration, microbatches: Sequence[Microbatch]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss per supervised token of a step and its projector gradients, one document at a time."""
+    documents = documents_of(microbatches)
+    tokens = sum(label != IGNORE for document in documents for label in document.labels)
+    model.zero_grad()
+    total = 0.0
+    for document in documents:
+        loss = stock_loss_sum(model, document) / tokens
+        if loss.requires_grad:  # a document without images has nothing to teach the projector
+            loss.backward()
+        total += float(loss.detach())
+    projector = model.model.multi_modal_projector
+    gradients = {f"projector.{name}": p.grad for name, p in projector.named_parameters()}
+    return total, {n: torch.zeros(()) if g is None else g.clone() for n, g in gradients.items()}
+
+
+def make_document(seed: int, images: int = 1, text: int = 12, labelled: bool = True) -> Document:
+    """Images first, then text of which the second half is the answer."""
+    rng = random.Random(seed)
+    words = [rng.randrange(1, IMAGE_TOKEN) for _ in range(text)]
+    ids = [IMAGE_POSITION] * (images * TOKENS_PER_IMAGE) + words
+    answer = len(ids) - text // 2
+    labels = [ids[t + 1] if labelled and answer <= t + 1 < len(ids) else IGNORE for t in range(len(ids))]
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(images, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator) if images else None
+    return Document(tuple(ids), tuple(labels), pixels)
+
+
+def as_batch(microbatch: Microbatch, pack_length: int) -> PackedBatch:
+    """Rows of documents, each padded by one more document without labels."""
+    ids, positions, labels, images = [], [], [], []
+    for row in microbatch:
+        row_ids = [i for d in row for i in d.ids]
+        row_positions = [t for d in row for t in range(len(d.ids))]
+        row_labels = [i for d in row for i in d.labels]
+        padding = pack_length - len(row_ids)
+        assert padding >= 0
+        ids.append(row_ids + [0] * padding)
+        positions.append(row_positions + list(range(padding)))
+        labels.append(row_labels + [IGNORE] * padding)
+        images += [d.images for d in row if d.images is not None]
+    documents = [d for row in microbatch for d in row]
+    return PackedBatch(
+        input_ids=torch.tensor(ids),
+        position_ids=torch.tensor(positions),
+        labels=torch.tensor(labels),
+        images=torch.cat(images) if images else None,
+        keys=tuple(str(i) for i in range(len(documents))),
+        samples=len(documents),
+        tokens=sum(len(d.ids) for d in documents),
+    )
+
+
+def make_config(folder: Path, **overrides: Any) -> RunConfig:
+    """A run over the parts in `folder`; overrides are `section__key=value`."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": "parity", "dir": str(folder / "runs")},
+        "model": {
+            "llm": {"path": str(folder / "llm"), "dtype": "float32"},
+            "vision": {"name": str(folder / "vision")},
+        },
+        "parallel": {},
+        "data": {"shards": "none.tar", "pack_length": 64},
+        "train": {"packs_per_step": 4, "max_steps": 20},
+        "optimizer": {"lr": 1e-2},
+    }
+    for path, value in overrides.items():
+        section = tree
+        *parents, key = path.split("__")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[key] = value
+    return RunConfig.model_validate(tree)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to execute on real ranks: the global micro-batches of every step, in order."""
+
+    config: RunConfig
+    steps: tuple[tuple[Microbatch, ...], ...]
+
+
+def execute(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """One rank's part of each case (called by run_ranks): losses, norms, first gradients, instructions, audit."""
+    from mmtrain.engine import join_process_group
+
+    join_process_group(torch.device("cpu"), 60)
+    return [_execute(case) for case in cases]
+
+
+def _execute(case: Case) -> dict[str, Any]:
+    import torch.distributed as dist
+    from mmtrain.plan.planner import make_plan
+
+    from mmtrain.audit import RankAudit
+    from mmtrain.engine import FrozenPipelineEngine
+    from mmtrain.model.stage import build_chunk
+    from mmtrain.plan.schedule import Op
+
+    config = case.config
+    plan = make_plan(config)
+    mine = plan.ranks[dist.get_rank()]
+    chunks = {s.stage: build_chunk(config, s, recompute_layers=mine.recompute_layers) for s in mine.stages}
+    executed = []
+    gradients: list[dict[str, Any]] = []
+
+    def on_instruction(step: int, instruction: Any) -> None:
+        executed.append((str(instruction.op), instruction.stage, instruction.microbatch))
+        if instruction.op is Op.OPTIMIZER_STEP:
+            # All ranks hold the reduced sums; the division by the step's tokens comes next.
+            tokens = float(engine._statistics[1])
+            gradients.append({n: (p.grad / max(tokens, 1)).double().numpy() for n, p in engine.trainable.items()})
+
+    engine = FrozenPipelineEngine(config, plan, chunks, on_instruction)
+    audit = RankAudit(mine, chunks, engine.optimizer)
+    results = []
+    for step in case.steps:
+        share = plan.microbatches_per_step
+        local = step[mine.data * share : (mine.data + 1) * share]
+        batches = iter([as_batch(microbatch, config.data.pack_length) for microbatch in local])
+        results.append(engine.train_step(batches if mine.pipeline == 0 else None))
+        audit.check_versions()
+    return {
+        "results": results,
+        "gradients": gradients,
+        "executed": executed,
+        "audit": audit.finish(engine.saw_gradient),
+        "parameters": {n: p.detach().numpy().copy() for n, p in engine.trainable.items()},
+        "optimizer": type(engine.optimizer).__name__,
+    }

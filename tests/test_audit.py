@@ -1,0 +1,126 @@
+"""The audit finds what changed, what did not move, and what contradicts the plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from scenes import make_config, save_parts
+from torch import nn
+
+from mmtrain.audit import AuditError, RankAudit, fingerprint, write_audit
+from mmtrain.model.stage import build_chunk
+from mmtrain.optimizer import NoOpOptimizer, make_optimizer
+from mmtrain.plan.planner import make_plan
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("audit")
+    save_parts(folder, layers=2)
+    return folder
+
+
+@pytest.fixture
+def rank(parts):
+    """The only rank of a pipeline of one: plan, chunk, optimizer."""
+    config = make_config(parts)
+    plan = make_plan(config)
+    chunk = build_chunk(config, plan.ranks[0].stages[0])
+    trainable = {n: p for n, p in chunk.global_parameters() if p.requires_grad}
+    return plan, {0: chunk}, make_optimizer(chunk, trainable, config.optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3,), (2, 4096), (5, 1000), (1, 2049)])
+def test_one_flipped_bit_anywhere_changes_the_fingerprint(dtype, shape):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = fingerprint(tensor)
+    assert fingerprint(tensor.clone()) == before
+    for index in (0, tensor.numel() // 2, tensor.numel() - 1):
+        flipped = tensor.clone()
+        flipped.view(torch.uint8).flatten()[index * tensor.element_size()] ^= 1
+        assert fingerprint(flipped) != before
+    assert fingerprint(tensor.flatten()[None]) != before or tensor.shape == (1, tensor.numel())
+
+
+def test_a_view_at_an_odd_offset_has_the_fingerprint_of_its_values():
+    storage = torch.arange(5000, dtype=torch.bfloat16)
+    assert fingerprint(storage[1:4001]) == fingerprint(storage[1:4001].clone())
+
+
+def test_a_clean_run_passes_and_is_recorded(rank, tmp_path):
+    plan, chunks, optimizer = rank
+    audit = RankAudit(plan.ranks[0], chunks, optimizer)
+    for p in audit.trainable.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    audit.check_versions()
+    write_audit(tmp_path / "audit.json", plan, [audit.finish(set(audit.trainable))])
+    written = json.loads((tmp_path / "audit.json").read_text())
+    (only,) = written["ranks"]
+    assert written["passed"] and only["optimizer"] == "AdamW"
+    assert only["frozen"]["fingerprint_before"] == only["frozen"]["fingerprint_after"]
+    assert {t["name"] for t in only["trainable"]} == set(audit.trainable) and all(t["moved"] for t in only["trainable"])
+    assert only["trainable_parameters"] == plan.ranks[0].trainable
+
+
+def test_a_frozen_tensor_that_changed_fails_by_name(rank, tmp_path):
+    plan, chunks, optimizer = rank
+    audit = RankAudit(plan.ranks[0], chunks, optimizer)
+    audit.frozen["llm.layers.1.mlp.up_proj.weight"].data[0, 0] += 1e-3  # past autograd: versions do not see it
+    audit.check_versions()
+    with pytest.raises(AuditError, match=r"rank 0: frozen tensor llm\.layers\.1\.mlp\.up_proj\.weight changed"):
+        write_audit(tmp_path / "audit.json", plan, [audit.finish(set())])
+    assert not json.loads((tmp_path / "audit.json").read_text())["passed"]
+
+
+def test_a_write_to_a_frozen_tensor_is_seen_at_once(rank):
+    plan, chunks, optimizer = rank
+    audit = RankAudit(plan.ranks[0], chunks, optimizer)
+    with torch.no_grad():
+        audit.frozen["llm.norm.weight"].add_(1.0)
+    with pytest.raises(AuditError, match=r"frozen tensor llm\.norm\.weight was written to"):
+        audit.check_versions()
+
+
+def test_a_trainable_tensor_with_a_gradient_must_move(rank, tmp_path):
+    plan, chunks, optimizer = rank
+    audit = RankAudit(plan.ranks[0], chunks, optimizer)
+    write_audit(tmp_path / "audit.json", plan, [audit.finish(set())])  # no gradient, no movement: nothing wrong
+    with pytest.raises(AuditError, match=r"projector\.linear_1\.bias had a gradient but did not move"):
+        write_audit(tmp_path / "audit.json", plan, [audit.finish({"projector.linear_1.bias"})])
+
+
+def test_a_trainable_tensor_that_is_not_finite_fails(rank, tmp_path):
+    plan, chunks, optimizer = rank
+    audit = RankAudit(plan.ranks[0], chunks, optimizer)
+    audit.trainable["projector.linear_2.bias"].data[0] = float("nan")
+    with pytest.raises(AuditError, match=r"projector\.linear_2\.bias is not finite"):
+        write_audit(tmp_path / "audit.json", plan, [audit.finish(set())])
+
+
+def test_a_rank_that_contradicts_the_plan_does_not_start(rank):
+    plan, chunks, optimizer = rank
+    mine = plan.ranks[0]
+    with pytest.raises(AuditError, match="but the plan says NoOp"):
+        RankAudit(replace(mine, optimizer="NoOp"), chunks, optimizer)
+    with pytest.raises(AuditError, match=r"trains [\d,]+ parameters, but the plan says 0"):
+        RankAudit(replace(mine, trainable=0), chunks, optimizer)
+    partial = torch.optim.AdamW([next(p for p in chunks[0].parameters() if p.requires_grad)])
+    with pytest.raises(AuditError, match="4 tensors train, but the optimizer holds 1"):
+        RankAudit(mine, chunks, partial)
+    with pytest.raises(AuditError, match="holds the optimizer NoOp"):
+        RankAudit(mine, chunks, NoOpOptimizer(nn.Module()))
+
+
+def test_replicas_that_drift_apart_fail(rank, tmp_path):
+    plan, chunks, optimizer = rank
+    audit = RankAudit(plan.ranks[0], chunks, optimizer)
+    first = audit.finish(set())
+    audit.trainable["projector.linear_1.weight"].data += 1
+    second = {**audit.finish(set()), "rank": 1, "data": 1}
+    with pytest.raises(AuditError, match="ranks 0 and 1 trained the same parameters apart"):
+        write_audit(tmp_path / "audit.json", plan, [first, second])

@@ -1,0 +1,200 @@
+"""The oracle: loss and gradients are those of a stock LlavaForConditionalGeneration, whatever the layout."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from scenes import Case, execute, make_config, make_document, save_parts, stock_gradients, stock_llava
+
+from mmtrain.optimizer import clip_coefficient, learning_rate
+
+LAYOUTS = {"pp1": (1, 1), "pp2": (2, 1), "pp4": (4, 1), "dp2": (1, 2), "pp2dp2": (2, 2), "pp4dp2": (4, 2)}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parity")
+    save_parts(folder)
+    return folder
+
+
+def documents(count, **kwargs):
+    return [make_document(seed, **kwargs) for seed in range(count)]
+
+
+def packed_step():
+    """Four packs of several documents each: one, two or no images, different lengths."""
+    d = [make_document(s, images=(1, 2, 0, 1)[s % 4], text=6 + 2 * (s % 5)) for s in range(12)]
+    return tuple([[d[3 * i], d[3 * i + 1], d[3 * i + 2]]] for i in range(4))
+
+
+def unpacked_step():
+    return tuple([[d]] for d in documents(4))
+
+
+def image_free_microbatch():
+    step = list(packed_step())
+    step[1] = [[make_document(50, images=0), make_document(51, images=0)]]
+    return tuple(step)
+
+
+def image_free_replica():
+    """The second half of the step, which is the second replica's share, has no image."""
+    step = list(packed_step())
+    for i in (2, 3):
+        step[i] = [[make_document(60 + i, images=0)]]
+    return tuple(step)
+
+
+def image_free_step():
+    return tuple([[make_document(70 + i, images=0)]] for i in range(4))
+
+
+def label_free_microbatch():
+    step = list(packed_step())
+    step[2] = [[make_document(80, labelled=False)]]
+    return tuple(step)
+
+
+STEPS = {
+    "packed": packed_step(),
+    "unpacked": unpacked_step(),
+    "image-free micro-batch": image_free_microbatch(),
+    "image-free replica": image_free_replica(),
+    "image-free step": image_free_step(),
+    "label-free micro-batch": label_free_microbatch(),
+}
+
+
+def merged(ranks: list[dict[str, Any]], key: str, step: int = 0) -> dict[str, np.ndarray]:
+    """Trainable tensors of all ranks by name; replicas must agree."""
+    out: dict[str, np.ndarray] = {}
+    for rank in ranks:
+        values = rank[key][step] if key == "gradients" else rank[key]
+        for name, value in values.items():
+            if name in out:
+                np.testing.assert_allclose(value, out[name], rtol=1e-6, atol=1e-9)
+            out[name] = value
+    return out
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
+
+
+@pytest.fixture(scope="module")
+def stock(parts):
+    """Loss and projector gradients of each step by the stock model."""
+    model = stock_llava(parts, seed=0)
+    return {name: stock_gradients(model, step) for name, step in STEPS.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
+    pipeline, data = LAYOUTS[layout]
+    config = partial(make_config, parts, parallel__pipeline=pipeline, parallel__data=data)
+    cases = {(name, 0): Case(config(), (step,)) for name, step in STEPS.items()}
+    cases["packed", 4] = Case(config(parallel__recompute_layers=4), (STEPS["packed"],))
+    cases["packed", 1] = Case(config(parallel__recompute_layers=1), (STEPS["packed"],))
+    by_rank = run_ranks(pipeline * data, execute, list(cases.values()))
+    worst = 0.0
+    for i, (name, recompute) in enumerate(cases):
+        ranks = [rank[i] for rank in by_rank]
+        loss, gradients = stock[name]
+        results = [rank["results"][0] for rank in ranks]
+        assert all(result == results[0] for result in results), "every rank reports the same step"
+        assert results[0].loss == pytest.approx(loss, rel=1e-5)
+        found = merged(ranks, "gradients")
+        assert set(found) == {f"projector.linear_{i}.{part}" for i in (1, 2) for part in ("weight", "bias")}
+        for parameter, gradient in gradients.items():
+            if name == "image-free step":
+                assert not found[parameter].any(), "no image: the projector's gradient is zero, and there"
+            else:
+                error = relative(found[parameter], gradient.double().numpy())
+                worst = max(worst, error)
+                assert error <= 1e-5, (name, recompute, parameter, error)
+        kinds = [rank["optimizer"] for rank in ranks]
+        assert kinds == ["AdamW"] * data + ["NoOpOptimizer"] * (len(ranks) - data)
+        assert all(rank["audit"]["failures"] == [] for rank in ranks)
+    print(f"{layout}: worst relative gradient error {worst:.1e}")
+
+
+def test_a_step_without_labels_updates_nothing_and_says_so(parts):
+    step = tuple([[make_document(90 + i, labelled=False)]] for i in range(4))
+    config = make_config(parts, parallel__pipeline=2, optimizer__weight_decay=0.1)
+    case = Case(config, (step, STEPS["packed"]))
+    (first, *_), (second, *_) = run_ranks(2, execute, [case])
+    only = Case(config, (step,))
+    (untouched, *_), _ = run_ranks(2, execute, [only])
+    assert first["results"][0].skipped == "no supervised token in the step" and first["results"][0].loss is None
+    assert first["results"][0] == second["results"][0]
+    assert first["results"][1].skipped is None
+    assert first["results"][1].lr == learning_rate(1, 20, config.optimizer), "the LR schedule advances"
+    assert not any(t["moved"] for t in untouched["audit"]["trainable"]), "weight decay must not act either"
+    assert all(t["moved"] for t in first["audit"]["trainable"])
+
+
+@pytest.fixture(scope="module")
+def twenty_steps():
+    """20 steps of 4 packs, with image-free and label-free micro-batches strewn in."""
+    steps = []
+    for s in range(20):
+        rows = []
+        for i in range(4):
+            seed = 1000 + 16 * s + 4 * i
+            row = [make_document(seed + j, images=(seed + j) % 3, text=6 + (seed + j) % 9) for j in range(2)]
+            if (s + i) % 7 == 0:
+                row = [make_document(seed, images=0, labelled=False)]
+            rows.append([row])
+        steps.append(tuple(rows))
+    return tuple(steps)
+
+
+@pytest.fixture(scope="module")
+def stock_run(parts, twenty_steps):
+    """The same 20 steps by a plain torch loop over the stock model."""
+    config = make_config(parts)
+    model = stock_llava(parts, seed=0)
+    projector = model.model.multi_modal_projector
+    optimizer = torch.optim.AdamW(projector.parameters(), lr=1.0, weight_decay=0.0)
+    history = []
+    for s, step in enumerate(twenty_steps):
+        loss, _ = stock_gradients(model, step)
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in projector.parameters()]))
+        for p in projector.parameters():
+            p.grad.mul_(clip_coefficient(norm, config.optimizer.clip_norm))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(s, config.train.max_steps, config.optimizer)
+        optimizer.step()
+        history.append((loss, norm))
+    return history
+
+
+@pytest.mark.parametrize("pipeline,data", [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])
+def test_twenty_steps_follow_the_stock_training_loop(parts, twenty_steps, stock_run, pipeline, data):
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
+    ranks = [rank[0] for rank in run_ranks(pipeline * data, execute, [Case(config, twenty_steps)])]
+    found = [(r.loss, r.grad_norm) for r in ranks[0]["results"]]
+    np.testing.assert_allclose(found, stock_run, rtol=1e-4)
+    assert found[-1][0] < found[0][0], "the projector learns"
+    print(f"pp{pipeline} dp{data}: worst {np.max(np.abs(np.array(found) / np.array(stock_run) - 1)):.1e}")
+
+
+def test_bfloat16_backbone_stays_close_to_float32(parts, stock):
+    loss, gradients = stock["packed"]
+    for pipeline in (1, 4):
+        config = make_config(parts, parallel__pipeline=pipeline, model__llm__dtype="bfloat16")
+        ranks = [rank[0] for rank in run_ranks(pipeline, execute, [Case(config, (STEPS["packed"],))])]
+        found = merged(ranks, "gradients")
+        flat = np.concatenate([found[n].ravel() for n in gradients])
+        reference = np.concatenate([g.double().numpy().ravel() for g in gradients.values()])
+        cosine = flat @ reference / np.linalg.norm(flat) / np.linalg.norm(reference)
+        print(f"bf16 pp{pipeline}: loss {ranks[0]['results'][0].loss / loss - 1:+.2e}, cosine {cosine:.5f}")
+        assert ranks[0]["results"][0].loss == pytest.approx(loss, rel=0.01)
+        assert cosine >= 0.999
+        assert all(p.dtype == np.float32 for p in merged(ranks, "parameters").values())

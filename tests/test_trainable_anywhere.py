@@ -1,0 +1,144 @@
+"""Whatever trains, and wherever it lies, trains as in one process; nothing upstream of it runs backward."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from scenes import Case, documents_of, execute, make_config, make_document, save_parts, stock_llava, stock_loss_sum
+
+from mmtrain.data.samples import IGNORE
+from mmtrain.optimizer import clip_coefficient, learning_rate
+from mmtrain.plan.shapes import matches
+
+STEPS = 4
+# trainable patterns -> first stage that runs backward, at boundaries [1, 2, 3]: front + layer 0 | 1 | 2 | 3 + head
+PATTERNS = {
+    ("llm.layers.0",): 0,
+    ("llm.layers.2",): 2,
+    ("llm.layers.3",): 3,
+    ("llm.head", "llm.norm"): 3,
+    ("llm.layers.*.mlp.*",): 0,
+    ("projector", "llm.layers.1.self_attn.q_proj"): 0,
+    ("llm.embedding",): 0,
+    ("vision", "projector"): 0,
+}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trainable")
+    save_parts(folder)
+    return folder
+
+
+def steps():
+    rows = [
+        [[make_document(100 * s + 10 * i + j, images=(i + j) % 3, text=8 + i + j) for j in range(2)]]
+        for s in range(STEPS)
+        for i in range(4)
+    ]
+    return tuple(tuple(rows[4 * s : 4 * s + 4]) for s in range(STEPS))
+
+
+def global_name(stock_name: str) -> str:
+    """Stock LLaVA's parameter names, written out by hand."""
+    for stock, ours in (
+        ("model.multi_modal_projector.", "projector."),
+        ("model.vision_tower.", "vision."),
+        ("model.language_model.embed_tokens.", "llm.embedding."),
+        ("model.language_model.", "llm."),
+        ("lm_head.", "llm.head."),
+    ):
+        if stock_name.startswith(stock):
+            return ours + stock_name.removeprefix(stock)
+    raise AssertionError(stock_name)
+
+
+@cache
+def reference(folder, patterns):
+    """(loss, norm) of each step and the first step's gradients, by one process with the stock model."""
+    config = make_config(folder)
+    model = stock_llava(folder, seed=0)
+    trainable = {}
+    for name, p in model.named_parameters():
+        p.requires_grad_(matches(global_name(name), patterns))
+        if p.requires_grad:
+            trainable[global_name(name)] = p
+    optimizer = torch.optim.AdamW(trainable.values(), lr=1.0, weight_decay=0.0)
+    history, first = [], {}
+    for s, step in enumerate(steps()):
+        documents = documents_of(step)
+        tokens = sum(label != IGNORE for d in documents for label in d.labels)
+        model.zero_grad()
+        loss = sum(stock_loss_sum(model, d) for d in documents) / tokens
+        loss.backward()
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trainable.items()}
+        first = first or {n: g.double().numpy() for n, g in grads.items()}
+        norm = float(torch.nn.utils.get_total_norm(grads.values()))
+        for n, p in trainable.items():
+            p.grad = grads[n] * clip_coefficient(norm, config.optimizer.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(s, config.train.max_steps, config.optimizer)
+        optimizer.step()
+        history.append((float(loss), norm))
+    return history, first
+
+
+def cases(folder, **parallel):
+    settings = {f"parallel__{key}": value for key, value in parallel.items()}
+    return [Case(make_config(folder, model__trainable=patterns, **settings), steps()) for patterns in PATTERNS]
+
+
+def check(folder, by_rank):
+    for i, patterns in enumerate(PATTERNS):
+        ranks = [rank[i] for rank in by_rank]
+        history, first = reference(folder, patterns)
+        found = [(r.loss, r.grad_norm) for r in ranks[0]["results"]]
+        np.testing.assert_allclose(found, history, rtol=1e-4, err_msg=str(patterns))
+        gradients = {n: g for rank in ranks for n, g in rank["gradients"][0].items()}
+        # Towers end at the selected layer: what lies behind it is not there, and has no gradient in the stock model.
+        expected = {n: g for n, g in first.items() if n in gradients or g.any()}
+        assert set(gradients) == set(expected), patterns
+        for name, gradient in gradients.items():
+            scale = max(np.abs(expected[name]).max(), 1e-8)
+            np.testing.assert_allclose(gradient / scale, expected[name] / scale, atol=2e-5, err_msg=name)
+        assert all(rank["audit"]["failures"] == [] for rank in ranks)
+
+
+def test_one_rank_trains_as_the_stock_model_does(parts):
+    check(parts, run_ranks(1, execute, cases(parts)))
+
+
+def test_four_ranks_train_the_same_and_stay_idle_upstream(parts):
+    by_rank = run_ranks(4, execute, cases(parts, pipeline=4, boundaries=(1, 2, 3), recompute_layers=1))
+    check(parts, by_rank)
+    for i, (patterns, first) in enumerate(PATTERNS.items()):
+        for stage, rank in enumerate(r[i] for r in by_rank):
+            ops = [op for op, _, _ in rank["executed"]]
+            backward = ops.count("backward")
+            assert backward == (4 * STEPS if stage >= first else 0), (patterns, stage)
+            assert ops.count("send_gradient") == (4 * STEPS if stage > first else 0), (patterns, stage)
+            assert ops.count("receive_gradient") == (4 * STEPS if first <= stage < 3 else 0), (patterns, stage)
+            assert ops.count("forward") == 4 * STEPS
+            trains = any(t["had_gradient"] for t in rank["audit"]["trainable"])
+            assert rank["optimizer"] == ("AdamW" if trains else "NoOpOptimizer")
+
+
+def test_two_replicas_of_two_ranks_train_the_same(parts):
+    check(parts, run_ranks(4, execute, cases(parts, pipeline=2, data=2)))
+
+
+def test_a_trained_layer_in_bfloat16_keeps_float32_weights_and_moves(parts):
+    config = make_config(
+        parts, model__trainable=("projector", "llm.layers.2"), model__llm__dtype="bfloat16", parallel__pipeline=2
+    )
+    ranks = [rank[0] for rank in run_ranks(2, execute, [Case(config, steps())])]
+    history, _ = reference(parts, ("projector", "llm.layers.2"))
+    assert ranks[0]["results"][0].loss == pytest.approx(history[0][0], rel=0.01)
+    for rank in ranks:
+        assert all(p.dtype == np.float32 for p in rank["parameters"].values())
+        assert rank["audit"]["failures"] == [] and all(t["moved"] for t in rank["audit"]["trainable"])
