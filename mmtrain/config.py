@@ -6,18 +6,35 @@ seen, what is allowed and the nearest valid key. Nothing here imports torch, so 
 
 from __future__ import annotations
 
-import difflib
-import types
+import itertools
+import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
+from mmtrain.config_problems import all_fields, explain, section_of
 from mmtrain.errors import UserError
+from mmtrain.strict_yaml import parse_yaml, read_yaml
 
+
+def _exponent_number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-3 as text (it wants 1.0e-3), which is how everybody writes a learning rate.
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
+def _wrong_together(message: str) -> PydanticCustomError:
+    return PydanticCustomError("cross_field", "{message}", {"message": message})
+
+
+Float = Annotated[float, BeforeValidator(_exponent_number)]
+Decay = Annotated[Float, Field(ge=0, lt=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16"]
@@ -26,7 +43,7 @@ Dtype = Literal["float32", "bfloat16"]
 class Section(BaseModel):
     """A group of keys: unknown keys are errors, no silent conversions, values cannot change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -71,7 +88,7 @@ class ParallelSection(Section):
         None,
         description="decoder layer at which stage 1, 2, ... begins, e.g. [8, 16, 24]; null: the planner chooses",
     )
-    device_memory_gib: Annotated[float, Field(gt=0)] | None = Field(
+    device_memory_gib: Annotated[Float, Field(gt=0)] | None = Field(
         None, description="memory a rank may use, GiB; null: that of the GPU at launch, no limit on a CPU or in --plan"
     )
     recompute_layers: Literal["auto"] | NonNegativeInt | tuple[NonNegativeInt, ...] = Field(
@@ -82,9 +99,31 @@ class ParallelSection(Section):
     threads_per_rank: PositiveInt | None = Field(None, description="CPU threads of a rank; null: cores / local ranks")
     timeout_seconds: PositiveInt = Field(600, description="a collective or message waiting longer than this fails")
 
+    @model_validator(mode="after")
+    def _lists_fit_the_pipeline(self) -> Self:
+        cuts = self.boundaries
+        if cuts is not None and len(cuts) != self.pipeline - 1:
+            raise _wrong_together(
+                f"parallel.boundaries: {list(cuts)} has {len(cuts)} entries; parallel.pipeline {self.pipeline} needs "
+                f"{self.pipeline - 1}, the first decoder layer of every stage but the first"
+            )
+        if cuts is not None and any(later <= earlier for earlier, later in itertools.pairwise(cuts)):
+            raise _wrong_together(
+                f"parallel.boundaries: {list(cuts)} must increase strictly: every stage needs a decoder layer"
+            )
+        counts = self.recompute_layers
+        if isinstance(counts, tuple) and len(counts) != self.pipeline:
+            raise _wrong_together(
+                f"parallel.recompute_layers: {list(counts)} has {len(counts)} entries; parallel.pipeline "
+                f"{self.pipeline} needs {self.pipeline}, one per pipeline rank (or one number for all)"
+            )
+        return self
+
 
 class DataSection(Section):
-    shards: str | tuple[str, ...] = Field(description="webdataset tars: a path, a glob, a brace range, or a list")
+    shards: str | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        description="webdataset tars: a path, a glob, a brace range, or a list"
+    )
     pack_length: PositiveInt = Field(2048, description="tokens in a pack")
     template: Literal["plain"] = Field("plain", description="conversation template")
     overlong: Literal["skip", "refuse"] = Field("skip", description="what to do with a sample longer than a pack")
@@ -92,7 +131,7 @@ class DataSection(Section):
     expected_text_tokens: PositiveInt = Field(
         80, description="text tokens of a typical sample; only the planner's estimates use it"
     )
-    expected_supervised_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+    expected_supervised_fraction: Annotated[Float, Field(gt=0, le=1)] = Field(
         0.12, description="share of a pack's tokens that carry a label; only the planner's estimates use it"
     )
 
@@ -104,13 +143,13 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    lr: Annotated[float, Field(ge=0)] = Field(1e-3, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates")
-    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW's decoupled weight decay")
-    warmup_fraction: Annotated[float, Field(ge=0, le=1)] = Field(0.03, description="share of steps of linear warm-up")
-    min_lr_fraction: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="end of the cosine, times lr")
-    clip_norm: Annotated[float, Field(gt=0)] | None = Field(1.0, description="global gradient norm limit; null: none")
+    lr: Annotated[Float, Field(ge=0)] = Field(1e-3, description="peak learning rate")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's decay rates")
+    eps: Annotated[Float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
+    weight_decay: Annotated[Float, Field(ge=0)] = Field(0.0, description="AdamW's decoupled weight decay")
+    warmup_fraction: Annotated[Float, Field(ge=0, le=1)] = Field(0.03, description="share of steps of linear warm-up")
+    min_lr_fraction: Annotated[Float, Field(ge=0, le=1)] = Field(0.0, description="end of the cosine, times lr")
+    clip_norm: Annotated[Float, Field(gt=0)] | None = Field(1.0, description="global gradient norm limit; null: none")
 
 
 class RunConfig(Section):
@@ -121,3 +160,83 @@ class RunConfig(Section):
     train: TrainSection
     optimizer: OptimizerSection = OptimizerSection()
 
+    @model_validator(mode="after")
+    def _steps_divide_into_microbatches(self) -> Self:
+        packs, data, per_microbatch = self.train.packs_per_step, self.parallel.data, self.train.packs_per_microbatch
+        unit = data * per_microbatch
+        if packs % unit:
+            below = packs // unit * unit
+            nearest = f"{below} or {below + unit}" if below else str(unit)
+            raise _wrong_together(
+                f"train.packs_per_step: {packs} does not divide by parallel.data x train.packs_per_microbatch = "
+                f"{data} x {per_microbatch} = {unit}; nearest that does: {nearest}"
+            )
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a YAML file, with `key.sub=value` overrides applied in order.
+
+    Raises UserError listing every problem at once: per key its path, the value seen, what is allowed; for an unknown
+    key the nearest valid one.
+    """
+    content = read_yaml(Path(path))
+    if content is not None and not isinstance(content, dict):
+        raise UserError(f"{path}: holds a {type(content).__name__}; needs the sections {_sections()}")
+    content = _without_empty_sections(RunConfig, content or {})
+    for override in overrides:
+        _apply(content, override)
+    content = _tuples(content)
+    try:
+        return RunConfig.model_validate(content)
+    except ValidationError as error:
+        problems = explain(RunConfig, error.errors(include_url=False), content)
+    heading = f"{path}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    raise UserError("\n  ".join([heading, *problems]))
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML text of a configuration with every default written out; loading it gives an equal configuration."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _sections() -> str:
+    return ", ".join(RunConfig.model_fields)
+
+
+def _without_empty_sections(model: type[BaseModel], content: dict) -> dict:
+    """`train:` with all its keys commented out is null in YAML; what is meant is a section without keys."""
+    result = dict(content)
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        if section is not None and name in result:
+            value = {} if result[name] is None else result[name]
+            result[name] = _without_empty_sections(section, value) if isinstance(value, dict) else value
+    return result
+
+
+def _apply(content: dict, override: str) -> None:
+    """Set one `key.sub=value` in nested sections; an unknown key is set too, so that validation reports it."""
+    key, equals, text = override.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        raise UserError(f"override {override!r}: needs the form key.sub=value, e.g. optimizer.lr=1e-3")
+    field = dict(all_fields(RunConfig)).get(path)
+    if field is not None and section_of(field.annotation) is not None:
+        raise UserError(f"override {override!r}: {key} is a section; set one of its keys, e.g. optimizer.lr=1e-3")
+    for part in path[:-1]:
+        inner = content.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"override {override!r}: {part} is {inner!r}, which has no keys below it")
+        content = inner
+    # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML alias.
+    plain = field is not None and str in (field.annotation, *typing.get_args(field.annotation))
+    is_text = plain and not text.startswith(("[", '"', "'"))
+    content[path[-1]] = text if is_text else parse_yaml(text, f"override {override!r}")
+
+
+def _tuples(value: Any) -> Any:
+    """YAML lists as tuples, which is how a frozen configuration declares them."""
+    if isinstance(value, dict):
+        return {key: _tuples(inner) for key, inner in value.items()}
+    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value

@@ -1,0 +1,164 @@
+"""What is wrong with a configuration, in the user's terms: key path, value seen, what is allowed, nearest valid key.
+
+Works on any tree of pydantic sections: allowed values and meanings are read from the declared types and descriptions,
+so a message can never disagree with what is checked.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+Path = tuple[str, ...]
+
+_NOUNS = {int: "an integer", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
+_PLURALS = {int: "integers", float: "numbers", str: "texts"}
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class that a field declares, None for a plain value."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def all_fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
+    """Every key path below `model` with its declaration, sections before their keys."""
+    for name, field in model.model_fields.items():
+        yield (*prefix, name), field
+        if (section := section_of(field.annotation)) is not None:
+            yield from all_fields(section, (*prefix, name))
+
+
+def describe_allowed(field: FieldInfo) -> str:
+    """What a key may hold, from its declaration: `an integer >= 1`, `one of float32, bfloat16, or null`."""
+    if (section := section_of(field.annotation)) is not None:
+        return f"a section with the keys {', '.join(section.model_fields)}"
+    return _describe(field.annotation, field.metadata)
+
+
+def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict) -> list[str]:
+    """One line per wrong key, in the order found; `given` is what was validated."""
+    fields = dict(all_fields(model))
+    lines: dict[Path | str, str] = {}
+    for error in errors:
+        path, below = _key_path(error["loc"], fields)
+        key = ".".join(path)
+        if error["type"] == "cross_field":
+            lines[error["msg"]] = error["msg"]
+        elif error["type"] == "extra_forbidden":
+            unknown = (*path, *below)
+            lines[unknown] = _unknown_key(unknown, error["input"], fields)
+        elif error["type"] == "missing" and not below:
+            for missing in _required(path, fields):
+                field = fields[missing]
+                lines[missing] = f"{'.'.join(missing)}: missing; needs {describe_allowed(field)}: {field.description}"
+        else:
+            # A union reports one error per alternative, a list one per element: one line for the key says it all.
+            field = fields[path]
+            meaning = f" ({field.description})" if field.description else ""
+            lines[path] = (
+                f"{key}: {_shown(_value_at(given, path))} is not allowed; needs {describe_allowed(field)}{meaning}"
+            )
+    return list(lines.values())
+
+
+def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) -> tuple[Path, Path]:
+    """The longest declared key path that a pydantic location begins with, and the rest of the location."""
+    path = tuple(str(part) for part in location)
+    length = len(path)
+    while length and path[:length] not in fields:
+        length -= 1
+    return path[:length], path[length:]
+
+
+def _unknown_key(path: Path, value: Any, fields: dict[Path, FieldInfo]) -> str:
+    near = nearest_key(path, list(fields))
+    siblings = [candidate[-1] for candidate in fields if candidate[:-1] == path[:-1]]
+    where = ".".join(path[:-1]) or "the top level"
+    return (
+        f"{'.'.join(path)}: unknown key (value {_shown(value)}); nearest valid key: {'.'.join(near)}; "
+        f"keys of {where}: {', '.join(siblings)}"
+    )
+
+
+def nearest_key(path: Path, known: Sequence[Path]) -> Path:
+    """The known key path most like `path`: the right name in another section beats a similar name in this one."""
+
+    def likeness(candidate: Path) -> float:
+        name = difflib.SequenceMatcher(None, path[-1], candidate[-1]).ratio()
+        whole = difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()
+        return name + whole
+
+    return max(known, key=likeness)
+
+
+def _required(path: Path, fields: dict[Path, FieldInfo]) -> list[Path]:
+    """The keys without a default at or below a missing one."""
+    if section_of(fields[path].annotation) is None:
+        return [path]
+    return [
+        candidate
+        for candidate, field in fields.items()
+        if candidate[: len(path)] == path and section_of(field.annotation) is None and field.is_required()
+    ]
+
+
+def _value_at(given: Any, path: Path) -> Any:
+    for part in path:
+        given = given[part]
+    return given
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else repr(list(value) if isinstance(value, tuple) else value)
+    text = {"True": "true", "False": "false"}.get(text, text)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _describe(arguments[0], [*arguments[1:], *metadata])
+    if origin in (typing.Union, types.UnionType):
+        choices = [_describe(argument, []) for argument in arguments]
+        return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    if origin is Literal:
+        return arguments[0] if len(arguments) == 1 else f"one of {', '.join(arguments)}"
+    limits = _limits(metadata)
+    if origin is tuple:
+        inner = arguments[0]
+        element_limits = ""
+        if typing.get_origin(inner) is typing.Annotated:
+            inner, *inner_metadata = typing.get_args(inner)
+            element_limits = _limits(inner_metadata)
+        count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
+        empty = "non-empty " if any(getattr(item, "min_length", None) for item in _flat(metadata)) else ""
+        return f"a {empty}list of {count}{_PLURALS[inner]}{element_limits}"
+    return _NOUNS[annotation] + limits
+
+
+def _limits(metadata: Sequence[Any]) -> str:
+    """Bounds and patterns among a field's metadata, e.g. ` >= 0 and <= 1`."""
+    flat = _flat(metadata)
+    bounds = [
+        f"{sign} {getattr(item, name)}"
+        for item in flat
+        for name, sign in _BOUNDS.items()
+        if getattr(item, name, None) is not None
+    ]
+    text = " " + " and ".join(bounds) if bounds else ""
+    if pattern := next((item.pattern for item in flat if isinstance(getattr(item, "pattern", None), str)), None):
+        text += f" matching {pattern}"
+    return text
+
+
+def _flat(metadata: Sequence[Any]) -> list[Any]:
+    """Constraints alone: an Annotated type holds its Field(...), which holds them, a field holds them itself."""
+    return [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]

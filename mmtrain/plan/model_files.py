@@ -1,0 +1,139 @@
+"""Where a model's files lie and which tensors they hold, read without torch, transformers or the network.
+
+A model is a folder, or a hub id whose snapshot lies in the local Hugging Face cache. Tensor shapes come from the
+headers of its safetensors files (8 bytes little-endian length, then JSON: github.com/huggingface/safetensors,
+"Format"), so a 70B checkpoint is described by reading a few hundred kilobytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from mmtrain.errors import UserError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+HEADER_LIMIT = 100_000_000  # bytes; the safetensors library refuses longer headers too
+
+Shape = tuple[int, ...]
+
+
+def hub_cache() -> Path:
+    """Folder of the local Hugging Face cache, by the same variables that huggingface_hub reads."""
+    explicit = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if explicit:
+        return Path(explicit).expanduser()
+    home = os.environ.get("HF_HOME")
+    if not home:
+        home = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def cached_snapshot(hub_id: str) -> Path | None:
+    """Snapshot folder of a hub id's `main` revision in the local cache, or None."""
+    repository = hub_cache() / ("models--" + hub_id.replace("/", "--"))
+    reference = repository / "refs" / "main"
+    if reference.is_file():
+        snapshot = repository / "snapshots" / reference.read_text().strip()
+        return snapshot if snapshot.is_dir() else None
+    # `hf download --revision` writes no refs/main: a single snapshot is still unambiguous.
+    snapshots = sorted((repository / "snapshots").glob("*"))
+    return snapshots[0] if len(snapshots) == 1 else None
+
+
+def find_model_folder(path: str) -> Path | None:
+    """The folder of a model given as a path or as a cached hub id; None where there is neither."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    return cached_snapshot(path) if HUB_ID.fullmatch(path) else None
+
+
+def model_folder(path: str) -> Path:
+    """The folder of a model given as a path or as a hub id in the local cache, without touching the network.
+
+    Raises UserError that tells a folder that does not exist from a hub id that is not cached.
+    """
+    folder = find_model_folder(path)
+    if folder is not None:
+        return folder
+    if Path(path).expanduser().exists():
+        raise UserError(f"{path}: is a file; give the model's folder (the one that holds config.json)")
+    # `models/vicuna` has the form of a hub id too; where `models` is a folder here, a folder was meant.
+    if HUB_ID.fullmatch(path) and ("/" not in path or not Path(path).parent.is_dir()):
+        raise UserError(
+            f"{path}: no folder of this name, and this hub id is not in the local cache {hub_cache()}; "
+            f"download it first: hf download {path}"
+        )
+    raise UserError(f"{path}: no such folder; give the folder of a model, or a hub id such as Qwen/Qwen2.5-7B-Instruct")
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file; raises UserError naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}); the download may be incomplete") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds a JSON {type(content).__name__}, an object is needed")
+    return content
+
+
+def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
+    """Name and shape of every tensor in a folder's safetensors files, in file order; None if it has no weight files.
+
+    Raises UserError for a shard that the index names and is not there, a damaged file, and `.bin` weights alone.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index}: has no weight_map; download the file again")
+        files = list(dict.fromkeys(folder / str(name) for name in weight_map.values()))
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise UserError(
+                f"{folder}: {len(missing)} of {len(files)} weight files named in {index.name} are missing, "
+                f"e.g. {missing[0]}; finish the download"
+            )
+        stored = {name: shape for file in files for name, shape in read_header(file).items()}
+        absent = [name for name in weight_map if name not in stored]
+        if absent:
+            raise UserError(f"{folder}: {index.name} names {absent[0]}, which is not in {weight_map[absent[0]]}")
+        return {name: stored[name] for name in weight_map}
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return read_header(single)
+    pickled = sorted(folder.glob("pytorch_model*.bin"))
+    if pickled:
+        raise UserError(
+            f"{folder}: has only pickled weights ({pickled[0].name}); convert them once with "
+            f"python tools/convert_weights.py {folder}"
+        )
+    return None
+
+
+def read_header(file: Path) -> dict[str, Shape]:
+    """Name and shape of every tensor in one safetensors file, from its header alone."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if prefix == b"version ":
+            raise UserError(f"{file}: is a git-lfs pointer, not the weights; run git lfs pull, or hf download")
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > HEADER_LIMIT or 8 + length > size:
+            raise UserError(f"{file}: not a complete safetensors file ({size} bytes); download it again")
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: damaged safetensors header ({error}); download it again") from None
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if 8 + length + end != size:
+        raise UserError(f"{file}: {size} bytes, but its header needs {8 + length + end}; download it again")
+    return {name: tuple(entry["shape"]) for name, entry in header.items()}
