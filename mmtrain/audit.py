@@ -38,8 +38,9 @@ def fingerprint(tensor: torch.Tensor) -> str:
     tail[: data.numel() - whole] = data[whole:]
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     for part in (data[:whole], tail):
-        # 8-byte alignment: storage from a memory-mapped file may begin anywhere.
-        words = (part if part.data_ptr() % 8 == 0 else part.clone()).view(torch.int64)
+        if part.storage_offset() % 8 or part.data_ptr() % 8:  # torch refuses to view unaligned bytes as int64
+            part = part.clone()
+        words = part.view(torch.int64)
         digest.update(words.view(-1, ROW_BYTES // 8).sum(dim=1).cpu().numpy().tobytes())
     return digest.hexdigest()
 

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -56,7 +57,7 @@ def test_learning_rate_warms_up_linearly_then_follows_half_a_cosine():
     assert rates[10] == 2.0
     assert rates[55] == pytest.approx(2.0 * (0.25 + 0.75 * 0.5))
     assert rates[99] == pytest.approx(2.0 * (0.25 + 0.75 * 0.5 * (1 + math.cos(math.pi * 89 / 90))))
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
 
 
 def test_without_warm_up_the_first_step_has_the_full_rate():

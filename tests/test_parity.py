@@ -141,14 +141,14 @@ def test_a_step_without_labels_updates_nothing_and_says_so(parts):
 
 @pytest.fixture(scope="module")
 def twenty_steps():
-    """20 steps of 4 packs, with image-free and label-free micro-batches strewn in."""
+    """20 steps of 4 packs, five of them in turn, with image-free and label-free micro-batches strewn in."""
     steps = []
     for s in range(20):
         rows = []
         for i in range(4):
-            seed = 1000 + 16 * s + 4 * i
+            seed = 1000 + 16 * (s % 5) + 4 * i
             row = [make_document(seed + j, images=(seed + j) % 3, text=6 + (seed + j) % 9) for j in range(2)]
-            if (s + i) % 7 == 0:
+            if (s % 5 + i) % 7 == 0:
                 row = [make_document(seed, images=0, labelled=False)]
             rows.append([row])
         steps.append(tuple(rows))
@@ -181,7 +181,7 @@ def test_twenty_steps_follow_the_stock_training_loop(parts, twenty_steps, stock_
     ranks = [rank[0] for rank in run_ranks(pipeline * data, execute, [Case(config, twenty_steps)])]
     found = [(r.loss, r.grad_norm) for r in ranks[0]["results"]]
     np.testing.assert_allclose(found, stock_run, rtol=1e-4)
-    assert found[-1][0] < found[0][0], "the projector learns"
+    assert all(last[0] < first[0] for first, last in zip(found[:5], found[15:], strict=True)), "the projector learns"
     print(f"pp{pipeline} dp{data}: worst {np.max(np.abs(np.array(found) / np.array(stock_run) - 1)):.1e}")
 
 

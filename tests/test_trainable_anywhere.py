@@ -84,7 +84,7 @@ def reference(folder, patterns):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(s, config.train.max_steps, config.optimizer)
         optimizer.step()
-        history.append((float(loss), norm))
+        history.append((float(loss.detach()), norm))
     return history, first
 
 
@@ -103,9 +103,11 @@ def check(folder, by_rank):
         # Towers end at the selected layer: what lies behind it is not there, and has no gradient in the stock model.
         expected = {n: g for n, g in first.items() if n in gradients or g.any()}
         assert set(gradients) == set(expected), patterns
+        largest = max(np.abs(g).max() for g in expected.values())
         for name, gradient in gradients.items():
-            scale = max(np.abs(expected[name]).max(), 1e-8)
-            np.testing.assert_allclose(gradient / scale, expected[name] / scale, atol=2e-5, err_msg=name)
+            # A key's bias has no gradient but rounding (softmax does not see it): hence the second term.
+            tolerance = 1e-5 * np.abs(expected[name]).max() + 1e-7 * largest
+            np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=tolerance, err_msg=name)
         assert all(rank["audit"]["failures"] == [] for rank in ranks)
 
 

@@ -30,6 +30,6 @@ def test_a_count_mismatch_raises_with_both_numbers(count):
 
 
 def test_positions_without_any_image_raise():
-    with pytest.raises(ValueError, match="1 image positions .* 0 image embeddings"):
+    with pytest.raises(ValueError, match=r"1 image positions .* 0 image embeddings"):
         fuse(torch.zeros(1, 2, 3), torch.tensor([[True, False]]), None)
     assert fuse(torch.ones(1, 2, 3), torch.tensor([[False, False]]), None).all()

@@ -1,0 +1,44 @@
+"""Shared fixtures: the tools as modules, and one tiny model folder made once a session."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+TOOLS = Path(__file__).parent.parent / "tools"
+
+
+def load_tool(name: str) -> ModuleType:
+    """tools/NAME.py as a module (tools is no package)."""
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two cores are shared with other tests' processes; more threads are slower and change the order of sums."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def make_tiny() -> ModuleType:
+    """tools/make_tiny_model.py: make_tiny_llm, make_tiny_vision, make_tiny_shards, make_config, ..."""
+    return load_tool("make_tiny_model")
+
+
+@pytest.fixture(scope="session")
+def tiny(make_tiny, tmp_path_factory) -> Path:
+    """A folder to read: llm/ (llama, 8 layers, width 64), vision/ (4 blocks, 16 tokens), shards/ and config.yaml.
+
+    96 samples in 2 shards; 12 or so have no image, 12 or so have two.
+    """
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny.make_tiny_llm(folder / "llm")
+    make_tiny.make_tiny_vision(folder / "vision")
+    make_tiny.make_tiny_shards(folder / "shards", two_image_fraction=0.125)
+    make_tiny.make_config(folder, "tiny")
+    return folder

@@ -1,0 +1,198 @@
+"""Packed attention against attention over an explicit (L, L) mask, and against torch's documented GPU kernel."""
+
+import inspect
+
+import pytest
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import LlamaConfig
+from transformers.masking_utils import (
+    causal_mask_function,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+
+from mmtrain.model.attention import (
+    ATTENTION,
+    Documents,
+    attend_packed,
+    document_positions,
+    packed_attention,
+    packed_mask,
+)
+
+LENGTHS = ((13, 6, 1, 12), (20, 12))  # two rows of 32 tokens
+POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+WINDOW = 8
+HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH = 6, 2, 16, 12
+
+
+def make_documents(make_mask, **options) -> Documents:
+    """What the stock mask functions return for packed rows when the packed attention is chosen."""
+    config = LlamaConfig(**options)
+    config._attn_implementation = ATTENTION
+    # Most masks get no position_ids here, as in gpt_oss: documents must not depend on the model handing them on. Chunks
+    # do: they count from the document's start because llama4 hands its positions on.
+    handed_on = POSITIONS if make_mask is create_chunked_causal_mask else None
+    with document_positions(POSITIONS):
+        return make_mask(config, torch.zeros(2, 32, 4), None, None, position_ids=handed_on)
+
+
+def states(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, VALUE_WIDTH))
+    return [torch.randn(2, heads, 32, width, generator=generator).to(dtype) for heads, width in sizes]
+
+
+def attend_densely(query, key, value, *, window=None, chunk=None, softcap=None, sinks=None, scale):
+    """The definition, in float64: softmax over the tokens of the own document that are not later, (B, L, H, E)."""
+    q, k, v = (x.double() for x in (query, key, value))
+    k, v = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k, v))
+    document = torch.stack([torch.repeat_interleave(torch.arange(len(r)), torch.tensor(r)) for r in LENGTHS])
+    seen = document[:, :, None] == document[:, None, :]
+    distance = POSITIONS[:, :, None] - POSITIONS[:, None, :]
+    seen &= distance >= 0
+    if window:
+        seen &= distance < window
+    if chunk:
+        seen &= POSITIONS[:, :, None] // chunk == POSITIONS[:, None, :] // chunk
+    scores = q @ k.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.where(seen[:, None], scores.exp(), 0.0)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.double().exp()[:, None, None]
+    return (weights / total @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "config", "reference"),
+    [
+        (create_causal_mask, {}, {}),
+        (create_sliding_window_causal_mask, {"sliding_window": WINDOW}, {"window": WINDOW}),
+        (create_sliding_window_causal_mask, {"sliding_window": 1}, {"window": 1}),
+        (create_chunked_causal_mask, {"attention_chunk_size": WINDOW}, {"chunk": WINDOW}),
+    ],
+    ids=["full", "window", "window of one", "chunk"],
+)
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"s_aux": True}], ids=["plain", "softcap", "sinks"])
+def test_equals_attention_over_an_explicit_mask(mask, config, reference, extra):
+    documents = make_documents(mask, **config)
+    given = [x.requires_grad_() for x in states()]
+    sinks = torch.randn(HEADS, generator=torch.Generator().manual_seed(1)) if "s_aux" in extra else None
+    options = {"softcap": extra.get("softcap"), "s_aux": sinks}
+    ours, _ = packed_attention(torch.nn.Module(), *given, documents, scaling=0.3, **options)
+    expected = attend_densely(*given, scale=0.3, softcap=extra.get("softcap"), sinks=sinks, **reference)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad((ours * weights).sum(), given)
+    for seen, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), given), strict=True):
+        torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_documents_end_where_positions_restart_and_the_gpu_borders_run_over_all_rows():
+    documents = make_documents(create_sliding_window_causal_mask, sliding_window=WINDOW)
+    assert documents.rows == (((0, 13), (13, 19), (19, 20), (20, 32)), ((0, 20), (20, 32)))
+    assert documents.window == WINDOW
+    assert documents.offsets.tolist() == [0, 13, 19, 20, 32, 52, 64]
+    assert documents.offsets.dtype == torch.int32
+    assert documents.longest == 20
+
+
+def test_rows_of_one_document_take_one_call_with_the_same_result():
+    query, key, value = states()
+    whole = Documents((((0, 32),), ((0, 32),)), None, torch.tensor([0, 32, 64], dtype=torch.int32), 32)
+    together, _ = packed_attention(torch.nn.Module(), query, key, value, whole)
+    for row in range(2):
+        part = slice(row, row + 1)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[part], key[part], value[part], is_causal=True, enable_gqa=True
+        )
+        torch.testing.assert_close(together[part], expected.transpose(1, 2))
+
+
+def documented_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+    """torch.nn.attention.varlen.varlen_attn by its documentation, sequence by sequence; q (T, H, D) to (T, H, D)."""
+    # A call that torch's own function would refuse must fail here too.
+    options = {"scale": scale, "window_size": window_size} | ({"enable_gqa": True} if enable_gqa else {})
+    inspect.signature(varlen_attn).bind(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert query.ndim == key.ndim == value.ndim == 3
+    groups = query.shape[1] // key.shape[1]
+    assert enable_gqa or groups == 1
+    left, right = window_size
+    outputs = []
+    for begin, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
+        assert end - begin <= max_q == max_k
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(groups, 0) for x in (k, v))
+        i = torch.arange(end - begin)
+        distance = i[:, None] - i
+        seen = distance >= -right if right >= 0 else torch.ones_like(distance, dtype=torch.bool)
+        if left >= 0:
+            seen &= distance <= left
+        scores = (q @ k.mT * scale).masked_fill(~seen, float("-inf"))
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_the_gpu_kernel_is_called_as_documented(window):
+    make = create_causal_mask if window is None else create_sliding_window_causal_mask
+    documents = make_documents(make, **({} if window is None else {"sliding_window": window}))
+    query, key, _ = states()
+    ours = attend_packed(query, key, key, documents, 0.3, kernel=documented_kernel)
+    expected = attend_densely(query, key, key, scale=0.3, window=window)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_stays_close_to_the_definition():
+    documents = make_documents(create_sliding_window_causal_mask, sliding_window=WINDOW)
+    for options in ({}, {"softcap": 2.0}):
+        ours, _ = packed_attention(torch.nn.Module(), *states(torch.bfloat16), documents, scaling=0.3, **options)
+        assert ours.dtype == torch.bfloat16
+        expected = attend_densely(*states(torch.bfloat16), scale=0.3, window=WINDOW, **options)
+        torch.testing.assert_close(ours.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout": 0.1},
+        {"position_bias": torch.zeros(1)},
+        {"is_causal": False},
+        {"block_table": 3},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_arguments_that_it_does_not_know_are_refused(options):
+    documents = make_documents(create_causal_mask)
+    with pytest.raises(TypeError, match=next(iter(options))):
+        packed_attention(torch.nn.Module(), *states(), documents, **options)
+
+
+def test_a_mask_that_did_not_come_from_us_is_refused():
+    with pytest.raises(TypeError, match="Tensor in the place of its documents"):
+        packed_attention(torch.nn.Module(), *states(), torch.ones(1, 1, 32, 32, dtype=torch.bool))
+
+
+def test_padding_and_bidirectional_models_are_refused():
+    config = LlamaConfig()
+    config._attn_implementation = ATTENTION
+    hidden = torch.zeros(2, 32, 4)
+    with pytest.raises(ValueError, match="no padding mask"):
+        create_causal_mask(config, hidden, torch.ones(2, 32, dtype=torch.long), None)
+    with pytest.raises(ValueError, match="see later ones"):
+        create_causal_mask(config, hidden, None, None, block_sequence_ids=torch.zeros(2, 32, dtype=torch.long))
+    config.is_causal = False
+    with pytest.raises(ValueError, match="see later ones"):
+        create_causal_mask(config, hidden, None, None)
+
+
+def test_positions_are_forgotten_behind_the_context_even_after_an_error():
+    with pytest.raises(RuntimeError), document_positions(POSITIONS):
+        raise RuntimeError
+    documents = packed_mask(2, 32, 32, mask_function=causal_mask_function)
+    assert documents.rows == (((0, 32),), ((0, 32),))

@@ -1,0 +1,189 @@
+import json
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
+
+from mmtrain.errors import UserError
+from mmtrain.model.vision import load_vision
+from mmtrain.plan.shapes import vision_shape
+
+HF_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 7,
+}
+
+
+def images(size: int) -> torch.Tensor:
+    return torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def perturb(model: nn.Module) -> nn.Module:
+    """Random weights everywhere: fresh norms and biases would hide one that is skipped or applied twice."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def block_output(model: nn.Module, block: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+    """What a block of the stock model gives out in the stock forward."""
+    seen = []
+    with block.register_forward_hook(lambda module, inputs, output: seen.append(output)), torch.no_grad():
+        model(pixels)
+    return seen[0]
+
+
+@pytest.fixture(scope="module")
+def hf_folders(tmp_path_factory):
+    """A folder per kind: CLIP vision model alone, whole CLIP (names vision_model.*), SigLIP vision model."""
+    torch.manual_seed(0)
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("clip_vision", "clip", "siglip")}
+    perturb(CLIPVisionModel(CLIPVisionConfig(**HF_SIZES))).save_pretrained(folders["clip_vision"])
+    text = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 50,
+    }
+    whole = CLIPModel(CLIPConfig(vision_config=HF_SIZES, text_config=text, projection_dim=16))
+    perturb(whole).save_pretrained(folders["clip"])
+    perturb(SiglipVisionModel(SiglipVisionConfig(**HF_SIZES))).save_pretrained(folders["siglip"])
+    return folders
+
+
+@pytest.mark.parametrize("class_token", [False, True])
+@pytest.mark.parametrize("select_layer", [-1, -2, -4])
+def test_a_timm_tower_gives_the_selected_blocks_output_without_prefix_tokens(
+    make_tiny, tmp_path, class_token, select_layer
+):
+    folder = make_tiny.make_tiny_vision(tmp_path, class_token=class_token)
+    stock = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    expected = block_output(stock, stock.blocks[select_layer], images(32))[:, stock.num_prefix_tokens :]
+    tower = load_vision(str(folder), select_layer, torch.float32)
+    assert torch.equal(tower(images(32)), expected)
+    assert (tower.width, tower.tokens_per_image, tower.image_size) == (48, 16, 32)
+
+
+@pytest.mark.parametrize("kind", ["clip_vision", "clip", "siglip"])
+@pytest.mark.parametrize("select_layer", [-1, -2, -4])
+def test_an_hf_tower_gives_stock_hidden_states_without_the_class_token(hf_folders, kind, select_layer):
+    stock_class = SiglipVisionModel if kind == "siglip" else CLIPVisionModel
+    stock = stock_class.from_pretrained(hf_folders[kind])
+    with torch.no_grad():
+        expected = stock(images(28), output_hidden_states=True).hidden_states[select_layer]
+    tower = load_vision(str(hf_folders[kind]), select_layer, torch.float32)
+    features = tower(images(28))
+    assert torch.equal(features, expected if kind == "siglip" else expected[:, 1:])
+    assert features.shape == (3, tower.tokens_per_image, tower.width) == (3, 16, 32)
+
+
+def test_only_what_runs_is_kept_and_the_planner_counts_the_same(tiny, hf_folders):
+    for folder, blocks in [(tiny / "vision", "blocks."), *((f, "encoder.layers.") for f in hf_folders.values())]:
+        tower = load_vision(str(folder), -2, torch.float32)
+        kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
+        planned = vision_shape(str(folder), -2)
+        assert kept == {parameter.name: parameter.shape for parameter in planned.parameters}
+        assert planned.tokens_per_image == tower.tokens_per_image
+        assert any(name.startswith(f"vision.{blocks}2.") for name in kept)
+        assert not any(name.startswith((f"vision.{blocks}3.", "vision.head", "vision.norm.")) for name in kept)
+        assert not any("post_layernorm" in name for name in kept)
+
+
+def test_every_kept_parameter_matters_to_the_features(tiny, hf_folders):
+    for folder in (tiny / "vision", *hf_folders.values()):
+        tower = load_vision(str(folder), -2, torch.float32)
+        tower.model.requires_grad_(True)
+        tower(images(tower.image_size)).square().sum().backward()
+        unused = [n for n, p in tower.global_parameters() if p.grad is None or not p.grad.any()]
+        assert unused == []
+
+
+def test_a_tower_is_frozen_in_eval_mode_and_stored_in_its_dtype(tiny, hf_folders):
+    for folder in (tiny / "vision", hf_folders["clip"], hf_folders["siglip"]):
+        tower = load_vision(str(folder), -2, torch.bfloat16)
+        assert {parameter.dtype for _, parameter in tower.global_parameters()} == {torch.bfloat16}
+        assert not any(parameter.requires_grad for parameter in tower.parameters())
+        assert not any(module.training for module in tower.model.modules())
+        features, exact = (
+            load_vision(str(folder), -2, d)(images(tower.image_size)) for d in (torch.bfloat16, torch.float32)
+        )
+        assert features.dtype == torch.bfloat16 and not features.requires_grad
+        assert torch.nn.functional.cosine_similarity(features.float().flatten(), exact.flatten(), dim=0) > 0.999
+
+
+@pytest.mark.parametrize("architecture", ["eva02_tiny_patch14_224", "vit_small_patch16_dinov3"])
+def test_rotary_tables_stay_unrounded_in_bfloat16(tmp_path, architecture):
+    arguments = {"img_size": 28, "patch_size": 7, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 0}
+    stock = perturb(timm.create_model(architecture, pretrained=False, **arguments))
+    tables = {name: table.clone() for name, table in stock.named_buffers()}
+    assert tables and not set(tables) & set(stock.state_dict())
+    facts = {"input_size": [3, 28, 28], "num_classes": 0}
+    config = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": facts}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(stock.state_dict(), tmp_path / "model.safetensors")
+    tower = load_vision(str(tmp_path), -2, torch.bfloat16)
+    for name, table in tower.model.named_buffers():
+        assert torch.equal(table, tables[name]), name
+    expected = block_output(stock, stock.blocks[-2], images(28))[:, stock.num_prefix_tokens :]
+    features = tower(images(28)).float()
+    assert torch.nn.functional.cosine_similarity(features.flatten(), expected.flatten(), dim=0) > 0.999
+
+
+def test_a_timm_name_loads_its_weights_from_the_local_hub_cache(tmp_path, monkeypatch):
+    stock = perturb(timm.create_model("test_vit", pretrained=False))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"not in the local cache .*: hf download timm/test_vit\.r160_in1k"):
+        load_vision("test_vit.r160_in1k", -2, torch.float32)
+    repository = tmp_path / "models--timm--test_vit.r160_in1k"
+    (repository / "snapshots" / "abc").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    save_file(stock.state_dict(), repository / "snapshots" / "abc" / "model.safetensors")
+    expected = block_output(stock, stock.blocks[-2], images(160))[:, stock.num_prefix_tokens :]
+    assert torch.equal(load_vision("test_vit.r160_in1k", -2, torch.float32)(images(160)), expected)
+
+
+def test_incomplete_weights_are_refused_instead_of_filled_at_random(hf_folders, tiny, tmp_path):
+    for source, tensor in (
+        (hf_folders["siglip"], "encoder.layers.1.mlp.fc1.weight"),
+        (tiny / "vision", "blocks.1.mlp.fc1.weight"),
+    ):
+        folder = tmp_path / source.name
+        folder.mkdir()
+        (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+        weights = load_file(source / "model.safetensors")
+        name = next(name for name in weights if name.endswith(tensor))
+        del weights[name]
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match=tensor.replace(".", r"\.")):
+            load_vision(str(folder), -1, torch.float32)
+
+
+def test_what_is_no_encoder_or_no_layer_is_refused(tiny, hf_folders, tmp_path):
+    with pytest.raises(UserError, match=r"select_layer: -5, but .* has 4 blocks; needed is -4 to -1"):
+        load_vision(str(tiny / "vision"), -5, torch.float32)
+    with pytest.raises(UserError, match=r"select_layer: -5, but .* has 4 blocks; needed is -4 to -1"):
+        load_vision(str(hf_folders["clip"]), -5, torch.float32)
+    with pytest.raises(UserError, match="has model_type 'llama'"):
+        load_vision(str(tiny / "llm"), -2, torch.float32)
+    with pytest.raises(UserError, match="no such folder"):
+        load_vision(str(tmp_path / "none"), -2, torch.float32)
+    (tmp_path / "config.json").write_text('{"architecture": "test_resnet", "pretrained_cfg": {"num_classes": 1000}}')
+    save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"no plain vision transformer \(ResNet\)"):
+        load_vision(str(tmp_path), -2, torch.float32)
+
+
+def test_images_of_another_size_are_not_taken(tiny):
+    with pytest.raises(AssertionError, match="the encoder takes"):
+        load_vision(str(tiny / "vision"), -2, torch.float32)(images(40))

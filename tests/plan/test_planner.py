@@ -1,0 +1,520 @@
+"""Plans: the cut against brute force, memory limits, shipped configs, weights really loaded, every refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mmtrain.config import load_config
+from mmtrain.errors import UserError
+from mmtrain.model.stage import build_chunk
+from mmtrain.plan.block_costs import Flops
+from mmtrain.plan.costs import LayerCost
+from mmtrain.plan.cut import RESERVED_SHARE, Setting, StageCosts, best_cut, can_fit, smallest_cut
+from mmtrain.plan.layout import Plan
+from mmtrain.plan.planner import idle_share, make_plan, render
+from mmtrain.plan.schedule import check_schedule, training_schedule
+from mmtrain.plan.shapes import llm_shape
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+VICUNA, CLIP = "lmsys/vicuna-7b-v1.5", "vit_large_patch14_clip_quickgelu_336.openai"
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory) -> Path:
+    """Vicuna-7B with CLIP over 4 pipeline ranks: shapes are recorded, weights are not needed."""
+    file = tmp_path_factory.mktemp("planner") / "config.yaml"
+    file.write_text(
+        f"""
+run: {{name: test}}
+model:
+  llm: {{path: {VICUNA}}}
+  vision: {{name: {CLIP}}}
+parallel: {{pipeline: 4}}
+data: {{shards: none.tar}}
+train: {{packs_per_step: 16, max_steps: 1}}
+"""
+    )
+    return file
+
+
+def plan_of(file: Path, *overrides: str) -> Plan:
+    return make_plan(load_config(file, overrides))
+
+
+# ---- the cut
+
+
+def random_layers(draw: random.Random, decoder: int) -> list[LayerCost]:
+    """Front, decoder layers, head with unrelated random costs; some layers train, those before them keep nothing."""
+    first = draw.randrange(decoder + 2)
+    layers = []
+    for i in range(decoder + 2):
+        saved = draw.randrange(1, 50) if i >= first else 0
+        trains = i == first or (i > first and draw.random() < 0.3)
+        layers.append(
+            LayerCost(
+                name=str(i),
+                trainable_names=("p",) if trains else (),
+                trainable=int(trains),
+                flops=Flops(draw.randrange(1, 20), draw.randrange(20) if i >= first else 0, draw.randrange(9) * trains),
+                weight_bytes=draw.randrange(1, 40),
+                state_bytes=draw.randrange(40) * trains,
+                saved_bytes=saved,
+                recomputed_bytes=draw.randrange(saved) if saved and 0 < i <= decoder else saved,
+                workspace_bytes=draw.randrange(20),
+            )
+        )
+    return layers
+
+
+def all_cuts(layers: int, stages: int):
+    for borders in itertools.combinations(range(1, layers), stages - 1):
+        yield (0, *borders, layers)
+
+
+def stage_by_hand(layers: list[LayerCost], setting: Setting, stage: int, begin: int, end: int, again: int):
+    """(work, bytes) of a stage whose first `again` decoder layers recompute, summed layer by layer."""
+    held = range(begin, end)
+    recomputed = [i for i in held if 0 < i < len(layers) - 1][:again]
+    work = sum(layers[i].flops.total for i in held)
+    work += sum(layers[i].flops.forward for i in recomputed if layers[i].saved_bytes)
+    memory = sum(layers[i].weight_bytes + layers[i].state_bytes for i in held)
+    memory += max(layers[i].workspace_bytes for i in held)
+    has_backward = any(layer.trainable_names for layer in layers[:end])
+    if has_backward:
+        kept = sum(layers[i].recomputed_bytes if i in recomputed else layers[i].saved_bytes for i in held)
+        borders = (stage > 0) + (stage < setting.pipeline - 1)
+        in_flight = min(setting.pipeline - stage, setting.microbatches_per_step)
+        memory += in_flight * (kept + borders * setting.boundary_bytes)
+    else:
+        waiting = setting.microbatches_per_step if stage < setting.pipeline - 1 else 0
+        memory += (waiting + (stage > 0)) * setting.boundary_bytes
+    if begin == 0 and end == len(layers):
+        memory -= setting.shared_ends_bytes
+    return work, memory
+
+
+def brute_force(layers: list[LayerCost], setting: Setting) -> int | None:
+    """Least possible work of the slowest stage over all cuts and all numbers of recomputed layers."""
+    limit = math.inf if setting.memory_bytes is None else math.floor(setting.memory_bytes * (1 - RESERVED_SHARE))
+    best = None
+    for cut in all_cuts(len(layers), setting.pipeline):
+        slowest = 0
+        for stage, (begin, end) in enumerate(itertools.pairwise(cut)):
+            counts = range(end - begin + 1)
+            if setting.recompute_layers != "auto":
+                counts = [setting.recompute_layers[stage]]
+            options = [stage_by_hand(layers, setting, stage, begin, end, again) for again in counts]
+            fitting = [work for work, memory in options if memory <= limit]
+            if not fitting:
+                break
+            slowest = max(slowest, min(fitting))
+        else:
+            best = slowest if best is None else min(best, slowest)
+    return best
+
+
+def test_the_cut_is_as_good_as_trying_all_of_them_and_never_exceeds_the_limit() -> None:
+    draw = random.Random(0)
+    fitting = recomputing = refused = 0
+    for _ in range(400):
+        layers = random_layers(draw, draw.randrange(1, 6))
+        pipeline = draw.randrange(1, min(4, len(layers)) + 1)
+        limited = draw.random() < 0.8
+        setting = Setting(
+            pipeline=pipeline,
+            microbatches_per_step=draw.randrange(1, 5),
+            boundary_bytes=draw.randrange(10),
+            memory_bytes=draw.randrange(50, 500) if limited else None,
+            recompute_layers=draw.choice(["auto", "auto", tuple(draw.randrange(3) for _ in range(pipeline))]),
+            shared_ends_bytes=draw.randrange(2),
+        )
+        costs = StageCosts(layers, setting)
+        cut, expected = best_cut(costs), brute_force(layers, setting)
+        assert (cut is None) == (expected is None)
+        assert can_fit(costs) == (expected is not None)
+        if cut is None:
+            refused += 1
+            continue
+        assert cut[0] == 0 and cut[-1] == len(layers) and list(cut) == sorted(set(cut))
+        needs = [costs.need(stage, *borders) for stage, borders in enumerate(itertools.pairwise(cut))]
+        assert max(need.work for need in needs) == expected
+        for stage, need in enumerate(needs):
+            by_hand = stage_by_hand(layers, setting, stage, cut[stage], cut[stage + 1], need.recompute_layers)
+            assert (need.work, need.total_bytes) == by_hand
+            if limited:
+                assert need.total_bytes <= setting.memory_bytes * (1 - RESERVED_SHARE)
+            if setting.recompute_layers == "auto" and need.recompute_layers:
+                fewer = stage_by_hand(layers, setting, stage, cut[stage], cut[stage + 1], need.recompute_layers - 1)
+                assert fewer[1] > setting.memory_bytes * (1 - RESERVED_SHARE), "recomputed although it fits without"
+                recomputing += 1
+        fitting += 1
+    assert min(fitting, recomputing, refused) >= 40, "the draw covers all cases"
+
+
+def test_the_smallest_cut_has_the_least_memory_of_all() -> None:
+    draw = random.Random(1)
+    for _ in range(50):
+        layers = random_layers(draw, 4)
+        setting = Setting(3, 4, 3, 100, "auto")
+        cut = smallest_cut(StageCosts(layers, setting))
+
+        def largest(cut, layers=layers, setting=setting) -> int:
+            return max(stage_by_hand(layers, setting, s, *ab, 99)[1] for s, ab in enumerate(itertools.pairwise(cut)))
+
+        assert largest(cut) == min(largest(other) for other in all_cuts(6, 3))
+
+
+def test_of_equally_fast_cuts_the_most_even_one_is_taken() -> None:
+    """Seven equal layers on 3 ranks: the slowest has 3; the others 2 and 2 rather than 3 and 1."""
+    layer = LayerCost("", ("p",), 1, Flops(1, 0, 0), 0, 0, 0, 0, 0)
+    cut = best_cut(StageCosts([layer] * 7, Setting(3, 4, 0, None, "auto")))
+    assert sorted(b - a for a, b in itertools.pairwise(cut)) == [2, 2, 3]
+
+
+# ---- idle shares
+
+
+@pytest.mark.parametrize(("pipeline", "microbatches"), [(1, 3), (2, 8), (4, 4), (4, 8), (8, 8)])
+def test_equal_stages_idle_by_the_known_share(pipeline: int, microbatches: int) -> None:
+    idle = idle_share(training_schedule(pipeline, microbatches, 0), [1.0] * pipeline, [1.0] * pipeline)
+    assert idle == pytest.approx([(pipeline - 1) / (microbatches + pipeline - 1)] * pipeline)
+
+
+def test_a_step_by_hand_has_the_idle_shares_of_its_drawing() -> None:
+    """p = 2, m = 2; forward 1 and 2, backward 3 and 1.
+
+    Rank 0: F0 0-1, F1 1-2, B0 4-7, B1 7-10. Rank 1: F0 1-3, B0 3-4, F1 4-6, B1 6-7.
+    """
+    assert idle_share(training_schedule(2, 2, 0), [1, 2], [3, 1]) == pytest.approx((0.2, 0.4))
+
+
+def test_forward_only_ranks_do_not_wait_for_gradients() -> None:
+    idle = idle_share(training_schedule(2, 8, 1), [2, 1], [0, 1])
+    assert idle == pytest.approx((1 - 16 / 18, 1 - 16 / 18))
+
+
+# ---- plans of real shapes
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_shipped_config_plans(file: Path) -> None:
+    config = load_config(file)
+    start = time.perf_counter()
+    plan = make_plan(config)
+    table = render(plan)
+    assert time.perf_counter() - start < 1.0
+    llm = llm_shape(config.model.llm.path)
+    layers = [name for rank in plan.ranks if rank.data == 0 for stage in rank.stages for name in stage.layers]
+    assert layers == ["front", *(f"llm.layers.{i}" for i in range(len(llm.decoder))), "head"]
+    assert [rank.rank for rank in plan.ranks] == list(range(plan.pipeline * plan.data))
+    assert all(rank.rank == rank.pipeline * plan.data + rank.data for rank in plan.ranks)
+    replica = [rank for rank in plan.ranks if rank.data == 0]
+    assert sum(rank.work_share for rank in replica) == pytest.approx(1)
+    assert all(0 <= rank.idle_share < 1 for rank in replica)
+    assert plan.microbatches_per_step * plan.data * plan.packs_per_microbatch == config.train.packs_per_step
+    check_schedule(plan.schedule, plan.microbatches_per_step, plan.first_trainable_stage)
+    if plan.memory_limit_bytes:
+        assert max(rank.total_bytes for rank in plan.ranks) <= plan.memory_limit_bytes * (1 - RESERVED_SHARE)
+    assert max(map(len, table.splitlines())) <= 120
+    assert json.loads(json.dumps(plan.as_dict()))["boundaries"] == list(plan.boundaries)
+    assert plan == make_plan(config), "the same every time"
+
+
+def test_planning_imports_no_torch_and_takes_no_time() -> None:
+    code = f"""
+import sys, time
+start = time.perf_counter()
+from mmtrain.config import load_config
+from mmtrain.plan.planner import make_plan, render
+for file in {[str(file) for file in CONFIGS]!r}:
+    render(make_plan(load_config(file)))
+assert not {{"torch", "transformers", "timm", "deepspeed"}} & set(sys.modules)
+print(time.perf_counter() - start)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert CONFIGS and float(ran.stdout) < 4, "all of them"
+
+
+def test_plan_json_has_the_keys_that_scripts_rely_on(config_file) -> None:
+    content = plan_of(config_file, "parallel.data=2").as_dict()
+    assert len(content["ranks"]) == 8
+    rank = content["ranks"][1]
+    assert (rank["rank"], rank["pipeline"], rank["data"]) == (1, 0, 1)
+    assert rank["stages"] == [{"stage": 0, "layers": ["front", *(f"llm.layers.{i}" for i in range(8))]}]
+    assert rank["trainable"] == 20_979_712 and rank["optimizer"] == "AdamW"
+    assert set(rank["flops"]) == {"forward", "dgrad", "wgrad"}
+    for key in ("trainable_names", "reason", "weight_bytes", "activation_bytes", "recompute_layers", "total_bytes"):
+        assert key in rank
+    for key in ("work_share", "idle_share"):
+        assert 0 <= rank[key] < 1
+    for key in ("first_trainable_stage", "microbatches_per_step", "boundaries", "memory_limit_bytes", "decoder_layers"):
+        assert key in content
+    assert "schedule" not in content
+
+
+def test_flops_are_those_of_a_whole_step(config_file) -> None:
+    single, replicated = plan_of(config_file), plan_of(config_file, "parallel.data=2")
+    assert single.microbatches_per_step == 2 * replicated.microbatches_per_step == 16
+    assert single.ranks[1].flops == replicated.ranks[2].flops * 2
+    layer_forward = 2 * 202_375_168 + 4 * 4096 * 328.5
+    assert single.ranks[1].flops.forward == pytest.approx(8 * 16 * 2048 * layer_forward)
+
+
+def test_frozen_ranks_have_a_no_op_optimizer_and_say_why(config_file) -> None:
+    plan = plan_of(config_file)
+    assert plan.boundaries == (8, 16, 24) and plan.first_trainable_stage == 0
+    assert [rank.optimizer for rank in plan.ranks] == ["AdamW", "NoOp", "NoOp", "NoOp"]
+    assert [rank.reason for rank in plan.ranks] == [
+        "trains projector (4 tensors)",
+        "all of llm.layers.8 to llm.layers.15 is frozen",
+        "all of llm.layers.16 to llm.layers.23 is frozen",
+        "all of llm.layers.24 to llm.layers.31 and head is frozen",
+    ]
+    assert plan.ranks[1].trainable == 0 and plan.ranks[1].flops.wgrad == 0 and plan.ranks[1].optimizer_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("trainable", "stage", "elements"),
+    [("llm.layers.0", 0, 202_383_360), ("llm.layers.16", None, 202_383_360), ("llm.head", 3, 131_072_000)],
+)
+def test_a_trainable_layer_anywhere_is_planned_without_backward_before_it(
+    config_file, trainable, stage, elements
+) -> None:
+    plan = plan_of(config_file, f"model.trainable=[{trainable}]")
+    first = plan.first_trainable_stage
+    assert stage is None or first == stage
+    assert [rank.trainable for rank in plan.ranks] == [elements if s == first else 0 for s in range(4)]
+    for rank in plan.ranks[:first]:
+        assert rank.flops.dgrad == rank.flops.wgrad == 0
+        assert rank.optimizer == "NoOp" and rank.reason.endswith("frozen, and so is all before it: forward only")
+    assert all(rank.flops.dgrad > 0 for rank in plan.ranks[first + 1 :])
+    cheap = max(rank.stages[0].last - rank.stages[0].first for rank in plan.ranks[:first]) if first else 0
+    if trainable == "llm.layers.16":
+        dear = max(rank.stages[0].last - rank.stages[0].first for rank in plan.ranks[first + 1 :])
+        assert cheap > 1.5 * dear, "layers that only run forward are cheaper, so a rank gets more of them"
+
+
+def test_boundaries_by_hand_are_kept(config_file) -> None:
+    plan = plan_of(config_file, "parallel.boundaries=[0, 16, 32]")
+    assert [rank.stages[0].summary for rank in plan.ranks] == [
+        "front",
+        "llm.layers.0-15",
+        "llm.layers.16-31",
+        "head",
+    ]
+    assert [(r.stages[0].first, r.stages[0].last) for r in plan.ranks] == [(0, 0), (0, 16), (16, 32), (32, 32)]
+
+
+def test_as_many_stages_as_layers_can_be_planned(config_file) -> None:
+    plan = plan_of(config_file, "parallel.pipeline=34")
+    assert plan.boundaries == tuple(range(33))
+
+
+def test_one_rank_holds_everything_and_never_idles(config_file) -> None:
+    (rank,) = plan_of(config_file, "parallel.pipeline=1").ranks
+    assert rank.stages[0].summary == "front + llm.layers.0-31 + head"
+    assert rank.idle_share == 0 and rank.work_share == 1
+
+
+def test_recompute_is_as_asked_or_as_little_as_fits(config_file) -> None:
+    free = plan_of(config_file)
+    assert all(rank.recompute_layers == 0 for rank in free.ranks)
+    tight = plan_of(config_file, "parallel.device_memory_gib=9")
+    assert any(rank.recompute_layers for rank in tight.ranks)
+    assert max(rank.total_bytes for rank in tight.ranks) <= 9 * 2**30 * (1 - RESERVED_SHARE)
+    assert sum(r.recompute_flops for r in tight.ranks) > 0 and all(r.recompute_flops == 0 for r in free.ranks)
+    asked = plan_of(config_file, "parallel.recompute_layers=[3, 0, 99, 1]", "parallel.boundaries=[8, 16, 24]")
+    assert [rank.recompute_layers for rank in asked.ranks] == [3, 0, 8, 1]
+    plain = plan_of(config_file, "parallel.boundaries=[8, 16, 24]")
+    saved = plain.ranks[0].activation_bytes - asked.ranks[0].activation_bytes
+    assert saved == 4 * 3 * 2048 * (131_720 - 2 * 4096), "4 micro-batches in flight keep 3 layers' inputs only"
+
+
+def test_the_device_limits_a_rank_unless_the_config_does(config_file) -> None:
+    config = load_config(config_file)
+    assert make_plan(config, 40 * 2**30).memory_limit_bytes == 40 * 2**30
+    assert make_plan(config, None).memory_limit_bytes is None
+    stated = load_config(config_file, ["parallel.device_memory_gib=24"])
+    assert make_plan(stated, 1).memory_limit_bytes == 24 * 2**30
+
+
+def test_weight_bytes_and_trainable_counts_are_those_of_the_loaded_stages(tiny) -> None:
+    config = load_config(
+        tiny / "config.yaml",
+        [
+            "parallel.pipeline=3",
+            "parallel.data=1",
+            "model.trainable=[projector, llm.layers.5.mlp]",
+            "model.llm.dtype=bfloat16",
+        ],
+    )
+    for rank in make_plan(config).ranks:
+        parameters = dict(build_chunk(config, rank.stages[0]).global_parameters())
+        assert rank.weight_bytes == sum(p.numel() * p.element_size() for p in parameters.values())
+        assert set(rank.trainable_names) == {name for name, p in parameters.items() if p.requires_grad}
+        assert rank.trainable == sum(p.numel() for p in parameters.values() if p.requires_grad)
+
+
+def test_tied_embeddings_are_held_by_both_ends_and_once_by_a_single_rank(tiny, make_tiny, tmp_path) -> None:
+    folder = make_tiny.make_tiny_llm(tmp_path / "tied", tied=True, layers=4)
+    overrides = [f"model.llm.path={folder}", "parallel.data=1", "parallel.pipeline="]
+    for pipeline in (1, 2):
+        config = load_config(tiny / "config.yaml", [*overrides[:2], f"parallel.pipeline={pipeline}"])
+        for rank in make_plan(config).ranks:
+            chunk = build_chunk(config, rank.stages[0])
+            assert rank.weight_bytes == sum(p.numel() * p.element_size() for _, p in chunk.global_parameters())
+
+
+# ---- the table
+
+
+def test_the_table_says_who_holds_and_trains_what(config_file) -> None:
+    plan = plan_of(config_file, "parallel.data=2", "parallel.device_memory_gib=24")
+    table = render(plan)
+    lines = table.splitlines()
+    header = next(line for line in lines if line.startswith(" rank") or line.startswith("rank"))
+    for column in ("stage", "layers", "trainable", "optimizer", "weights", "activations", "total", "work", "idle"):
+        assert column in header
+    first = next(line for line in lines if "front + llm.layers.0-7" in line)
+    assert first.split()[:2] == ["0-1", "0"] and "20,979,712" in first and "AdamW" in first and "3.9 GiB" in first
+    assert "rank 2-3: NoOp, all of llm.layers.8 to llm.layers.15 is frozen" in lines
+    assert "pipeline 4 x data 2 = 8 ranks" in table and "24.0 GiB per rank" in table
+    assert "TFLOP per replica; slowest rank 0-1 with 26.8% of it; idle" in table
+    assert len(lines) == 2 + 2 + 4 + 4 + 1, "replicas share a row"
+
+
+def test_the_table_compares_with_a_uniform_cut(config_file) -> None:
+    plan = plan_of(config_file, "model.trainable=[llm.layers.16]")
+    assert plan.uniform.boundaries == (8, 16, 24)
+    assert plan.uniform.step_time_ratio > 1.1
+    assert f"step {plan.uniform.step_time_ratio:.2f} times as long" in render(plan)
+    by_hand = plan_of(config_file, "model.trainable=[llm.layers.16]", "parallel.boundaries=[8, 16, 24]")
+    assert by_hand.uniform.step_time_ratio == 1 and "same as a uniform cut" in render(by_hand)
+    assert by_hand.idle_share == pytest.approx(plan.uniform.idle_share)
+
+
+def test_long_names_do_not_make_lines_long(config_file) -> None:
+    trainable = ", ".join(f"llm.layers.{i}.self_attn.q_proj" for i in range(20))
+    table = render(plan_of(config_file, f"model.trainable=[{trainable}]", "parallel.pipeline=2"))
+    assert max(map(len, table.splitlines()[:-3])) <= 120
+
+
+# ---- refusals
+
+
+def refusal(file: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as error:
+        plan_of(file, *overrides)
+    return str(error.value)
+
+
+def test_more_stages_than_layers_are_refused(config_file) -> None:
+    message = refusal(config_file, "parallel.pipeline=35")
+    assert "35 stages" in message and "front, 32 decoder layers" in message and "at most 34 stages" in message
+
+
+def test_a_boundary_past_the_last_layer_is_refused(config_file) -> None:
+    message = refusal(config_file, "parallel.boundaries=[8, 16, 33]")
+    assert "[8, 16, 33]" in message and "32 decoder layers" in message and "layer 32 (the head alone)" in message
+
+
+def test_packs_too_short_for_an_image_are_refused(config_file) -> None:
+    message = refusal(config_file, "data.pack_length=576")
+    assert "data.pack_length: 576" in message and "takes 576" in message and "e.g. 1024" in message
+    plan_of(config_file, "data.pack_length=1024")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "nearest"),
+    [
+        ("projecter", "projector"),
+        ("llm.layer.31", "llm.layers.31"),
+        ("llm.layers.*.mpl", "llm.layers.*.mlp"),
+        ("vision.blocks.23", "vision.blocks.22"),  # after the selected block: not run
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(config_file, pattern, nearest) -> None:
+    message = refusal(config_file, f"model.trainable=[projector, {pattern}]")
+    assert f"model.trainable: {pattern} matches no parameter" in message
+    assert nearest in message.split("nearest: ")[1].split(", ")
+
+
+@pytest.mark.parametrize("pattern", ["llm.head", "llm.embedding"])
+def test_a_trainable_tied_embedding_is_refused_with_the_reason(tiny, make_tiny, tmp_path, pattern) -> None:
+    folder = make_tiny.make_tiny_llm(tmp_path / "tied", tied=True)
+    message = refusal(tiny / "config.yaml", f"model.llm.path={folder}", f"model.trainable=[{pattern}]")
+    assert f"{pattern}.weight" in message and "ties its LM head to its embedding" in message
+    assert "drift apart" in message and "tie_word_embeddings: false" in message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.device_memory_gib=3.5"],
+        ["parallel.device_memory_gib=6", "model.llm.dtype=float32"],
+        ["parallel.device_memory_gib=8", "parallel.recompute_layers=0"],
+        ["parallel.device_memory_gib=12", "parallel.boundaries=[1, 2, 3]"],
+        ["parallel.device_memory_gib=6", "train.packs_per_microbatch=16", "train.packs_per_step=64"],
+        ["parallel.device_memory_gib=4.1", "data.pack_length=65536"],
+        [
+            "parallel.device_memory_gib=2.7",
+            "model.llm.dtype=float32",
+            "data.pack_length=8192",
+            "train.packs_per_microbatch=2",
+        ],
+    ],
+)
+def test_what_is_said_to_fit_does_fit(config_file, overrides) -> None:
+    message = refusal(config_file, *overrides)
+    limit = float(overrides[0].split("=")[1])
+    assert f"a rank may use {limit:.1f} GiB (parallel.device_memory_gib)" in message
+    assert message.count("  stage ") == 4 and "<- too much" in message and " = weights " in message
+    options = message.split(":\n")[-1].splitlines()
+    assert options and "fit" in message
+    for option in options:
+        changes = option.split("  (")[0].split()
+        plan = make_plan(load_config(config_file, [*overrides, *changes]))
+        assert max(rank.total_bytes for rank in plan.ranks) <= limit * 2**30 * (1 - RESERVED_SHARE)
+
+
+def test_each_kind_of_change_is_offered_where_it_helps(config_file) -> None:
+    message = refusal(config_file, "parallel.device_memory_gib=3.5")
+    assert "parallel.pipeline=6  (6 ranks)" in message
+    for pipeline in (4, 5):
+        refusal(config_file, "parallel.device_memory_gib=3.5", f"parallel.pipeline={pipeline}")
+    message = refusal(config_file, "parallel.device_memory_gib=6", "model.llm.dtype=float32")
+    assert "\n  model.llm.dtype=bfloat16" in message
+    message = refusal(config_file, "parallel.device_memory_gib=8", "parallel.recompute_layers=0")
+    assert "\n  parallel.recompute_layers=auto" in message
+    message = refusal(config_file, "parallel.device_memory_gib=12", "parallel.boundaries=[1, 2, 3]")
+    assert "\n  parallel.boundaries=null" in message and "the given boundaries need" in message
+    many = ["parallel.device_memory_gib=6", "train.packs_per_microbatch=16", "train.packs_per_step=64"]
+    assert "\n  train.packs_per_microbatch=" in refusal(config_file, *many)
+    assert "\n  data.pack_length=" in refusal(config_file, "parallel.device_memory_gib=4.5", "data.pack_length=65536")
+
+
+def test_a_device_on_which_nothing_fits_is_told_so(config_file) -> None:
+    message = refusal(config_file, "parallel.device_memory_gib=0.5")
+    assert "use devices with more memory" in message
+    with pytest.raises(UserError, match=r"the GPU's memory"):
+        make_plan(load_config(config_file), 2**29)
+
+
+def test_plans_are_frozen(config_file) -> None:
+    plan = plan_of(config_file)
+    for thing, field in ((plan, "pipeline"), (plan.ranks[0], "optimizer"), (plan.ranks[0].stages[0], "first")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, field, 1)

@@ -1,0 +1,237 @@
+"""Instruction lists of 1F1B: one written by hand, all small pipelines checked, and the checker itself tested."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from mmtrain.plan.schedule import (
+    Instruction,
+    Op,
+    Schedule,
+    check_schedule,
+    forward_schedule,
+    training_schedule,
+)
+
+END = ("reduce_gradients", "reduce_statistics", "optimizer_step")
+
+
+def written(schedule: Schedule) -> list[list[str]]:
+    """`op stage.microbatch`, short enough to write a whole schedule by hand."""
+    return [[x.op.value if x.stage < 0 else f"{x.op.value} {x.stage}.{x.microbatch}" for x in r] for r in schedule]
+
+
+def changed(schedule: Schedule, rank: int, instructions: list[Instruction]) -> Schedule:
+    return (*schedule[:rank], tuple(instructions), *schedule[rank + 1 :])
+
+
+def test_two_ranks_and_two_microbatches_run_the_hand_written_lists() -> None:
+    assert written(training_schedule(2, 2, 0)) == [
+        [
+            "load 0.0",
+            "forward 0.0",
+            "send_activation 0.0",
+            "receive_gradient 0.0",
+            "load 0.1",
+            "forward 0.1",
+            "send_activation 0.1",
+            "receive_gradient 0.1",
+            "backward 0.0",
+            "backward 0.1",
+            *END,
+        ],
+        [
+            "receive_activation 1.0",
+            "forward 1.0",
+            "receive_activation 1.1",
+            "backward 1.0",
+            "send_gradient 1.0",
+            "forward 1.1",
+            "backward 1.1",
+            "send_gradient 1.1",
+            *END,
+        ],
+    ]
+
+
+def test_a_rank_upstream_of_the_first_trainable_stage_only_runs_forwards() -> None:
+    assert written(training_schedule(2, 2, 1)) == [
+        ["load 0.0", "forward 0.0", "send_activation 0.0", "load 0.1", "forward 0.1", "send_activation 0.1", *END],
+        [
+            "receive_activation 1.0",
+            "forward 1.0",
+            "receive_activation 1.1",
+            "backward 1.0",
+            "forward 1.1",
+            "backward 1.1",
+            *END,
+        ],
+    ]
+
+
+def test_one_rank_is_plain_gradient_accumulation() -> None:
+    assert written(training_schedule(1, 2, 0)) == [
+        ["load 0.0", "forward 0.0", "backward 0.0", "load 0.1", "forward 0.1", "backward 0.1", *END]
+    ]
+
+
+def test_evaluation_runs_forwards_and_reduces_statistics_only() -> None:
+    assert written(forward_schedule(2, 1)) == [
+        ["load 0.0", "forward 0.0", "send_activation 0.0", "reduce_statistics"],
+        ["receive_activation 1.0", "forward 1.0", "reduce_statistics"],
+    ]
+
+
+@pytest.mark.parametrize("pipeline", range(1, 7))
+def test_every_schedule_passes_the_checker_and_keeps_its_promises(pipeline: int) -> None:
+    for microbatches in range(1, 17):
+        check_schedule(forward_schedule(pipeline, microbatches), microbatches, None)
+        for first in range(pipeline):
+            schedule = training_schedule(pipeline, microbatches, first)
+            check_schedule(schedule, microbatches, first)
+            for rank, instructions in enumerate(schedule):
+                ops = [x.op for x in instructions]
+                assert {x.stage for x in instructions} <= {rank, -1}
+                assert ops.count(Op.FORWARD) == microbatches
+                assert ops.count(Op.BACKWARD) == (microbatches if rank >= first else 0)
+                assert ops.count(Op.SEND_GRADIENT) == (microbatches if rank > first else 0)
+                assert ops.count(Op.RECEIVE_GRADIENT) == (microbatches if first <= rank < pipeline - 1 else 0)
+                assert ops.count(Op.LOAD) == (microbatches if rank == 0 else 0)
+                assert most_in_flight(instructions) <= (pipeline - rank if rank >= first else 0)
+                assert_receives_are_posted_at_most_one_compute_ahead(instructions)
+
+
+def most_in_flight(instructions: tuple[Instruction, ...]) -> int:
+    """Largest number of micro-batches that are kept for a backward which is still to come."""
+    backwards = {(x.stage, x.microbatch) for x in instructions if x.op is Op.BACKWARD}
+    kept, most = set(), 0
+    for x in instructions:
+        if x.op is Op.FORWARD and (x.stage, x.microbatch) in backwards:
+            kept.add((x.stage, x.microbatch))
+        elif x.op is Op.BACKWARD:
+            kept.remove((x.stage, x.microbatch))
+        most = max(most, len(kept))
+    return most
+
+
+def assert_receives_are_posted_at_most_one_compute_ahead(instructions: tuple[Instruction, ...]) -> None:
+    used_by = {Op.RECEIVE_ACTIVATION: Op.FORWARD, Op.RECEIVE_GRADIENT: Op.BACKWARD}
+    for i, x in enumerate(instructions):
+        if x.op in used_by:
+            use = instructions.index(Instruction(used_by[x.op], x.stage, x.microbatch), i)
+            computes = [y for y in instructions[i:use] if y.op in (Op.FORWARD, Op.BACKWARD)]
+            assert len(computes) <= 1, (str(x), [str(y) for y in computes])
+
+
+@pytest.mark.parametrize(("pipeline", "microbatches", "first"), [(2, 2, 0), (3, 4, 1)])
+def test_the_checker_refuses_any_single_missing_instruction(pipeline: int, microbatches: int, first: int) -> None:
+    schedule = training_schedule(pipeline, microbatches, first)
+    for rank, instructions in enumerate(schedule):
+        for i in range(len(instructions)):
+            with pytest.raises(ValueError):
+                broken = changed(schedule, rank, [*instructions[:i], *instructions[i + 1 :]])
+                check_schedule(broken, microbatches, first)
+
+
+@pytest.mark.parametrize(("pipeline", "microbatches", "first"), [(2, 2, 0), (3, 4, 1)])
+def test_the_checker_refuses_any_single_repeated_instruction(pipeline: int, microbatches: int, first: int) -> None:
+    schedule = training_schedule(pipeline, microbatches, first)
+    for rank, instructions in enumerate(schedule):
+        for i in range(len(instructions)):
+            with pytest.raises(ValueError):
+                broken = changed(schedule, rank, [*instructions[: i + 1], *instructions[i:]])
+                check_schedule(broken, microbatches, first)
+
+
+def test_the_checker_names_a_dropped_send() -> None:
+    schedule = training_schedule(2, 2, 0)
+    broken = changed(schedule, 0, [x for x in schedule[0] if x != Instruction(Op.SEND_ACTIVATION, 0, 1)])
+    with pytest.raises(
+        ValueError, match=r"rank 0 to rank 1: rank 1, .*RECEIVE_ACTIVATION\(stage 1, micro-batch 1\): no matching send"
+    ):
+        check_schedule(broken, 2, 0)
+
+
+def test_the_checker_names_a_swapped_pair_of_sends() -> None:
+    schedule = training_schedule(2, 3, 0)
+    instructions = list(schedule[1])
+    a, b = (instructions.index(Instruction(Op.SEND_GRADIENT, 1, k)) for k in (0, 1))
+    instructions[a], instructions[b] = instructions[b], instructions[a]
+    with pytest.raises(ValueError, match=r"SEND_GRADIENT\(stage 1, micro-batch 1\) meets .*micro-batch 0\)"):
+        check_schedule(changed(schedule, 1, instructions), 3, 0)
+
+
+def test_the_checker_names_a_backward_before_its_forward() -> None:
+    schedule = training_schedule(2, 2, 0)
+    instructions = list(schedule[1])
+    a, b = (instructions.index(Instruction(op, 1, 0)) for op in (Op.FORWARD, Op.BACKWARD))
+    instructions[a], instructions[b] = instructions[b], instructions[a]
+    with pytest.raises(ValueError, match=r"rank 1, .*BACKWARD\(stage 1, micro-batch 0\): comes before its FORWARD"):
+        check_schedule(changed(schedule, 1, instructions), 2, 0)
+
+
+def test_the_checker_names_a_send_before_its_compute() -> None:
+    schedule = training_schedule(2, 1, 0)
+    instructions = list(schedule[0])
+    send = instructions.pop(instructions.index(Instruction(Op.SEND_ACTIVATION, 0, 0)))
+    with pytest.raises(ValueError, match=r"SEND_ACTIVATION\(stage 0, micro-batch 0\): sent before it is computed"):
+        check_schedule(changed(schedule, 0, [send, *instructions]), 1, 0)
+
+
+def test_the_checker_names_all_ranks_of_a_deadlock() -> None:
+    schedule = training_schedule(2, 2, 0)
+    forwards_wait_for_backward = [
+        Instruction(Op.RECEIVE_GRADIENT, 0, 0),
+        Instruction(Op.LOAD, 0, 0),
+        Instruction(Op.FORWARD, 0, 0),
+        Instruction(Op.BACKWARD, 0, 0),  # rank 1 cannot have sent this gradient: its activation is sent only below
+        Instruction(Op.SEND_ACTIVATION, 0, 0),
+    ]
+    rest = [x for x in schedule[0] if x not in forwards_wait_for_backward]
+    with pytest.raises(ValueError, match=r"deadlock.*rank 0, instruction 3, BACKWARD.*rank 1, .*FORWARD\(stage 1"):
+        check_schedule(changed(schedule, 0, forwards_wait_for_backward + rest), 2, 0)
+
+
+def test_the_checker_refuses_gradient_work_upstream_of_the_first_trainable_stage() -> None:
+    with pytest.raises(ValueError, match=r"BACKWARD\(stage 0, micro-batch 0\): nothing at or before this stage trains"):
+        check_schedule(training_schedule(2, 1, 0), 1, 1)
+    schedule = training_schedule(2, 1, 1)
+    with_gradient_message = changed(
+        changed(schedule, 0, [Instruction(Op.RECEIVE_GRADIENT, 0, 0), *schedule[0]]),
+        1,
+        [*schedule[1][:-3], Instruction(Op.SEND_GRADIENT, 1, 0), *schedule[1][-3:]],
+    )
+    with pytest.raises(ValueError, match="gradient traffic upstream of the first trainable stage"):
+        check_schedule(with_gradient_message, 1, 1)
+
+
+def test_the_checker_understands_several_chunks_per_rank() -> None:
+    """Four stages on two ranks, written by hand: stages 0 and 2 on rank 0, 1 and 3 on rank 1, one micro-batch."""
+
+    def lists(*ranks: str) -> Schedule:
+        ops = {"L": Op.LOAD, "F": Op.FORWARD, "B": Op.BACKWARD, "a": Op.SEND_ACTIVATION, "g": Op.SEND_GRADIENT}
+        ops |= {"A": Op.RECEIVE_ACTIVATION, "G": Op.RECEIVE_GRADIENT}
+        end = [Instruction(Op(op)) for op in END]
+        return tuple((*(Instruction(ops[x[0]], int(x[1]), 0) for x in r.split()), *end) for r in ranks)
+
+    good = lists("L0 F0 a0 A2 F2 a2 G2 B2 g2 G0 B0", "A1 F1 a1 A3 F3 B3 g3 G1 B1 g1")
+    check_schedule(good, 1, 0, chunks_per_rank=2)
+    with pytest.raises(ValueError, match=r"deadlock"):
+        late_forward = lists("L0 F0 a0 G2 A2 F2 B2 a2 g2 G0 B0", "A1 F1 a1 A3 F3 B3 g3 G1 B1 g1")
+        check_schedule(late_forward, 1, 0, chunks_per_rank=2)
+    with pytest.raises(ValueError, match=r"this stage is not on this rank"):
+        check_schedule(good, 1, 0)
+
+
+def test_receives_follow_the_order_of_sends_on_every_channel() -> None:
+    for pipeline, microbatches in itertools.product((2, 4, 6), (1, 3, 8)):
+        schedule = training_schedule(pipeline, microbatches, 0)
+        for stage in range(pipeline - 1):
+            sent = [x.microbatch for x in schedule[stage] if x.op is Op.SEND_ACTIVATION]
+            received = [x.microbatch for x in schedule[stage + 1] if x.op is Op.RECEIVE_ACTIVATION]
+            assert sent == received == list(range(microbatches))
+            sent = [x.microbatch for x in schedule[stage + 1] if x.op is Op.SEND_GRADIENT]
+            received = [x.microbatch for x in schedule[stage] if x.op is Op.RECEIVE_GRADIENT]
+            assert sent == received == list(range(microbatches))
