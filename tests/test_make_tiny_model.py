@@ -74,7 +74,11 @@ def test_other_families_load_in_stock_transformers_with_signals_that_tests_can_s
     assert min(changes) > 0.02
 
 
-def test_a_width_that_heads_cannot_share_is_refused(make_tiny, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--width", "50"], "not a multiple of 16"), (["--family", "lama"], "no such model_type; nearest: llama")],
+)
+def test_what_cannot_be_built_is_refused(make_tiny, tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit):
-        make_tiny.main([str(tmp_path), "--width", "50"])
-    assert "not a multiple of 16" in capsys.readouterr().err
+        make_tiny.main([str(tmp_path), *arguments])
+    assert message in capsys.readouterr().err

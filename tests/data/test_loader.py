@@ -12,8 +12,9 @@ from PIL import Image
 
 from mmtrain.config import load_config
 from mmtrain.data.images import image_transform
-from mmtrain.data.loader import PackedBatches, load_tokenizer
+from mmtrain.data.loader import PackedBatches, epoch_samples, load_tokenizer
 from mmtrain.data.samples import IMAGE_POSITION
+from mmtrain.data.shards import expand_shards, read_members
 from mmtrain.errors import UserError
 
 STEP = ("train.packs_per_step=4", "train.packs_per_microbatch=1")
@@ -45,6 +46,14 @@ def test_every_sample_comes_once_an_epoch_in_an_order_of_its_own(tiny):
     epochs = [keys[: len(expected)], keys[len(expected) : 2 * len(expected)]]
     assert sorted(epochs[0]) == sorted(epochs[1]) == expected
     assert epochs[0] != epochs[1] and epochs[0] != expected
+
+
+def test_an_epoch_mixes_samples_inside_and_across_shards(tiny):
+    shards = expand_shards(f"{tiny}/shards/*.tar")
+    stored = [[members["__key__"] for members in read_members(shard)] for shard in shards]
+    keys = [sample.key for sample in epoch_samples(shards, seed=0, epoch=0)]
+    assert keys not in (stored[0] + stored[1], stored[1] + stored[0])
+    assert 10 < sum(key in stored[0] for key in keys[:48]) < 38
 
 
 def test_the_order_is_a_function_of_the_seed(tiny):

@@ -77,12 +77,12 @@ def test_overlong_samples_are_counted_or_refused():
 def test_a_batch_restarts_positions_in_every_document_and_in_the_padding(tiny):
     transform = image_transform(str(tiny / "vision"))
     red = Document(Sample("r", "s", (), (png("red"),)), (IMAGE_POSITION, 5, 2), (5, 2, IGNORE))
-    batch = make_batch([Pack((document("a", 2), red)), Pack((document("c", 6),), skipped=4)], 6, 0, transform)
+    batch = make_batch([Pack((document("a", 2), red)), Pack((document("c", 7),), skipped=4)], 7, 0, transform)
     x = IGNORE
-    assert batch.input_ids.tolist() == [[100, 101, IMAGE_POSITION, 5, 2, 0], [100, 101, 102, 103, 104, 105]]
-    assert batch.labels.tolist() == [[101, x, 5, 2, x, x], [101, 102, 103, 104, 105, x]]
-    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
-    assert (batch.keys, batch.samples, batch.tokens, batch.skipped) == (("a", "r", "c"), 3, 11, 4)
+    assert batch.input_ids.tolist() == [[100, 101, IMAGE_POSITION, 5, 2, 0, 0], [100, 101, 102, 103, 104, 105, 106]]
+    assert batch.labels.tolist() == [[101, x, 5, 2, x, x, x], [101, 102, 103, 104, 105, 106, x]]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6]]
+    assert (batch.keys, batch.samples, batch.tokens, batch.skipped) == (("a", "r", "c"), 3, 12, 4)
 
 
 def test_images_come_in_the_order_of_their_positions(tiny):
