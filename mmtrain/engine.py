@@ -51,8 +51,8 @@ class StepResult:
     """One training step, the same on every rank.
 
     `loss` is in nats per supervised token of the whole step (None without any); `grad_norm` is the global L2 norm of
-    that loss's gradient before clipping; `tokens` leaves padding out; `skipped` says why no update was made, None when
-    one was.
+    that loss's gradient before clipping; `tokens` leaves padding out; `overlong` counts samples longer than a pack that
+    were skipped on the way; `no_update` says why no update was made, None when one was.
     """
 
     step: int
@@ -61,9 +61,10 @@ class StepResult:
     tokens: int
     samples: int
     images: int
+    overlong: int
     grad_norm: float
     lr: float
-    skipped: str | None
+    no_update: str | None
 
 
 def join_process_group(device: torch.device, timeout_seconds: int) -> None:
@@ -219,7 +220,7 @@ class FrozenPipelineEngine(PipelineEngine):
         self._sends: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._supervised = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._counts = torch.zeros(3, dtype=torch.float64)  # tokens, samples, images: counted by stage 0
+        self._counts = torch.zeros(4, dtype=torch.float64)  # tokens, samples, images, overlong: counted by stage 0
 
     def _run(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
@@ -254,7 +255,8 @@ class FrozenPipelineEngine(PipelineEngine):
     def _load(self, stage: int, microbatch: int) -> None:
         assert self._batches is not None, "stage 0 needs an iterator over micro-batches"
         batch = next(self._batches)
-        self._counts += torch.tensor([batch.tokens, batch.samples, 0 if batch.images is None else len(batch.images)])
+        images = 0 if batch.images is None else len(batch.images)
+        self._counts += torch.tensor([batch.tokens, batch.samples, images, batch.skipped])
         self._batch[microbatch] = replace(
             batch,
             input_ids=batch.input_ids.to(self.device),
@@ -348,10 +350,10 @@ class FrozenPipelineEngine(PipelineEngine):
                 f"{int(bad)} rank(s) hold a value that is not finite; no update was made. "
                 "Lower optimizer.lr, or look for damaged images or text in this step's data"
             )
-        skipped = None
+        no_update = None
         norm = 0.0
         if supervised == 0:
-            skipped = "no supervised token in the step"
+            no_update = "no supervised token in the step"
             self.zero_grad()
         else:
             norm = math.sqrt(square) / supervised
@@ -363,9 +365,15 @@ class FrozenPipelineEngine(PipelineEngine):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self._take_model_step(None)
-        tokens, samples, images = (int(count) for count in counts)
-        loss = loss_sum / supervised if supervised else None
-        self._result = StepResult(self.step_index, loss, int(supervised), tokens, samples, images, norm, lr, skipped)
+        self._result = StepResult(
+            step=self.step_index,
+            loss=loss_sum / supervised if supervised else None,
+            supervised_tokens=int(supervised),
+            **dict(zip(("tokens", "samples", "images", "overlong"), map(int, counts), strict=True)),
+            grad_norm=norm,
+            lr=lr,
+            no_update=no_update,
+        )
 
     _EXECUTE: Mapping[Op, Callable[[FrozenPipelineEngine, int, int], None]] = {
         Op.LOAD: _load,

@@ -48,10 +48,12 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
     # The steps. Every rank runs its own list of instructions; the result of a step is the same on all of them.
     metrics = Metrics(rank.folder / "metrics.jsonl") if rank.rank == 0 else None
     pack_tokens = config.train.packs_per_step * config.data.pack_length
+    overlong = 0
     for step in range(config.train.max_steps):
         start = time.perf_counter()
         result = engine.train_step(batches)
         audit.check_versions()
+        overlong += result.overlong
         if metrics is not None:
             seconds = time.perf_counter() - start
             metrics.write(
@@ -67,12 +69,15 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
                 pack_fill=result.tokens / pack_tokens,
                 seconds=seconds,
                 tokens_per_second=result.tokens / seconds,
-                skipped=result.skipped,
+                overlong=result.overlong,
+                no_update=result.no_update,
             )
-            console.step(step, result.loss, result.tokens / seconds, note=result.skipped or "")
+            console.step(step, result.loss, result.tokens / seconds, note=result.no_update or "")
     if metrics is not None:
         metrics.close()
     console.close()
+    if overlong:
+        console.line(f"skipped {overlong} samples longer than data.pack_length={config.data.pack_length} tokens")
 
     # The proof that only what should train did, then the result.
     rank.progress.at(config.train.max_steps, "auditing")

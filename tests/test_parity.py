@@ -131,9 +131,9 @@ def test_a_step_without_labels_updates_nothing_and_says_so(parts):
     (first, *_), (second, *_) = run_ranks(2, execute, [case])
     only = Case(config, (step,))
     (untouched, *_), _ = run_ranks(2, execute, [only])
-    assert first["results"][0].skipped == "no supervised token in the step" and first["results"][0].loss is None
+    assert first["results"][0].no_update == "no supervised token in the step" and first["results"][0].loss is None
     assert first["results"][0] == second["results"][0]
-    assert first["results"][1].skipped is None
+    assert first["results"][1].no_update is None
     assert first["results"][1].lr == learning_rate(1, 20, config.optimizer), "the LR schedule advances"
     assert not any(t["moved"] for t in untouched["audit"]["trainable"]), "weight decay must not act either"
     assert all(t["moved"] for t in first["audit"]["trainable"])

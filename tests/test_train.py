@@ -45,7 +45,18 @@ def test_every_layout_trains_the_same(runs, layout):
     for a, b in zip(whole, cut, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
-        same = ("kind", "step", "lr", "samples", "images", "tokens", "supervised_tokens", "pack_fill", "skipped")
+        same = (
+            "kind",
+            "step",
+            "lr",
+            "samples",
+            "images",
+            "tokens",
+            "supervised_tokens",
+            "pack_fill",
+            "overlong",
+            "no_update",
+        )
         assert {key: a[key] for key in same} == {key: b[key] for key in same}
     files = [
         run[0] / "checkpoints" / f"step-{STEPS:08d}" / "projector.safetensors" for run in (runs[1, 1], runs[layout])

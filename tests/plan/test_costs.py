@@ -384,7 +384,13 @@ def test_a_trained_encoder_gets_a_backward() -> None:
     block = 577 * 2048 / 656 * 2 * 12 * 1024**2
     assert last_block.flops.wgrad - frozen.flops.wgrad == pytest.approx(block, rel=1e-6)
     assert whole.flops.wgrad - frozen.flops.wgrad > 23 * block
+    square = 4 * 1024 * 577 * 577 * 2048 / 656
+    assert 22 * (block + square) < whole.flops.dgrad - last_block.flops.dgrad < 22 * (block + 2 * square) + 2 * block
     assert frozen.saved_bytes < last_block.saved_bytes < whole.saved_bytes
+    one_matrix = layers_of(model__trainable=("projector", "vision.blocks.21.mlp.fc2"))[0]
+    linear_1 = 576 * 2048 / 656 * 2 * 1024 * 4096
+    behind = block + 2 * square + linear_1  # the next block, and now linear_1's input too
+    assert one_matrix.flops.dgrad - frozen.flops.dgrad == pytest.approx(behind, rel=1e-6)
 
 
 def test_sizes_follow_pack_length_packs_per_microbatch_and_dtype() -> None:

@@ -60,7 +60,7 @@ def random_layers(draw: random.Random, decoder: int) -> list[LayerCost]:
     first = draw.randrange(decoder + 2)
     layers = []
     for i in range(decoder + 2):
-        saved = draw.randrange(1, 50) if i >= first else 0
+        saved = draw.randrange(1, 60) if i >= first else 0
         trains = i == first or (i > first and draw.random() < 0.3)
         layers.append(
             LayerCost(
@@ -68,10 +68,10 @@ def random_layers(draw: random.Random, decoder: int) -> list[LayerCost]:
                 trainable_names=("p",) if trains else (),
                 trainable=int(trains),
                 flops=Flops(draw.randrange(1, 20), draw.randrange(20) if i >= first else 0, draw.randrange(9) * trains),
-                weight_bytes=draw.randrange(1, 40),
-                state_bytes=draw.randrange(40) * trains,
+                weight_bytes=draw.randrange(1, 20),
+                state_bytes=draw.randrange(20) * trains,
                 saved_bytes=saved,
-                recomputed_bytes=draw.randrange(saved) if saved and 0 < i <= decoder else saved,
+                recomputed_bytes=draw.randrange(saved) // 4 if saved and 0 < i <= decoder else saved,
                 workspace_bytes=draw.randrange(20),
             )
         )
@@ -136,7 +136,7 @@ def test_the_cut_is_as_good_as_trying_all_of_them_and_never_exceeds_the_limit() 
             pipeline=pipeline,
             microbatches_per_step=draw.randrange(1, 5),
             boundary_bytes=draw.randrange(10),
-            memory_bytes=draw.randrange(50, 500) if limited else None,
+            memory_bytes=draw.randrange(50, 350) if limited else None,
             recompute_layers=draw.choice(["auto", "auto", tuple(draw.randrange(3) for _ in range(pipeline))]),
             shared_ends_bytes=draw.randrange(2),
         )
@@ -163,6 +163,22 @@ def test_the_cut_is_as_good_as_trying_all_of_them_and_never_exceeds_the_limit() 
     assert min(fitting, recomputing, refused) >= 40, "the draw covers all cases"
 
 
+def test_without_a_limit_small_differences_are_found_too() -> None:
+    draw = random.Random(2)
+    for _ in range(200):
+        layers = [
+            dataclasses.replace(layer, flops=Flops(draw.randrange(1, 6), 0, 0)) for layer in random_layers(draw, 6)
+        ]
+        setting = Setting(draw.randrange(2, 6), 4, 0, None, "auto")
+        works = {
+            cut: sorted((sum(x.flops.total for x in layers[a:b]) for a, b in itertools.pairwise(cut)), reverse=True)
+            for cut in all_cuts(len(layers), setting.pipeline)
+        }
+        found = works[best_cut(StageCosts(layers, setting))]
+        assert found[0] == min(work[0] for work in works.values())
+        assert sum(w * w for w in found) == min(sum(w * w for w in x) for x in works.values() if x[0] == found[0])
+
+
 def test_the_smallest_cut_has_the_least_memory_of_all() -> None:
     draw = random.Random(1)
     for _ in range(50):
@@ -177,10 +193,10 @@ def test_the_smallest_cut_has_the_least_memory_of_all() -> None:
 
 
 def test_of_equally_fast_cuts_the_most_even_one_is_taken() -> None:
-    """Seven equal layers on 3 ranks: the slowest has 3; the others 2 and 2 rather than 3 and 1."""
+    """Seven equal layers on 3 ranks: the slowest has 3; the others 2 and 2 rather than 3 and 1; the last has most."""
     layer = LayerCost("", ("p",), 1, Flops(1, 0, 0), 0, 0, 0, 0, 0)
     cut = best_cut(StageCosts([layer] * 7, Setting(3, 4, 0, None, "auto")))
-    assert sorted(b - a for a, b in itertools.pairwise(cut)) == [2, 2, 3]
+    assert cut == (0, 2, 4, 7)
 
 
 # ---- idle shares
@@ -211,10 +227,10 @@ def test_forward_only_ranks_do_not_wait_for_gradients() -> None:
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_every_shipped_config_plans(file: Path) -> None:
     config = load_config(file)
-    start = time.perf_counter()
+    start = time.process_time()
     plan = make_plan(config)
     table = render(plan)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     llm = llm_shape(config.model.llm.path)
     layers = [name for rank in plan.ranks if rank.data == 0 for stage in rank.stages for name in stage.layers]
     assert layers == ["front", *(f"llm.layers.{i}" for i in range(len(llm.decoder))), "head"]
@@ -235,13 +251,13 @@ def test_every_shipped_config_plans(file: Path) -> None:
 def test_planning_imports_no_torch_and_takes_no_time() -> None:
     code = f"""
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 from mmtrain.config import load_config
 from mmtrain.plan.planner import make_plan, render
 for file in {[str(file) for file in CONFIGS]!r}:
     render(make_plan(load_config(file)))
 assert not {{"torch", "transformers", "timm", "deepspeed"}} & set(sys.modules)
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
@@ -370,9 +386,9 @@ def test_weight_bytes_and_trainable_counts_are_those_of_the_loaded_stages(tiny) 
 
 def test_tied_embeddings_are_held_by_both_ends_and_once_by_a_single_rank(tiny, make_tiny, tmp_path) -> None:
     folder = make_tiny.make_tiny_llm(tmp_path / "tied", tied=True, layers=4)
-    overrides = [f"model.llm.path={folder}", "parallel.data=1", "parallel.pipeline="]
     for pipeline in (1, 2):
-        config = load_config(tiny / "config.yaml", [*overrides[:2], f"parallel.pipeline={pipeline}"])
+        overrides = [f"model.llm.path={folder}", "parallel.data=1", f"parallel.pipeline={pipeline}"]
+        config = load_config(tiny / "config.yaml", overrides)
         for rank in make_plan(config).ranks:
             chunk = build_chunk(config, rank.stages[0])
             assert rank.weight_bytes == sum(p.numel() * p.element_size() for _, p in chunk.global_parameters())
@@ -393,7 +409,7 @@ def test_the_table_says_who_holds_and_trains_what(config_file) -> None:
     assert "rank 2-3: NoOp, all of llm.layers.8 to llm.layers.15 is frozen" in lines
     assert "pipeline 4 x data 2 = 8 ranks" in table and "24.0 GiB per rank" in table
     assert "TFLOP per replica; slowest rank 0-1 with 26.8% of it; idle" in table
-    assert len(lines) == 2 + 2 + 4 + 4 + 1, "replicas share a row"
+    assert len(lines) == 2 + 2 + 4 + 4 + 2, "replicas share a row"
 
 
 def test_the_table_compares_with_a_uniform_cut(config_file) -> None:
@@ -402,14 +418,16 @@ def test_the_table_compares_with_a_uniform_cut(config_file) -> None:
     assert plan.uniform.step_time_ratio > 1.1
     assert f"step {plan.uniform.step_time_ratio:.2f} times as long" in render(plan)
     by_hand = plan_of(config_file, "model.trainable=[llm.layers.16]", "parallel.boundaries=[8, 16, 24]")
-    assert by_hand.uniform.step_time_ratio == 1 and "same as a uniform cut" in render(by_hand)
+    assert by_hand.uniform.step_time_ratio == 1 and "this is the uniform cut" in render(by_hand)
     assert by_hand.idle_share == pytest.approx(plan.uniform.idle_share)
 
 
 def test_long_names_do_not_make_lines_long(config_file) -> None:
     trainable = ", ".join(f"llm.layers.{i}.self_attn.q_proj" for i in range(20))
     table = render(plan_of(config_file, f"model.trainable=[{trainable}]", "parallel.pipeline=2"))
-    assert max(map(len, table.splitlines()[:-3])) <= 120
+    assert max(map(len, table.splitlines())) <= 120
+    wide = ["parallel.pipeline=1", "parallel.data=16", "parallel.recompute_layers=30", "model.trainable=[llm]"]
+    assert max(map(len, render(plan_of(config_file, *wide)).splitlines())) <= 120
 
 
 # ---- refusals

@@ -163,6 +163,16 @@ def test_the_checker_names_a_swapped_pair_of_sends() -> None:
         check_schedule(changed(schedule, 1, instructions), 3, 0)
 
 
+def test_the_checker_names_a_message_that_is_sent_and_received_twice() -> None:
+    schedule = training_schedule(2, 1, 0)
+    send, receive = Instruction(Op.SEND_ACTIVATION, 0, 0), Instruction(Op.RECEIVE_ACTIVATION, 1, 0)
+    at = schedule[0].index(send)
+    twice = changed(schedule, 0, [*schedule[0][:at], send, *schedule[0][at:]])
+    twice = changed(twice, 1, [receive, *schedule[1]])
+    with pytest.raises(ValueError, match=r"SEND_ACTIVATION\(stage 0, micro-batch 0\): sent a second time"):
+        check_schedule(twice, 1, 0)
+
+
 def test_the_checker_names_a_backward_before_its_forward() -> None:
     schedule = training_schedule(2, 2, 0)
     instructions = list(schedule[1])

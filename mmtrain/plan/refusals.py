@@ -1,0 +1,188 @@
+"""What the planner refuses and how it says so: the value seen, what is needed, and changes that were tried and work."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mmtrain.config import RunConfig
+from mmtrain.errors import UserError
+from mmtrain.plan.costs import Models
+from mmtrain.plan.cut import RESERVED_SHARE, StageCosts, can_fit, find_cut, given_cut, smallest_cut, stage_costs
+from mmtrain.plan.layout import bytes_text, stage_of
+from mmtrain.plan.shapes import matches
+
+
+def check_layout(config: RunConfig, models: Models) -> None:
+    """Raises UserError for more stages than layers, boundaries past the last layer, packs too short for an image."""
+    decoder = len(models.llm.decoder)
+    if config.parallel.pipeline > decoder + 2:
+        raise UserError(
+            f"parallel.pipeline: {config.parallel.pipeline} stages, but there are only {decoder + 2} layers to place: "
+            f"front, {decoder} decoder layers of {config.model.llm.path}, head; at most {decoder + 2} stages"
+        )
+    boundaries = config.parallel.boundaries
+    if boundaries and boundaries[-1] > decoder:
+        raise UserError(
+            f"parallel.boundaries: {list(boundaries)}: {config.model.llm.path} has {decoder} decoder layers, so the "
+            f"last stage begins at layer {decoder} (the head alone) at the latest"
+        )
+    image = models.vision.tokens_per_image
+    if config.data.pack_length <= image:
+        raise UserError(
+            f"data.pack_length: {config.data.pack_length} tokens, but an image of {config.model.vision.name} takes "
+            f"{image}; packs must hold an image and its text, e.g. {2 ** image.bit_length()}"
+        )
+
+
+def check_trainable(config: RunConfig, models: Models) -> None:
+    """Raises UserError for a pattern that matches nothing, and for a trainable tied embedding."""
+    names = [p.name for p in models.parameters]
+    for pattern in config.model.trainable:
+        found = [name for name in names if matches(name, (pattern,))]
+        if not found:
+            nearest = _nearest(pattern, names)
+            raise UserError(
+                f"model.trainable: {pattern} matches no parameter that runs; "
+                + (f"nearest: {', '.join(nearest)}" if nearest else f"names look like {names[0]} and {names[-1]}")
+            )
+        tied = [name for name in found if name in ("llm.embedding.weight", "llm.head.weight")]
+        if models.llm.tied and tied:
+            raise UserError(
+                f"model.trainable: {pattern} matches {tied[0]}, but {config.model.llm.path} ties its LM head to its "
+                "embedding: the first and the last stage each hold a copy, which training would let drift apart; "
+                "leave both frozen, or use a model with tie_word_embeddings: false"
+            )
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
+    """Parameters and modules with a similar name; with a wildcard also the names of all layers at once."""
+    candidates: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        for length in range(1, len(parts) + 1):
+            candidates[".".join(parts[:length])] = None
+    if "*" in pattern:
+        candidates = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in candidates)
+    return difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.6)
+
+
+def does_not_fit(config: RunConfig, models: Models, costs: StageCosts, limit: int | None) -> str:
+    """The message for a plan beyond the memory limit: what each rank needs, and what was planned and would fit."""
+    assert limit is not None
+    by_hand = config.parallel.boundaries is not None
+    cut = given_cut(config, costs) if by_hand else smallest_cut(costs)
+    source = "parallel.device_memory_gib" if config.parallel.device_memory_gib is not None else "the GPU's memory"
+    lines = [
+        f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it left to the "
+        f"CUDA context and fragmentation; {'the given boundaries need' if by_hand else 'the smallest cut needs'}"
+    ]
+    for stage in range(costs.setting.pipeline):
+        need = costs.need(stage, cut[stage], cut[stage + 1], smallest=True)
+        layers = stage_of(cut, stage)
+        recomputing = f" ({need.recompute_layers} layers recomputing)" if need.recompute_layers else ""
+        lines.append(
+            f"  stage {stage} ({layers.summary}): {bytes_text(need.total_bytes)} = weights "
+            f"{bytes_text(need.weight_bytes)} + optimizer {bytes_text(need.state_bytes)} + activations "
+            f"{bytes_text(need.activation_bytes)}{recomputing} + workspace {bytes_text(need.workspace_bytes)}"
+            f"{'' if costs.fits(need) else '  <- too much'}"
+        )
+    options = [_option_text(config, changes) for changes in _single_changes(config, models, limit)]
+    if options:
+        lines.append("What would fit, each planned by itself:")
+    else:
+        together = _all_changes(config, models, limit)
+        if together is None:
+            lines.append("No change that was tried fits, nor all of them together; use devices with more memory")
+            return "\n".join(lines)
+        options = [_option_text(config, together)]
+        lines.append("No single change fits; this was planned and does:")
+    return "\n".join(lines + [f"  {option}" for option in options])
+
+
+def _single_changes(config: RunConfig, models: Models, limit: int) -> Iterator[dict[str, Any]]:
+    """For each kind of change the smallest one that fits."""
+    if config.parallel.boundaries is not None and _fits(config, models, limit, {"parallel.boundaries": None}):
+        yield {"parallel.boundaries": None}
+    if config.parallel.recompute_layers != "auto":
+        changes = {"parallel.recompute_layers": "auto"}
+        if _fits(config, models, limit, changes):
+            yield changes
+    for kind in (_more_stages, _fewer_packs, _shorter_packs, _half_precision):
+        found = next((c for c in kind(config, models) if _fits(config, models, limit, c)), None)
+        if found is not None:
+            yield found
+
+
+def _more_stages(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
+    freed: dict[str, Any] = {} if config.parallel.boundaries is None else {"parallel.boundaries": None}
+    if isinstance(config.parallel.recompute_layers, tuple):
+        freed["parallel.recompute_layers"] = "auto"
+    for pipeline in range(config.parallel.pipeline + 1, len(models.llm.decoder) + 3):
+        yield {"parallel.pipeline": pipeline, **freed}
+
+
+def _fewer_packs(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
+    now = config.train.packs_per_microbatch
+    yield from ({"train.packs_per_microbatch": n} for n in range(now - 1, 0, -1) if now % n == 0)
+
+
+def _shorter_packs(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
+    length = config.data.pack_length // 2
+    while length >= models.vision.tokens_per_image + config.data.expected_text_tokens:
+        yield {"data.pack_length": length}
+        length //= 2
+
+
+def _half_precision(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
+    if config.model.llm.dtype == "float32":
+        yield {"model.llm.dtype": "bfloat16"}
+
+
+def _all_changes(config: RunConfig, models: Models, limit: int) -> dict[str, Any] | None:
+    """Everything that saves memory at once, at the smallest pipeline degree that then fits."""
+    changes: dict[str, Any] = {}
+    if config.parallel.boundaries is not None:
+        changes["parallel.boundaries"] = None
+    if config.parallel.recompute_layers != "auto":
+        changes["parallel.recompute_layers"] = "auto"
+    for kind in (_half_precision, _fewer_packs, _shorter_packs):
+        for last in kind(config, models):
+            changes |= last
+    smaller = _changed(config, changes)
+    for more in ({}, *_more_stages(smaller, models)):
+        if _fits(config, models, limit, changes | more):
+            return changes | more
+    return None
+
+
+def _fits(config: RunConfig, models: Models, limit: int, changes: Mapping[str, Any]) -> bool:
+    changed = _changed(config, changes)
+    costs = stage_costs(changed, models, limit)
+    if changed.parallel.boundaries is None and not can_fit(costs):
+        return False
+    return find_cut(changed, costs) is not None
+
+
+def _changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """The config with the values at these dotted paths replaced."""
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        holders = [config]
+        for section in sections:
+            holders.append(getattr(holders[-1], section))
+        new: Any = value
+        for holder, name in zip(reversed(holders), reversed([*sections, key]), strict=True):
+            new = holder.model_copy(update={name: new})
+        config = new
+    return config
+
+
+def _option_text(config: RunConfig, changes: Mapping[str, Any]) -> str:
+    """The changes as overrides for the command line."""
+    text = " ".join(f"{key}={'null' if value is None else value}" for key, value in changes.items())
+    if "parallel.pipeline" in changes:
+        text += f"  ({changes['parallel.pipeline'] * config.parallel.data} ranks)"
+    return text
