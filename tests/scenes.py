@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import (
     CLIPVisionConfig,
@@ -19,9 +20,14 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
+from mmtrain.audit import RankAudit
 from mmtrain.config import RunConfig
 from mmtrain.data.samples import IGNORE, IMAGE_POSITION, PackedBatch
+from mmtrain.engine import FrozenPipelineEngine, join_process_group
 from mmtrain.model.projector import make_projector
+from mmtrain.model.stage import build_chunk
+from mmtrain.plan.planner import make_plan
+from mmtrain.plan.schedule import Instruction, Op
 
 VOCAB = 128
 IMAGE_TOKEN = 127  # stock LLaVA marks image positions by a row of the vocabulary
@@ -191,21 +197,11 @@ class Case:
 
 def execute(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """One rank's part of each case (called by run_ranks): losses, norms, first gradients, instructions, audit."""
-    from mmtrain.engine import join_process_group
-
     join_process_group(torch.device("cpu"), 60)
     return [_execute(case) for case in cases]
 
 
 def _execute(case: Case) -> dict[str, Any]:
-    import torch.distributed as dist
-    from mmtrain.plan.planner import make_plan
-
-    from mmtrain.audit import RankAudit
-    from mmtrain.engine import FrozenPipelineEngine
-    from mmtrain.model.stage import build_chunk
-    from mmtrain.plan.schedule import Op
-
     config = case.config
     plan = make_plan(config)
     mine = plan.ranks[dist.get_rank()]
@@ -213,7 +209,7 @@ def _execute(case: Case) -> dict[str, Any]:
     executed = []
     gradients: list[dict[str, Any]] = []
 
-    def on_instruction(step: int, instruction: Any) -> None:
+    def on_instruction(step: int, instruction: Instruction) -> None:
         executed.append((str(instruction.op), instruction.stage, instruction.microbatch))
         if instruction.op is Op.OPTIMIZER_STEP:
             # All ranks hold the reduced sums; the division by the step's tokens comes next.

@@ -124,6 +124,16 @@ def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
     print(f"{layout}: worst relative gradient error {worst:.1e}")
 
 
+def test_stages_of_the_front_alone_and_of_the_head_alone_change_nothing(parts, stock):
+    config = make_config(parts, parallel__pipeline=4, parallel__boundaries=(0, 2, 4))
+    ranks = [rank[0] for rank in run_ranks(4, execute, [Case(config, (STEPS["packed"],))])]
+    loss, gradients = stock["packed"]
+    assert ranks[0]["results"][0].loss == pytest.approx(loss, rel=1e-5)
+    for name, gradient in gradients.items():
+        assert relative(merged(ranks, "gradients")[name], gradient.double().numpy()) <= 1e-5
+    assert [rank["audit"]["frozen"]["tensors"] > 0 for rank in ranks] == [True] * 4
+
+
 def test_a_step_without_labels_updates_nothing_and_says_so(parts):
     step = tuple([[make_document(90 + i, labelled=False)]] for i in range(4))
     config = make_config(parts, parallel__pipeline=2, optimizer__weight_decay=0.1)

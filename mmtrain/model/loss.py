@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from mmtrain.data.samples import IGNORE
-
-LOGITS_PER_CHUNK = 2**24
-"""Elements of one chunk's logits: 64 MiB in fp32, and about three times that while its gradient is made."""
+from mmtrain.plan.costs import LOGITS_PER_CHUNK
 
 
 class _SupervisedLossSum(torch.autograd.Function):

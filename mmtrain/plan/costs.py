@@ -17,7 +17,7 @@ from mmtrain.plan.shapes import LlmShape, ParameterShape, VisionShape, matches
 BYTES = {"float32": 4, "bfloat16": 2}
 TRAINED_WEIGHT_BYTES = 4  # trainable parameters and the projector are fp32 whatever the model is stored in
 TRAINED_STATE_BYTES = 12  # fp32 gradient and AdamW's two moments
-LOGITS_PER_CHUNK = 2**24  # elements; model/loss.py makes logits in chunks of this size (a test compares the two)
+LOGITS_PER_CHUNK = 2**24  # elements; the loss makes logits in chunks of this size
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,8 @@ def _head(llm: LlmShape, work: Workload, trained: frozenset[str], size: int, ups
     parts.append(Part(2, saved_for_dgrad=work.supervised * llm.hidden_size * size))  # the rows' gradient
     flops, saved = total(parts, upstream)
     # A chunk's logits in the model's type and in fp32, softmax, gradient; two more copies of a trained head's gradient.
-    workspace = LOGITS_PER_CHUNK * (size + 3 * 4) + 2 * head_bytes
+    logits = min(LOGITS_PER_CHUNK, work.tokens * llm.vocab_size)
+    workspace = logits * (size + 3 * 4) + 2 * head_bytes
     return _layer(
         "head",
         [_Stored(llm.head, size)],

@@ -15,10 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from mmtrain.config import RunConfig
 from mmtrain.model.attention import ATTENTION, document_positions
-from mmtrain.model.loss import LOGITS_PER_CHUNK
-from mmtrain.plan import costs
 from mmtrain.plan.block_costs import Attention, Flops, Place, block_parts, mean_context, place_of, total
-from mmtrain.plan.costs import LayerCost, Models, layer_costs, workload
+from mmtrain.plan.costs import LOGITS_PER_CHUNK, LayerCost, Models, layer_costs, workload
 from mmtrain.plan.shapes import ParameterShape, llm_shape, projector_parameters, vision_shape
 
 VICUNA, CLIP = "lmsys/vicuna-7b-v1.5", "vit_large_patch14_clip_quickgelu_336.openai"
@@ -411,5 +409,6 @@ def test_the_expected_contents_of_a_microbatch() -> None:
     assert work.supervised == pytest.approx(13120 * 0.12)
 
 
-def test_the_logits_chunk_is_the_one_that_the_loss_uses() -> None:
-    assert costs.LOGITS_PER_CHUNK == LOGITS_PER_CHUNK
+def test_the_head_makes_logits_of_at_most_a_chunk() -> None:
+    assert layers_of()[-1].workspace_bytes == LOGITS_PER_CHUNK * (2 + 3 * 4)
+    assert layers_of(data__pack_length=100)[-1].workspace_bytes == 100 * 32000 * (2 + 3 * 4)
