@@ -21,7 +21,7 @@ plan.block_costs  plan.costs
 plan.schedule
 plan.layout  plan.cut  plan.refusals  plan.planner
 data.images  data.samples  data.templates  data.shards  data.loader
-model.weights  model.bookends  model.attention  model.language  model.tiny  model.parity  model.probe
+model.weights  model.bookends  model.kernels  model.attention  model.language  model.tiny  model.parity  model.probe
 model.vision
 model.projector  model.fusion  model.loss  model.trainable
 model.stage
@@ -32,12 +32,12 @@ checkpoint
 metrics
 rank
 train
-fork_server  supervise  launch
+fork_server  supervise  run_folder  launch
 """
 ORDER = TABLE.split()
 
 TORCH_FREE_TABLE = """
-errors  strict_yaml  config_problems  config  geometry  metrics  rank  supervise  launch
+errors  strict_yaml  config_problems  config  geometry  metrics  rank  supervise  run_folder  launch
 """
 TORCH_FREE = [name for name in ORDER if name.startswith("plan.") or name in TORCH_FREE_TABLE.split()]
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}

@@ -13,14 +13,8 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from mmtrain.model.attention import (
-    ATTENTION,
-    Documents,
-    attend_packed,
-    document_positions,
-    packed_attention,
-    packed_mask,
-)
+from mmtrain.model.attention import ATTENTION, document_positions, packed_attention, packed_mask
+from mmtrain.model.kernels import Documents, attend_packed, kernel_agrees
 
 LENGTHS = ((13, 6, 1, 12), (20, 12))  # two rows of 32 tokens
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
@@ -32,11 +26,9 @@ def make_documents(make_mask, **options) -> Documents:
     """What the stock mask functions return for packed rows when the packed attention is chosen."""
     config = LlamaConfig(**options)
     config._attn_implementation = ATTENTION
-    # Most masks get no position_ids here, as in gpt_oss: documents must not depend on the model handing them on. Chunks
-    # do: they count from the document's start because llama4 hands its positions on.
-    handed_on = POSITIONS if make_mask is create_chunked_causal_mask else None
     with document_positions(POSITIONS):
-        return make_mask(config, torch.zeros(2, 32, 4), None, None, position_ids=handed_on)
+        # position_ids are withheld, as gpt_oss does: documents must not depend on the model handing them on.
+        return make_mask(config, torch.zeros(2, 32, 4), None, None, position_ids=None)
 
 
 def states(dtype=torch.float32):
@@ -142,10 +134,40 @@ def documented_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, sc
 def test_the_gpu_kernel_is_called_as_documented(window):
     make = create_causal_mask if window is None else create_sliding_window_causal_mask
     documents = make_documents(make, **({} if window is None else {"sliding_window": window}))
-    query, key, _ = states()
-    ours = attend_packed(query, key, key, documents, 0.3, kernel=documented_kernel)
-    expected = attend_densely(query, key, key, scale=0.3, window=window)
+    ours = attend_packed(*states(), documents, 0.3, kernel=documented_kernel)
+    expected = attend_densely(*states(), scale=0.3, window=window)
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def one_token_too_many(*arguments, window_size, **options):
+    return documented_kernel(*arguments, window_size=(window_size[0] + 1, 0), **options)
+
+
+def one_document_too_few(query, key, value, offsets, _, longest, __, **options):
+    fewer = torch.cat([offsets[:1], offsets[2:]])
+    return documented_kernel(query, key, value, fewer, fewer, longest, longest, **options)
+
+
+def unsupported(*_, **__):
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "window", "agrees"),
+    [
+        (documented_kernel, None, True),
+        (documented_kernel, WINDOW, True),
+        (documented_kernel, 1000, True),
+        (one_token_too_many, WINDOW, False),
+        (one_token_too_many, 1000, False),
+        (one_document_too_few, None, False),
+        (one_document_too_few, WINDOW, False),
+        (unsupported, None, False),
+    ],
+)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_gpu_kernel_that_is_wrong_or_missing_is_not_used(kernel, window, agrees, groups):
+    assert kernel_agrees(kernel, groups, 16, window, torch.bfloat16, "cpu") is agrees
 
 
 def test_bf16_stays_close_to_the_definition():
@@ -182,8 +204,9 @@ def test_padding_and_bidirectional_models_are_refused():
     config = LlamaConfig()
     config._attn_implementation = ATTENTION
     hidden = torch.zeros(2, 32, 4)
+    assert create_causal_mask(config, hidden, torch.ones(2, 32, dtype=torch.long), None).longest == 32  # as opt does
     with pytest.raises(ValueError, match="no padding mask"):
-        create_causal_mask(config, hidden, torch.ones(2, 32, dtype=torch.long), None)
+        create_causal_mask(config, hidden, torch.ones(2, 32, dtype=torch.long).triu(), None)
     with pytest.raises(ValueError, match="see later ones"):
         create_causal_mask(config, hidden, None, None, block_sequence_ids=torch.zeros(2, 32, dtype=torch.long))
     config.is_causal = False

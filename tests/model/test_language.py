@@ -363,3 +363,11 @@ def test_options_in_config_json_that_would_keep_activations_are_switched_off(mod
     assert not part.model.config.output_hidden_states
     assert not part.model.config.use_cache
     assert torch.equal(part(hidden, POSITIONS), slice_of(model, 2, 4, embedding=False, head=False)(hidden, POSITIONS))
+
+
+def test_llama4_and_its_like_load_although_their_base_model_is_named_otherwise(tmp_path):
+    stock = make_model("llama4_text")
+    path = save(stock, tmp_path)
+    part = load_slice(path, 3, 6, embedding=False, head=True, dtype=torch.float32)
+    for name, parameter in part.model.named_parameters():
+        assert torch.equal(parameter, stock.get_parameter(name)), name

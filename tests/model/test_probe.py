@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -20,7 +21,9 @@ from mmtrain.model.probe import cache_folder, probe, refuse_differences
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))  # where the logs of refused models stay
 
 
 def judge(config: PreTrainedConfig, **seams) -> Differences:

@@ -1,0 +1,125 @@
+"""Packed attention for stock transformers models: a token sees the earlier tokens of its own document, and no others.
+
+    position_ids (B, L) --document_positions--> the model's mask code --> packed_mask --> Documents (no (L, L) matrix)
+    query (B, H, L, D), key and value (B, K, L, D), Documents --packed_attention--> (B, L, H, D)
+
+Documents travel in the place of the attention mask, from the model's own mask code to every layer. So sliding windows
+and chunks are the ones that the model's config asks for, and a layer recomputed in backward gets the same documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from mmtrain.model.kernels import Documents, attend_by_document, attend_packed, use_flash
+
+ATTENTION = "mmtrain_packed"
+"""Name under which the mask and the attention are registered with transformers (`attn_implementation`)."""
+
+# Read only by packed_mask, inside the forward call that set it; recomputation in backward makes no masks.
+_POSITIONS: ContextVar[torch.Tensor | None] = ContextVar("document_positions", default=None)
+
+# Arguments that layers hand on and that change nothing: the mask channel already says what sliding_window and
+# position_ids mean, the rest asks for outputs or caches that do not exist here.
+_WITHOUT_EFFECT = frozenset(
+    {"cache_position", "is_causal", "output_attentions", "output_router_logits", "position_ids", "sliding_window"}
+)
+
+
+@contextmanager
+def document_positions(position_ids: torch.Tensor) -> Iterator[None]:
+    """Within this context a model's masks also end where `position_ids` (B, L) restart.
+
+    Needed although the model receives position_ids too: gpt_oss, afmoe and opt do not pass them to their masks.
+    """
+    token = _POSITIONS.set(position_ids)
+    try:
+        yield
+    finally:
+        _POSITIONS.reset(token)
+
+
+def packed_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., torch.Tensor] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    device: torch.device | str | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> Documents:
+    """Documents of one forward call; transformers calls this where it would build a mask (AttentionMaskInterface).
+
+    `local_size` is the window or chunk size in tokens. Raises ValueError for what Documents cannot express: padding
+    masks, caches, functions that the model lays over the causal mask, and tokens that see later ones.
+    """
+    padded = attention_mask is not None and not bool(attention_mask.all())  # opt makes a mask of ones
+    if padded or q_offset or kv_offset or q_length != kv_length or use_vmap:
+        raise ValueError("packed attention takes no padding mask, no cache and no mask function of the model's own")
+    assert mask_function is not None
+    row = torch.arange(batch_size, device=device)[:, None]
+    later = torch.arange(1, q_length, device=device)[None]
+    if bool(torch.as_tensor(mask_function(row, 0, later - 1, later)).any()):
+        raise ValueError("packed attention is causal, and this model lets tokens see later ones")
+    # A token sees its left neighbour if and only if both are in one document (and in one chunk, for chunked attention).
+    joined = mask_function(row, 0, later, later - 1).expand(batch_size, q_length - 1)
+    positions = _POSITIONS.get()
+    if positions is not None:
+        continued = positions[:, 1:] == positions[:, :-1] + 1
+        if local_size is not None and bool((continued & ~joined).any()):
+            # Chunks: they count from the document's start, also where transformers (5.17) counts from the row's.
+            joined = positions[:, 1:] % local_size != 0
+        joined = joined & continued
+    cuts: list[list[int]] = [[0] for _ in range(batch_size)]
+    for b, left in (~joined).nonzero().tolist():
+        cuts[b].append(left + 1)
+    rows = tuple(tuple(zip(begins, [*begins[1:], q_length], strict=True)) for begins in cuts)
+    borders = [b * q_length + begin for b, begins in enumerate(cuts) for begin in begins]
+    offsets = torch.tensor([*borders, batch_size * q_length], dtype=torch.int32, device=device)
+    return Documents(rows, local_size, offsets, max(end - begin for documents in rows for begin, end in documents))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Documents,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within documents; transformers calls this in every attention layer (AttentionInterface).
+
+    `query` (B, H, L, D), `key` (B, K, L, D), `value` (B, K, L, E) with H a multiple of K; `softcap` bounds the scores
+    (gemma2), `s_aux` (H,) are attention sinks (gpt_oss). Returns (B, L, H, E). Raises TypeError for an argument that
+    this attention does not know: a family that needs it would otherwise be silently wrong.
+    """
+    name = type(module).__name__
+    if not isinstance(attention_mask, Documents):
+        raise TypeError(f"{name} handed on {type(attention_mask).__name__} in the place of its documents")
+    unknown = sorted(
+        key for key, given in others.items() if key not in _WITHOUT_EFFECT and given is not None and given is not False
+    )
+    if unknown or dropout or others.get("is_causal") is False:
+        raise TypeError(f"{name} asks for attention with {unknown or ('dropout' if dropout else 'is_causal=False')}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if softcap is None and s_aux is None and use_flash(query, key, value, attention_mask.window):
+        return attend_packed(query, key, value, attention_mask, scale), None
+    return attend_by_document(query, key, value, attention_mask, scale, softcap, s_aux), None
+
+
+AttentionMaskInterface.register(ATTENTION, packed_mask)
+AttentionInterface.register(ATTENTION, packed_attention)

@@ -1,0 +1,254 @@
+"""A pipeline stage's part of a stock Hugging Face causal LM: embedding, some decoder layers, final norm and LM head.
+
+    input_ids (B, L) --embed--> (B, L, D) --forward: decoder layers [first, last)--> (B, L, D)
+    last stage: forward also runs the final norm; rows (N, D) --logits--> (N, V)
+
+No architecture is rewritten. The stock model keeps its config and the length of its layer list; what other stages hold
+is replaced (bookends.py). So layer indices, layer types and scalings stay what they are in the whole model. Cutting the
+list instead is wrong wherever the stock forward scales its input: granite's 12 would be multiplied in by every stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from mmtrain.errors import UserError
+from mmtrain.model.attention import ATTENTION, document_positions
+from mmtrain.model.bookends import Bookend, absent_modules, decoder_layers, decoder_path, holds_layer_0, replace
+from mmtrain.model.weights import open_tensors, tensor_files
+from mmtrain.plan.families import check_family, global_name
+from mmtrain.plan.model_files import model_folder, read_json
+
+
+@dataclass
+class _HeadInput(MoeModelOutputWithPast):
+    """What a stock causal LM reads of its base model's output, over all families."""
+
+    cross_attentions: tuple[torch.Tensor, ...] | None = None
+
+
+class _PassThrough(nn.Module):
+    """A decoder that returns its input: what then remains of the causal LM is its head."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _HeadInput:
+        return _HeadInput(last_hidden_state=inputs_embeds)
+
+
+class LanguageSlice(nn.Module):
+    """Decoder layers [first, last) of a stock causal LM, with the embedding or the head where the stage has them."""
+
+    def __init__(self, model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool) -> None:
+        """`model` is a stock causal LM in which all other parts have been replaced (`load_slice`, `slice_of`)."""
+        super().__init__()
+        self.model = model.requires_grad_(False)
+        self.first, self.last = first, last
+        self.has_embedding, self.has_head = embedding, head
+        self.hidden_size: int = model.config.hidden_size
+        self.vocab_size: int = model.config.vocab_size
+        self.eval()
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, L) int64 -> embeddings (B, L, D), as the stock model's input embedding makes them."""
+        assert self.has_embedding, "this slice has no embedding"
+        return self.model.get_input_embeddings()(input_ids)
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states (B, L, D) through the slice's decoder layers, and the final norm if it has the head.
+
+        `position_ids` (B, L) restart at 0 in each document; tokens attend within their document only. A slice that
+        holds decoder layer 0 takes what `embed` returned (with image features in it). Calls must not overlap.
+        """
+        if self.first == self.last and not self.has_head:
+            return hidden
+        layers = decoder_layers(self.model)
+        before = layers[self.first - 1] if self.first > 0 else None
+        after = layers[self.last] if self.last < len(layers) else None
+        try:
+            if before is not None:
+                before.hand_in = hidden
+            with document_positions(position_ids):
+                # Behind a bookend the input tells shape, dtype and device only: detached, nothing is saved for it.
+                output = self.model.get_submodule(decoder_path(self.model)[0])(
+                    inputs_embeds=hidden if before is None else hidden.detach(),
+                    position_ids=position_ids,
+                    use_cache=False,
+                )
+            result = output.last_hidden_state if after is None else after.handed_out
+            assert result is not None, "the stock model did not run its layers in order"
+            return result
+        finally:  # else this micro-batch's activations would stay alive, or enter the next one after an error
+            for layer in layers:
+                if isinstance(layer, Bookend):
+                    layer.hand_in = layer.handed_out = None
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Normed hidden states (N, D) -> logits (N, V), with the family's own scaling and soft cap."""
+        assert self.has_head, "this slice has no head"
+        shell: nn.Module = self.model
+        stand_in: nn.Module = _PassThrough()
+        path = decoder_path(self.model)[0]
+        while path:  # shallow copies of what lies around the decoder: they share every other module with the model
+            path, _, name = path.rpartition(".")
+            shell = copy.copy(self.model.get_submodule(path))
+            shell._modules = {**shell._modules, name: stand_in}
+            stand_in = shell
+        return shell(inputs_embeds=rows[None], use_cache=False).logits[0]
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """The parameters that `logits` uses."""
+        return list(self.model.get_output_embeddings().parameters()) if self.has_head else []
+
+    def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter of the slice with its global name; a tied head beside its embedding is one parameter."""
+        for name, parameter in self.model.named_parameters():
+            yield global_name(name), parameter
+
+    def recompute(self, count: int) -> None:
+        """Let the first `count` of the slice's decoder layers recompute their activations in backward (0: none).
+
+        Such a layer saves only its input and costs a second forward. Unlike transformers' gradient checkpointing this
+        works in eval mode, and it leaves the names of parameters as they are.
+        """
+        assert count >= 0, count
+        for i, layer in enumerate(decoder_layers(self.model)[self.first : self.last]):
+            vars(layer).pop("forward", None)
+            if i < count:
+                layer.forward = functools.partial(
+                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+                )
+
+
+def slice_of(
+    model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool, attention: str = ATTENTION
+) -> LanguageSlice:
+    """Decoder layers [first, last) of a stock causal LM in memory; copies what it keeps, `model` is left alone.
+
+    `attention` names the attention implementation, as registered with transformers.
+    """
+    _check_bounds(model.config, first, last, embedding, head)
+    absent = absent_modules(model, first, last, embedding=embedding, head=head)
+    part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
+    _set_options(part.config)
+    part.set_attn_implementation(attention)
+    return LanguageSlice(part, first, last, embedding=embedding, head=head)
+
+
+def load_slice(
+    path: str,
+    first: int,
+    last: int,
+    *,
+    embedding: bool,
+    head: bool,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    opened: set[str] | None = None,
+) -> LanguageSlice:
+    """Decoder layers [first, last) of the causal LM in a folder (or cached hub id), frozen, in eval mode.
+
+    Only the slice's own tensors are read; `opened`, if given, collects their names on disk. transformers loads them by
+    its own rules (conversions, fused experts, ties, fp32 buffers), so that the union of all slices equals
+    `from_pretrained`. With tied embeddings a head slice without the embedding holds its own copy of the matrix. Raises
+    UserError for missing or unusable files and for families that cannot be cut.
+    """
+    folder = model_folder(path)
+    config = causal_config(folder)
+    _check_bounds(config, first, last, embedding, head)
+    _set_options(config)
+    stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    matrix = embedding or (head and bool(getattr(config, "tie_word_embeddings", False)))
+
+    def build(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        stock.__init__(model, *arguments, **options)
+        for module, replacement in absent_modules(model, first, last, embedding=matrix, head=head).items():
+            replace(model, module, replacement)
+        if not head:  # else transformers looks for the LM head that is tied to the embedding
+            model.all_tied_weights_keys = {}
+
+    files = tensor_files(folder)
+    # Files saved from the model without its LM head, such as the published gpt2's, lack the first part of names.
+    complete = any(global_name(name).startswith("llm.layers.") for name in files)
+    prefix = "" if complete else stock.base_model_prefix + "."
+
+    def wanted(name: str) -> bool:
+        _, part, *rest = global_name(prefix + name).split(".")
+        if part == "layers":
+            return first <= int(rest[0]) < last
+        if part == "embedding":
+            return matrix
+        return head if part in ("norm", "head") else holds_layer_0(first, last)
+
+    tensors = open_tensors({name: file for name, file in files.items() if wanted(name)})
+    if opened is not None:
+        opened.update(tensors)
+    # The name and module of the stock class: transformers finds its conversions by them.
+    part_class = type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
+    with _without_progress_bars():
+        model, report = part_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            ignore_mismatched_sizes=True,  # they are in the report, like everything else that does not fit
+            output_loading_info=True,
+        )
+    faults = {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}
+    if faults:
+        raise UserError(f"{path}: the weights do not fit config.json ({faults}); download the model again")
+    if matrix and not embedding:
+        replace(model, model.get_input_embeddings(), nn.Identity())
+    return LanguageSlice(model.to(device), first, last, embedding=embedding, head=head)
+
+
+def causal_config(folder: Path) -> PreTrainedConfig:
+    """transformers' config of the causal LM in a folder; raises UserError naming a family that cannot be used."""
+    config_json = read_json(folder / "config.json")
+    check_family(config_json)
+    family = config_json["model_type"]
+    if family not in transformers.CONFIG_MAPPING:
+        raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}; a later one may")
+    config = AutoConfig.from_pretrained(folder)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"{folder}: {family} has no causal LM in transformers {transformers.__version__}")
+    return config
+
+
+def _check_bounds(config: PreTrainedConfig, first: int, last: int, embedding: bool, head: bool) -> None:
+    layers = config.num_hidden_layers
+    assert 0 <= first <= last <= layers, (first, last, layers)
+    assert not embedding or first == 0, "the embedding is on the stage that holds decoder layer 0, or on the one before"
+    assert not head or last == layers, "the head is on the stage that holds the last decoder layer, or on the one after"
+
+
+def _set_options(config: PreTrainedConfig) -> None:
+    """Switch off what a config.json may ask for and a stage does not return: it would keep activations alive."""
+    for option in ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache"):
+        if getattr(config, option, False):
+            setattr(config, option, False)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """One bar per rank on one terminal is unreadable."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()

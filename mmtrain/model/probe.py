@@ -1,0 +1,147 @@
+"""Before a run: does this model, cut at these points and packed, compute what the stock model computes?
+
+config.json --child process: tiny model of the family, parity.py--> two differences --bounds--> recorded, or refused
+
+A family may do anything in its forward, and most faults of staging or packing raise no error: they train a wrong model.
+So every new combination of config, cut points and versions is tried once, in 0.3-3 s, and remembered in the user's
+cache. The work is done in a forked child: the calling process runs no torch operation (ranks are forked from it later),
+and a model that hangs or crashes takes nothing else down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from mmtrain.errors import UserError
+from mmtrain.plan.families import check_family
+from mmtrain.plan.model_files import model_folder, read_json
+
+STAGED_BOUND = 1e-6  # relative; the kernels are the same, 0.0 on every family that is known to work
+PACKED_BOUND = 1e-4  # relative; rounding over 80 layers stays below 2e-5, a leak is above 1e-2
+SEEDS = 3
+
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*: .+")
+
+
+def probe(path: str, cut_points: Sequence[int], *, timeout_seconds: float = 60) -> None:
+    """Try the model in folder (or cached hub id) `path` with stages that begin at the decoder layers `cut_points`.
+
+    Raises UserError naming the family where staged or packed execution differs from the stock model, fails, or takes
+    longer than `timeout_seconds`.
+    """
+    folder = model_folder(path)
+    config_json = read_json(folder / "config.json")
+    check_family(config_json)
+    record = cache_folder() / f"{_fingerprint(folder, cut_points)}.json"
+    if record.is_file():
+        return
+    family = config_json["model_type"]
+    staged, packed = _measure_in_child(family, folder, cut_points, timeout_seconds)
+    refuse_differences(family, staged, packed)
+    result = {"family": family, "cut_points": list(cut_points), "staged": staged, "packed": packed}
+    with contextlib.suppress(OSError):  # a home that cannot be written costs a second at the next launch, not the run
+        record.parent.mkdir(parents=True, exist_ok=True)
+        partial = record.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(result) + "\n")
+        partial.replace(record)
+
+
+def refuse_differences(family: str, staged: float, packed: float) -> None:
+    """Raise UserError if a family's differences (see parity.Differences) are beyond rounding."""
+    advice = "the run would train against a wrong model; use another family, or another version of transformers"
+    if not staged <= STAGED_BOUND:  # not >: a NaN is refused too
+        raise UserError(
+            f"{family} cannot be cut into stages: its slices differ from the whole model by {staged:.1e} "
+            f"(at most {STAGED_BOUND:.0e} is rounding); {advice}"
+        )
+    if not packed <= PACKED_BOUND:
+        raise UserError(
+            f"{family} cannot be packed: documents in one pack differ from the same documents alone by {packed:.1e} "
+            f"(at most {PACKED_BOUND:.0e} is rounding); {advice}"
+        )
+
+
+def cache_folder() -> Path:
+    """Where results of earlier probes lie: $XDG_CACHE_HOME/mmtrain/probe, or ~/.cache/mmtrain/probe."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mmtrain" / "probe"
+
+
+def _fingerprint(folder: Path, cut_points: Sequence[int]) -> str:
+    """Everything that the result depends on: the config, the cut, the libraries, and the code of mmtrain's models."""
+    code = sorted(Path(__file__).parent.glob("*.py"))
+    parts = [
+        (folder / "config.json").read_bytes(),
+        json.dumps([int(layer) for layer in cut_points]).encode(),
+        *(f"{name} {version(name)}".encode() for name in ("torch", "transformers")),
+        *(file.read_bytes() for file in code),
+    ]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def _measure_in_child(
+    family: str, folder: Path, cut_points: Sequence[int], timeout_seconds: float
+) -> tuple[float, float]:
+    """(staged, packed) differences; raises UserError if the child brings none back in time."""
+    descriptor, log = tempfile.mkstemp(prefix="mmtrain-probe-", suffix=".log")
+    os.close(descriptor)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_measure, args=(sender, folder, tuple(cut_points), log), daemon=True)
+    child.start()
+    sender.close()
+    arrived = receiver.poll(timeout_seconds)  # also when the child ends and its end of the pipe closes
+    try:
+        differences = receiver.recv() if arrived else None
+    except EOFError:
+        differences = None
+    if not arrived:
+        child.kill()
+    child.join()
+    if differences is not None:
+        Path(log).unlink()
+        return differences
+    if not arrived:
+        raise UserError(f"{family}: its tiny model did not finish within {timeout_seconds:g} s; see {log}")
+    lines = Path(log).read_text(errors="replace").strip().splitlines()
+    causes = [line for line in lines if _EXCEPTION.match(line)] or lines[-1:] or [f"exit code {child.exitcode}"]
+    refusal = f"{UserError.__module__}.{UserError.__qualname__}: "
+    if causes[-1].startswith(refusal):
+        Path(log).unlink()
+        raise UserError(causes[-1].removeprefix(refusal))
+    raise UserError(f"{family} cannot be staged and packed: its tiny model failed ({causes[-1]}); see {log}")
+
+
+def _measure(sender: Connection, folder: Path, cut_points: tuple[int, ...], log: str) -> None:
+    """In the child: send the differences, of the best seed if one is out of bounds.
+
+    With experts, rounding alone flips a choice between two that are near a tie, for some seed; a fault shows with all.
+    """
+    stream = Path(log).open("w", buffering=1)  # noqa: SIM115 - open until the process ends
+    os.dup2(stream.fileno(), 1)
+    os.dup2(stream.fileno(), 2)
+    sys.stdout = sys.stderr = stream
+    import torch
+
+    from mmtrain.model.language import causal_config
+    from mmtrain.model.parity import measure_differences
+
+    torch.set_num_threads(1)  # the tiny model gains nothing from more, and a forked child must not use its parent's
+    config = causal_config(folder)
+    best = (float("inf"), float("inf"))
+    for seed in range(SEEDS):
+        differences = measure_differences(config, cut_points, seed=seed)
+        best = min(best, (differences.staged, differences.packed))
+        if best[0] <= STAGED_BOUND and best[1] <= PACKED_BOUND:
+            break
+    sender.send(best)

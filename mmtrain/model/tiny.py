@@ -1,0 +1,151 @@
+"""A tiny model of the same family: a real config at full depth with small widths, and weights that make faults visible.
+
+config of a 70B model (80 layers, 8192 wide) --shrink--> same family, 80 layers, 64 wide --randomise--> a test model
+
+What decides how layers work together is kept: depth, layer types, scalings, soft caps, ratio of query to key heads.
+Attention windows become 8 tokens, so that documents of 20 tokens already reach beyond them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from mmtrain.errors import UserError
+
+HEADS = 4
+HEAD_WIDTH = 16
+ROTARY_WIDTH = 8  # deepseek's rotary part of a head, beside HEAD_WIDTH without rotation
+INNER_WIDTH = 48
+LOW_RANK = 32
+EXPERTS = 8
+EXPERTS_PER_TOKEN = 2
+VOCABULARY = 128
+WINDOW = 8  # tokens
+
+# Attributes of transformers' configs, over all families. Only those that a config has, and that hold a number, are set.
+_QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_SIZES = {
+    HEADS * HEAD_WIDTH: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim_model"),
+    HEAD_WIDTH: (
+        "head_dim", "global_head_dim", "kv_channels", "v_head_dim", "qk_nope_head_dim", "attention_head_dim",
+        "swa_head_dim", "swa_v_head_dim",
+    ),
+    INNER_WIDTH: (
+        "intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "mlp_hidden_size", "intermediate_size_mlp",
+        "shared_expert_intermediate_size", "shared_intermediate_size", "moe_intermediate_size",
+        "expert_ffn_hidden_size", "dense_intermediate_size",
+    ),
+    LOW_RANK: ("q_lora_rank", "kv_lora_rank"),
+    VOCABULARY: ("vocab_size",),
+    WINDOW: ("sliding_window", "attention_chunk_size", "window_size"),
+}  # fmt: skip
+_LIMITS = {
+    EXPERTS: ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
+    EXPERTS_PER_TOKEN: ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"),
+}
+MOST_PARAMETERS = 100_000_000
+_DROPOUTS = (
+    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_probs_dropout_prob",
+    "hidden_dropout_prob", "dropout",
+)  # fmt: skip
+
+
+def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of `config` with the widths above; depth, per-layer lists and scalars stay."""
+    tiny = copy.deepcopy(config)
+
+    def number(name: str) -> int | None:
+        value = getattr(tiny, name, None)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    heads = next(filter(None, map(number, _QUERY_HEADS)), HEADS)
+    for name in _KEY_HEADS:
+        if key_heads := number(name):
+            setattr(tiny, name, max(1, HEADS // max(1, heads // key_heads)))
+    for name in _QUERY_HEADS:
+        if number(name):
+            setattr(tiny, name, HEADS)
+    latent = number("qk_rope_head_dim") is not None  # multi-head latent attention: deepseek
+    for size, names in _SIZES.items():
+        for name in names:
+            if number(name) is not None:
+                setattr(tiny, name, size)
+            elif isinstance(getattr(tiny, name, None), (list, tuple)):
+                setattr(tiny, name, [size] * len(getattr(tiny, name)))
+    if latent:
+        tiny.qk_rope_head_dim = ROTARY_WIDTH
+        for name, width in (("qk_head_dim", HEAD_WIDTH + ROTARY_WIDTH), ("head_dim", ROTARY_WIDTH)):
+            if number(name) is not None:
+                setattr(tiny, name, width)
+    elif hasattr(tiny, "head_dim") and tiny.head_dim is None:
+        tiny.head_dim = HEAD_WIDTH
+    for limit, names in _LIMITS.items():
+        for name in names:
+            if (number(name) or 0) > limit:
+                setattr(tiny, name, limit)
+    if (number("n_group") or 0) > 1:
+        tiny.n_group, tiny.topk_group = 2, 1
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(tiny, name, None) is not None:
+            setattr(tiny, name, 0)  # real ids lie beyond the tiny vocabulary
+    for name in _DROPOUTS:
+        if getattr(tiny, name, None):
+            setattr(tiny, name, 0.0)
+    if isinstance(getattr(tiny, "rope_parameters", None), dict):
+        tiny.rope_parameters = _trim_rope(tiny.rope_parameters, getattr(tiny, "partial_rotary_factor", None))
+    tiny.use_cache = False
+    return tiny
+
+
+def _trim_rope(parameters: dict[str, Any], partial: float | None) -> dict[str, Any]:
+    """Rotary parameters, possibly one set per layer type, with lists of one factor per frequency cut to HEAD_WIDTH."""
+    rotated = int(HEAD_WIDTH * (parameters.get("partial_rotary_factor") or partial or 1.0))
+    trimmed: dict[str, Any] = {}
+    for key, value in parameters.items():
+        if isinstance(value, dict):
+            trimmed[key] = _trim_rope(value, partial)
+        elif isinstance(value, (list, tuple)) and "factor" in key:
+            trimmed[key] = list(value[: rotated // 2])
+        else:
+            trimmed[key] = value
+    return trimmed
+
+
+def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """A frozen fp32 model of `config`'s family at its depth, with `shrink`'s widths and `randomise`'s weights.
+
+    Raises UserError for a family that stays large, because its config has widths of names that are not known here.
+    """
+    tiny = shrink(config)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(tiny).parameters())
+    if parameters > MOST_PARAMETERS:
+        raise UserError(
+            f"{config.model_type} cannot be checked: shrunk to {HEADS * HEAD_WIDTH} wide it still has "
+            f"{parameters / 1e6:,.0f} million parameters, so its config has sizes that mmtrain does not know"
+        )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32).eval().requires_grad_(False)
+    randomise(model, seed)
+    return model
+
+
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Draw weights of variance 1 / fan-in and move norms and biases off their start.
+
+    With the default initialisation a layer hardly changes its input: one that wrongly rotates its queries then shows an
+    error of 1e-3, with these weights 6e-2.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1 * noise)

@@ -1,0 +1,142 @@
+"""Convert a model folder's pickled weights (pytorch_model*.bin) to safetensors, once.
+
+mmtrain reads tensor by tensor, which pickles do not allow. Values are unchanged and read back for comparison; memory is
+bounded by one shard. Pickles are opened with weights_only: they cannot run code. The original files are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from mmtrain.errors import UserError
+from mmtrain.plan.model_files import model_folder, read_json
+
+EXAMPLES = """examples:
+  beside the .bin files, in the same folder:
+    python tools/convert_weights.py ~/models/vicuna-7b-v1.5
+  from the local Hugging Face cache (hf download ID) into a new folder, with config and tokenizer:
+    python tools/convert_weights.py lmsys/vicuna-7b-v1.5 --out ~/models/vicuna-7b-v1.5
+"""
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+WEIGHT_SUFFIXES = {".bin", ".safetensors", ".pt", ".pth", ".h5", ".msgpack", ".ot", ".onnx", ".gguf"}
+
+
+def find_shards(folder: Path) -> list[Path]:
+    """The folder's pickled weight files, in order; raises UserError where they are missing or incomplete."""
+    index = folder / "pytorch_model.bin.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing or not names:
+            raise UserError(f"{folder}: {index.name} names {missing or 'no files'}; finish the download")
+        return [folder / name for name in names]
+    if (folder / "pytorch_model.bin").is_file():
+        return [folder / "pytorch_model.bin"]
+    found = sorted(file.name for file in folder.glob("*.bin"))
+    raise UserError(f"{folder}: has neither pytorch_model.bin nor {index.name} (.bin files here: {found or 'none'})")
+
+
+def read_shard(file: Path) -> dict[str, torch.Tensor]:
+    """One shard's tensors, each alone in its storage; memory-mapped where the file's format allows it."""
+    with file.open("rb") as stream:
+        zipped = stream.read(4) == b"PK\x03\x04"  # since torch 1.6; older files are read as a whole
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:  # RuntimeError: torch's reader of damaged zips
+        raise UserError(f"{file}: not a file of plain tensors, or damaged ({str(error).splitlines()[0]})") from None
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise UserError(f"{file}: holds something other than named tensors; only state dicts can be converted")
+    tensors: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in content.items():
+        # safetensors stores no shared memory: tied weights are written twice, views without what surrounds them.
+        storage = tensor.untyped_storage()
+        alone = storage.data_ptr() not in storages and storage.nbytes() == tensor.numel() * tensor.element_size()
+        storages.add(storage.data_ptr())
+        tensors[name] = tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
+    return tensors
+
+
+def write_shard(tensors: dict[str, torch.Tensor], file: Path) -> int:
+    """Write a file under a temporary name, compare it with `tensors`, then name it; returns its bytes."""
+    partial = file.with_name(file.name + ".partial")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    with safe_open(partial, framework="pt") as stored:
+        for name, tensor in tensors.items():
+            copy = stored.get_tensor(name)
+            same = copy.dtype == tensor.dtype and copy.shape == tensor.shape
+            if not same or not torch.equal(copy.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)):
+                raise OSError(f"{partial}: {name} does not read back as written; check the disk")
+    partial.replace(file)
+    return file.stat().st_size
+
+
+def convert(folder: Path, out: Path) -> None:
+    """Write `folder`'s weights as safetensors into `out`, which may be `folder`; raises UserError.
+
+    The file that makes the result visible to readers (the index, or the single weight file) is named last.
+    """
+    shards = find_shards(folder)
+    existing = [name for name in (INDEX, SINGLE) if (out / name).exists()]
+    if existing:
+        raise UserError(f"{out}: {existing[0]} is there already; nothing to convert, or choose another --out")
+    if out != folder and out.exists() and any(out.iterdir()):
+        raise UserError(f"{out}: is not empty; choose a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+    needed, free = sum(file.stat().st_size for file in shards), shutil.disk_usage(out).free
+    if needed > free:
+        raise UserError(f"{out}: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB free")
+    if out != folder:
+        for file in sorted(folder.iterdir()):
+            weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+            if file.is_file() and not weights and not file.name.startswith("."):
+                shutil.copyfile(file, out / file.name)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for i, shard in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        tensors = read_shard(shard)
+        twice = sorted(tensors.keys() & weight_map.keys())
+        if twice:
+            raise UserError(f"{shard}: {twice[0]} is in {weight_map[twice[0]]} already")
+        weight_map.update(dict.fromkeys(tensors, name))
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        size = write_shard(tensors, out / name)
+        print(f"{i}/{len(shards)} {shard.name} -> {name}: {len(tensors)} tensors, {size / 2**30:.2f} GiB", flush=True)
+    if len(shards) > 1:
+        partial = out / (INDEX + ".partial")
+        partial.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+        partial.replace(out / INDEX)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; exit code 2 and one message for what the user can mend."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="model folder, or cached hub id")
+    parser.add_argument("--out", type=Path, help="new folder for weights, config and tokenizer (default: in place)")
+    options = parser.parse_args(arguments)
+    try:
+        folder = model_folder(options.model)
+        out = folder if options.out is None else options.out.expanduser()
+        convert(folder, out)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{out}: ready; use it as model.llm.path")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
