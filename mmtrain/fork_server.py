@@ -1,0 +1,14 @@
+"""Imported by the process that CPU ranks are forked from, and by nothing else: importing it is what it does."""
+
+import gc
+import sys
+
+from mmtrain.rank import die_with_parent
+
+# Ranks hold the pipe whose end this process waits for, so without this both would outlive a killed launcher.
+die_with_parent()
+sys.stdout = sys.stderr  # what imports print belongs in the log, and file descriptor 1 stays the console for rank 0
+
+import mmtrain.train  # noqa: E402, F401
+
+gc.freeze()  # a collection in a rank would touch, and so copy, the memory of everything imported

@@ -1,0 +1,270 @@
+"""`python -m mmtrain.launch CONFIG [key=value ...]`: plan a run, start its ranks, and say how it ended.
+
+Nothing here imports torch before the configuration is known to be right and ranks have to be started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from mmtrain.config import RunConfig, dump_config, load_config
+from mmtrain.errors import UserError
+from mmtrain.plan.layout import Plan, render
+from mmtrain.plan.planner import make_plan
+from mmtrain.rank import Rank, run_rank, seconds_before_message
+from mmtrain.run_folder import contents_of_a_run, prepare_folder, run_folder, write_plan
+from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
+
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GPU_DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+SHOW_CURSOR = "\x1b[?25h"
+
+DESCRIPTION = """\
+Train the projector of a vision-language model, the LLM frozen and cut into pipeline stages.
+
+CONFIG is a YAML file; any key of it can be set on the command line. Ranks = parallel.pipeline x parallel.data.
+Results go to run.dir/run.name: config.yaml and plan.json (what runs), log.txt (everything that libraries say),
+metrics.jsonl, audit.json, checkpoints/.
+"""
+
+EXAMPLES = """\
+examples:
+  see the plan for a layout; needs no GPU, no weights, starts nothing:
+    python -m mmtrain.launch configs/qwen25_72b_pp8_dp2.yaml --plan
+  train on this machine:
+    python -m mmtrain.launch configs/llava15_7b_pp4.yaml
+  change keys for one run:
+    python -m mmtrain.launch configs/llava15_7b_pp4.yaml run.name=try2 optimizer.lr=5e-4 train.max_steps=100
+  train on two machines; on the second one with --node-rank 1:
+    python -m mmtrain.launch CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint first-machine:29500
+  the same through torchrun:
+    torchrun --nproc-per-node 4 -m mmtrain.launch CONFIG
+
+exit codes:
+  0    the run finished and its audit passed (or the plan was printed)
+  1    a rank failed; the message names the rank, its stage, the step and the cause
+  2    wrong input: configuration, model, data or layout; nothing of a traceback, the message says how to mend it
+  130  stopped by Ctrl-C     143  stopped by SIGTERM
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    rank = int(os.environ["RANK"]) if all(name in os.environ for name in TORCHRUN_VARIABLES) else None
+    try:
+        config = load_config(options.config, options.overrides)
+        if options.plan:
+            _print_plan(config)
+            return 0
+        if rank is not None:
+            _join(config, options, rank)
+            return 0
+        return _launch(config, options)
+    except UserError as error:
+        time.sleep(seconds_before_message(rank or 0))
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C before the ranks were started", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mmtrain.launch",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. train.max_steps=100")
+    parser.add_argument("--plan", action="store_true", help="print the plan, write it to plan.json, start nothing")
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines that share the run (default 1)")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: a free port of machine 0")
+    return parser
+
+
+def _print_plan(config: RunConfig) -> None:
+    plan = make_plan(config)
+    print(render(plan))
+    folder = run_folder(config)
+    if contents_of_a_run(folder):
+        print(f"\nplan.json not written: {folder} holds an earlier run, whose plan stays")
+    else:
+        print(f"\nwritten to {write_plan(folder, plan)}")
+
+
+def _launch(config: RunConfig, options: argparse.Namespace) -> int:
+    """Start this node's ranks, wait for their end and print what failed; the exit code."""
+    local_ranks = _local_ranks(config, options)
+    gpus = gpu_memory_bytes()
+    plan = _plan(config, gpus, local_ranks)
+    job = Job(
+        places=_places(plan),
+        folder=run_folder(config),
+        threads=_threads(config, local_ranks),
+        timeout_seconds=config.parallel.timeout_seconds,
+        start_method="spawn" if gpus else "forkserver",
+        nodes=options.nnodes,
+        node=options.node_rank,
+        endpoint=options.rdzv_endpoint,
+    )
+    if job.node == 0:
+        prepare_folder(config, plan)
+        print(render(plan), flush=True)
+    else:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    _set_environment(job.threads, gpus, one_node=job.nodes == 1)
+    with output_to_log(job.log):
+        if job.start_method == "forkserver":
+            start_fork_server()
+        _probe(config, plan)
+        failure = run_ranks(functools.partial(_train, config, plan, job.nodes > 1), job)
+    if failure is None:
+        return 0
+    if sys.stdout.isatty():
+        print(SHOW_CURSOR)  # a rank that was killed could not
+    print(f"error: {failure.message}", file=sys.stderr)
+    return failure.exit_code
+
+
+def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> None:
+    """Be the rank that torchrun has started."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if options.nnodes != 1 or options.node_rank != 0 or options.rdzv_endpoint:
+        raise UserError("--nnodes, --node-rank and --rdzv-endpoint: give them to torchrun, which starts the ranks here")
+    needed = config.parallel.pipeline * config.parallel.data
+    if world_size != needed:
+        raise UserError(
+            f"torchrun started {world_size} ranks; parallel.pipeline {config.parallel.pipeline} x parallel.data "
+            f"{config.parallel.data} needs {needed}: change --nproc-per-node, or these keys"
+        )
+    gpus = gpu_memory_bytes()
+    plan = _plan(config, gpus, local_ranks)
+    threads = _threads(config, local_ranks)
+    _set_environment(threads, gpus, one_node=local_ranks == world_size)
+    if rank == 0:
+        prepare_folder(config, plan)
+        _probe(config, plan)
+        print(render(plan), flush=True)
+    store = _agree(config, plan, rank)  # and wait until rank 0 has prepared the folder
+    job = Job(_places(plan), run_folder(config), threads, config.parallel.timeout_seconds)
+    run_rank(functools.partial(_train, config, plan, False), job.folder, threads=threads, describe=job.describe)
+    del store  # it may be the one that all ranks meet at
+
+
+def _train(config: RunConfig, plan: Plan, several_nodes: bool, rank: Rank) -> None:
+    """What every rank runs."""
+    if several_nodes:
+        rank.progress.at(0, "comparing plans with rank 0")
+        _agree(config, plan, rank.rank)
+    from mmtrain.train import main as train
+
+    train(config, plan, rank)
+
+
+def _agree(config: RunConfig, plan: Plan, rank: int) -> Any:
+    """The store at which all ranks meet, once all are known to have the same config and plan.
+
+    Raises UserError on every rank where they differ: such ranks would wait for each other for ever.
+    """
+    from torch.distributed import rendezvous
+
+    timeout = timedelta(seconds=config.parallel.timeout_seconds)
+    store, _, world_size = next(rendezvous("env://", timeout=timeout))
+    text = dump_config(config) + json.dumps(plan.as_dict())
+    store.set(f"mmtrain/plan/{rank}", hashlib.sha256(text.encode()).hexdigest())
+    if rank == 0:
+        plans = [store.get(f"mmtrain/plan/{other}") for other in range(world_size)]
+        others = [str(other) for other, plan in enumerate(plans) if plan != plans[0]]
+        store.set("mmtrain/others", ", ".join(others))
+    if others := store.get("mmtrain/others").decode():
+        raise UserError(
+            f"another run than on rank 0 is planned on rank {others}: the config, the key=value arguments, the model's "
+            "files and parallel.device_memory_gib (state it where GPUs differ) must be the same on every machine"
+        )
+    return store
+
+
+def gpu_memory_bytes() -> list[int]:
+    """Memory of each GPU that this process may use; imports torch only where there is a driver."""
+    if not any(Path(file).exists() for file in GPU_DRIVER_FILES):
+        return []
+    import torch
+
+    return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+
+
+def _plan(config: RunConfig, gpus: Sequence[int], local_ranks: int) -> Plan:
+    if gpus and local_ranks > len(gpus):
+        raise UserError(
+            f"{local_ranks} ranks on this machine, which has {len(gpus)} GPUs: each rank needs its own; use fewer "
+            "ranks or more machines, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    return make_plan(config, min(gpus[:local_ranks]) if gpus else None)
+
+
+def _probe(config: RunConfig, plan: Plan) -> None:
+    from mmtrain.model.probe import probe
+
+    probe(config.model.llm.path, plan.boundaries)
+
+
+def _local_ranks(config: RunConfig, options: argparse.Namespace) -> int:
+    """Ranks on this node, the options for several nodes being right."""
+    nodes, node, endpoint = options.nnodes, options.node_rank, options.rdzv_endpoint
+    if nodes < 1 or not 0 <= node < nodes:
+        raise UserError(f"--nnodes {nodes} --node-rank {node}: machines are numbered from 0 to --nnodes - 1")
+    if nodes > 1 and endpoint is None:
+        raise UserError(f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, the same on every machine")
+    if endpoint is not None and not re.fullmatch(r".+:\d{1,5}", endpoint):
+        raise UserError(f"--rdzv-endpoint {endpoint}: needs HOST:PORT, e.g. first-machine:29500")
+    ranks = config.parallel.pipeline * config.parallel.data
+    if ranks % nodes:
+        raise UserError(
+            f"--nnodes {nodes} machines cannot share {ranks} ranks evenly (parallel.pipeline "
+            f"{config.parallel.pipeline} x parallel.data {config.parallel.data})"
+        )
+    return ranks // nodes
+
+
+def _threads(config: RunConfig, local_ranks: int) -> int:
+    return config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // local_ranks)
+
+
+def _set_environment(threads: int, gpus: Sequence[int], one_node: bool) -> None:
+    """What libraries read once, when they are imported: before any of those imports."""
+    variables: Mapping[str, str] = {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns, or hangs, in forked data workers
+        **({} if gpus else {"DS_ACCELERATOR": "cpu"}),
+    }
+    os.environ.update(variables)
+    if one_node and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo looks up the host's name, which may not resolve
+
+
+def _places(plan: Plan) -> tuple[str, ...]:
+    def place(rank: Any) -> str:
+        stages = ", ".join(str(stage.stage) for stage in rank.stages)
+        return f"stage {stages}" if plan.data == 1 else f"stage {stages}, replica {rank.data}"
+
+    return tuple(place(rank) for rank in plan.ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

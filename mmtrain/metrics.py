@@ -1,0 +1,145 @@
+"""What a run says about itself while it runs: metrics.jsonl for programs, progress on the console for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+FIRST_STEPS = 3
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class Metrics:
+    """Appends one JSON object a line; each line is one write, so a killed run leaves whole lines.
+
+    JSON has no number for NaN and infinities: they are written as the strings "nan", "inf" and "-inf", which float()
+    reads back. Raises OSError when the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def write(self, **values: Any) -> None:
+        """Append one line with these keys; values are JSON types, nested as needed."""
+        os.write(self._file, (json.dumps(_without_nan(values), allow_nan=False) + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    return value
+
+
+class Console:
+    """Progress of a run for people: a live bar on a terminal, otherwise readable lines at a rate that suits a log.
+
+    `stream` is None on ranks that print nothing. Without a terminal the first 3 steps, then at most one step in 5
+    seconds, and the last step are printed. Time left is estimated from the mean time of the steps since the first one,
+    which pays for warm-up.
+    """
+
+    def __init__(self, stream: TextIO | None, max_steps: int, done_steps: int = 0) -> None:
+        self._stream = stream
+        self._max_steps = max_steps
+        self._first_step = done_steps
+        self._printed_at = -math.inf
+        self._timed_from: tuple[int, float] | None = None
+        self._bar = _open_bar(stream, max_steps, done_steps) if stream is not None and stream.isatty() else None
+
+    def step(self, step: int, loss: float | None, tokens_per_second: float, note: str = "") -> None:
+        """Show that `step` (counted from 0) is done; loss in nats per supervised token, None when there was none."""
+        if self._stream is None:
+            return
+        now = time.monotonic()
+        done = step + 1
+        if self._timed_from is None:
+            self._timed_from = done, now
+        shown_loss = "-" if loss is None else f"{loss:.4f}"
+        rate = f"{tokens_per_second:,.0f} tokens/s"
+        left = self._seconds_left(done, now)
+        if self._bar is not None:
+            self._bar.update(0, completed=done, loss=shown_loss, rate=rate, left=_clock(left), note=note)
+            return
+        early_or_last = step - self._first_step < FIRST_STEPS or done == self._max_steps
+        if not (early_or_last or note or now - self._printed_at >= SECONDS_BETWEEN_LINES):
+            return
+        self._printed_at = now
+        parts = [f"step {done}/{self._max_steps}", f"loss {shown_loss}", rate, f"left {_clock(left)}"]
+        self.line("  ".join([*parts, note] if note else parts))
+
+    def line(self, text: str) -> None:
+        """Print one line of text."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._stream is not None:
+            try:
+                self._stream.write(text + "\n")
+                self._stream.flush()
+            except OSError:  # the terminal or the reading end of a pipe is gone: no reason to end a run of days
+                self._stream = None
+
+    def close(self) -> None:
+        """Leave the bar as it stands and give the cursor back."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _seconds_left(self, done: int, now: float) -> float | None:
+        start, started_at = self._timed_from
+        if done == start:
+            return 0.0 if done == self._max_steps else None
+        return (now - started_at) / (done - start) * (self._max_steps - done)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def _open_bar(stream: TextIO, max_steps: int, done_steps: int) -> Any:
+    """rich is imported here because only terminals need it."""
+    from rich.console import Console as RichConsole
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    bar = Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[rate]}"),
+        TextColumn("left {task.fields[left]}"),
+        TextColumn("{task.fields[note]}"),
+        console=RichConsole(file=stream),
+        redirect_stdout=False,  # this process's own stdout is the log file
+        redirect_stderr=False,
+    )
+    bar.add_task("train", total=max_steps, completed=done_steps, loss="-", rate="", left="?", note="")
+    bar.start()
+    return bar

@@ -1,0 +1,254 @@
+"""One rank's process: its place in the run, where its output goes, and its last words when it fails.
+
+A rank never prints: everything that it or a library writes, C++ included, goes to the run's log, and rank 0 gets a
+stream to the console for progress. While it runs it keeps its step and instruction in a small shared file; when it
+fails it writes an error record. Both outlive the process, so the launcher can say who failed, where and why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import json
+import logging
+import mmap
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Self, TextIO
+
+from mmtrain.errors import UserError
+
+PR_SET_PDEATHSIG = 1
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+# A failed rank stays this long, its connections open, so that the launcher can end its peers before they fail in turn.
+SECONDS_AFTER_FAILURE = 1.0
+# A rank that only lost a peer stays longer: the launcher must find that peer first, not this victim.
+SECONDS_AFTER_LOST_PEER = 3.0
+
+LOST_PEER = re.compile(
+    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process exited|"
+    r"socket (closed|error)|gloo.*(timed? ?out|timeout)|timed out waiting for (recv|send)|nccl.*(timeout|remote error)",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+class Progress:
+    """Step and current work of a rank in a file that survives the process; `path` None keeps them in memory."""
+
+    _FORMAT = struct.Struct("<qi200s")
+
+    def __init__(self, path: Path | None = None) -> None:
+        if path is None:
+            self._memory = mmap.mmap(-1, self._FORMAT.size)
+        else:
+            with path.open("w+b") as file:
+                file.truncate(self._FORMAT.size)
+                self._memory = mmap.mmap(file.fileno(), self._FORMAT.size)
+        self.step = 0
+        self.doing = "start-up"
+        self.at(0, self.doing)
+
+    def at(self, step: int, doing: object) -> None:
+        """Record that this rank now does `doing` (an instruction, or words) in step `step`."""
+        self.step, self.doing = step, str(doing)
+        self._FORMAT.pack_into(self._memory, 0, step, os.getpid(), self.doing.encode()[:200])
+
+    @classmethod
+    def read(cls, path: Path) -> tuple[int, str] | None:
+        """(step, doing) of the rank that wrote `path`, None when it never came to write it."""
+        data = path.read_bytes() if path.exists() else b""
+        if len(data) < cls._FORMAT.size:
+            return None
+        step, _, doing = cls._FORMAT.unpack(data)
+        return step, doing.rstrip(b"\0").decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one process of a run knows about its place. `console` is None everywhere but on rank 0."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: str
+    folder: Path
+    console: TextIO | None
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """Last words of a failed rank. kind: "user" (wrong input), "peer" (lost a peer, a victim) or "error"."""
+
+    rank: int
+    step: int
+    doing: str
+    kind: Literal["user", "peer", "error"]
+    cause: str
+    where: str
+    time: float
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, progress: Progress) -> Self:
+        name = type(error).__name__
+        if isinstance(error, UserError):
+            kind, cause = "user", str(error)
+        else:
+            lost_peer = isinstance(error, ConnectionError) or (
+                # torch.distributed's DistNetworkError and kin, by name: this module imports no torch
+                name.startswith("Dist") or (isinstance(error, RuntimeError) and LOST_PEER.search(str(error)))
+            )
+            kind, cause = "peer" if lost_peer else "error", f"{name}: {error}" if str(error) else name
+        frames = traceback.extract_tb(error.__traceback__)
+        package = str(Path(__file__).parent)
+        own = [f for f in frames if f.filename.startswith(package) and f.filename != __file__] or frames
+        where = f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
+        return cls(rank, progress.step, progress.doing, kind, cause, where, time.time())
+
+    def write(self, path: Path) -> None:
+        """Write whole or not at all: the launcher may read at any time."""
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.rename(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        return cls(**json.loads(path.read_text())) if path.exists() else None
+
+
+class PrefixedLog(io.TextIOWrapper):
+    """A log that several processes append to: whole lines, each with the writer's name in front."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        super().__init__(io.BufferedWriter(io.FileIO(file, "ab")), encoding="utf-8", errors="replace")
+        self._prefix = f"[{name}] "
+        self._partial = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._partial = (self._partial + text).split("\n")
+        for line in lines:
+            # of a progress bar, which redraws with carriage returns, only the last state of the line is kept
+            super().write(self._prefix + line.rstrip("\r").rsplit("\r", 1)[-1] + "\n")
+        if lines:
+            super().flush()
+        return len(text)
+
+    def finish(self) -> None:
+        """Write a last line that has no end."""
+        if self._partial:
+            self.write("\n")
+
+
+def redirect_python_output(log: PrefixedLog) -> None:
+    """Send print, warnings and every logging handler on a standard stream of this process to `log`."""
+    streams = {sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__}
+    loggers = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
+    for logger in loggers:
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler) and (
+                handler.stream in streams or isinstance(handler.stream, PrefixedLog)
+            ):
+                handler.setStream(log)
+    sys.stdout = sys.stderr = log
+
+
+def redirect_file_descriptor(number: int, path: Path) -> None:
+    """Send what is written to file descriptor `number`, by C++ too, to the end of the file `path`."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    os.dup2(file, number)
+    os.close(file)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends: no orphan outlives kill -9 (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def run_rank(
+    target: Callable[[Rank], None],
+    folder: Path,
+    *,
+    threads: int,
+    records: Path | None = None,
+    describe: Callable[[ErrorRecord], str] | None = None,
+) -> None:
+    """Be one rank: RANK, WORLD_SIZE and LOCAL_RANK of the environment say which. Returns when `target` returns.
+
+    A failure ends the process: exit code 2 for a UserError, 1 otherwise. `records` is where the launcher looks for
+    progress and error records; without it (torchrun is the launcher) `describe` makes the message that this rank prints
+    itself.
+    """
+    die_with_parent()
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():
+        os._exit(1)  # it died before the kernel was asked
+    for number in ENDING_SIGNALS:
+        # Python's handlers would wait for the main thread, which may hang in a collective. What nohup ignores stays so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+    rank = int(os.environ["RANK"])
+    folder.mkdir(parents=True, exist_ok=True)
+    log_path = folder / log_name(int(os.environ.get("GROUP_RANK", "0")))
+    console = os.fdopen(os.dup(1), "w", encoding="utf-8") if rank == 0 else None
+    errors = os.fdopen(os.dup(2), "w", encoding="utf-8")
+    log = PrefixedLog(log_path, f"rank {rank}")
+    for number in (1, 2):
+        redirect_file_descriptor(number, log_path)
+    redirect_python_output(log)
+    faulthandler.enable(file=2)
+
+    progress = Progress(records / f"progress-{rank}" if records else None)
+    try:
+        me = _rank(rank, folder, console, progress, threads)
+        print(f"process {os.getpid()} on {socket.gethostname()}, {me.device}, threads {threads}")
+        target(me)
+    except BaseException as error:  # this is the process's outermost frame: nothing above could report it
+        record = ErrorRecord.of(error, rank, progress)
+        if records:
+            record.write(records / f"error-{rank}")
+        traceback.print_exc()
+        log.finish()
+        time.sleep(SECONDS_AFTER_LOST_PEER if record.kind == "peer" else SECONDS_AFTER_FAILURE)
+        if describe:
+            time.sleep(seconds_before_message(rank))
+            print(f"error: {describe(record)}\nlog: {log_path}", file=errors, flush=True)
+        # Not sys.exit: handlers at exit may wait for a peer that is gone.
+        os._exit(2 if record.kind == "user" else 1)
+    log.finish()
+
+
+def seconds_before_message(rank: int) -> float:
+    """How long a rank under torchrun waits before it prints: ranks with the same error speak in turn.
+
+    The first one ends, torchrun ends the others, and the user reads one message.
+    """
+    return min(0.5 * rank, 3.0)
+
+
+def log_name(node: int) -> str:
+    """Name of the log that the ranks of a node share; nodes that share the folder must not append to one file."""
+    return "log.txt" if node == 0 else f"log-node{node}.txt"
+
+
+def _rank(rank: int, folder: Path, console: TextIO | None, progress: Progress, threads: int) -> Rank:
+    import torch
+
+    torch.set_num_threads(threads)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    return Rank(rank, int(os.environ["WORLD_SIZE"]), local_rank, device, folder, console, progress)

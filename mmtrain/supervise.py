@@ -1,0 +1,258 @@
+"""Starts this node's ranks through torch's elastic agent, waits, ends everything, and finds out who failed first.
+
+The agent reports the process that ended first, which may be a victim ("Connection closed by peer"). The true origin
+is, in this order: a process that ended without last words (killed by a signal, say), the earliest error that is not
+the loss of a peer, the earliest loss of a peer. That holds because a failing rank stays a while, connections open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mmtrain.rank import (
+    ENDING_SIGNALS,
+    ErrorRecord,
+    PrefixedLog,
+    Progress,
+    Rank,
+    log_name,
+    redirect_file_descriptor,
+    redirect_python_output,
+    run_rank,
+)
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes of a run. `places[r]` is what messages call global rank r's place in the pipeline."""
+
+    places: tuple[str, ...]
+    folder: Path
+    threads: int
+    timeout_seconds: int
+    start_method: Literal["forkserver", "spawn"] = "forkserver"
+    nodes: int = 1
+    node: int = 0
+    endpoint: str | None = None
+
+    @property
+    def log(self) -> Path:
+        return self.folder / log_name(self.node)
+
+    @property
+    def local_ranks(self) -> int:
+        return len(self.places) // self.nodes
+
+    def describe(self, record: ErrorRecord) -> str:
+        """The message of a rank's failure; a UserError speaks for itself."""
+        if record.kind == "user":
+            return record.cause
+        rank = f"rank {record.rank} ({self.places[record.rank]})"
+        what = "lost its connection to another rank" if record.kind == "peer" else "failed"
+        where = f" ({record.where})" if record.where and record.kind == "error" else ""
+        return f"{rank} {what} {_at(record.step, record.doing)}: {record.cause}{where}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a run ended that did not succeed: exit code of the launcher and the one message for the user."""
+
+    exit_code: int
+    message: str
+
+
+@contextlib.contextmanager
+def output_to_log(log: Path) -> Iterator[None]:
+    """Send this process's own chatter (imports, agent, C++ on stderr) to `log`; ranks still inherit the real stdout."""
+    stdout, stderr, stderr_copy = sys.stdout, sys.stderr, os.dup(2)
+    sys.stdout.flush()
+    writer = PrefixedLog(log, "launcher")
+    redirect_file_descriptor(2, log)
+    redirect_python_output(writer)
+    try:
+        yield
+    finally:
+        writer.finish()
+        sys.stdout, sys.stderr = stdout, stderr
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
+
+
+def start_fork_server() -> None:
+    """Begin to import what ranks need in a process from which they are then forked (CPU only): 4 s earlier than spawn.
+
+    Forking from the launcher itself hung one start in ten: the agent's threads hold locks that a fork copies. Call it
+    when environment and output are as the ranks shall inherit them.
+    """
+    multiprocessing.set_forkserver_preload(["mmtrain.fork_server"])
+    multiprocessing.forkserver.ensure_running()
+
+
+def run_ranks(target: Callable[[Rank], None], job: Job) -> Failure | None:
+    """Run `target`, which must be picklable, in every local rank of `job` until all return (None) or one fails.
+
+    No process that a rank started is left, however it ends.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # A signal that the caller ignores stays ignored: nohup's SIGHUP would end the run when the terminal closes.
+    signals = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    earlier_children = set(_children(os.getpid()))
+    if sys.platform == "linux":  # what a dead rank started becomes our child, to be ended below
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    with tempfile.TemporaryDirectory(prefix="mmtrain-") as name, _handlers_restored(signals):
+        records = Path(name)
+        config = LaunchConfig(
+            min_nodes=job.nodes,
+            max_nodes=job.nodes,
+            nproc_per_node=job.local_ranks,
+            run_id="mmtrain",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method=job.start_method,
+            logs_specs=DefaultLogsSpecs(log_dir=str(records / "elastic")),
+            signals_to_handle=",".join(number.name for number in signals),
+            **_rendezvous(job),
+        )
+        entry = functools.partial(run_rank, target, job.folder, threads=job.threads, records=records)
+        try:
+            elastic_launch(config, _call)(entry)
+        except ChildFailedError as error:
+            return _origin(job, records, {rank: failure.exitcode for rank, failure in error.failures.items()})
+        except SignalException as error:
+            return _stopped(job, records, error.sigval)
+        except (RendezvousError, DistError) as error:
+            return Failure(1, f"the {job.nodes} nodes did not come together at {job.endpoint}: {error}")
+        finally:
+            for number in signals:
+                signal.signal(number, signal.SIG_IGN)
+            _end_children(earlier_children)
+    return None
+
+
+def _call(entry: Callable[[], None]) -> None:
+    """The agent wants a function with a name."""
+    entry()
+
+
+def _rendezvous(job: Job) -> dict[str, Any]:
+    """How the agents of all nodes find each other, as LaunchConfig wants it."""
+    if job.nodes == 1:  # port 0: the operating system picks a free one, without a race
+        settings = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+        return settings | {"rdzv_configs": {"timeout": job.timeout_seconds}}
+    configs = {"rank": job.node, "timeout": job.timeout_seconds}
+    return {"rdzv_backend": "static", "rdzv_endpoint": job.endpoint, "rdzv_configs": configs}
+
+
+@contextlib.contextmanager
+def _handlers_restored(signals: list[signal.Signals]) -> Iterator[None]:
+    """Default handlers while the agent waits for other nodes, which no Python handler can interrupt; then the old ones.
+
+    torch sets its own handlers when it starts the ranks.
+    """
+    earlier = {number: signal.signal(number, signal.SIG_DFL) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _origin(job: Job, records: Path, exit_codes: Mapping[int, int]) -> Failure:
+    """The failure to report, of the ranks on this node; the exit codes are those that the agent saw first."""
+    for rank, code in exit_codes.items():
+        if not (records / f"error-{rank}").exists():  # it had no time for last words
+            return Failure(1, f"{_whereabouts(job, records, rank, _end(code))}\n{_log_line(job)}")
+    errors = [ErrorRecord.read(records / f"error-{rank}") for rank in range(len(job.places))]
+    first = min((error for error in errors if error), key=lambda error: (error.kind == "peer", error.time))
+    if first.kind == "user":
+        return Failure(2, first.cause)
+    lines = [job.describe(first)]
+    if first.kind == "peer":
+        if job.nodes > 1:
+            lines.append("no rank of this node failed by itself: the launcher of another node names the cause")
+        ranks = range(job.node * job.local_ranks, (job.node + 1) * job.local_ranks)
+        lines += [_whereabouts(job, records, rank, "was") for rank in ranks]
+    return Failure(1, "\n".join([*lines, _log_line(job)]))
+
+
+def _end(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    end = f"was killed by {signal.Signals(-exit_code).name}"
+    if exit_code == -signal.SIGKILL:
+        end += " (if nobody did that, the machine ran out of memory: see dmesg)"
+    return end
+
+
+def _stopped(job: Job, records: Path, number: signal.Signals) -> Failure:
+    by = "Ctrl-C" if number == signal.SIGINT else number.name
+    at = _whereabouts(job, records, job.node * job.local_ranks, "was")
+    return Failure(128 + number, f"stopped by {by}; {at}\n{_log_line(job)}")
+
+
+def _whereabouts(job: Job, records: Path, rank: int, what: str) -> str:
+    seen = Progress.read(records / f"progress-{rank}")
+    at = "before its first step" if seen is None else _at(*seen)
+    return f"rank {rank} ({job.places[rank]}) {what} {at}"
+
+
+def _at(step: int, doing: str) -> str:
+    return f"in step {step} (counted from 0), at {doing}"
+
+
+def _log_line(job: Job) -> str:
+    return f"log: {job.log}"
+
+
+def _children(parent: int) -> list[int]:
+    """Living direct children of a process, by /proc; none where there is no /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            state, ppid = stat.read_text().rsplit(")", 1)[1].split()[:2]
+            if int(ppid) == parent and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _end_children(spared: set[int]) -> None:
+    """Kill every child of this process, and what they leave to us, except `spared` and multiprocessing's trackers.
+
+    A resource tracker ends by itself, after freeing the shared memory of its dead processes.
+    """
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        left = [pid for pid in _children(os.getpid()) if pid not in spared and not _is_tracker(pid)]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -1,0 +1,71 @@
+"""Two real ranks that end in the way that the command line says: python failing_ranks.py HOW FOLDER."""
+
+import functools
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+from mmtrain.errors import UserError
+from mmtrain.rank import Rank
+from mmtrain.supervise import Job, output_to_log, run_ranks
+
+LAST_STEP = 5
+
+
+def work(how: str, rank: Rank) -> None:
+    """Reduce a tensor with the other rank in every step; rank 1 ends as `how` says."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3 if how == "hang" else 60))
+    if rank.console is not None:
+        rank.console.write("to the console\n")
+        rank.console.flush()
+    print("printed")
+    warnings.warn("warned", stacklevel=1)
+    logging.getLogger("library").error("logged")
+    os.system("echo said by another program")
+    for step in range(LAST_STEP + 1):
+        rank.progress.at(step, "ALL_REDUCE")
+        if step == LAST_STEP and rank.rank == 1:
+            end(how)
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.02)
+    if how == "children left":
+        subprocess.Popen(["sleep", "300"], start_new_session=True)
+    dist.destroy_process_group()
+
+
+def end(how: str) -> None:
+    if how == "raise":
+        raise ValueError("a bad value")
+    if how == "wrong input":
+        raise UserError("this file is damaged: make it anew")
+    if how == "exit":
+        os._exit(7)
+    if how == "hang":
+        time.sleep(300)
+    if how == "stuck":  # both ranks, each waiting for the other
+        import torch
+        import torch.distributed as dist
+
+        dist.recv(torch.ones(1), src=0)
+
+
+if __name__ == "__main__":
+    how, folder = sys.argv[1], Path(sys.argv[2])
+    folder.mkdir()
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    multiprocessing.set_forkserver_preload(["torch.distributed"])
+    job = Job(("stage 0", "stage 1"), folder, threads=1, timeout_seconds=60)
+    with output_to_log(job.log):
+        failure = run_ranks(functools.partial(work, how), job)
+    if failure is not None:
+        print(failure.message, file=sys.stderr)
+        sys.exit(failure.exit_code)

@@ -1,0 +1,233 @@
+"""The command line as users meet it, and real training runs that are killed in every way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import Command, running, wait_for
+
+from mmtrain.config import load_config
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+LAUNCH = ("-m", "mmtrain.launch")
+ENDLESS = ("train.max_steps=100000", "parallel.pipeline=2", "parallel.threads_per_rank=1")
+
+
+def launch(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *LAUNCH, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+
+
+# ---- wrong input: exit code 2, a message, no traceback, nothing started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train.max_step=3"], ["train.max_step", "train.max_steps"]),
+        (["parallel.pipeline=two"], ["parallel.pipeline", "two"]),
+        (["parallel.pipeline=64"], ["parallel.pipeline"]),
+        (["--nnodes", "2", "--node-rank", "0"], ["--rdzv-endpoint HOST:PORT"]),
+        (["--nnodes", "3", "--rdzv-endpoint", "localhost:29500"], ["--nnodes 3", "4 ranks"]),
+        (["--node-rank", "1"], ["--node-rank 1"]),
+    ],
+)
+def test_wrong_input_is_exit_code_2_with_a_message_and_no_traceback(tiny, tmp_path, arguments, said):
+    ran = launch(tiny / "config.yaml", f"run.dir={tmp_path / 'runs'}", *arguments, cwd=tmp_path)
+    assert ran.returncode == 2
+    assert "Traceback" not in ran.stderr and ran.stdout == ""
+    for words in said:
+        assert words in ran.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_config_that_is_not_there_is_named(tmp_path):
+    ran = launch("nowhere.yaml", cwd=tmp_path)
+    assert ran.returncode == 2
+    assert "nowhere.yaml" in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_help_shows_examples_and_what_exit_codes_mean(tmp_path):
+    ran = launch("--help", cwd=tmp_path)
+    assert ran.returncode == 0
+    assert "python -m mmtrain.launch configs/" in ran.stdout and "exit codes:" in ran.stdout
+
+
+def test_examples_in_the_help_name_configs_that_exist(tmp_path):
+    named = set(re.findall(r"configs/\S+\.yaml", launch("--help", cwd=tmp_path).stdout))
+    assert named and named <= {f"configs/{path.name}" for path in CONFIGS}
+
+
+# ---- --plan
+
+
+def test_the_shipped_configs_include_one_of_72b():
+    assert len(CONFIGS) >= 4
+    assert any("72" in path.name for path in CONFIGS)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_plan_takes_under_2_seconds_without_torch_and_writes_plan_json_alone(path, tmp_path):
+    code = (
+        "import sys; from mmtrain.launch import main; code = main(sys.argv[1:]);"
+        "print(code, sorted({'torch', 'transformers', 'timm', 'deepspeed'} & set(sys.modules)))"
+    )
+    seconds = []
+    while not seconds or (min(seconds) >= 2 and len(seconds) < 4):  # other processes may be using the cores
+        start = time.monotonic()
+        ran = subprocess.run(
+            [sys.executable, "-c", code, str(path), "--plan", f"run.dir={tmp_path}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        seconds.append(time.monotonic() - start)
+        assert ran.stdout.splitlines()[-1] == "0 []", ran.stderr
+    assert min(seconds) < 2
+
+    config = load_config(path)
+    written = [file.relative_to(tmp_path) for file in tmp_path.rglob("*") if file.is_file()]
+    assert written == [Path(config.run.name) / "plan.json"]
+    ranks = json.loads((tmp_path / written[0]).read_text())["ranks"]
+    assert [rank["rank"] for rank in ranks] == list(range(config.parallel.pipeline * config.parallel.data))
+    layers = [layer for rank in ranks if rank["data"] == 0 for stage in rank["stages"] for layer in stage["layers"]]
+    assert (layers[0], layers[-1]) == ("front", "head") and len(layers) == len(set(layers))
+    for rank in ranks:
+        assert rank["optimizer"] in ("AdamW", "NoOp") and rank["reason"]
+        assert (rank["optimizer"] == "AdamW") == (rank["trainable"] > 0)
+        assert rank["weight_bytes"] > 0 and rank["activation_bytes"] > 0
+        assert set(rank["flops"]) >= {"forward", "dgrad", "wgrad"}
+
+
+def test_a_plan_does_not_overwrite_the_plan_of_a_run(tiny, tmp_path):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    for name in ("plan.json", "metrics.jsonl"):
+        (folder / name).write_text("{}")
+    ran = launch(tiny / "config.yaml", f"run.dir={tmp_path}", "--plan", cwd=tmp_path)
+    assert ran.returncode == 0 and "plan.json not written" in ran.stdout
+    assert (folder / "plan.json").read_text() == "{}"
+
+
+# ---- real runs
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def started(tiny: Path, folder: Path, *arguments: str) -> tuple[list[str | Path], Path]:
+    command = [*LAUNCH, tiny / "config.yaml", f"run.dir={folder}", *ENDLESS, *arguments]
+    return command, folder / "tiny"
+
+
+def wait_until_it_trains(command: Command, folder: Path) -> None:
+    wait_for(lambda: steps_done(folder) >= 2 or command.process.poll() is not None, 120, "two steps")
+    assert command.process.poll() is None, command.stderr
+
+
+def pid_of(folder: Path, rank: int) -> int:
+    return int(re.search(rf"\[rank {rank}\] process (\d+) on ", (folder / "log.txt").read_text())[1])
+
+
+def test_kill_9_of_a_rank_ends_all_within_10_seconds_and_names_rank_stage_and_step(tiny, tmp_path):
+    arguments, folder = started(tiny, tmp_path)
+    with running(arguments, tmp_path) as command:
+        wait_until_it_trains(command, folder)
+        assert len(command.family()) >= 5  # launcher, fork server, two ranks, a data worker
+        before = steps_done(folder)
+        os.kill(pid_of(folder, 1), signal.SIGKILL)
+        assert command.seconds_until_gone(timeout=20) < 10
+        assert command.wait() == 1
+    said = re.fullmatch(
+        r"error: rank 1 \(stage 1\) was killed by SIGKILL \(.*\) in step (\d+) \(counted from 0\), at [A-Z].*\n"
+        r"log: (.*)\n",
+        command.stderr,
+    )
+    assert said, command.stderr
+    assert before <= int(said[1]) <= steps_done(folder)
+    assert said[2] == str(folder / "log.txt")
+
+
+def test_ctrl_c_ends_all_within_10_seconds_with_exit_code_130(tiny, tmp_path):
+    arguments, folder = started(tiny, tmp_path)
+    with running(arguments, tmp_path) as command:
+        wait_until_it_trains(command, folder)
+        os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: to every process
+        assert command.seconds_until_gone(timeout=20) < 10
+        assert command.wait() == 130
+    assert re.fullmatch(r"error: stopped by Ctrl-C; rank 0 \(stage 0\) was in step \d+ .*\nlog: .*\n", command.stderr)
+
+
+def test_kill_9_of_the_launcher_leaves_no_orphan(tiny, tmp_path):
+    arguments, folder = started(tiny, tmp_path)
+    with running(arguments, tmp_path) as command:
+        wait_until_it_trains(command, folder)
+        os.kill(command.process.pid, signal.SIGKILL)
+        command.process.wait()
+        assert command.seconds_until_gone(timeout=20) < 10
+
+
+def test_ranks_that_torchrun_started_are_joined(tiny, tmp_path):
+    overrides = (f"run.dir={tmp_path}", "parallel.pipeline=1", "parallel.data=2", "train.max_steps=2")
+    arguments = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *LAUNCH, tiny / "config.yaml", *overrides)
+    with running(arguments, tmp_path) as command:
+        assert command.wait() == 0, command.stderr
+    folder = tmp_path / "tiny"
+    assert steps_done(folder) == 2
+    assert (folder / "audit.json").exists() and (folder / "config.yaml").exists()
+    assert {pid_of(folder, 0), pid_of(folder, 1)} != {pid_of(folder, 0)}
+
+
+def test_a_wrong_number_of_ranks_from_torchrun_is_refused_once(tiny, tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    with running((*torchrun, *LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}"), tmp_path) as command:
+        assert command.wait() != 0
+    assert command.stderr.count("torchrun started 2 ranks; parallel.pipeline 4 x parallel.data 1 needs 4") == 1
+    assert not (tmp_path / "tiny").exists()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def test_two_nodes_share_a_run(tiny, tmp_path):
+    common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}", "parallel.pipeline=2", "train.max_steps=2"]
+    common += ["--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}", "--node-rank"]
+    with running([*common, "0"], tmp_path) as node_0, running([*common, "1"], tmp_path) as node_1:
+        assert (node_0.wait(), node_1.wait()) == (0, 0), node_0.stderr + node_1.stderr
+    folder = tmp_path / "tiny"
+    assert steps_done(folder) == 2 and (folder / "audit.json").exists()
+    assert "[rank 1]" in (folder / "log-node1.txt").read_text()
+    assert "loss" in node_0.stdout and "loss" not in node_1.stdout
+
+
+def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeypatch):
+    common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}", "parallel.pipeline=2"]
+    started_elsewhere = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    for name, value in started_elsewhere.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in ("0", "1"):
+            monkeypatch.setenv("RANK", rank)
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            ranks.append(stack.enter_context(running([*common, f"optimizer.lr=0.{rank}"], tmp_path)))
+        for rank in ranks:
+            assert rank.wait() == 2
+            assert rank.stderr.startswith("error: another run than on rank 0 is planned on rank 1: ")
