@@ -69,8 +69,9 @@ class StepResult:
 
 def join_process_group(device: torch.device, timeout_seconds: int) -> None:
     """Join the job described by the launcher's environment: NCCL on CUDA, gloo elsewhere."""
-    # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on PATH.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on PATH. Through vars():
+    # reading the attribute makes DeepSpeed try every op it could compile.
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     timeout = timedelta(seconds=timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -9,6 +9,9 @@ from mmtrain.rank import die_with_parent
 die_with_parent()
 sys.stdout = sys.stderr  # what imports print belongs in the log, and file descriptor 1 stays the console for rank 0
 
+# The first torch.optim.AdamW imports it: 2 s in every rank.
+import torch._dynamo  # noqa: E402, F401
+
 import mmtrain.train  # noqa: E402, F401
 
 gc.freeze()  # a collection in a rank would touch, and so copy, the memory of everything imported

@@ -14,6 +14,7 @@ PACKAGE = ROOT / "mmtrain"
 # Top to bottom: a module may import those before it. A new module gets its place here.
 TABLE = """
 errors
+rank
 strict_yaml  config_problems  config
 geometry
 plan.model_files  plan.families  plan.recorded_shapes  plan.shapes
@@ -30,7 +31,6 @@ engine
 audit
 checkpoint
 metrics
-rank
 train
 fork_server  supervise  run_folder  launch
 """

@@ -23,8 +23,8 @@ def test_a_no_op_optimizer_is_a_real_optimizer_that_does_nothing():
     fresh = NoOpOptimizer(module)
     fresh.load_state_dict(optimizer.state_dict())
     assert fresh.state_dict() == optimizer.state_dict()
-    optimizer.step()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    optimizer.step()
     scheduler.step()
     assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
 

@@ -13,13 +13,11 @@ Price: every worker of every replica reads and tokenizes all shards, because len
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import os
 import random
 import signal
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +32,10 @@ from mmtrain.data.shards import expand_shards, read_members
 from mmtrain.data.templates import TEMPLATES
 from mmtrain.errors import UserError
 from mmtrain.plan.shapes import model_folder, vision_shape
+from mmtrain.rank import die_with_parent
 
 SHUFFLE_WINDOW = 512  # samples, held in memory with their images' bytes
 PREFETCH = 2  # micro-batches that each worker makes ahead
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass
@@ -172,7 +170,6 @@ def _live_with_parent(parent: int, worker: int) -> None:
     torch's own watch takes up to 5 s. Ctrl-C reaches the whole process group: the rank alone answers it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call above
-            os._exit(1)
+    die_with_parent()
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)

@@ -26,6 +26,7 @@ from pathlib import Path
 from mmtrain.errors import UserError
 from mmtrain.plan.families import check_family
 from mmtrain.plan.model_files import model_folder, read_json
+from mmtrain.rank import die_with_parent
 
 STAGED_BOUND = 1e-6  # relative; the kernels are the same, 0.0 on every family that is known to work
 PACKED_BOUND = 1e-4  # relative; rounding over 80 layers stays below 2e-5, a leak is above 1e-2
@@ -127,6 +128,7 @@ def _measure(sender: Connection, folder: Path, cut_points: tuple[int, ...], log:
 
     With experts, rounding alone flips a choice between two that are near a tie, for some seed; a fault shows with all.
     """
+    die_with_parent()
     stream = Path(log).open("w", buffering=1)  # noqa: SIM115 - open until the process ends
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
