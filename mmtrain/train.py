@@ -79,15 +79,15 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
     if overlong:
         console.line(f"skipped {overlong} samples longer than data.pack_length={config.data.pack_length} tokens")
 
-    # The proof that only what should train did, then the result.
+    # The result, then the proof that only what should train did: a failed audit must not cost the trained weights.
+    rank.progress.at(config.train.max_steps, "saving")
+    saved = save_trained(rank.folder, config.train.max_steps, engine.trainable)
+    console.line(f"saved {saved}")
     rank.progress.at(config.train.max_steps, "auditing")
     records = [None] * dist.get_world_size() if rank.rank == 0 else None
     dist.gather_object(audit.finish(engine.saw_gradient), records)
     if records is not None:
         write_audit(rank.folder / "audit.json", plan, records)
         console.line(f"audit passed: frozen weights unchanged on all ranks ({rank.folder / 'audit.json'})")
-    rank.progress.at(config.train.max_steps, "saving")
-    saved = save_trained(rank.folder, config.train.max_steps, engine.trainable)
-    console.line(f"saved {saved}")
     dist.barrier()
     dist.destroy_process_group()
