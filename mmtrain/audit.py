@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from mmtrain.model.stage import Chunk
 from mmtrain.optimizer import NoOpOptimizer
@@ -46,52 +45,75 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 class RankAudit:
-    """One rank's watch over its tensors, from loading to the end. Raises AuditError at the first contradiction."""
+    """One rank's watch over its tensors, from loading to the end. Raises AuditError at the first contradiction.
 
-    def __init__(self, plan: RankPlan, chunks: Mapping[int, Chunk], optimizer: torch.optim.Optimizer) -> None:
+    `masters` are the fp32 weights of what trains, by global name: their movement counts, since an update can be too
+    small to show in bf16. Frozen are all other parameters, and the buffers that checkpoints hold.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        chunks: Mapping[int, Chunk],
+        optimizer: torch.optim.Optimizer,
+        masters: Mapping[str, torch.Tensor],
+    ) -> None:
         self.plan = plan
         self.optimizer = "NoOp" if isinstance(optimizer, NoOpOptimizer) else type(optimizer).__name__
-        named = [(name, p) for chunk in chunks.values() for name, p in chunk.global_parameters()]
-        self.trainable: dict[str, nn.Parameter] = {name: p for name, p in named if p.requires_grad}
-        self.frozen: dict[str, nn.Parameter] = {name: p for name, p in named if not p.requires_grad}
+        self.masters = masters
+        named = {name: p for chunk in chunks.values() for name, p in chunk.global_parameters()}
+        self.stored = {name: p for name, p in named.items() if p.requires_grad}
+        self.frozen: dict[str, torch.Tensor] = {name: p for name, p in named.items() if not p.requires_grad}
         self._check_holdings(chunks, optimizer)
-        self.before = {name: fingerprint(p) for name, p in {**self.frozen, **self.trainable}.items()}
-        self._versions = {name: p._version for name, p in self.frozen.items()}
+        for stage, chunk in chunks.items():
+            kept = set(chunk.state_dict())
+            self.frozen |= {f"stage {stage} {name}": b for name, b in chunk.named_buffers() if name in kept}
+        self.before = self._fingerprints()
+        self._versions = {name: tensor._version for name, tensor in self.frozen.items()}
+
+    def _fingerprints(self) -> dict[str, str]:
+        return {name: fingerprint(tensor) for name, tensor in {**self.frozen, **self.masters}.items()}
 
     def _fail(self, message: str) -> AuditError:
         stages = ", ".join(str(stage.stage) for stage in self.plan.stages)
         return AuditError(f"rank {self.plan.rank} (stage {stages}): {message}")
 
     def _check_holdings(self, chunks: Mapping[int, Chunk], optimizer: torch.optim.Optimizer) -> None:
-        held = {id(p) for chunk in chunks.values() for p in chunk.parameters() if p.requires_grad}
-        if held != {id(p) for p in self.trainable.values()}:
+        trainable = [p for chunk in chunks.values() for p in chunk.parameters() if p.requires_grad]
+        if {id(p) for p in trainable} != {id(p) for p in self.stored.values()}:
             raise self._fail("some trainable parameter has no global name")
-        count = sum(p.numel() for p in self.trainable.values())
+        count = sum(p.numel() for p in trainable)
         if count != self.plan.trainable:
             raise self._fail(f"trains {count:,} parameters, but the plan says {self.plan.trainable:,}")
         if self.optimizer != self.plan.optimizer:
             raise self._fail(f"holds the optimizer {self.optimizer}, but the plan says {self.plan.optimizer}")
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if optimized != held:
-            raise self._fail(f"{len(held)} tensors train, but the optimizer holds {len(optimized)}")
+        if self.masters.keys() != self.stored.keys() or optimized != {id(p) for p in self.masters.values()}:
+            raise self._fail(f"{len(self.stored)} tensors train, but the optimizer holds {len(optimized)}")
+
+    def start(self) -> dict[str, Any]:
+        """What this rank begins with, for `check_replicas`."""
+        frozen, trainable = _combined(self.before, self.frozen), _combined(self.before, self.masters)
+        return {"rank": self.plan.rank, "pipeline": self.plan.pipeline, "frozen": frozen, "trainable": trainable}
 
     def check_versions(self) -> None:
         """Free check for every step: no in-place operation touched a frozen tensor (writes to `.data` are missed)."""
-        for name, parameter in self.frozen.items():
-            if parameter._version != self._versions[name]:
+        for name, tensor in self.frozen.items():
+            if tensor._version != self._versions[name]:
                 raise self._fail(f"frozen tensor {name} was written to")
 
     def finish(self, saw_gradient: Collection[str]) -> dict[str, Any]:
         """Compare with the beginning; returns this rank's record, with what went wrong under "failures"."""
-        after = {name: fingerprint(p) for name, p in {**self.frozen, **self.trainable}.items()}
+        after = self._fingerprints()
         moved = {name: after[name] != self.before[name] for name in after}
         failures = [f"frozen tensor {name} changed" for name in self.frozen if moved[name]]
-        failures += [
-            f"trainable tensor {name} had a gradient but did not move"
-            for name in self.trainable
-            if name in saw_gradient and not moved[name]
-        ]
-        failures += [f"{name} is not finite" for name, p in self.trainable.items() if not bool(p.isfinite().all())]
+        for name, master in self.masters.items():
+            if name in saw_gradient and not moved[name]:
+                failures.append(f"trainable tensor {name} had a gradient but did not move")
+            if not bool(master.isfinite().all()):
+                failures.append(f"{name} is not finite")
+            elif not torch.equal(self.stored[name], master.to(self.stored[name].dtype)):
+                failures.append(f"{name} computes with other values than were trained")
         return {
             "rank": self.plan.rank,
             "pipeline": self.plan.pipeline,
@@ -106,9 +128,9 @@ class RankAudit:
                     "moved": moved[name],
                     "fingerprint": after[name],
                 }
-                for name, p in self.trainable.items()
+                for name, p in self.masters.items()
             ],
-            "trainable_parameters": sum(p.numel() for p in self.trainable.values()),
+            "trainable_parameters": sum(p.numel() for p in self.masters.values()),
             "frozen": {
                 "tensors": len(self.frozen),
                 "bytes": sum(p.numel() * p.element_size() for p in self.frozen.values()),
@@ -124,14 +146,27 @@ def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
+def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
+    """Raise AuditError unless all replicas begin with the same weights; `starts` are all ranks' RankAudit.start().
+
+    Nothing is broadcast: each rank reads its own files, and a stale copy on one machine would train in silence.
+    """
+    for start in starts:
+        twin = next(other for other in starts if other["pipeline"] == start["pipeline"])
+        for kind in ("frozen", "trainable"):
+            if start[kind] != twin[kind]:
+                raise AuditError(
+                    f"ranks {twin['rank']} and {start['rank']} hold replicas of one stage but loaded different {kind} "
+                    "weights: the model's files must be the same on every machine"
+                )
+
+
 def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> None:
     """Compare replicas, write `audit.json` with every rank's record, then raise AuditError if anything failed."""
     records = sorted(records, key=lambda record: record["rank"])
     failures = [f"rank {record['rank']}: {failure}" for record in records for failure in record["failures"]]
     for record in records:
         twin = next(r for r in records if r["pipeline"] == record["pipeline"])
-        if record["frozen"]["fingerprint_before"] != twin["frozen"]["fingerprint_before"]:
-            failures.append(f"ranks {twin['rank']} and {record['rank']} loaded different weights for the same stage")
         if record["trainable"] != twin["trainable"]:
             failures.append(f"ranks {twin['rank']} and {record['rank']} trained the same parameters apart")
     content = {

@@ -1,4 +1,4 @@
-"""Saves what was trained: `checkpoints/step-00000120/projector.safetensors`, every trainable tensor by global name."""
+"""Saves what was trained: `checkpoints/step-00000120/projector.safetensors`, fp32 tensors by global name."""
 
 from __future__ import annotations
 
@@ -11,25 +11,34 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 
-def save_trained(folder: Path, step: int, trainable: Mapping[str, torch.Tensor]) -> Path:
-    """Gather the trainable tensors of all ranks on rank 0, which writes them; a collective of every rank.
+def save_trained(
+    folder: Path, step: int, trainable: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
+) -> Path:
+    """Collect the trainable tensors of all ranks on rank 0, which writes them; a collective of every rank.
 
-    Replicas hold equal tensors, of which one is kept. The step's folder appears under its name only when complete.
-    Raises FileExistsError rather than writing into an existing one.
+    `trainable` is empty on ranks that train nothing and on all replicas but the first. `group` must carry CPU tensors.
+    Tensors travel one by one: a gather would need the largest rank's bytes for every rank. The step's folder appears
+    under its name only when complete. Raises FileExistsError rather than writing into an existing one.
     """
-    mine = {name: tensor.detach().cpu() for name, tensor in trainable.items()}
-    gathered: list[dict[str, torch.Tensor] | None] | None = None
-    if dist.get_rank() == 0:
-        gathered = [None] * dist.get_world_size()
-    dist.gather_object(mine, gathered)
+    rank = dist.get_rank()
+    shapes = {name: tensor.shape for name, tensor in trainable.items()}
+    all_shapes: list[dict[str, torch.Size] | None] | None = [None] * dist.get_world_size() if rank == 0 else None
+    dist.gather_object(shapes, all_shapes, group=group)
     target = folder / "checkpoints" / f"step-{step:08d}"
-    if gathered is not None:
-        if target.exists():
-            raise FileExistsError(f"{target} exists; a checkpoint is never written into an existing folder")
-        unfinished = target.with_name(target.name + ".tmp")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        tensors = {name: tensor.contiguous() for part in gathered if part for name, tensor in part.items()}
-        save_file(tensors, unfinished / "projector.safetensors")
-        unfinished.rename(target)
+    if all_shapes is None:
+        for tensor in trainable.values():
+            dist.send(tensor.detach().cpu().contiguous(), 0, group=group)
+        return target
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in trainable.items()}
+    for source, names in enumerate(all_shapes[1:], start=1):
+        for name, shape in names.items():
+            tensors[name] = torch.empty(shape, dtype=torch.float32)
+            dist.recv(tensors[name], source, group=group)
+    if target.exists():
+        raise FileExistsError(f"{target} exists; a checkpoint is never written into an existing folder")
+    unfinished = target.with_name(target.name + ".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    save_file(tensors, unfinished / "projector.safetensors")
+    unfinished.rename(target)
     return target

@@ -33,11 +33,12 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mmtrain.config import RunConfig
 from mmtrain.data.samples import PackedBatch
 from mmtrain.model.stage import Chunk
-from mmtrain.optimizer import clip_coefficient, learning_rate, make_optimizer
+from mmtrain.optimizer import MasterWeights, clip_coefficient, learning_rate, make_optimizer
 from mmtrain.plan.planner import Plan
 from mmtrain.plan.schedule import Instruction, Op, forward_schedule
 
@@ -117,12 +118,10 @@ class FrozenPipelineEngine(PipelineEngine):
         chunks: Mapping[int, Chunk],
         on_instruction: Callable[[int, Instruction], None] | None = None,
     ) -> None:
-        self.trainable = {
-            name: parameter
-            for chunk in chunks.values()
-            for name, parameter in chunk.global_parameters()
-            if parameter.requires_grad
-        }
+        named = [pair for chunk in chunks.values() for pair in chunk.global_parameters()]
+        self._masters = MasterWeights({name: p for name, p in named if p.requires_grad})
+        self.trainable = self._masters.by_name
+        """Master weights, fp32, of what trains on this rank, by global name."""
         module = PipelineModule(
             [LayerSpec(_RankChunks, chunks)] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform"
         )
@@ -150,10 +149,13 @@ class FrozenPipelineEngine(PipelineEngine):
         self.saw_gradient: set[str] = set()
         """Trainable parameters that have had a non-zero gradient in an applied step: these must have moved."""
 
+        timeout = timedelta(seconds=config.parallel.timeout_seconds)
+        self.host_group = dist.new_group(backend="gloo", timeout=timeout) if self.device.type == "cuda" else None
+        """All ranks, for CPU tensors and objects (None: the default group carries them)."""
         self._training = True
         self._last_stage = plan.pipeline - 1
         self._evaluation_schedule = forward_schedule(plan.pipeline, plan.microbatches_per_step)
-        self._channels = self._open_channels(timedelta(seconds=config.parallel.timeout_seconds))
+        self._channels = self._open_channels(timeout)
         width = next(iter(self.chunks.values())).language.hidden_size
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
         self._dtype = next(iter(self.chunks.values())).dtype
@@ -176,7 +178,10 @@ class FrozenPipelineEngine(PipelineEngine):
         for replica in range(self.plan.data):
             for border in range(self.plan.pipeline - 1):
                 ranks = [self.grid.stage_to_global(stage, data=replica) for stage in (border, border + 1)]
-                for kind, source, target in (("activation", border, border + 1), ("gradient", border + 1, border)):
+                flows = [("activation", border, border + 1)]
+                if border >= self.plan.first_trainable_stage:
+                    flows.append(("gradient", border + 1, border))
+                for kind, source, target in flows:
                     group = dist.new_group(ranks, timeout=timeout)
                     if self.global_rank in ranks:
                         peer = ranks[0] if self.global_rank == ranks[1] else ranks[1]
@@ -214,7 +219,7 @@ class FrozenPipelineEngine(PipelineEngine):
     def _begin_step(self) -> None:
         self._batch: dict[int, PackedBatch] = {}
         self._input: dict[tuple[int, int], torch.Tensor] = {}
-        self._output: dict[tuple[int, int], torch.Tensor] = {}
+        self._output: dict[tuple[int, int], torch.Tensor | GradientEdge] = {}
         self._integers: dict[tuple[int, int], torch.Tensor] = {}
         self._input_gradient: dict[tuple[int, int], torch.Tensor] = {}
         self._awaited: dict[tuple[str, int, int], tuple[list[dist.Work], list[torch.Tensor]]] = {}
@@ -291,17 +296,17 @@ class FrozenPipelineEngine(PipelineEngine):
                 self._supervised += supervised
             else:
                 self._integers[stage, microbatch] = integers
-        if trains:
+        if trains and stage > first:
             self._input[stage, microbatch] = hidden
         if trains or stage < self._last_stage:
             self._output[stage, microbatch] = output
 
     def _send_activation(self, stage: int, microbatch: int) -> None:
-        needed = self._training and stage >= self.plan.first_trainable_stage
         key = (stage, microbatch)
-        hidden = self._output[key] if needed else self._output.pop(key)
-        message = [hidden.detach().contiguous(), self._integers.pop(key)]
-        self._send("activation", stage, stage + 1, message)
+        hidden = self._output.pop(key)
+        self._send("activation", stage, stage + 1, [hidden.detach().contiguous(), self._integers.pop(key)])
+        if self._training and stage >= self.plan.first_trainable_stage:
+            self._output[key] = get_gradient_edge(hidden)  # backward needs the graph behind it, not the values
 
     def _receive_gradient(self, stage: int, microbatch: int) -> None:
         gradient = torch.empty(self._shape, dtype=self._dtype, device=self.device)
@@ -309,12 +314,12 @@ class FrozenPipelineEngine(PipelineEngine):
 
     def _backward(self, stage: int, microbatch: int) -> None:
         output = self._output.pop((stage, microbatch))
-        hidden = self._input.pop((stage, microbatch))
         upstream = None if stage == self._last_stage else self._take(("gradient", stage, microbatch))[0]
         torch.autograd.backward(output, upstream)
         if stage > self.plan.first_trainable_stage:
-            assert hidden.grad is not None
-            self._input_gradient[stage, microbatch] = hidden.grad
+            gradient = self._input.pop((stage, microbatch)).grad
+            assert gradient is not None, "the stage's input did not reach its output"
+            self._input_gradient[stage, microbatch] = gradient
 
     def _send_gradient(self, stage: int, microbatch: int) -> None:
         gradient = self._input_gradient.pop((stage, microbatch))
@@ -355,7 +360,6 @@ class FrozenPipelineEngine(PipelineEngine):
         norm = 0.0
         if supervised == 0:
             no_update = "no supervised token in the step"
-            self.zero_grad()
         else:
             norm = math.sqrt(square) / supervised
             scale = clip_coefficient(norm, config.optimizer.clip_norm) / supervised
@@ -366,6 +370,8 @@ class FrozenPipelineEngine(PipelineEngine):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self._take_model_step(None)
+            self._masters.write_back()
+        self._masters.zero_grad()
         self._result = StepResult(
             step=self.step_index,
             loss=loss_sum / supervised if supervised else None,

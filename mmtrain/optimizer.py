@@ -6,6 +6,7 @@ and a rank which trains everything take the same decisions without asking each o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -33,17 +34,51 @@ class NoOpOptimizer(torch.optim.Optimizer):
         return None if closure is None else closure()
 
 
+class MasterWeights:
+    """fp32 twins of what trains: the optimizer updates them, gradients add up in them, checkpoints hold them.
+
+    An update of lr 1e-3 is below bf16's rounding of most weights and would be lost in silence. So a parameter stored in
+    bf16 computes in bf16, as in the stock model; each micro-batch's gradient is added to its twin's in fp32; and after
+    an update it becomes its twin, rounded. A parameter stored in fp32 is its own twin. `by_name` are the twins.
+    """
+
+    def __init__(self, stored: Mapping[str, torch.nn.Parameter]) -> None:
+        self.by_name = {
+            name: p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().to(torch.float32))
+            for name, p in stored.items()
+        }
+        self._pairs = [(p, self.by_name[name]) for name, p in stored.items() if p is not self.by_name[name]]
+        for parameter, master in self._pairs:
+            parameter.register_post_accumulate_grad_hook(functools.partial(_hand_over_gradient, master))
+
+    def write_back(self) -> None:
+        """After an update: the stored parameters become their twins, rounded to the type they are stored in."""
+        with torch.no_grad():
+            for parameter, master in self._pairs:
+                parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for master in self.by_name.values():
+            master.grad = None
+
+
+def _hand_over_gradient(master: torch.nn.Parameter, parameter: torch.Tensor) -> None:
+    gradient = parameter.grad.to(torch.float32)
+    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    parameter.grad = None
+
+
 def make_optimizer(
     module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection
 ) -> torch.optim.Optimizer:
-    """AdamW (arXiv:1711.05101) over this rank's trainable parameters, or a NoOpOptimizer when there is none.
+    """AdamW (arXiv:1711.05101) over this rank's fp32 trainable weights, or a NoOpOptimizer when there is none.
 
-    Raises ValueError for a trainable parameter not in fp32: an update of lr 1e-3 is below bf16's rounding of most
-    weights and would be lost in silence.
+    Raises ValueError for a weight that is not in fp32.
     """
     for name, parameter in trainable.items():
         if parameter.dtype != torch.float32:
-            raise ValueError(f"{name} trains in {parameter.dtype}; trainable parameters are kept in float32")
+            raise ValueError(f"{name} is optimized in {parameter.dtype}; give its fp32 master weight")
     if not trainable:
         return NoOpOptimizer(module)
     return torch.optim.AdamW(

@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from mmtrain.audit import RankAudit, write_audit
+from mmtrain.audit import RankAudit, check_replicas, write_audit
 from mmtrain.checkpoint import save_trained
 from mmtrain.config import RunConfig
 from mmtrain.data.loader import PackedBatches
@@ -39,7 +39,10 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
     }
     rank.progress.at(0, "building the engine")
     engine = FrozenPipelineEngine(config, plan, chunks, on_instruction=rank.progress.at)
-    audit = RankAudit(mine, chunks, engine.optimizer)
+    audit = RankAudit(mine, chunks, engine.optimizer, engine.trainable)
+    starts = [None] * dist.get_world_size()
+    dist.all_gather_object(starts, audit.start(), group=engine.host_group)
+    check_replicas(starts)
     batches = None
     if mine.pipeline == 0:
         rank.progress.at(0, "opening the data")
@@ -81,11 +84,12 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
 
     # The result, then the proof that only what should train did: a failed audit must not cost the trained weights.
     rank.progress.at(config.train.max_steps, "saving")
-    saved = save_trained(rank.folder, config.train.max_steps, engine.trainable)
+    mine_to_save = engine.trainable if mine.data == 0 else {}
+    saved = save_trained(rank.folder, config.train.max_steps, mine_to_save, engine.host_group)
     console.line(f"saved {saved}")
     rank.progress.at(config.train.max_steps, "auditing")
     records = [None] * dist.get_world_size() if rank.rank == 0 else None
-    dist.gather_object(audit.finish(engine.saw_gradient), records)
+    dist.gather_object(audit.finish(engine.saw_gradient), records, group=engine.host_group)
     if records is not None:
         write_audit(rank.folder / "audit.json", plan, records)
         console.line(f"audit passed: frozen weights unchanged on all ranks ({rank.folder / 'audit.json'})")

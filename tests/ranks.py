@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -46,15 +48,19 @@ def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120) 
         sender.close()
         pipes.append(receiver)
         processes.append(process)
-    results = []
+    results: dict[int, Any] = {}
+    waiting = dict(zip(pipes, range(world), strict=True))
+    deadline = time.monotonic() + timeout
     try:
-        for rank, receiver in enumerate(pipes):
-            assert receiver.poll(timeout), f"rank {rank} of {world} said nothing for {timeout} s"
-            ok, value = receiver.recv()
-            assert ok, f"rank {rank} of {world} failed:\n{value}"
-            results.append(value)
+        while waiting:
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            assert ready, f"ranks {sorted(waiting.values())} of {world} said nothing for {timeout} s"
+            for receiver in ready:  # in the order of their ends: the first failure is the cause, later ones its victims
+                rank = waiting.pop(receiver)
+                ok, results[rank] = receiver.recv()
+                assert ok, f"rank {rank} of {world} failed:\n{results[rank]}"
     finally:
         for process in processes:
             process.kill()
             process.join()
-    return results
+    return [results[rank] for rank in range(world)]

@@ -217,7 +217,7 @@ def _execute(case: Case) -> dict[str, Any]:
             gradients.append({n: (p.grad / max(tokens, 1)).double().numpy() for n, p in engine.trainable.items()})
 
     engine = FrozenPipelineEngine(config, plan, chunks, on_instruction)
-    audit = RankAudit(mine, chunks, engine.optimizer)
+    audit = RankAudit(mine, chunks, engine.optimizer, engine.trainable)
     results = []
     for step in case.steps:
         share = plan.microbatches_per_step

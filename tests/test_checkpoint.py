@@ -14,12 +14,13 @@ from mmtrain.checkpoint import save_trained
 def save(folder, steps):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    mine = {f"llm.layers.{rank}.weight": torch.full((2, 3), float(rank)).T} if rank != 1 else {}
-    shared = {"projector.bias": torch.ones(2)}  # as on every replica of stage 0
+    mine = {f"llm.layers.{rank}.{i}.weight": torch.full((2, 3), float(rank + i)).T for i in range(2)}
+    if rank == 1:  # trains nothing, or is a replica of another
+        mine = {}
     outcomes = []
     for step in steps:
         try:
-            outcomes.append(str(save_trained(folder, step, {**mine, **shared})))
+            outcomes.append(str(save_trained(folder, step, mine)))
         except FileExistsError as error:
             outcomes.append(f"refused: {error}")
     dist.barrier()
@@ -31,8 +32,8 @@ def test_one_file_holds_every_ranks_trainable_tensors(tmp_path):
     target = tmp_path / "checkpoints" / "step-00000007"
     assert outcomes == [[str(target)]] * 3
     tensors = load_file(target / "projector.safetensors")
-    assert sorted(tensors) == ["llm.layers.0.weight", "llm.layers.2.weight", "projector.bias"]
-    assert torch.equal(tensors["llm.layers.2.weight"], torch.full((3, 2), 2.0))
+    assert sorted(tensors) == [f"llm.layers.{rank}.{i}.weight" for rank in (0, 2) for i in range(2)]
+    assert torch.equal(tensors["llm.layers.2.1.weight"], torch.full((3, 2), 3.0))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000007"]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mmtrain.config import OptimizerSection
-from mmtrain.optimizer import NoOpOptimizer, clip_coefficient, learning_rate, make_optimizer
+from mmtrain.optimizer import MasterWeights, NoOpOptimizer, clip_coefficient, learning_rate, make_optimizer
 
 
 def frozen() -> nn.Module:
@@ -44,10 +44,26 @@ def test_the_optimizer_follows_what_trains():
     assert adamw.param_groups[0]["params"] == [module.weight]
 
 
-def test_a_trainable_parameter_in_bfloat16_is_refused():
+def test_a_weight_in_bfloat16_is_refused():
     weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"llm\.head\.weight trains in torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"llm\.head\.weight is optimized in torch\.bfloat16"):
         make_optimizer(nn.Module(), {"llm.head.weight": weight}, OptimizerSection())
+
+
+def test_master_weights_add_up_gradients_and_updates_that_bfloat16_would_lose():
+    stored = {"a": nn.Parameter(torch.ones(1, dtype=torch.bfloat16)), "b": nn.Parameter(torch.ones(1))}
+    masters = MasterWeights(stored)
+    assert masters.by_name["b"] is stored["b"], "fp32 needs no twin"
+    for factor in (256.0, 1.0):  # their sum, 257, is no bf16 number
+        (stored["a"] * factor).sum().backward()
+    assert stored["a"].grad is None and masters.by_name["a"].grad.tolist() == [257.0]
+    optimizer = torch.optim.SGD(masters.by_name.values(), lr=2**-10 / 257)
+    for _ in range(4):
+        optimizer.step()
+        masters.write_back()
+    assert stored["a"].item() == 1 - 2**-8, "four updates of 2^-10, each below bf16's rounding at 1"
+    masters.zero_grad()
+    assert masters.by_name["a"].grad is None and stored["b"].grad is None
 
 
 def test_learning_rate_warms_up_linearly_then_follows_half_a_cosine():

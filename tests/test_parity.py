@@ -101,9 +101,12 @@ def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
     cases = {(name, 0): Case(config(), (step,)) for name, step in STEPS.items()}
     cases["packed", 4] = Case(config(parallel__recompute_layers=4), (STEPS["packed"],))
     cases["packed", 1] = Case(config(parallel__recompute_layers=1), (STEPS["packed"],))
+    rows = [row for microbatch in STEPS["packed"] for row in microbatch]
+    pairs = tuple(rows[i : i + 2] for i in (0, 2))
+    cases["packed", "2 packs a micro-batch"] = Case(config(train__packs_per_microbatch=2), (pairs,))
     by_rank = run_ranks(pipeline * data, execute, list(cases.values()))
     worst = 0.0
-    for i, (name, recompute) in enumerate(cases):
+    for i, (name, variant) in enumerate(cases):
         ranks = [rank[i] for rank in by_rank]
         loss, gradients = stock[name]
         results = [rank["results"][0] for rank in ranks]
@@ -117,7 +120,7 @@ def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
             else:
                 error = relative(found[parameter], gradient.double().numpy())
                 worst = max(worst, error)
-                assert error <= 1e-5, (name, recompute, parameter, error)
+                assert error <= 1e-5, (name, variant, parameter, error)
         kinds = [rank["optimizer"] for rank in ranks]
         assert kinds == ["AdamW"] * data + ["NoOpOptimizer"] * (len(ranks) - data)
         assert all(rank["audit"]["failures"] == [] for rank in ranks)
@@ -134,19 +137,23 @@ def test_stages_of_the_front_alone_and_of_the_head_alone_change_nothing(parts, s
     assert [rank["audit"]["frozen"]["tensors"] > 0 for rank in ranks] == [True] * 4
 
 
-def test_a_step_without_labels_updates_nothing_and_says_so(parts):
-    step = tuple([[make_document(90 + i, labelled=False)]] for i in range(4))
-    config = make_config(parts, parallel__pipeline=2, optimizer__weight_decay=0.1)
-    case = Case(config, (step, STEPS["packed"]))
-    (first, *_), (second, *_) = run_ranks(2, execute, [case])
-    only = Case(config, (step,))
-    (untouched, *_), _ = run_ranks(2, execute, [only])
-    assert first["results"][0].no_update == "no supervised token in the step" and first["results"][0].loss is None
-    assert first["results"][0] == second["results"][0]
-    assert first["results"][1].no_update is None
-    assert first["results"][1].lr == learning_rate(1, 20, config.optimizer), "the LR schedule advances"
-    assert not any(t["moved"] for t in untouched["audit"]["trainable"]), "weight decay must not act either"
-    assert all(t["moved"] for t in first["audit"]["trainable"])
+@pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2dp2"])
+def test_a_step_without_labels_updates_nothing_and_says_so(parts, layout):
+    pipeline, data = LAYOUTS[layout]
+    unlabelled = tuple([[make_document(90 + i, labelled=False)]] for i in range(4))
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data, optimizer__weight_decay=0.1)
+    # After an update AdamW's moments and its weight decay would move the weights without any gradient.
+    cases = [Case(config, steps) for steps in ((STEPS["packed"], unlabelled), (STEPS["packed"],), (unlabelled,))]
+    by_rank = run_ranks(pipeline * data, execute, cases)
+    for both, labelled, nothing in by_rank:
+        second = both["results"][1]
+        assert second.no_update == "no supervised token in the step" and second.loss is None
+        assert second.lr == learning_rate(1, 20, config.optimizer), "the LR schedule advances"
+        assert both["results"] == by_rank[0][0]["results"], "the same on every rank"
+        for name, value in labelled["parameters"].items():
+            np.testing.assert_array_equal(both["parameters"][name], value)
+        assert all(t["moved"] for t in labelled["audit"]["trainable"])
+        assert not any(t["moved"] or t["had_gradient"] for t in nothing["audit"]["trainable"])
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ import os
 import random
 import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -38,47 +37,28 @@ SHUFFLE_WINDOW = 512  # samples, held in memory with their images' bytes
 PREFETCH = 2  # micro-batches that each worker makes ahead
 
 
-@dataclass
-class Counters:
-    """What one replica was given so far; summed over replicas, what the run consumed."""
-
-    packs: int = 0
-    samples: int = 0
-    images: int = 0
-    tokens: int = 0  # without padding
-    skipped: int = 0  # overlong samples
-
-
 class PackedBatches:
     """One replica's micro-batches, for ever: epochs follow each other, and a step may span two of them.
 
-    Every iteration starts again at step 0. `counters` counts what was given out, not what workers made ahead.
+    Every iteration starts again at step 0.
     """
 
     def __init__(self, config: RunConfig, replica: int, replicas: int) -> None:
-        """Open tokenizer and shard list; raises UserError for what is missing or does not divide."""
+        """Open tokenizer and shard list; raises UserError for what is missing."""
         assert 0 <= replica < replicas, f"replica {replica} of {replicas}"
-        train, data = config.train, config.data
-        if train.packs_per_step % (replicas * train.packs_per_microbatch):
-            raise UserError(
-                f"train.packs_per_step: {train.packs_per_step} is not a multiple of {replicas} replicas x "
-                f"{train.packs_per_microbatch} packs_per_microbatch"
-            )
         self.config = config
         self.replica = replica
         self.replicas = replicas
-        self.shards = expand_shards(data.shards)
+        self.shards = expand_shards(config.data.shards)
         self.tokenizer = load_tokenizer(config.model.llm.path)
         vision = config.model.vision
-        self.template = TEMPLATES[data.template](
+        self.template = TEMPLATES[config.data.template](
             self.tokenizer, vision_shape(vision.name, vision.select_layer).tokens_per_image
         )
         self.transform = image_transform(vision.name)
-        self.counters = Counters()
 
     def __iter__(self) -> Iterator[PackedBatch]:
         workers = self.config.data.workers
-        self.counters = Counters()
         if workers == 0:
             batches: Iterable[PackedBatch | UserError] = self._share(0, 1)
         else:
@@ -93,11 +73,6 @@ class PackedBatches:
         for batch in batches:
             if isinstance(batch, UserError):
                 raise batch
-            self.counters.packs += len(batch.input_ids)
-            self.counters.samples += batch.samples
-            self.counters.images += 0 if batch.images is None else len(batch.images)
-            self.counters.tokens += batch.tokens
-            self.counters.skipped += batch.skipped
             yield batch
 
     def packs(self) -> Iterator[Pack]:

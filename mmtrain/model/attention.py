@@ -111,7 +111,9 @@ def packed_attention(
     if not isinstance(attention_mask, Documents):
         raise TypeError(f"{name} handed on {type(attention_mask).__name__} in the place of its documents")
     unknown = sorted(
-        key for key, given in others.items() if key not in _WITHOUT_EFFECT and given is not None and given is not False
+        option
+        for option, given in others.items()
+        if option not in _WITHOUT_EFFECT and given is not None and given is not False
     )
     if unknown or dropout or others.get("is_causal") is False:
         raise TypeError(f"{name} asks for attention with {unknown or ('dropout' if dropout else 'is_causal=False')}")

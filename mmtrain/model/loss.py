@@ -32,7 +32,7 @@ class _SupervisedLossSum(torch.autograd.Function):
     ) -> torch.Tensor:
         wants_rows = rows.requires_grad
         row_gradient = torch.zeros_like(rows) if wants_rows else None
-        parameter_gradients = [torch.zeros_like(p) for p in parameters]
+        parameter_gradients = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         for begin in range(0, rows.shape[0], chunk):
             part = slice(begin, begin + chunk)
@@ -47,13 +47,15 @@ class _SupervisedLossSum(torch.autograd.Function):
                 accumulated += gradient
             total += loss.detach()
         ctx.save_for_backward(row_gradient, *parameter_gradients)
+        ctx.parameter_dtypes = [p.dtype for p in parameters]
         return total
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         row_gradient, *parameter_gradients = ctx.saved_tensors
         scaled = None if row_gradient is None else row_gradient * upstream.to(row_gradient.dtype)
-        return scaled, None, None, None, *(g * upstream.to(g.dtype) for g in parameter_gradients)
+        gradients = ((g * upstream).to(d) for g, d in zip(parameter_gradients, ctx.parameter_dtypes, strict=True))
+        return scaled, None, None, None, *gradients
 
 
 def supervised_loss_sum(

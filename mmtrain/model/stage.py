@@ -51,8 +51,7 @@ class Front(nn.Module):
             pixels = torch.zeros(1, 3, size, size, device=device) if images is None else images
             with contextlib.nullcontext() if trains else torch.no_grad():
                 features = self.vision(pixels)
-        with torch.autocast(device.type, enabled=False):
-            return self.projector(features.float())
+        return self.projector(features.float())
 
 
 class Chunk(nn.Module):
@@ -63,7 +62,6 @@ class Chunk(nn.Module):
         self.language = language
         self.front = front
         self.dtype = dtype
-        self.autocast = False
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of the stage with its global name."""
@@ -73,24 +71,12 @@ class Chunk(nn.Module):
                 yield f"projector.{name}", parameter
         yield from self.language.global_parameters()
 
-    def set_trainable(self, patterns: tuple[str, ...]) -> dict[str, nn.Parameter]:
-        """Freeze all but what matches; return the trainable parameters by global name."""
-        trainable = set_trainable(self.global_parameters(), patterns)
-        # fp32 master weights inside a bf16 model: autocast rounds them where they meet bf16 activations.
-        self.autocast = any(not name.startswith("projector.") for name in trainable) and self.dtype != torch.float32
-        return trainable
-
-    def _compute_dtype(self) -> contextlib.AbstractContextManager:
-        device = next(self.parameters()).device
-        return torch.autocast(device.type, dtype=self.dtype, enabled=self.autocast)
-
     def start(self, batch: PackedBatch) -> torch.Tensor:
         """Stage 0: token ids and images of a micro-batch -> hidden (B, L, D)."""
         assert self.front is not None, "only stage 0 reads batches"
         image_positions = batch.input_ids == IMAGE_POSITION
-        with self._compute_dtype():
-            embeddings = self.language.embed(batch.input_ids.masked_fill(image_positions, 0))
-            image_embeddings = self.front(batch.images)
+        embeddings = self.language.embed(batch.input_ids.masked_fill(image_positions, 0))
+        image_embeddings = self.front(batch.images)
         if batch.images is None:
             hidden = fuse(embeddings, image_positions, None)
             return hidden + 0.0 * image_embeddings.sum().to(hidden.dtype)
@@ -98,14 +84,12 @@ class Chunk(nn.Module):
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Run the stage's decoder layers (and the final norm, on the last stage): (B, L, D) -> (B, L, D)."""
-        with self._compute_dtype():
-            return self.language(hidden, position_ids).to(self.dtype)
+        return self.language(hidden, position_ids).to(self.dtype)
 
     def loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Last stage: normed hidden (B, L, D) and labels (B, L) -> (loss sum in nats, supervised tokens)."""
-        with self._compute_dtype():
-            language = self.language
-            return supervised_loss_sum(hidden, labels, language.logits, language.vocab_size, language.head_parameters())
+        language = self.language
+        return supervised_loss_sum(hidden, labels, language.logits, language.vocab_size, language.head_parameters())
 
 
 def build_chunk(
@@ -142,5 +126,5 @@ def build_chunk(
         )
         front = Front(vision, projector)
     chunk = Chunk(language, front, dtype).eval()
-    chunk.set_trainable(config.model.trainable)
+    set_trainable(chunk.global_parameters(), config.model.trainable)
     return chunk

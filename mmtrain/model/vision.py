@@ -1,4 +1,4 @@
-"""Frozen vision encoders, cut after the layer that feeds the projector.
+"""Vision encoders, cut after the layer that feeds the projector.
 
 images (N, 3, S, S) float32, normalised --patches, blocks up to the selected one, prefix tokens dropped--> (N, T, W)
 
@@ -38,7 +38,7 @@ HF_MODELS = {
 
 
 class VisionTower(nn.Module):
-    """A frozen encoder: images (N, 3, S, S) float32 -> features (N, T, W) in the encoder's dtype."""
+    """An encoder, loaded frozen: images (N, 3, S, S) float32 -> features (N, T, W) in the encoder's dtype."""
 
     def __init__(self, model: nn.Module, width: int, image_size: int, patch_size: int) -> None:
         super().__init__()

@@ -150,9 +150,7 @@ def block_parts(
             own_input = 0.0
             reads = (place, parameter.shape[-1] if place == Place.PROJECT_LATENT else width * copies)
             shared_inputs[reads] = shared_inputs.get(reads, False) or is_trained
-        # Autocast multiplies by a 16-bit copy of a trained fp32 matrix, which the input gradient keeps.
-        copy = size * parameter.numel if is_trained and size == 2 else 0
-        parts.append(Part(place, 2 * parameter.numel * share * tokens, 1.0, is_trained, copy, own_input))
+        parts.append(Part(place, 2 * parameter.numel * share * tokens, 1.0, is_trained, 0.0, own_input))
         if place in (Place.MLP_IN, Place.MLP_OUT):
             mlp = mlps.setdefault(local.removesuffix(".weight").rpartition(".")[0], {})
             mlp[place] = mlp.get(place, 0.0) + inner

@@ -15,8 +15,7 @@ from mmtrain.plan.block_costs import Attention, Flops, Part, block_parts, mean_c
 from mmtrain.plan.shapes import LlmShape, ParameterShape, VisionShape, matches
 
 BYTES = {"float32": 4, "bfloat16": 2}
-TRAINED_WEIGHT_BYTES = 4  # trainable parameters and the projector are fp32 whatever the model is stored in
-TRAINED_STATE_BYTES = 12  # fp32 gradient and AdamW's two moments
+FP32 = 4  # bytes an element: the projector, master weights, gradients and AdamW's two moments
 LOGITS_PER_CHUNK = 2**24  # elements; the loss makes logits in chunks of this size
 
 
@@ -58,7 +57,7 @@ class LayerCost:
     trainable: int  # elements
     flops: Flops
     weight_bytes: int
-    state_bytes: int  # gradients and optimizer moments
+    state_bytes: int  # master weights, gradients and optimizer moments
     saved_bytes: int  # kept from forward to backward
     recomputed_bytes: int  # kept if the layer recomputes its activations
     workspace_bytes: int  # most that lives while the layer runs, beyond what is kept
@@ -112,7 +111,7 @@ def layer_costs(config: RunConfig, models: Models) -> tuple[LayerCost, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Parameters that take `size` bytes an element while they are frozen."""
+    """Parameters stored in `size` bytes an element; below fp32, what trains has a master weight besides."""
 
     parameters: Sequence[ParameterShape]
     size: int
@@ -128,23 +127,22 @@ def _layer(
     recomputed_bytes: int,
     workspace_bytes: int,
 ) -> LayerCost:
-    weight_bytes = elements = 0
+    weight_bytes = state_bytes = elements = 0
     names: list[str] = []
     for group in stored:
         for parameter in group.parameters:
+            weight_bytes += group.size * parameter.numel
             if parameter.name in trained:
                 names.append(parameter.name)
                 elements += parameter.numel
-                weight_bytes += TRAINED_WEIGHT_BYTES * parameter.numel
-            else:
-                weight_bytes += group.size * parameter.numel
+                state_bytes += (3 if group.size == FP32 else 4) * FP32 * parameter.numel
     return LayerCost(
         name,
         tuple(names),
         elements,
         flops,
         weight_bytes,
-        TRAINED_STATE_BYTES * elements,
+        state_bytes,
         saved_bytes,
         recomputed_bytes,
         workspace_bytes,
@@ -194,7 +192,7 @@ def _front(config: RunConfig, models: Models, work: Workload, trained: frozenset
     block_workspace = round(14 * vision.width * tokens) * size
     return _layer(
         "front",
-        [_Stored(vision.parameters, size), _Stored(projector, TRAINED_WEIGHT_BYTES), _Stored(llm.front, llm_size)],
+        [_Stored(vision.parameters, size), _Stored(projector, FP32), _Stored(llm.front, llm_size)],
         trained,
         flops,
         saved,
@@ -229,7 +227,7 @@ def _head(llm: LlmShape, work: Workload, trained: frozenset[str], size: int, ups
         is_trained = parameter.name in trained
         if parameter.name.startswith("llm.head."):
             flops = 2 * parameter.numel * work.supervised if parameter.name.endswith("weight") else 0.0
-            gradient = TRAINED_WEIGHT_BYTES * parameter.numel
+            gradient = FP32 * parameter.numel
             parts.append(Part(2, flops, trained=is_trained, saved_for_wgrad=gradient))
             head_bytes += gradient if is_trained else 0
         elif len(parameter.shape) > 1:

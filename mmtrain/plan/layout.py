@@ -60,7 +60,7 @@ class RankPlan:
     reason: str
     recompute_layers: int  # of its decoder layers, from the first on
     weight_bytes: int
-    optimizer_bytes: int  # gradients and moments
+    optimizer_bytes: int  # master weights, gradients and moments
     activation_bytes: int  # what all in-flight micro-batches keep
     workspace_bytes: int
     flops: Flops

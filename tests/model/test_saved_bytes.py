@@ -20,11 +20,11 @@ def parts(tmp_path_factory):
     return folder
 
 
-def saved_bytes(parts, trainable: tuple[str, ...], recompute: int) -> int:
+def saved_bytes(parts, dtype: str, trainable: tuple[str, ...], recompute: int) -> int:
     """Bytes of distinct storages saved by the decoder layers of a middle stage, parameters left out."""
-    config = make_config(parts, model__trainable=trainable)
+    config = make_config(parts, model__trainable=trainable, model__llm__dtype=dtype)
     chunk = build_chunk(config, StagePlan(1, 0, LAYERS, False, False), recompute_layers=recompute)
-    hidden = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+    hidden = torch.randn(BATCH, LENGTH, WIDTH).to(chunk.dtype).requires_grad_()
     positions = torch.arange(LENGTH).expand(BATCH, -1)
     own = {p.untyped_storage().data_ptr() for p in [*chunk.parameters(), *chunk.buffers()]}
     kept: dict[int, torch.Tensor] = {}
@@ -42,17 +42,18 @@ def saved_bytes(parts, trainable: tuple[str, ...], recompute: int) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def test_frozen_layers_save_less_than_trained_ones_and_recompute_lowers_both(parts):
-    trained_all = saved_bytes(parts, ("llm",), 0)
-    frozen = saved_bytes(parts, ("projector",), 0)
-    half = saved_bytes(parts, ("projector",), LAYERS // 2)
-    recomputed = saved_bytes(parts, ("projector",), LAYERS)
-    boundary = BATCH * LENGTH * WIDTH * 4
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frozen_layers_save_less_than_trained_ones_and_recompute_lowers_both(parts, dtype):
+    trained_all = saved_bytes(parts, dtype, ("llm",), 0)
+    frozen = saved_bytes(parts, dtype, ("projector",), 0)
+    half = saved_bytes(parts, dtype, ("projector",), LAYERS // 2)
+    recomputed = saved_bytes(parts, dtype, ("projector",), LAYERS)
+    boundary = BATCH * LENGTH * WIDTH * (4 if dtype == "float32" else 2)
     per_token = [round(x / BATCH / LENGTH / LAYERS) for x in (trained_all, frozen, half, recomputed)]
-    print("bytes per token and layer, width 64 in fp32: trained, frozen, half, all recomputed:", per_token)
+    print(f"bytes per token and layer, width 64 in {dtype}: trained, frozen, half, all recomputed:", per_token)
     assert recomputed < half < frozen < 0.85 * trained_all
     assert LAYERS * boundary <= recomputed < 2 * LAYERS * boundary, "each recomputed layer keeps its input, no more"
-    assert saved_bytes(parts, ("llm",), LAYERS) < 0.2 * trained_all
+    assert saved_bytes(parts, dtype, ("llm",), LAYERS) < 0.2 * trained_all
 
 
 def test_recompute_changes_no_bit_of_output_or_gradient(parts):
