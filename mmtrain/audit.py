@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mmtrain.errors import UserError
 from mmtrain.model.stage import Chunk
 from mmtrain.optimizer import NoOpOptimizer
 from mmtrain.plan.planner import Plan, RankPlan
@@ -68,6 +69,7 @@ class RankAudit:
         for stage, chunk in chunks.items():
             kept = set(chunk.state_dict())
             self.frozen |= {f"stage {stage} {name}": b for name, b in chunk.named_buffers() if name in kept}
+        self._check_finite()
         self.before = self._fingerprints()
         self._versions = {name: tensor._version for name, tensor in self.frozen.items()}
 
@@ -90,6 +92,12 @@ class RankAudit:
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self.masters.keys() != self.stored.keys() or optimized != {id(p) for p in self.masters.values()}:
             raise self._fail(f"{len(self.stored)} tensors train, but the optimizer holds {len(optimized)}")
+
+    def _check_finite(self) -> None:
+        """Raises UserError naming a tensor that was loaded with NaN or infinity: no step could come out right."""
+        for name, tensor in self.frozen.items():
+            if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
+                raise UserError(f"{name} holds NaN or infinity: the model's files are damaged; download them again")
 
     def start(self) -> dict[str, Any]:
         """What this rank begins with, for `check_replicas`."""
@@ -161,14 +169,24 @@ def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> None:
-    """Compare replicas, write `audit.json` with every rank's record, then raise AuditError if anything failed."""
+def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, learns: bool) -> str:
+    """Compare replicas, write `audit.json` with every rank's record; returns what was found, in a sentence.
+
+    Raises AuditError if anything failed. A run that `learns`, with a learning rate above 0, must have had a gradient.
+    """
     records = sorted(records, key=lambda record: record["rank"])
     failures = [f"rank {record['rank']}: {failure}" for record in records for failure in record["failures"]]
     for record in records:
         twin = next(r for r in records if r["pipeline"] == record["pipeline"])
         if record["trainable"] != twin["trainable"]:
             failures.append(f"ranks {twin['rank']} and {record['rank']} trained the same parameters apart")
+    tensors = [tensor for record in records if record["data"] == 0 for tensor in record["trainable"]]
+    moved = sum(tensor["moved"] for tensor in tensors)
+    if learns and not any(tensor["had_gradient"] for tensor in tensors):
+        failures.append(
+            f"nothing trained: in no step did a gradient reach any of {', '.join(plan.trainable)}; is there an image "
+            "in the data, and a text to answer with?"
+        )
     content = {
         "pipeline": plan.pipeline,
         "data": plan.data,
@@ -179,3 +197,4 @@ def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> No
     path.write_text(json.dumps(content, indent=2) + "\n")
     if failures:
         raise AuditError(f"{len(failures)} failure(s), all in {path}: " + "; ".join(failures[:5]))
+    return f"{moved} of {len(tensors)} trainable tensors moved, frozen weights unchanged on all ranks"

@@ -94,10 +94,12 @@ class ParallelSection(Section):
     recompute_layers: Literal["auto"] | NonNegativeInt | tuple[NonNegativeInt, ...] = Field(
         "auto",
         description="decoder layers per rank whose activations are recomputed in backward: one number, one per "
-        "pipeline rank, or auto (none if all fits in memory, otherwise as few as needed)",
+        "pipeline rank, or auto (none if all fits in memory, else as few as needed); more than there are means all",
     )
     threads_per_rank: PositiveInt | None = Field(None, description="CPU threads of a rank; null: cores / local ranks")
-    timeout_seconds: PositiveInt = Field(600, description="a collective or message waiting longer than this fails")
+    timeout_seconds: Annotated[int, Field(ge=1, le=604800)] = Field(
+        600, description="a collective or message waiting longer than this fails"
+    )
 
     @model_validator(mode="after")
     def _lists_fit_the_pipeline(self) -> Self:

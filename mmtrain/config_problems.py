@@ -62,10 +62,10 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict)
         else:
             # A union reports one error per alternative, a list one per element: one line for the key says it all.
             field = fields[path]
+            value, allowed = _value_at(given, path), describe_allowed(field)
             meaning = f" ({field.description})" if field.description else ""
-            lines[path] = (
-                f"{key}: {_shown(_value_at(given, path))} is not allowed; needs {describe_allowed(field)}{meaning}"
-            )
+            hint = f"; write [{value}]" if isinstance(value, str) and " list of " in allowed else ""
+            lines[path] = f"{key}: {_shown(value)} is not allowed; needs {allowed}{hint}{meaning}"
     return list(lines.values())
 
 

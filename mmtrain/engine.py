@@ -354,7 +354,8 @@ class FrozenPipelineEngine(PipelineEngine):
             raise NonFiniteError(
                 f"step {self.step_index}: the loss sum is {loss_sum} and the squared gradient norm {square}: "
                 f"{int(bad)} rank(s) hold a value that is not finite; no update was made. "
-                "Lower optimizer.lr, or look for damaged images or text in this step's data"
+                + ("Lower optimizer.lr, or look" if self.step_index else "Look")
+                + " for damaged images or text in this step's data"
             )
         no_update = None
         norm = 0.0

@@ -6,6 +6,7 @@ Nothing here imports torch before the configuration is known to be right and ran
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -23,7 +24,7 @@ from mmtrain.errors import UserError
 from mmtrain.plan.layout import Plan, render
 from mmtrain.plan.planner import make_plan
 from mmtrain.rank import Rank, run_rank, seconds_before_message
-from mmtrain.run_folder import contents_of_a_run, prepare_folder, run_folder, write_plan
+from mmtrain.run_folder import claimed, contents_of_a_run, prepare_folder, run_folder, write_plan
 from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -99,12 +100,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _print_plan(config: RunConfig) -> None:
     plan = make_plan(config)
-    print(render(plan))
+    _say(render(plan))
     folder = run_folder(config)
-    if contents_of_a_run(folder):
-        print(f"\nplan.json not written: {folder} holds an earlier run, whose plan stays")
-    else:
-        print(f"\nwritten to {write_plan(folder, plan)}")
+    with claimed(folder):
+        if contents_of_a_run(folder):
+            _say(f"\nplan.json not written: {folder} holds an earlier run, whose plan stays")
+        else:
+            _say(f"\nwritten to {write_plan(folder, plan)}")
+
+
+def _say(text: str) -> None:
+    """Print; a reader that has left (`| head`) is no reason to stop."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _launch(config: RunConfig, options: argparse.Namespace) -> int:
@@ -122,17 +132,18 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
         node=options.node_rank,
         endpoint=options.rdzv_endpoint,
     )
-    if job.node == 0:
-        prepare_folder(config, plan)
-        print(render(plan), flush=True)
-    else:
-        job.folder.mkdir(parents=True, exist_ok=True)
-    _set_environment(job.threads, gpus, one_node=job.nodes == 1)
-    with output_to_log(job.log):
-        if job.start_method == "forkserver":
-            start_fork_server()
-        _probe(config, plan)
-        failure = run_ranks(functools.partial(_train, config, plan, job.nodes > 1), job)
+    with claimed(job.folder) if job.node == 0 else contextlib.nullcontext():
+        if job.node == 0:
+            prepare_folder(config, plan)
+            _say(render(plan))
+        else:
+            job.folder.mkdir(parents=True, exist_ok=True)
+        _set_environment(job.threads, gpus, one_node=job.nodes == 1)
+        with output_to_log(job.log):
+            if job.start_method == "forkserver":
+                start_fork_server()
+            _probe(config, plan)
+            failure = run_ranks(functools.partial(_train, config, plan, job.nodes > 1), job)
     if failure is None:
         return 0
     if sys.stdout.isatty():
@@ -157,13 +168,14 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> None:
     plan = _plan(config, gpus, local_ranks)
     threads = _threads(config, local_ranks)
     _set_environment(threads, gpus, one_node=local_ranks == world_size)
-    if rank == 0:
-        prepare_folder(config, plan)
-        _probe(config, plan)
-        print(render(plan), flush=True)
-    store = _agree(config, plan, rank)  # and wait until rank 0 has prepared the folder
-    job = Job(_places(plan), run_folder(config), threads, config.parallel.timeout_seconds)
-    run_rank(functools.partial(_train, config, plan, False), job.folder, threads=threads, describe=job.describe)
+    with claimed(run_folder(config)) if rank == 0 else contextlib.nullcontext():
+        if rank == 0:
+            prepare_folder(config, plan)
+            _probe(config, plan)
+            _say(render(plan))
+        store = _agree(config, plan, rank)  # and wait until rank 0 has prepared the folder
+        job = Job(_places(plan), run_folder(config), threads, config.parallel.timeout_seconds)
+        run_rank(functools.partial(_train, config, plan, False), job.folder, threads=threads, describe=job.describe)
     del store  # it may be the one that all ranks meet at
 
 

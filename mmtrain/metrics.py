@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -23,11 +25,20 @@ class Metrics:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def write(self, **values: Any) -> None:
         """Append one line with these keys; values are JSON types, nested as needed."""
-        os.write(self._file, (json.dumps(_without_nan(values), allow_nan=False) + "\n").encode())
+        line = (json.dumps(_without_nan(values), allow_nan=False) + "\n").encode()
+        size = os.fstat(self._file).st_size
+        try:
+            if os.write(self._file, line) < len(line):  # what fitted on a disk that is full now
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with contextlib.suppress(OSError):  # not a regular file: nothing to take back
+                os.ftruncate(self._file, size)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         os.close(self._file)

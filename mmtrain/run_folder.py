@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from mmtrain.config import RunConfig, dump_config
@@ -15,13 +19,50 @@ from mmtrain.plan.layout import Plan
 
 def run_folder(config: RunConfig) -> Path:
     """Where everything of this run goes."""
-    return Path(config.run.dir) / config.run.name
+    return Path(config.run.dir).expanduser() / config.run.name
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold a run's folder until the block ends, so that no second run can delete it or write into it.
+
+    The kernel lets go when this process dies, however it dies. Raises UserError if another run holds it.
+    """
+    path = folder.with_name(f".{folder.name}.lock")  # beside the folder, which run.overwrite deletes
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = _locked(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error}; run.dir and run.name say where a run goes") from error
+    if file is None:
+        raise UserError(f"{folder} is in use by a run that is still going; stop it, or choose another run.name")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(file)
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor of the file at `path`, made if need be, that holds its lock; None if another process does."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino == os.fstat(file).st_ino:
+                return file
+        os.close(file)  # its last holder has just removed it: this lock would keep nobody out
 
 
 def prepare_folder(config: RunConfig, plan: Plan) -> None:
-    """Make the run's folder with config.yaml and plan.json; raises UserError rather than mix with an earlier run.
+    """Make the run's folder, which the caller has claimed, with config.yaml and plan.json.
 
-    What a start that failed before its first step has left is replaced.
+    Raises UserError rather than mix with an earlier run. What a start that failed before its first step has left is
+    replaced.
     """
     folder = run_folder(config)
     contents = contents_of_a_run(folder)

@@ -11,6 +11,7 @@ from scenes import make_config, save_parts
 from torch import nn
 
 from mmtrain.audit import AuditError, RankAudit, check_replicas, fingerprint, write_audit
+from mmtrain.errors import UserError
 from mmtrain.model.stage import build_chunk
 from mmtrain.optimizer import MasterWeights, NoOpOptimizer, make_optimizer
 from mmtrain.plan.planner import make_plan
@@ -58,7 +59,8 @@ def test_a_clean_run_passes_and_is_recorded(rank, tmp_path):
         p.grad = torch.ones_like(p)
     optimizer.step()
     audit.check_versions()
-    write_audit(tmp_path / "audit.json", plan, [audit.finish(set(audit.masters))])
+    found = write_audit(tmp_path / "audit.json", plan, [audit.finish(set(audit.masters))], learns=True)
+    assert found == "4 of 4 trainable tensors moved, frozen weights unchanged on all ranks"
     written = json.loads((tmp_path / "audit.json").read_text())
     (only,) = written["ranks"]
     assert written["passed"] and only["optimizer"] == "AdamW"
@@ -73,7 +75,7 @@ def test_a_frozen_tensor_that_changed_fails_by_name(rank, tmp_path):
     audit.frozen["llm.layers.1.mlp.up_proj.weight"].data[0, 0] += 1e-3  # past autograd: versions do not see it
     audit.check_versions()
     with pytest.raises(AuditError, match=r"rank 0: frozen tensor llm\.layers\.1\.mlp\.up_proj\.weight changed"):
-        write_audit(tmp_path / "audit.json", plan, [audit.finish(set())])
+        write_audit(tmp_path / "audit.json", plan, [audit.finish(set())], learns=False)
     assert not json.loads((tmp_path / "audit.json").read_text())["passed"]
 
 
@@ -89,9 +91,11 @@ def test_a_write_to_a_frozen_tensor_is_seen_at_once(rank):
 def test_a_trainable_tensor_with_a_gradient_must_move(rank, tmp_path):
     plan, chunks, optimizer, masters = rank
     audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
-    write_audit(tmp_path / "audit.json", plan, [audit.finish(set())])  # no gradient, no movement: nothing wrong
+    write_audit(
+        tmp_path / "audit.json", plan, [audit.finish(set())], learns=False
+    )  # no gradient, no movement: nothing wrong
     with pytest.raises(AuditError, match=r"projector\.linear_1\.bias had a gradient but did not move"):
-        write_audit(tmp_path / "audit.json", plan, [audit.finish({"projector.linear_1.bias"})])
+        write_audit(tmp_path / "audit.json", plan, [audit.finish({"projector.linear_1.bias"})], learns=False)
 
 
 def test_a_trainable_tensor_that_is_not_finite_fails(rank, tmp_path):
@@ -99,7 +103,7 @@ def test_a_trainable_tensor_that_is_not_finite_fails(rank, tmp_path):
     audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
     audit.masters["projector.linear_2.bias"].data[0] = float("nan")
     with pytest.raises(AuditError, match=r"projector\.linear_2\.bias is not finite"):
-        write_audit(tmp_path / "audit.json", plan, [audit.finish(set())])
+        write_audit(tmp_path / "audit.json", plan, [audit.finish(set())], learns=False)
 
 
 def test_a_rank_that_contradicts_the_plan_does_not_start(rank):
@@ -123,7 +127,7 @@ def test_replicas_that_drift_apart_fail(rank, tmp_path):
     audit.masters["projector.linear_1.weight"].data += 1
     second = {**audit.finish(set()), "rank": 1, "data": 1}
     with pytest.raises(AuditError, match="ranks 0 and 1 trained the same parameters apart"):
-        write_audit(tmp_path / "audit.json", plan, [first, second])
+        write_audit(tmp_path / "audit.json", plan, [first, second], learns=False)
 
 
 @pytest.mark.parametrize("kind,name", [("frozen", "llm.norm.weight"), ("trainable", "projector.linear_1.bias")])
@@ -144,7 +148,7 @@ def test_a_buffer_that_checkpoints_hold_is_watched_too(rank, tmp_path):
     audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
     chunks[0].language.e_score_correction_bias.data[1] = 1.0
     with pytest.raises(AuditError, match=r"frozen tensor stage 0 language\.e_score_correction_bias changed"):
-        write_audit(tmp_path / "audit.json", plan, [audit.finish(set())])
+        write_audit(tmp_path / "audit.json", plan, [audit.finish(set())], learns=False)
 
 
 def test_a_stored_weight_that_is_not_its_master_rounded_fails(parts, tmp_path):
@@ -157,6 +161,22 @@ def test_a_stored_weight_that_is_not_its_master_rounded_fails(parts, tmp_path):
     audit = RankAudit(plan.ranks[0], {0: chunk}, optimizer, masters.by_name)
     masters.by_name["llm.norm.weight"].data += 0.5
     with pytest.raises(AuditError, match=r"llm\.norm\.weight computes with other values than were trained"):
-        write_audit(tmp_path / "audit.json", plan, [audit.finish({"llm.norm.weight"})])
+        write_audit(tmp_path / "audit.json", plan, [audit.finish({"llm.norm.weight"})], learns=False)
     masters.write_back()
-    write_audit(tmp_path / "audit.json", plan, [audit.finish({"llm.norm.weight"})])
+    write_audit(tmp_path / "audit.json", plan, [audit.finish({"llm.norm.weight"})], learns=False)
+
+
+def test_a_run_in_which_nothing_trained_fails_unless_its_learning_rate_is_zero(rank, tmp_path):
+    plan, chunks, optimizer, masters = rank
+    record = RankAudit(plan.ranks[0], chunks, optimizer, masters).finish(set())
+    found = write_audit(tmp_path / "audit.json", plan, [record], learns=False)
+    assert found.startswith("0 of 4 trainable tensors moved")
+    with pytest.raises(AuditError, match="nothing trained: in no step did a gradient reach any of projector"):
+        write_audit(tmp_path / "audit.json", plan, [record], learns=True)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name_before_the_run(rank):
+    plan, chunks, optimizer, masters = rank
+    dict(chunks[0].global_parameters())["llm.layers.1.mlp.down_proj.weight"].data[0, 0] = float("inf")
+    with pytest.raises(UserError, match=r"llm\.layers\.1\.mlp\.down_proj\.weight holds NaN or infinity"):
+        RankAudit(plan.ranks[0], chunks, optimizer, masters)

@@ -158,6 +158,10 @@ def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
         ("optimizer.warmup_fraction=2", "optimizer.warmup_fraction: 2 is not allowed; needs a number >= 0 and <= 1 ("),
         ("optimizer.clip_norm=0", "optimizer.clip_norm: 0 is not allowed; needs a number > 0 or null (global gradient"),
         ("optimizer.betas=[0.9]", "optimizer.betas: [0.9] is not allowed; needs a list of 2 numbers >= 0 and < 1 ("),
+        (
+            "model.trainable=llm.head",
+            "model.trainable: 'llm.head' is not allowed; needs a non-empty list of texts; write [llm.head]",
+        ),
         ("model.llm.dtype=fp16", "model.llm.dtype: 'fp16' is not allowed; needs one of float32, bfloat16 (storage"),
         (
             "model.vision.dtype=fp16",

@@ -72,6 +72,16 @@ def test_examples_in_the_help_name_configs_that_exist(tmp_path):
 # ---- --plan
 
 
+def test_a_reader_that_leaves_early_is_no_error(tiny, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, *LAUNCH, str(tiny / "config.yaml"), "--plan", f"run.dir={tmp_path}"]
+    ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert ran.returncode == 0 and ran.stderr == ""
+    assert (tmp_path / "tiny" / "plan.json").exists()
+
+
 def test_the_shipped_configs_include_one_of_72b():
     assert len(CONFIGS) >= 4
     assert any("72" in path.name for path in CONFIGS)
@@ -172,10 +182,15 @@ def test_ctrl_c_ends_all_within_10_seconds_with_exit_code_130(tiny, tmp_path):
     assert re.fullmatch(r"error: stopped by Ctrl-C; rank 0 \(stage 0\) was in step \d+ .*\nlog: .*\n", command.stderr)
 
 
-def test_kill_9_of_the_launcher_leaves_no_orphan(tiny, tmp_path):
+def test_a_running_run_keeps_its_folder_and_kill_9_of_its_launcher_leaves_no_orphan(tiny, tmp_path):
     arguments, folder = started(tiny, tmp_path)
     with running(arguments, tmp_path) as command:
         wait_until_it_trains(command, folder)
+        second = subprocess.run(
+            [sys.executable, *map(str, arguments), "run.overwrite=true"], capture_output=True, text=True, timeout=60
+        )
+        assert second.returncode == 2 and "in use by a run that is still going" in second.stderr
+        assert steps_done(folder) >= 2, "the running one keeps its files"
         os.kill(command.process.pid, signal.SIGKILL)
         command.process.wait()
         assert command.seconds_until_gone(timeout=20) < 10

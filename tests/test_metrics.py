@@ -106,3 +106,18 @@ def read(descriptor: int) -> bytes:
         return os.read(descriptor, 65536)
     except OSError:  # Linux ends a terminal without writers with EIO
         return b""
+
+
+def test_a_disk_that_fills_up_leaves_whole_lines_and_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    script = (
+        "import resource, sys, pathlib; from mmtrain.metrics import Metrics\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "metrics = Metrics(pathlib.Path(sys.argv[1]))\n"
+        "for step in range(1000): metrics.write(step=step, text='x' * 30)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60)
+    assert ran.returncode != 0 and str(path) in ran.stderr.splitlines()[-1]
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == list(range(len(steps))) and len(steps) > 10
+    assert path.read_text().endswith("\n")

@@ -8,7 +8,7 @@ import yaml
 from mmtrain.config import load_config
 from mmtrain.errors import UserError
 from mmtrain.plan.planner import make_plan
-from mmtrain.run_folder import prepare_folder, run_folder
+from mmtrain.run_folder import claimed, prepare_folder, run_folder
 
 
 def prepare(tiny: Path, runs: Path, *overrides: str) -> Path:
@@ -57,3 +57,19 @@ def test_what_a_start_that_failed_at_once_left_is_replaced(tiny, tmp_path):
         (folder / name).write_text("from the failed start")
     prepare(tiny, tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "plan.json"]
+
+
+def test_a_folder_is_claimed_by_one_run_at_a_time(tmp_path):
+    folder = tmp_path / "runs" / "name"
+    with claimed(folder):
+        with pytest.raises(UserError, match="in use by a run that is still going"), claimed(folder):
+            pass
+        with claimed(tmp_path / "runs" / "other"):
+            pass
+    with claimed(folder):
+        pass
+
+
+def test_a_home_folder_is_meant_by_a_tilde(tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_folder(load_config(tiny / "config.yaml", ["run.dir=~/runs"])) == tmp_path / "runs" / "tiny"

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from timm.models import PretrainedCfg
 
 from mmtrain.errors import UserError
@@ -59,7 +59,8 @@ def decode_image(content: bytes, where: str) -> Image.Image:
         image = Image.open(io.BytesIO(content))
         image.load()
     except DECODE_ERRORS as error:
-        raise UserError(f"{where}: not a readable image ({error}); replace or remove this sample") from error
+        reason = "no image format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+        raise UserError(f"{where}: not a readable image ({reason}); replace or remove this sample") from error
     return image
 
 

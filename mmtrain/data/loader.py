@@ -30,7 +30,7 @@ from mmtrain.data.samples import Pack, PackedBatch, Sample, make_batch, pack, re
 from mmtrain.data.shards import expand_shards, read_members
 from mmtrain.data.templates import TEMPLATES
 from mmtrain.errors import UserError
-from mmtrain.plan.shapes import model_folder, vision_shape
+from mmtrain.plan.shapes import llm_shape, model_folder, vision_shape
 from mmtrain.rank import die_with_parent
 
 SHUFFLE_WINDOW = 512  # samples, held in memory with their images' bytes
@@ -53,7 +53,9 @@ class PackedBatches:
         self.tokenizer = load_tokenizer(config.model.llm.path)
         vision = config.model.vision
         self.template = TEMPLATES[config.data.template](
-            self.tokenizer, vision_shape(vision.name, vision.select_layer).tokens_per_image
+            self.tokenizer,
+            vision_shape(vision.name, vision.select_layer).tokens_per_image,
+            llm_shape(config.model.llm.path).vocab_size,
         )
         self.transform = image_transform(vision.name)
 

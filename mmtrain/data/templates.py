@@ -19,7 +19,7 @@ class PlainTemplate:
     line break where this ends it with EOS.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens_per_image: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens_per_image: int, vocab_size: int) -> None:
         """Raises UserError for a tokenizer without EOS: the LLM would be taught captions that never end."""
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -28,6 +28,7 @@ class PlainTemplate:
             )
         self.tokenizer = tokenizer
         self.tokens_per_image = tokens_per_image
+        self.vocab_size = vocab_size
         bos = tokenizer.bos_token_id
         self.prefix = [bos] if bos is not None and tokenizer("a").input_ids[:1] == [bos] else []
 
@@ -41,6 +42,11 @@ class PlainTemplate:
             raise UserError(f"{sample.where}: {IMAGE_MARK} in the caption; the plain template puts images before it")
         supervised = [*self.tokenizer(caption, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
         context = self.prefix + [IMAGE_POSITION] * (self.tokens_per_image * len(sample.images))
+        if max(supervised) >= self.vocab_size:
+            raise UserError(
+                f"{sample.where}: the tokenizer of {self.tokenizer.name_or_path} makes token {max(supervised)}, but "
+                f"the model's embedding has {self.vocab_size} rows: the two do not belong together"
+            )
         labels = [IGNORE] * len(context) + supervised
         return Document(sample, (*context, *supervised), (*labels[1:], IGNORE))
 

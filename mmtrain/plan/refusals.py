@@ -14,9 +14,11 @@ from mmtrain.plan.cut import RESERVED_SHARE, StageCosts, can_fit, find_cut, give
 from mmtrain.plan.layout import bytes_text, stage_of
 from mmtrain.plan.shapes import matches
 
+_LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.weight$")
+
 
 def check_layout(config: RunConfig, models: Models) -> None:
-    """Raises UserError for more stages than layers, boundaries past the last layer, packs too short for an image."""
+    """Raises UserError for more stages than layers, boundaries past the last layer, unfit packs."""
     decoder = len(models.llm.decoder)
     if config.parallel.pipeline > decoder + 2:
         raise UserError(
@@ -29,6 +31,14 @@ def check_layout(config: RunConfig, models: Models) -> None:
             f"parallel.boundaries: {list(boundaries)}: {config.model.llm.path} has {decoder} decoder layers, so the "
             f"last stage begins at layer {decoder} (the head alone) at the latest"
         )
+    for table in models.llm.front:
+        if _LEARNED_POSITIONS.search(table.name):
+            positions = table.shape[0] - (2 if models.llm.model_type == "opt" else 0)  # opt's first two rows are unused
+            if config.data.pack_length > positions:
+                raise UserError(
+                    f"data.pack_length: {config.data.pack_length} tokens, but {config.model.llm.path} has learned "
+                    f"{positions} positions ({table.name}): at most {positions}"
+                )
     image = models.vision.tokens_per_image
     if config.data.pack_length <= image:
         raise UserError(
@@ -45,7 +55,7 @@ def check_trainable(config: RunConfig, models: Models) -> None:
         if not found:
             nearest = _nearest(pattern, names)
             raise UserError(
-                f"model.trainable: {pattern} matches no parameter that runs; "
+                f"model.trainable: {pattern!r} matches no parameter that runs; "
                 + (f"nearest: {', '.join(nearest)}" if nearest else f"names look like {names[0]} and {names[-1]}")
             )
         tied = [name for name in found if name in ("llm.embedding.weight", "llm.head.weight")]

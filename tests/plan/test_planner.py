@@ -455,6 +455,13 @@ def test_packs_too_short_for_an_image_are_refused(config_file) -> None:
     plan_of(config_file, "data.pack_length=1024")
 
 
+def test_packs_longer_than_a_table_of_learned_positions_are_refused(tiny, make_tiny, tmp_path) -> None:
+    folder = make_tiny.make_tiny_llm(tmp_path / "gpt2", family="gpt2", max_position_embeddings=256)
+    message = refusal(tiny / "config.yaml", f"model.llm.path={folder}", "data.pack_length=257")
+    assert "data.pack_length: 257" in message and "learned 256 positions" in message
+    plan_of(tiny / "config.yaml", f"model.llm.path={folder}", "data.pack_length=256")
+
+
 @pytest.mark.parametrize(
     ("pattern", "nearest"),
     [
@@ -466,7 +473,7 @@ def test_packs_too_short_for_an_image_are_refused(config_file) -> None:
 )
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(config_file, pattern, nearest) -> None:
     message = refusal(config_file, f"model.trainable=[projector, {pattern}]")
-    assert f"model.trainable: {pattern} matches no parameter" in message
+    assert f"model.trainable: '{pattern}' matches no parameter" in message
     assert nearest in message.split("nearest: ")[1].split(", ")
 
 
