@@ -46,10 +46,11 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 class RankAudit:
-    """One rank's watch over its tensors, from loading to the end. Raises AuditError at the first contradiction.
+    """One rank's watch over its tensors, from loading to the end.
 
     `masters` are the fp32 weights of what trains, by global name: their movement counts, since an update can be too
-    small to show in bf16. Frozen are all other parameters, and the buffers that checkpoints hold.
+    small to show in bf16. Frozen are all other parameters, and the buffers that checkpoints hold. Raises AuditError
+    where the rank holds something else than the plan says, UserError for weights that are not finite.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class RankAudit:
 
     def _check_finite(self) -> None:
         """Raises UserError naming a tensor that was loaded with NaN or infinity: no step could come out right."""
-        for name, tensor in self.frozen.items():
+        for name, tensor in {**self.frozen, **self.masters}.items():
             if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
                 raise UserError(f"{name} holds NaN or infinity: the model's files are damaged; download them again")
 

@@ -175,8 +175,9 @@ def test_a_run_in_which_nothing_trained_fails_unless_its_learning_rate_is_zero(r
         write_audit(tmp_path / "audit.json", plan, [record], learns=True)
 
 
-def test_weights_that_are_not_finite_are_refused_by_name_before_the_run(rank):
+@pytest.mark.parametrize("name", ["llm.layers.1.mlp.down_proj.weight", "projector.linear_2.weight"])
+def test_weights_that_are_not_finite_are_refused_by_name_before_the_run(rank, name):
     plan, chunks, optimizer, masters = rank
-    dict(chunks[0].global_parameters())["llm.layers.1.mlp.down_proj.weight"].data[0, 0] = float("inf")
-    with pytest.raises(UserError, match=r"llm\.layers\.1\.mlp\.down_proj\.weight holds NaN or infinity"):
+    dict(chunks[0].global_parameters())[name].data[0, 0] = float("inf")
+    with pytest.raises(UserError, match=f"{name} holds NaN or infinity"):
         RankAudit(plan.ranks[0], chunks, optimizer, masters)

@@ -81,9 +81,7 @@ def image_transform(name: str) -> ImageTransform:
         size = size[-1] if isinstance(size, list) else size
         return _transform(name, size, facts["mean"], facts["std"], facts["interpolation"])
     facts = read_json(folder / "preprocessor_config.json")
-    size = config.get("vision_config", config).get(
-        "image_size", 224
-    )  # 224: default of CLIPVisionConfig, SiglipVisionConfig
+    size = config.get("vision_config", config).get("image_size", 224)  # as CLIPVisionConfig and SiglipVisionConfig
     interpolation = Image.Resampling(facts.get("resample", Image.Resampling.BICUBIC)).name
     return _transform(name, size, facts["image_mean"], facts["image_std"], interpolation)
 

@@ -32,7 +32,7 @@ def expand_shards(shards: str | Sequence[str]) -> tuple[Path, ...]:
     patterns = (shards,) if isinstance(shards, str) else tuple(shards)
     found: list[Path] = []
     for pattern in patterns:
-        if ":" in pattern and not Path(pattern).exists():
+        if "://" in pattern or pattern.startswith("pipe:"):
             raise UserError(f"data.shards: {pattern!r} is a URL or a command; shards are read from local files only")
         for name in expand_urls(pattern):
             whole = Path(name).expanduser()

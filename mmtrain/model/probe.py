@@ -4,8 +4,8 @@ config.json --child process: tiny model of the family, parity.py--> two differen
 
 A family may do anything in its forward, and most faults of staging or packing raise no error: they train a wrong model.
 So every new combination of config, cut points and versions is tried once, in 0.3-3 s, and remembered in the user's
-cache. The work is done in a forked child: the calling process runs no torch operation (ranks are forked from it later),
-and a model that hangs or crashes takes nothing else down.
+cache. The work is done in a forked child: a model that hangs or crashes takes nothing else down, and the launcher
+need not import torch.
 """
 
 from __future__ import annotations

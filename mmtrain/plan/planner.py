@@ -19,7 +19,7 @@ from mmtrain.plan.refusals import check_layout, check_trainable, does_not_fit
 from mmtrain.plan.schedule import Op, Schedule, training_schedule
 from mmtrain.plan.shapes import llm_shape, matches, projector_parameters, vision_shape
 
-__all__ = ["Flops", "Plan", "RankPlan", "StagePlan", "idle_share", "make_plan", "render"]
+__all__ = ["Flops", "Plan", "RankPlan", "StagePlan", "make_plan", "render", "simulate"]
 
 
 def make_plan(config: RunConfig, device_memory_bytes: int | None = None) -> Plan:
@@ -133,9 +133,9 @@ def _estimate(costs: StageCosts, cut: Cut, schedule: Schedule) -> _Estimate:
     needs = [costs.need(stage, cut[stage], cut[stage + 1]) for stage in range(len(schedule))]
     forward = [sum(x.flops.forward for x in costs.layers[a:b]) for a, b in itertools.pairwise(cut)]
     backward = [need.work - f for need, f in zip(needs, forward, strict=True)]
-    time, busy = _simulate(schedule, forward, backward)
+    time, idle = simulate(schedule, forward, backward)
     work = sum(need.work for need in needs)
-    return _Estimate(needs, [need.work / work for need in needs], time, [1 - b / time for b in busy])
+    return _Estimate(needs, [need.work / work for need in needs], time, list(idle))
 
 
 def _uniform(costs: StageCosts, time: float) -> UniformCut | None:
@@ -156,21 +156,13 @@ def _uniform(costs: StageCosts, time: float) -> UniformCut | None:
     )
 
 
-def idle_share(
+def simulate(
     schedule: Schedule, forward_seconds: Sequence[float], backward_seconds: Sequence[float]
-) -> tuple[float, ...]:
-    """Share of a step in which each pipeline rank waits, when each stage's forward and backward take this long.
+) -> tuple[float, tuple[float, ...]]:
+    """Seconds of a step, and the share of it in which each pipeline rank waits, given each stage's seconds.
 
     Runs the schedule's own lists; messages, loading and the step's end take no time.
     """
-    time, busy = _simulate(schedule, forward_seconds, backward_seconds)
-    return tuple(1 - b / time for b in busy)
-
-
-def _simulate(
-    schedule: Schedule, forward_seconds: Sequence[float], backward_seconds: Sequence[float]
-) -> tuple[float, list[float]]:
-    """(seconds of a step, busy seconds per rank)."""
     lists = [[x for x in rank if x.op in (Op.FORWARD, Op.BACKWARD)] for rank in schedule]
     last = len(forward_seconds) - 1
     done: dict[tuple[Op, int, int], float] = {}
@@ -193,4 +185,5 @@ def _simulate(
                 at[rank] += 1
                 moved = True
     assert all(a == len(computes) for a, computes in zip(at, lists, strict=True)), "the schedule cannot finish"
-    return max(clock), busy
+    time = max(clock)
+    return time, tuple(1 - b / time for b in busy)

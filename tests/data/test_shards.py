@@ -107,3 +107,10 @@ def test_long_names_of_both_tar_formats_count_as_one_file(tmp_path, form):
         member.size = 2
         tar.addfile(member, io.BytesIO(b"{}"))
     assert [sample["__key__"] + ".json" for sample in read_members(path)] == [name]
+
+
+def test_a_colon_in_a_folder_name_is_no_url(tmp_path):
+    folder = tmp_path / "2026-11-20 13:15"
+    folder.mkdir()
+    (folder / "a.tar").write_bytes(b"")
+    assert expand_shards(f"{folder}/*.tar") == (folder / "a.tar",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -148,17 +148,20 @@ def test_flops_are_those_that_torch_counts(family: str, values: dict) -> None:
     assert trained.dgrad + trained.wgrad == pytest.approx(backward, rel=0.02)
 
 
+def training_each_alone(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, int, Flops]]:
+    """Each parameter of the layer, with torch's count of the backward and ours when it alone trains."""
+    for name, parameter in model.named_parameters():
+        if name.startswith("layers.0."):
+            parameter.requires_grad_(True)
+            _, backward = measured(model, input_gradient=False)
+            parameter.requires_grad_(False)
+            yield name, parameter, backward, total(block_of(model, [name]), False)[0]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "glm4", "starcoder2"])
 def test_training_any_one_matrix_costs_the_gradients_behind_it_and_its_own(family: str) -> None:
     """Nothing upstream trains: each parameter alone decides how far back the layer's backward goes."""
-    model = one_layer(family)
-    for name, parameter in model.named_parameters():
-        if not name.startswith("layers.0."):
-            continue
-        parameter.requires_grad_(True)
-        _, backward = measured(model, input_gradient=False)
-        parameter.requires_grad_(False)
-        flops, _ = total(block_of(model, [name]), False)
+    for name, parameter, backward, flops in training_each_alone(one_layer(family)):
         unneeded = 3 * 2 * 256 * TOKENS * TOKENS  # of attention's four gradients; v_proj alone needs one of them
         assert backward * 0.98 <= flops.dgrad + flops.wgrad <= backward * 1.02 + unneeded, name
         assert flops.wgrad == (2 * parameter.numel() * TOKENS if parameter.ndim > 1 else 0), name
@@ -166,14 +169,7 @@ def test_training_any_one_matrix_costs_the_gradients_behind_it_and_its_own(famil
 
 @pytest.mark.parametrize(("family", "values"), [("qwen3_moe", MOE), ("deepseek_v3", MLA), ("cohere2", {})])
 def test_branches_that_do_not_feed_one_another_are_never_underestimated(family: str, values: dict) -> None:
-    model = one_layer(family, **values)
-    for name, parameter in model.named_parameters():
-        if not name.startswith("layers.0."):
-            continue
-        parameter.requires_grad_(True)
-        _, backward = measured(model, input_gradient=False)
-        parameter.requires_grad_(False)
-        flops, _ = total(block_of(model, [name]), False)
+    for name, _, backward, flops in training_each_alone(one_layer(family, **values)):
         assert flops.dgrad + flops.wgrad >= 0.98 * backward, name
 
 

@@ -21,7 +21,7 @@ from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.costs import LayerCost
 from mmtrain.plan.cut import RESERVED_SHARE, Setting, StageCosts, best_cut, can_fit, smallest_cut
 from mmtrain.plan.layout import Plan
-from mmtrain.plan.planner import idle_share, make_plan, render
+from mmtrain.plan.planner import make_plan, render, simulate
 from mmtrain.plan.schedule import check_schedule, training_schedule
 from mmtrain.plan.shapes import llm_shape
 
@@ -204,7 +204,7 @@ def test_of_equally_fast_cuts_the_most_even_one_is_taken() -> None:
 
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(1, 3), (2, 8), (4, 4), (4, 8), (8, 8)])
 def test_equal_stages_idle_by_the_known_share(pipeline: int, microbatches: int) -> None:
-    idle = idle_share(training_schedule(pipeline, microbatches, 0), [1.0] * pipeline, [1.0] * pipeline)
+    _, idle = simulate(training_schedule(pipeline, microbatches, 0), [1.0] * pipeline, [1.0] * pipeline)
     assert idle == pytest.approx([(pipeline - 1) / (microbatches + pipeline - 1)] * pipeline)
 
 
@@ -213,11 +213,12 @@ def test_a_step_by_hand_has_the_idle_shares_of_its_drawing() -> None:
 
     Rank 0: F0 0-1, F1 1-2, B0 4-7, B1 7-10. Rank 1: F0 1-3, B0 3-4, F1 4-6, B1 6-7.
     """
-    assert idle_share(training_schedule(2, 2, 0), [1, 2], [3, 1]) == pytest.approx((0.2, 0.4))
+    time, idle = simulate(training_schedule(2, 2, 0), [1, 2], [3, 1])
+    assert time == 10 and idle == pytest.approx((0.2, 0.4))
 
 
 def test_forward_only_ranks_do_not_wait_for_gradients() -> None:
-    idle = idle_share(training_schedule(2, 8, 1), [2, 1], [0, 1])
+    _, idle = simulate(training_schedule(2, 8, 1), [2, 1], [0, 1])
     assert idle == pytest.approx((1 - 16 / 18, 1 - 16 / 18))
 
 
