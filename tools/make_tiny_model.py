@@ -21,7 +21,6 @@ import difflib
 import io
 import json
 import random
-import tarfile
 from pathlib import Path
 
 import timm
@@ -38,6 +37,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
+
+from mmtrain.data.sharding import KeyedSample, write_shard
 
 COLOURS = {
     "red": (214, 40, 40),
@@ -220,22 +221,20 @@ def make_tiny_shards(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
+
+    def draw_images() -> int:
+        kind = draw.random()
+        return 0 if kind < text_only_fraction else 2 if kind < text_only_fraction + two_image_fraction else 1
+
     paths = [folder / f"tiny-{number:05d}.tar" for number in range(shards)]
     for number, path in enumerate(paths):
-        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for index in range(number * samples // shards, (number + 1) * samples // shards):
-                kind = draw.random()
-                if kind < text_only_fraction:
-                    images = 0
-                elif kind < text_only_fraction + two_image_fraction:
-                    images = 2
-                else:
-                    images = 1
-                _add_sample(tar, f"{index:06d}", images, draw)
+        path.unlink(missing_ok=True)
+        indices = range(number * samples // shards, (number + 1) * samples // shards)
+        write_shard(path, (_make_sample(f"{index:06d}", draw_images(), draw) for index in indices))
     return paths
 
 
-def _add_sample(tar: tarfile.TarFile, key: str, images: int, draw: random.Random) -> None:
+def _make_sample(key: str, images: int, draw: random.Random) -> KeyedSample:
     scenes = [draw_scene(draw) for _ in range(max(images, 1))]
     suffix = "jpg" if draw.randrange(3) == 0 else "png"
     names = [f"{key}.{suffix}"] if images == 1 else [f"{key}.{number}.{suffix}" for number in range(images)]
@@ -247,12 +246,7 @@ def _add_sample(tar: tarfile.TarFile, key: str, images: int, draw: random.Random
     }
     if images:
         record["image"] = names[0] if images == 1 else names
-    members = [(f"{key}.json", json.dumps(record).encode())]
-    members += [(name, paint(scene, suffix)) for name, scene in zip(names, scenes, strict=False)]
-    for name, content in members:
-        member = tarfile.TarInfo(name)
-        member.size = len(content)
-        tar.addfile(member, io.BytesIO(content))
+    return key, record, [(suffix, paint(scene, suffix)) for scene in scenes[:images]]
 
 
 def draw_scene(draw: random.Random) -> dict:

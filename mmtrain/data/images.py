@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import difflib
 import io
-import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +20,10 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from timm.models import PretrainedCfg
 
+from mmtrain.data.records import DECODE_ERRORS, IMAGE_FORMATS
+from mmtrain.demo.names import is_demo
 from mmtrain.errors import UserError
 from mmtrain.plan.model_files import model_folder, read_json
-
-# What Pillow's decoders raise on damaged files, beyond the OSError that they document.
-DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True)
@@ -56,10 +53,10 @@ class ImageTransform:
 def decode_image(content: bytes, where: str) -> Image.Image:
     """Decode an image file's bytes; raises UserError naming `where` for what Pillow cannot read to its end."""
     try:
-        image = Image.open(io.BytesIO(content))
+        image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
         image.load()
     except DECODE_ERRORS as error:
-        reason = "no image format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+        reason = f"none of {', '.join(IMAGE_FORMATS)}" if isinstance(error, UnidentifiedImageError) else error
         raise UserError(f"{where}: not a readable image ({reason}); replace or remove this sample") from error
     return image
 
@@ -94,8 +91,8 @@ def _transform(name: str, size: int, mean: list[float], std: list[float], interp
 
 
 def is_timm_name(name: str) -> bool:
-    """Whether `name` is looked up in timm's registry; folders and hub ids (owner/name) are not."""
-    return "/" not in name and not Path(name).expanduser().exists()
+    """Whether `name` is looked up in timm's registry; folders, hub ids (owner/name) and `demo:vision` are not."""
+    return "/" not in name and not is_demo(name) and not Path(name).expanduser().exists()
 
 
 def timm_config(name: str) -> PretrainedCfg:

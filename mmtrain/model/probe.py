@@ -23,6 +23,7 @@ from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from mmtrain.cache import cache_folder
 from mmtrain.errors import UserError
 from mmtrain.plan.families import check_family
 from mmtrain.plan.model_files import model_folder, read_json
@@ -44,7 +45,7 @@ def probe(path: str, cut_points: Sequence[int], *, timeout_seconds: float = 60) 
     folder = model_folder(path)
     config_json = read_json(folder / "config.json")
     check_family(config_json)
-    record = cache_folder() / f"{_fingerprint(folder, cut_points)}.json"
+    record = cache_folder("probe") / f"{_fingerprint(folder, cut_points)}.json"
     if record.is_file():
         return
     family = config_json["model_type"]
@@ -71,11 +72,6 @@ def refuse_differences(family: str, staged: float, packed: float) -> None:
             f"{family} cannot be packed: documents in one pack differ from the same documents alone by {packed:.1e} "
             f"(at most {PACKED_BOUND:.0e} is rounding); {advice}"
         )
-
-
-def cache_folder() -> Path:
-    """Where results of earlier probes lie: $XDG_CACHE_HOME/mmtrain/probe, or ~/.cache/mmtrain/probe."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mmtrain" / "probe"
 
 
 def _fingerprint(folder: Path, cut_points: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ import os
 import re
 from pathlib import Path
 
+from mmtrain.demo.names import demo_model, is_demo
 from mmtrain.errors import UserError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -44,7 +45,9 @@ def cached_snapshot(hub_id: str) -> Path | None:
 
 
 def find_model_folder(path: str) -> Path | None:
-    """The folder of a model given as a path or as a cached hub id; None where there is neither."""
+    """The folder of a model given as a path, as a cached hub id or as `demo:llm`; None where there is none."""
+    if is_demo(path):
+        return demo_model(path)
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder

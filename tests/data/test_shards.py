@@ -5,7 +5,8 @@ import tarfile
 import pytest
 import webdataset
 
-from mmtrain.data.shards import check_archive, expand_shards, read_members
+from mmtrain.data.shard_list import check_archive
+from mmtrain.data.shards import read_members
 from mmtrain.errors import UserError
 
 
@@ -27,35 +28,6 @@ def three_samples(tmp_path):
     return write_tar(
         tmp_path / "s.tar", [(f"{key}.{suffix}", b"x" * 700) for key in "abc" for suffix in ("json", "PNG")]
     )
-
-
-def test_paths_globs_brace_ranges_and_lists_expand_in_order(tmp_path):
-    for number in (0, 1, 2, 10):
-        (tmp_path / f"s-{number:02}.tar").touch()
-    names = lambda shards: [path.name for path in expand_shards(shards)]  # noqa: E731
-    assert names(f"{tmp_path}/s-01.tar") == ["s-01.tar"]
-    assert names(f"{tmp_path}/*.tar") == ["s-00.tar", "s-01.tar", "s-02.tar", "s-10.tar"]
-    assert names(f"{tmp_path}/s-{{02..00}}.tar") == ["s-02.tar", "s-01.tar", "s-00.tar"]
-    assert names((f"{tmp_path}/s-10.tar", f"{tmp_path}/s-0?.tar")) == ["s-10.tar", "s-00.tar", "s-01.tar", "s-02.tar"]
-
-
-@pytest.mark.parametrize(
-    ("shards", "message"),
-    [
-        ("{}/none-*.tar", r"no file .*none-\*\.tar"),
-        ("{}/s-{{00..01}}.tar", r"no file .*s-01\.tar \(from "),
-        ((), "the list is empty"),
-        (("{}/s-00.tar", "{}/*.tar"), r"s-00\.tar is named twice"),
-        ("{}", "is no file; name the tars in it"),
-        ("pipe:cat {}/s-00.tar", "local files only"),
-        ("https://example.org/s-{{00..01}}.tar", "local files only"),
-    ],
-)
-def test_shards_that_cannot_be_listed_are_refused(tmp_path, shards, message):
-    (tmp_path / "s-00.tar").touch()
-    fill = lambda pattern: pattern.format(tmp_path)  # noqa: E731
-    with pytest.raises(UserError, match=message):
-        expand_shards(fill(shards) if isinstance(shards, str) else tuple(map(fill, shards)))
 
 
 def test_every_member_is_read_once_in_order(three_samples):
@@ -107,10 +79,3 @@ def test_long_names_of_both_tar_formats_count_as_one_file(tmp_path, form):
         member.size = 2
         tar.addfile(member, io.BytesIO(b"{}"))
     assert [sample["__key__"] + ".json" for sample in read_members(path)] == [name]
-
-
-def test_a_colon_in_a_folder_name_is_no_url(tmp_path):
-    folder = tmp_path / "2026-11-20 13:15"
-    folder.mkdir()
-    (folder / "a.tar").write_bytes(b"")
-    assert expand_shards(f"{folder}/*.tar") == (folder / "a.tar",)

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from mmtrain.cache import cache_folder
 from mmtrain.errors import UserError
 from mmtrain.model.bookends import decoder_layers
 from mmtrain.model.language import LanguageSlice, slice_of
 from mmtrain.model.parity import Differences, measure_differences
-from mmtrain.model.probe import cache_folder, probe, refuse_differences
+from mmtrain.model.probe import probe, refuse_differences
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +137,7 @@ def write_config(folder, family: str, **options) -> str:
 
 
 def records() -> list[dict]:
-    return [json.loads(file.read_text()) for file in sorted(cache_folder().glob("*.json"))]
+    return [json.loads(file.read_text()) for file in sorted(cache_folder("probe").glob("*.json"))]
 
 
 def test_a_70b_config_passes_at_full_depth_and_is_remembered(tmp_path):
