@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,7 +128,11 @@ class DataSection(Section):
         description="webdataset tars: a path, a glob, a brace range, or a list"
     )
     pack_length: PositiveInt = Field(2048, description="tokens in a pack")
-    template: Literal["plain"] = Field("plain", description="conversation template")
+    template: Literal["plain", "chat"] = Field(
+        "plain",
+        description="how a conversation becomes tokens. plain (LLaVA's stage 1): images, then the one answer, the "
+        "question dropped; chat: all turns through the model's own chat template, every answer supervised",
+    )
     overlong: Literal["skip", "refuse"] = Field("skip", description="what to do with a sample longer than a pack")
     workers: NonNegativeInt = Field(2, description="processes that decode ahead, on ranks that read data")
     expected_text_tokens: PositiveInt = Field(
@@ -154,6 +159,27 @@ class OptimizerSection(Section):
     clip_norm: Annotated[Float, Field(gt=0)] | None = Field(1.0, description="global gradient norm limit; null: none")
 
 
+class EvalSection(Section):
+    shards: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
+        None,
+        description="held-out webdataset tars, read with data's template and pack_length; null: no evaluation",
+    )
+    every_steps: PositiveInt | None = Field(
+        None, description="steps between two evaluations; null: only before the first and after the last step"
+    )
+    max_samples: PositiveInt | None = Field(
+        None, description="evaluate the first so many samples only; null: all, and all stay in memory"
+    )
+    show_answers: NonNegativeInt = Field(
+        6, description="held-out questions to answer, word by word, at the end of the run; 0: none"
+    )
+    permuted_control: bool = Field(
+        True,
+        description="at the end evaluate once more with the images exchanged among the samples, as a control: answers "
+        "that stay right do not come from the images",
+    )
+
+
 class RunConfig(Section):
     run: RunSection
     model: ModelSection
@@ -161,6 +187,7 @@ class RunConfig(Section):
     data: DataSection
     train: TrainSection
     optimizer: OptimizerSection = OptimizerSection()
+    eval: EvalSection = EvalSection()
 
     @model_validator(mode="after")
     def _steps_divide_into_microbatches(self) -> Self:
@@ -232,8 +259,9 @@ def _apply(content: dict, override: str) -> None:
             raise UserError(f"override {override!r}: {part} is {inner!r}, which has no keys below it")
         content = inner
     # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML alias.
-    plain = field is not None and str in (field.annotation, *typing.get_args(field.annotation))
-    is_text = plain and not text.startswith(("[", '"', "'"))
+    kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
+    is_null = text == "null" and types.NoneType in kinds
+    is_text = str in kinds and not is_null and not text.startswith(("[", '"', "'"))
     content[path[-1]] = text if is_text else parse_yaml(text, f"override {override!r}")
 
 

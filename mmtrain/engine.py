@@ -37,10 +37,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mmtrain.config import RunConfig
 from mmtrain.data.samples import PackedBatch
+from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Chunk
 from mmtrain.optimizer import MasterWeights, clip_coefficient, learning_rate, make_optimizer
 from mmtrain.plan.planner import Plan
-from mmtrain.plan.schedule import Instruction, Op, forward_schedule
+from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule
 
 
 class NonFiniteError(RuntimeError):
@@ -51,21 +52,38 @@ class NonFiniteError(RuntimeError):
 class StepResult:
     """One training step, the same on every rank.
 
-    `loss` is in nats per supervised token of the whole step (None without any); `grad_norm` is the global L2 norm of
-    that loss's gradient before clipping; `tokens` leaves padding out; `overlong` counts samples longer than a pack that
-    were skipped on the way; `no_update` says why no update was made, None when one was.
+    `epoch`, from 0, is that of the step's last pack; `loss` is in nats per supervised token of the whole step (None
+    without any); `grad_norm` is the global L2 norm of that loss's gradient before clipping; `tokens` leaves padding
+    out; `overlong` counts samples longer than a pack that were skipped on the way; `no_update` says why no update was
+    made, None when one was.
     """
 
     step: int
+    epoch: int
     loss: float | None
-    supervised_tokens: int
-    tokens: int
-    samples: int
-    images: int
-    overlong: int
     grad_norm: float
     lr: float
+    samples: int
+    images: int
+    tokens: int
+    supervised_tokens: int
+    overlong: int
     no_update: str | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sums over the micro-batches of all replicas, the same on every rank; `loss_sum` is in nats.
+
+    An answer is a maximal run of supervised positions; it is exact if each of its tokens, end mark included, is the arg
+    max given the true tokens before it.
+    """
+
+    loss_sum: float
+    supervised_tokens: int
+    correct_tokens: int
+    answers: int
+    exact_answers: int
 
 
 def join_process_group(device: torch.device, timeout_seconds: int) -> None:
@@ -148,13 +166,15 @@ class FrozenPipelineEngine(PipelineEngine):
         self.step_index = 0
         self.saw_gradient: set[str] = set()
         """Trainable parameters that have had a non-zero gradient in an applied step: these must have moved."""
+        self.predicted: dict[int, torch.Tensor] = {}
+        """Last stage: arg max at the supervised positions (S,), row-major, by micro-batch of the latest `evaluate`."""
 
         timeout = timedelta(seconds=config.parallel.timeout_seconds)
         self.host_group = dist.new_group(backend="gloo", timeout=timeout) if self.device.type == "cuda" else None
         """All ranks, for CPU tensors and objects (None: the default group carries them)."""
         self._training = True
         self._last_stage = plan.pipeline - 1
-        self._evaluation_schedule = forward_schedule(plan.pipeline, plan.microbatches_per_step)
+        self._forward_schedules: dict[int, Schedule] = {}  # by number of micro-batches
         self._channels = self._open_channels(timeout)
         width = next(iter(self.chunks.values())).language.hidden_size
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
@@ -207,14 +227,20 @@ class FrozenPipelineEngine(PipelineEngine):
         self.step_index += 1
         return self._result
 
-    def evaluate(self, batches: Iterator[PackedBatch] | None) -> tuple[float, int]:
-        """Forward `plan.microbatches_per_step` micro-batches: (loss sum in nats, supervised tokens) over replicas."""
+    def evaluate(self, batches: Iterator[PackedBatch] | None, microbatches: int) -> Evaluation:
+        """Forward `microbatches` micro-batches on each replica; stage 0 reads them from `batches`.
+
+        Every rank calls it with the same number. Training is not affected; NaN and infinity are reported, not raised.
+        Price: stage 0 may run ahead, so that the hidden states of all micro-batches wait to be received at once.
+        """
+        if microbatches not in self._forward_schedules:
+            self._forward_schedules[microbatches] = forward_schedule(self.plan.pipeline, microbatches)
         self._begin_step()
         self._batches = batches
         self._training = False
-        self._run(self._evaluation_schedule[self.stage_id])
-        loss_sum, supervised, *_ = self._statistics.tolist()
-        return loss_sum, int(supervised)
+        self._run(self._forward_schedules[microbatches][self.stage_id])
+        loss_sum, supervised, *_, correct, answers, exact = self._statistics.tolist()
+        return Evaluation(loss_sum, int(supervised), int(correct), int(answers), int(exact))
 
     def _begin_step(self) -> None:
         self._batch: dict[int, PackedBatch] = {}
@@ -227,6 +253,9 @@ class FrozenPipelineEngine(PipelineEngine):
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._supervised = torch.zeros((), dtype=torch.float64, device=self.device)
         self._counts = torch.zeros(4, dtype=torch.float64)  # tokens, samples, images, overlong: counted by stage 0
+        self._epoch = torch.zeros(1, dtype=torch.float64)  # of the last pack, on the rank that reads it; else 0
+        self._scores = torch.zeros(3, dtype=torch.float64, device=self.device)  # of an evaluation: see count_answers
+        self.predicted = {}
 
     def _run(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
@@ -263,6 +292,8 @@ class FrozenPipelineEngine(PipelineEngine):
         batch = next(self._batches)
         images = 0 if batch.images is None else len(batch.images)
         self._counts += torch.tensor([batch.tokens, batch.samples, images, batch.skipped])
+        if self.global_rank == self.plan.data - 1:  # the last replica's share ends with the step's last pack
+            self._epoch.fill_(batch.epoch)
         self._batch[microbatch] = replace(
             batch,
             input_ids=batch.input_ids.to(self.device),
@@ -290,12 +321,18 @@ class FrozenPipelineEngine(PipelineEngine):
                 hidden, integers = self._take(("activation", stage, microbatch))
                 hidden.requires_grad_(trains and stage > first)
             output = chunk(hidden, integers[0])
-            if stage == self._last_stage:
+            if stage < self._last_stage:
+                self._integers[stage, microbatch] = integers
+            elif self._training:
                 output, supervised = chunk.loss(output, integers[1])
                 self._loss_sum += output.detach()
                 self._supervised += supervised
             else:
-                self._integers[stage, microbatch] = integers
+                loss_sum, predicted = chunk.predict(output, integers[1])
+                self._loss_sum += loss_sum
+                self._supervised += len(predicted)
+                self._scores += count_answers(integers[1], predicted)
+                self.predicted[microbatch] = predicted
         if trains and stage > first:
             self._input[stage, microbatch] = hidden
         if trains or stage < self._last_stage:
@@ -333,7 +370,7 @@ class FrozenPipelineEngine(PipelineEngine):
                 dist.all_reduce(parameter.grad, group=self.grid.get_data_parallel_group())
 
     def _reduce_statistics(self, stage: int, microbatch: int) -> None:
-        """All-reduce loss sum, supervised tokens, squared norm of the summed gradient, non-finite ranks, data counts.
+        """Sum over ranks: loss, supervised tokens, squared gradient norm, non-finite ranks, data counts, scores.
 
         Replicas hold the same reduced gradient, so each contributes 1 / data of its square.
         """
@@ -343,12 +380,12 @@ class FrozenPipelineEngine(PipelineEngine):
                 square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square() / self.plan.data
         bad = ~(torch.isfinite(square) & torch.isfinite(self._loss_sum))
         sums = torch.stack([self._loss_sum, self._supervised, square, bad.double()])
-        self._statistics = torch.cat([sums, self._counts.to(self.device)])
+        self._statistics = torch.cat([sums, self._counts.to(self.device), self._epoch.to(self.device), self._scores])
         dist.all_reduce(self._statistics)
 
     def _optimizer_step(self, stage: int, microbatch: int) -> None:
         config = self.run_config
-        loss_sum, supervised, square, bad, *counts = self._statistics.tolist()
+        loss_sum, supervised, square, bad, tokens, samples, images, overlong, epoch, *_ = self._statistics.tolist()
         lr = learning_rate(self.step_index, config.train.max_steps, config.optimizer)
         if bad:
             raise NonFiniteError(
@@ -375,11 +412,15 @@ class FrozenPipelineEngine(PipelineEngine):
         self._masters.zero_grad()
         self._result = StepResult(
             step=self.step_index,
+            epoch=int(epoch),
             loss=loss_sum / supervised if supervised else None,
-            supervised_tokens=int(supervised),
-            **dict(zip(("tokens", "samples", "images", "overlong"), map(int, counts), strict=True)),
             grad_norm=norm,
             lr=lr,
+            samples=int(samples),
+            images=int(images),
+            tokens=int(tokens),
+            supervised_tokens=int(supervised),
+            overlong=int(overlong),
             no_update=no_update,
         )
 

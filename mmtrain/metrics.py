@@ -8,28 +8,61 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 FIRST_STEPS = 3
 SECONDS_BETWEEN_LINES = 5.0
+LONGEST_TEXT = 300  # characters of a question or an answer that are shown
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One evaluation, the same on every rank; what has nothing to be a share of is None.
+
+    `loss` is in nats per supervised token; `token_accuracy` is the share of supervised tokens that are the arg max
+    given the true tokens before them; `exact_match` the share of answers of which every token is, end mark included.
+    """
+
+    loss: float | None
+    token_accuracy: float | None
+    exact_match: float | None
+    answers: int
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A held-out question, what the model said and what it should have said; `right` compares all tokens."""
+
+    key: str
+    question: str
+    given: str
+    truth: str
+    right: bool
 
 
 class Metrics:
     """Appends one JSON object a line; each line is one write, so a killed run leaves whole lines.
 
     JSON has no number for NaN and infinities: they are written as the strings "nan", "inf" and "-inf", which float()
-    reads back. Raises OSError when the file cannot be written.
+    reads back. `path` is None on ranks that write nothing. Raises OSError when the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = None
+        if path is not None:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def write(self, **values: Any) -> None:
         """Append one line with these keys; values are JSON types, nested as needed."""
+        if self._file is None:
+            return
         line = (json.dumps(_without_nan(values), allow_nan=False) + "\n").encode()
         size = os.fstat(self._file).st_size
         try:
@@ -41,7 +74,8 @@ class Metrics:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +99,7 @@ class Console:
 
     `stream` is None on ranks that print nothing. Without a terminal the first 3 steps, then at most one step in 5
     seconds, and the last step are printed. Time left is estimated from the mean time of the steps since the first one,
-    which pays for warm-up.
+    which pays for warm-up; evaluations in between count.
     """
 
     def __init__(self, stream: TextIO | None, max_steps: int, done_steps: int = 0) -> None:
@@ -97,6 +131,47 @@ class Console:
         parts = [f"step {done}/{self._max_steps}", f"loss {shown_loss}", rate, f"left {_clock(left)}"]
         self.line("  ".join([*parts, note] if note else parts))
 
+    def evaluating(self, done: int, total: int) -> None:
+        """Show that `done` of an evaluation's `total` micro-batches are done, at its begin (0), its end and between."""
+        if self._bar is not None:
+            self._bar.update(0, note=f"evaluating {done}/{total}" if done < total else "")
+            return
+        now = time.monotonic()
+        if done == 0:  # most are done before this says a word
+            self._printed_at = now
+        elif done < total and now - self._printed_at >= SECONDS_BETWEEN_LINES:
+            self._printed_at = now
+            self.line(f"evaluating: {done} of {total} micro-batches done")
+
+    def evaluation(self, step: int, scores: Scores) -> None:
+        """Show the scores on held-out samples after `step` updates."""
+        loss = "-" if scores.loss is None else f"{scores.loss:.4f}"
+        self.line(
+            f"eval at step {step}: loss {loss}, exact match {_percent(scores.exact_match)} of {scores.answers} "
+            f"answers, tokens {_percent(scores.token_accuracy)}"
+        )
+
+    def control(self, control: Scores, scores: Scores, unchanged: int) -> None:
+        """Show the scores with exchanged images beside the true ones; `unchanged` samples kept their images."""
+        kept = f"; {unchanged} of {scores.samples} samples kept theirs" if unchanged else ""
+        self.line(
+            f"control, images exchanged among the questions: exact match {_percent(control.exact_match)} "
+            f"(looking at the right image: {_percent(scores.exact_match)}{kept})"
+        )
+
+    def answers(self, answers: Sequence[Answer]) -> None:
+        """Show held-out questions with the answers given and the true ones; texts of the data are shown harmlessly."""
+        right = sum(answer.right for answer in answers)
+        self.line(f"\n{len(answers)} held-out questions, answered one token at a time: {right} right")
+        rows = [
+            ("right" if a.right else "wrong", *map(harmless, (a.key, a.question, a.given, a.truth))) for a in answers
+        ]
+        if self._bar is not None:
+            self._bar.console.print(_table(("", "sample", "question", "answer given", "true answer"), rows))
+            return
+        for mark, key, question, given, truth in rows:
+            self.line(f"  {mark}  {key}: {question}\n         given  {given}\n         true   {truth}")
+
     def line(self, text: str) -> None:
         """Print one line of text."""
         if self._bar is not None:
@@ -124,6 +199,17 @@ class Console:
 
     def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def harmless(text: str) -> str:
+    """Text from data as one short line that no terminal obeys: what is not printable is escaped as in Python."""
+    line = " ".join(text.split())
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return shown if len(shown) <= LONGEST_TEXT else shown[: LONGEST_TEXT - 3] + "..."
 
 
 def _clock(seconds: float | None) -> str:
@@ -154,3 +240,16 @@ def _open_bar(stream: TextIO, max_steps: int, done_steps: int) -> Any:
     bar.add_task("train", total=max_steps, completed=done_steps, loss="-", rate="", left="?", note="")
     bar.start()
     return bar
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    """A rich table; rich would read [brackets] in plain strings as its markup, so cells are Text."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table

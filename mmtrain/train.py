@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -12,14 +13,15 @@ from mmtrain.checkpoint import save_trained
 from mmtrain.config import RunConfig
 from mmtrain.data.loader import PackedBatches
 from mmtrain.engine import FrozenPipelineEngine, join_process_group
-from mmtrain.metrics import Console, Metrics
+from mmtrain.evaluation import Evaluator, HeldOut
+from mmtrain.metrics import Console, Metrics, Scores
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import Plan
 from mmtrain.rank import Rank
 
 
 def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
-    """Train `config.train.max_steps` steps as `plan` says and leave results in `rank.folder`.
+    """Train `config.train.max_steps` steps as `plan` says, evaluate on `eval.shards`, leave results in `rank.folder`.
 
     Rank 0 writes `metrics.jsonl`, `audit.json` and the checkpoint. Raises UserError for unusable models or data,
     AuditError when something frozen changed or something trainable did not move, NonFiniteError for NaN or infinity.
@@ -31,10 +33,13 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
     join_process_group(device, config.parallel.timeout_seconds)
 
     # Data first: what is wrong with them should not show after an hour of loading weights.
-    packed = None
+    packed, held_out = None, None
     if mine.pipeline == 0:
         rank.progress.at(0, "opening the data")
         packed = PackedBatches(config, replica=mine.data, replicas=plan.data)
+        if config.eval.shards is not None:
+            rank.progress.at(0, "reading the held-out samples")
+            held_out = HeldOut(packed)
 
     # What this rank holds: its stages, with real or no-op optimizer, checked against the plan.
     rank.progress.at(0, "loading weights")
@@ -50,47 +55,55 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
     dist.all_gather_object(starts, audit.start(), group=engine.host_group)
     check_replicas(starts)
     batches = None if packed is None else iter(packed)
+    evaluator = None
+    if config.eval.shards is not None:
+        evaluator = Evaluator(engine, held_out, rank.progress, console.evaluating)
+        console.line(evaluator.extent.summary)
 
     # The steps. Every rank runs its own list of instructions; the result of a step is the same on all of them.
-    metrics = Metrics(rank.folder / "metrics.jsonl") if rank.rank == 0 else None
+    metrics = Metrics(rank.folder / "metrics.jsonl" if rank.rank == 0 else None)
+    max_steps = config.train.max_steps
+    evaluate_every = config.eval.every_steps or max_steps
     pack_tokens = config.train.packs_per_step * config.data.pack_length
     overlong = 0
-    for step in range(config.train.max_steps):
+    for step in range(max_steps):
+        if evaluator is not None and step % evaluate_every == 0:
+            _evaluate(evaluator, step, metrics, console)
         start = time.perf_counter()
         result = engine.train_step(batches)
         audit.check_versions()
+        seconds = time.perf_counter() - start
         overlong += result.overlong
-        if metrics is not None:
-            seconds = time.perf_counter() - start
-            metrics.write(
-                kind="train",
-                step=step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=result.lr,
-                samples=result.samples,
-                images=result.images,
-                tokens=result.tokens,
-                supervised_tokens=result.supervised_tokens,
-                pack_fill=result.tokens / pack_tokens,
-                seconds=seconds,
-                tokens_per_second=result.tokens / seconds,
-                overlong=result.overlong,
-                no_update=result.no_update,
-            )
-            console.step(step, result.loss, result.tokens / seconds, note=result.no_update or "")
-    if metrics is not None:
-        metrics.close()
-    console.close()
+        metrics.write(
+            kind="train",
+            **asdict(result),
+            pack_fill=result.tokens / pack_tokens,
+            seconds=seconds,
+            tokens_per_second=result.tokens / seconds,
+        )
+        console.step(step, result.loss, result.tokens / seconds, note=result.no_update or "")
     if overlong:
         console.line(f"skipped {overlong} samples longer than data.pack_length={config.data.pack_length} tokens")
 
-    # The result, then the proof that only what should train did: a failed audit must not cost the trained weights.
-    rank.progress.at(config.train.max_steps, "saving")
+    # The result first: nothing that can fail from here on may cost the trained weights.
+    rank.progress.at(max_steps, "saving")
     mine_to_save = engine.trainable if mine.data == 0 else {}
-    saved = save_trained(rank.folder, config.train.max_steps, mine_to_save, engine.host_group)
+    saved = save_trained(rank.folder, max_steps, mine_to_save, engine.host_group)
     console.line(f"saved {saved}")
-    rank.progress.at(config.train.max_steps, "auditing")
+
+    # What it can do now, whether it needs to look for that, and what it says.
+    if evaluator is not None:
+        scores = _evaluate(evaluator, max_steps, metrics, console)
+        if config.eval.permuted_control:
+            _control(evaluator, scores, max_steps, metrics, console)
+        answers = evaluator.answers(config.eval.show_answers)
+        if answers:
+            console.answers(answers)
+    metrics.close()
+    console.close()
+
+    # The proof that only what should train did.
+    rank.progress.at(max_steps, "auditing")
     records = [None] * dist.get_world_size() if rank.rank == 0 else None
     dist.gather_object(audit.finish(engine.saw_gradient), records, group=engine.host_group)
     if records is not None:
@@ -98,3 +111,22 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
         console.line(f"audit passed: {found} ({rank.folder / 'audit.json'})")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _evaluate(evaluator: Evaluator, step: int, metrics: Metrics, console: Console) -> Scores:
+    """Evaluate and record after `step` updates."""
+    scores = evaluator.scores()
+    metrics.write(kind="eval", step=step, **asdict(scores))
+    console.evaluation(step, scores)
+    return scores
+
+
+def _control(evaluator: Evaluator, scores: Scores, step: int, metrics: Metrics, console: Console) -> None:
+    """Evaluate and record with the images exchanged among the samples, beside the true `scores`."""
+    extent = evaluator.extent
+    if extent.exchanged == 0:
+        console.line("no control: there are no two held-out samples whose images could be exchanged")
+        return
+    control = evaluator.scores(control=True)
+    metrics.write(kind="eval_permuted", step=step, **asdict(control))
+    console.control(control, scores, extent.samples - extent.exchanged)

@@ -106,6 +106,17 @@ def test_an_override_of_a_text_key_is_taken_as_it_stands(minimal):
     assert load_config(minimal, ["data.shards=[a.tar, b.tar]"]).data.shards == ("a.tar", "b.tar")
 
 
+def test_a_text_key_that_may_be_null_is_null_in_file_and_override(tmp_path):
+    assert load_config(written(tmp_path, MINIMAL)).eval.shards is None
+    file = written(tmp_path, MINIMAL + "eval: {shards: held/*.tar, every_steps: 5}\n")
+    assert load_config(file).eval.shards == "held/*.tar"
+    assert (
+        load_config(file, ["eval.shards=null", "eval.every_steps=null"]).eval
+        == load_config(written(tmp_path, MINIMAL)).eval
+    )
+    assert load_config(written(tmp_path, MINIMAL), ["run.name=null"]).run.name == "null", "which may not be null"
+
+
 @pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("1.5e-3", 1.5e-3), ("2E+0", 2.0), ("1", 1.0)])
 def test_exponents_without_a_point_are_numbers_in_file_and_override(minimal, tmp_path, text, value):
     assert load_config(minimal, [f"optimizer.lr={text}"]).optimizer.lr == value
@@ -143,7 +154,7 @@ def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
     _, line = problems(minimal, "train.lr=1")
     assert line.endswith("keys of train: packs_per_step, packs_per_microbatch, max_steps")
     _, line = problems(minimal, "seed=4")
-    assert line.endswith("keys of the top level: run, model, parallel, data, train, optimizer")
+    assert line.endswith("keys of the top level: run, model, parallel, data, train, optimizer, eval")
 
 
 @pytest.mark.parametrize(
@@ -171,6 +182,8 @@ def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
         ("model.trainable=[]", "model.trainable: [] is not allowed; needs a non-empty list of texts (name patterns"),
         ("model.trainable=projector", "model.trainable: 'projector' is not allowed; needs a non-empty list of texts"),
         ("data.shards=[]", "data.shards: [] is not allowed; needs text or a non-empty list of texts (webdataset"),
+        ("eval.every_steps=0", "eval.every_steps: 0 is not allowed; needs an integer >= 1 or null (steps between two"),
+        ("eval.shards=[]", "eval.shards: [] is not allowed; needs text, a non-empty list of texts or null (held-out"),
         ("run.overwrite=1", "run.overwrite: 1 is not allowed; needs true or false (true: delete"),
         ("run.name=../x", "run.name: '../x' is not allowed; needs text matching ^[A-Za-z0-9]"),
         (
@@ -264,7 +277,7 @@ def test_a_yaml_mistake_names_file_line_and_column(tmp_path, text, where, proble
 def test_a_file_that_is_no_configuration_is_refused(tmp_path):
     assert problems(tmp_path / "absent.yaml") == [f"{tmp_path}/absent.yaml: no such configuration file"]
     (line,) = problems(written(tmp_path, "- a\n- b\n"))
-    assert line.endswith("holds a list; needs the sections run, model, parallel, data, train, optimizer")
+    assert line.endswith("holds a list; needs the sections run, model, parallel, data, train, optimizer, eval")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     (line,) = problems(tmp_path / "binary.yaml")
     assert "cannot be read as text" in line

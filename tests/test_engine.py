@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from scenes import as_batch, make_config, make_document, save_parts, stock_gradients, stock_llava
+from scenes import IMAGE_TOKEN, as_batch, make_config, make_document, save_parts, stock_gradients, stock_llava
 
+from mmtrain.data.samples import IGNORE, IMAGE_POSITION
 from mmtrain.engine import FrozenPipelineEngine, NonFiniteError, join_process_group
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
@@ -33,8 +36,7 @@ def build(config):
     chunks = {stage.stage: build_chunk(config, stage) for stage in mine.stages}
     engine = FrozenPipelineEngine(config, plan, chunks)
 
-    def batches(microbatches):
-        share = plan.microbatches_per_step
+    def batches(microbatches, share=plan.microbatches_per_step):
         local = microbatches[mine.data * share : (mine.data + 1) * share]
         return iter([as_batch(m, config.data.pack_length) for m in local]) if mine.pipeline == 0 else None
 
@@ -43,12 +45,19 @@ def build(config):
 
 def train_with_evaluation(config, evaluates):
     engine, batches = build(config)
-    losses, evaluations = [], []
+    results, evaluations, predicted = [], [], []
     for s in range(3):
         if evaluates:
-            evaluations.append(engine.evaluate(batches(step(0))))
-        losses.append(engine.train_step(batches(step(10 * (s % 2)))).loss)
-    return losses, evaluations
+            local = engine.plan.microbatches_per_step
+            evaluations.append(engine.evaluate(batches(step(0)), local))
+            for microbatches in (1, local + 3):
+                engine.evaluate(batches(step(20) * microbatches, microbatches), microbatches)
+            engine.evaluate(batches(damaged(step(0))), local)
+            engine.evaluate(batches(step(0)), local)
+            predicted.append({k: tokens.tolist() for k, tokens in engine.predicted.items()})
+        results.append(engine.train_step(batches(step(10 * (s % 2)))))
+        assert engine.predicted == {}
+    return results, evaluations, predicted
 
 
 @pytest.mark.parametrize("pipeline,data", [(1, 1), (2, 2)])
@@ -56,23 +65,82 @@ def test_evaluation_reports_the_stock_loss_and_leaves_training_alone(parts, pipe
     config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
     with_evaluation = run_ranks(pipeline * data, train_with_evaluation, config, True)
     without = run_ranks(pipeline * data, train_with_evaluation, config, False)
-    assert [losses for losses, _ in with_evaluation] == [losses for losses, _ in without]
-    expected, _ = stock_gradients(stock_llava(parts, seed=0), step(0))
-    for _, evaluations in with_evaluation:
-        loss_sum, tokens = evaluations[0]
-        assert loss_sum / tokens == pytest.approx(expected, rel=1e-5)
+    assert [results for results, *_ in with_evaluation] == [results for results, *_ in without], "to the last bit"
+    stock = stock_llava(parts, seed=0)
+    expected, _ = stock_gradients(stock, step(0))
+    for _, evaluations, _ in with_evaluation:
+        first, second, _ = evaluations
+        assert first.loss_sum / first.supervised_tokens == pytest.approx(expected, rel=1e-5)
         assert evaluations == with_evaluation[0][1], "the same on every rank"
-        assert evaluations[1][0] < evaluations[0][0]
+        assert second.loss_sum < first.loss_sum
+
+
+def evaluate_once(config, microbatches):
+    engine, batches = build(config)
+    local = len(microbatches) // engine.plan.data
+    found = engine.evaluate(batches(microbatches, local), local)
+    return found, [tokens.tolist() for _, tokens in sorted(engine.predicted.items())]
+
+
+def with_some_right_answers(model, document, seed):
+    """The same document, asked for what the stock model says: all of it, all but one token, or something else."""
+    ids = torch.tensor([[IMAGE_TOKEN if i == IMAGE_POSITION else i for i in document.ids]])
+    with torch.no_grad():
+        said = model(input_ids=ids, pixel_values=document.images, use_cache=False).logits[0].argmax(-1).tolist()
+    places = [t for t, label in enumerate(document.labels) if label != IGNORE]
+    labels = list(document.labels)
+    for t in places if seed % 3 < 2 else ():
+        labels[t] = said[t]
+    if seed % 3 == 1:
+        labels[places[-1]] = (said[places[-1]] + 1) % IMAGE_TOKEN
+    if seed % 2:
+        labels[places[len(places) // 2]] = IGNORE  # two answers
+    return replace(document, labels=tuple(labels)), said
+
+
+@pytest.mark.parametrize(("pipeline", "data"), [(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("microbatches", [2, 6])
+def test_tokens_and_answers_are_counted_as_the_stock_models_logits_say(parts, pipeline, data, microbatches):
+    model = stock_llava(parts, seed=0)
+    rows, expected = [], {"correct_tokens": 0, "answers": 0, "exact_answers": 0, "supervised_tokens": 0}
+    predicted = []
+    for place in range(microbatches):
+        row = []
+        for seed in range(3 * place, 3 * place + 3):
+            document, said = with_some_right_answers(model, make_document(seed, images=seed % 3), seed)
+            hits = [None if x == IGNORE else x == s for x, s in zip(document.labels, said, strict=True)]
+            answers = [list(run) for wanted, run in itertools.groupby(hits, lambda hit: hit is not None) if wanted]
+            expected["answers"] += len(answers)
+            expected["exact_answers"] += sum(map(all, answers))
+            expected["correct_tokens"] += sum(map(sum, answers))
+            expected["supervised_tokens"] += sum(map(len, answers))
+            predicted += [s for s, hit in zip(said, hits, strict=True) if hit is not None]
+            row.append(document)
+        rows.append([row])
+    assert 0 < expected["exact_answers"] < expected["answers"]
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
+    ranks = run_ranks(pipeline * data, evaluate_once, config, rows)
+    for found, _ in ranks:
+        assert {name: getattr(found, name) for name in expected} == expected
+    by_last_stage = [tokens for _, tokens in ranks[-data:]]
+    assert [token for replica in by_last_stage for tokens in replica for token in tokens] == predicted
+    assert all(tokens == [] for _, tokens in ranks[:-data])
+
+
+def damaged(microbatches):
+    microbatches = list(microbatches)
+    ((document,),) = microbatches[1]
+    microbatches[1] = [[replace(document, images=torch.full_like(document.images, float("nan")))]]
+    return tuple(microbatches)
 
 
 def train_on_damage(config):
     engine, batches = build(config)
     before = {name: p.detach().clone() for name, p in engine.trainable.items()}
-    microbatches = list(step(0))
-    ((document,),) = microbatches[1]
-    microbatches[1] = [[replace(document, images=torch.full_like(document.images, float("nan")))]]
+    evaluation = engine.evaluate(batches(damaged(step(0))), engine.plan.microbatches_per_step)
+    assert math.isnan(evaluation.loss_sum) and evaluation.answers == 4
     try:
-        engine.train_step(batches(tuple(microbatches)))
+        engine.train_step(batches(damaged(step(0))))
     except NonFiniteError as error:
         return str(error), all(torch.equal(before[name], p) for name, p in engine.trainable.items())
     return None
@@ -99,3 +167,22 @@ def test_a_step_counts_the_data_of_all_replicas(parts):
         assert (result.samples, result.images) == (4, 3)
         assert result.tokens == sum(len(d.ids) for d in documents)
         assert result.supervised_tokens == sum(label >= 0 for d in documents for label in d.labels)
+
+
+def epochs_of_steps(config):
+    engine, _ = build(config)
+    mine = engine.plan.ranks[dist.get_rank()]
+    epochs = []
+    for counts in ((0, 0, 0, 1), (1, 1, 1, 1), (1, 1, 2, 3)):  # of the step's micro-batches, in the order of its packs
+        local = [as_batch(m, config.data.pack_length) for m in step(0)]
+        both = [replace(batch, epoch=epoch) for batch, epoch in zip(local, counts, strict=True)]
+        share = engine.plan.microbatches_per_step
+        share = both[mine.data * share : (mine.data + 1) * share]
+        epochs.append(engine.train_step(iter(share) if mine.pipeline == 0 else None).epoch)
+    return epochs
+
+
+@pytest.mark.parametrize(("pipeline", "data"), [(2, 1), (1, 2)])
+def test_the_epoch_of_a_step_is_that_of_its_last_pack_on_every_rank(parts, pipeline, data):
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
+    assert run_ranks(pipeline * data, epochs_of_steps, config) == [[1, 1, 3]] * 2

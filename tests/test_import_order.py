@@ -13,14 +13,18 @@ PACKAGE = ROOT / "mmtrain"
 
 # Top to bottom: a module may import those before it. A new module gets its place here.
 TABLE = """
-errors
+errors  cache
 rank
 strict_yaml  config_problems  config
 geometry
-plan.model_files  plan.families  plan.recorded_shapes  plan.shapes
+demo.names
+plan.model_files  plan.chat_template  plan.families  plan.recorded_shapes  plan.shapes
 plan.block_costs  plan.costs
 plan.schedule
 plan.layout  plan.cut  plan.refusals  plan.planner
+data.records  data.sharding
+demo.scene  demo.text  demo.pictures  demo.data
+data.shard_list
 data.images  data.samples  data.templates  data.shards  data.loader
 model.weights  model.bookends  model.kernels  model.attention  model.language  model.tiny  model.parity  model.probe
 model.vision
@@ -31,13 +35,16 @@ engine
 audit
 checkpoint
 metrics
+evaluation
 train
 fork_server  supervise  run_folder  launch
 """
 ORDER = TABLE.split()
 
 TORCH_FREE_TABLE = """
-errors  strict_yaml  config_problems  config  geometry  metrics  rank  supervise  run_folder  launch
+errors  cache  strict_yaml  config_problems  config  geometry  metrics  rank  supervise  run_folder  launch
+data.shard_list  data.records  data.sharding
+demo.names  demo.scene  demo.text  demo.pictures  demo.data
 """
 TORCH_FREE = [name for name in ORDER if name.startswith("plan.") or name in TORCH_FREE_TABLE.split()]
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}

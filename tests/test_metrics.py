@@ -5,11 +5,13 @@ import json
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 from mmtrain import metrics
-from mmtrain.metrics import Console, Metrics
+from mmtrain.metrics import Answer, Console, Metrics, Scores
 
 
 def show(console: Console, clock: list[float], steps: range, seconds_per_step: float, note: str = "") -> None:
@@ -89,16 +91,21 @@ def test_on_a_terminal_there_is_a_live_bar_and_the_cursor_comes_back():
         "    console.line('loading weights')\n"
         "    console.step(0, 0.25, 1234); console.step(1, 0.125, 1234)\n"
     )
+    text = on_a_terminal(code)
+    assert "loading weights" in text and "2/2" in text and "loss 0.1250" in text and "1,234 tokens/s" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def on_a_terminal(code: str) -> str:
+    """What a terminal of 120 columns receives from Python code; it must hold less than the terminal's buffer."""
     main, terminal = pty.openpty()
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "120", "PYTHONPATH": str(Path(__file__).parent)}
     subprocess.run([sys.executable, "-c", code], stdout=terminal, stderr=subprocess.PIPE, env=env, check=True)
     os.close(terminal)
     shown = b""
     while chunk := read(main):
         shown += chunk
-    text = shown.decode()
-    assert "loading weights" in text and "2/2" in text and "loss 0.1250" in text and "1,234 tokens/s" in text
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    return shown.decode()
 
 
 def read(descriptor: int) -> bytes:
@@ -106,6 +113,75 @@ def read(descriptor: int) -> bytes:
         return os.read(descriptor, 65536)
     except OSError:  # Linux ends a terminal without writers with EIO
         return b""
+
+
+def scores(**values) -> Scores:
+    known = {"loss": 0.12341, "token_accuracy": 0.982, "exact_match": 0.9312, "answers": 240, "samples": 200}
+    return Scores(**(known | values), seconds=1.0)
+
+
+def test_an_evaluation_is_one_line_and_so_is_its_control():
+    stream = io.StringIO()
+    console = Console(stream, max_steps=2)
+    console.evaluation(120, scores())
+    console.evaluation(0, scores(loss=math.nan, exact_match=None, token_accuracy=0.0, answers=0))
+    console.control(scores(exact_match=0.0461), scores(), unchanged=0)
+    console.control(scores(exact_match=0.0461), scores(), unchanged=12)
+    assert stream.getvalue().splitlines() == [
+        "eval at step 120: loss 0.1234, exact match 93.1% of 240 answers, tokens 98.2%",
+        "eval at step 0: loss nan, exact match - of 0 answers, tokens 0.0%",
+        "control, images exchanged among the questions: exact match 4.6% (looking at the right image: 93.1%)",
+        "control, images exchanged among the questions: exact match 4.6% "
+        "(looking at the right image: 93.1%; 12 of 200 samples kept theirs)",
+    ]
+
+
+def test_only_an_evaluation_that_takes_long_says_how_far_it_is(monkeypatch):
+    console, stream, clock = console_with_clock(monkeypatch, max_steps=50)
+    for seconds_per_round in (0.3, 2.0):
+        for done in range(0, 41, 4):
+            console.evaluating(done, 40)
+            clock[0] += seconds_per_round
+    assert stream.getvalue().splitlines() == [f"evaluating: {done} of 40 micro-batches done" for done in (12, 24, 36)]
+
+
+NASTY = "[red]\x1b[31mred\x1b[0m[/red]\u202e\ud800\r\n\ttab \x9b2J [link=x]"
+ANSWERS = [
+    Answer("k1", "Which colour,\nplease?", "seven red", "seven red", right=True),
+    Answer("k\x1b2", NASTY, NASTY, "x" * 1000, right=False),
+]
+
+
+def test_answers_are_readable_lines_that_say_right_or_wrong():
+    stream = io.StringIO()
+    Console(stream, max_steps=2).answers(ANSWERS)
+    assert stream.getvalue().splitlines() == [
+        "",
+        "2 held-out questions, answered one token at a time: 1 right",
+        "  right  k1: Which colour, please?",
+        "         given  seven red",
+        "         true   seven red",
+        "  wrong  k\\x1b2: " + (nasty := r"[red]\x1b[31mred\x1b[0m[/red]\u202e\ud800 tab \x9b2J [link=x]"),
+        "         given  " + nasty,
+        "         true   " + "x" * 297 + "...",
+    ]
+
+
+def test_on_a_terminal_answers_are_a_table_that_obeys_no_markup_and_the_bar_lives_on():
+    code = (
+        "import sys; from mmtrain.metrics import Console; from test_metrics import ANSWERS, scores\n"
+        "with Console(sys.stdout, 2) as console:\n"
+        "    console.evaluating(0, 9); console.evaluating(4, 9); console.evaluation(0, scores())\n"
+        "    console.step(0, 0.25, 1234); console.step(1, 0.125, 1234)\n"
+        "    console.control(scores(), scores(), 0); console.answers(ANSWERS)\n"
+    )
+    text = on_a_terminal(code)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert "eval at step 0: loss 0.1234, exact match 93.1% of 240 answers" in plain
+    assert "2/2" in plain and "control, images exchanged" in plain
+    assert "seven red" in plain and "right" in plain and "wrong" in plain
+    assert r"[red]\x1b[31mred" in plain.replace("\n", "") and "\x1b[31m" not in text and "\x9b" not in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
 def test_a_disk_that_fills_up_leaves_whole_lines_and_is_named(tmp_path):

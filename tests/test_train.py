@@ -18,29 +18,33 @@ def launch(tiny, folder, name, *overrides):
     """Run `python -m mmtrain.launch` to its end; the run's folder and what it printed."""
     command = [sys.executable, "-m", "mmtrain.launch", str(tiny / "config.yaml")]
     command += [f"run.dir={folder}", f"run.name={name}", f"train.max_steps={STEPS}", *overrides]
+    command += ["parallel.threads_per_rank=1"]  # two, on cores that others use, wait for each other at every operation
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "COLUMNS": "120"})
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / name, done.stdout
 
 
 @pytest.fixture(scope="module")
-def runs(tiny, tmp_path_factory):
+def runs(tiny, make_tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
+    held_out = make_tiny.make_tiny_shards(folder / "held", samples=14, shards=2, text_only_fraction=0.2, seed=1)
+    evaluation = (f"eval.shards=[{', '.join(map(str, held_out))}]", "eval.every_steps=2", "eval.show_answers=2")
     return {
         (pipeline, data): launch(
-            tiny, folder, f"pp{pipeline}dp{data}", f"parallel.pipeline={pipeline}", f"parallel.data={data}"
+            tiny, folder, f"pp{pipeline}dp{data}", f"parallel.pipeline={pipeline}", f"parallel.data={data}", *evaluation
         )
         for pipeline, data in ((1, 1), (4, 1), (2, 2))
     }
 
 
-def metrics(run):
-    return [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+def metrics(run, *kinds):
+    lines = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] in kinds]
 
 
 @pytest.mark.parametrize("layout", [(4, 1), (2, 2)])
 def test_every_layout_trains_the_same(runs, layout):
-    whole, cut = metrics(runs[1, 1]), metrics(runs[layout])
+    whole, cut = metrics(runs[1, 1], "train"), metrics(runs[layout], "train")
     assert len(whole) == len(cut) == STEPS
     for a, b in zip(whole, cut, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
@@ -48,6 +52,7 @@ def test_every_layout_trains_the_same(runs, layout):
         same = (
             "kind",
             "step",
+            "epoch",
             "lr",
             "samples",
             "images",
@@ -67,6 +72,56 @@ def test_every_layout_trains_the_same(runs, layout):
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)
 
 
+TRAIN_KEYS = (
+    "kind step epoch loss grad_norm lr samples images tokens supervised_tokens overlong no_update pack_fill seconds "
+    "tokens_per_second"
+)
+EVAL_KEYS = "kind step loss token_accuracy exact_match answers samples seconds"
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (4, 1), (2, 2)])
+def test_held_out_samples_are_evaluated_before_between_and_after_the_steps(runs, layout):
+    lines = metrics(runs[layout], "train", "eval", "eval_permuted")
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        *(("eval", 0), ("train", 0), ("train", 1)),
+        *(("eval", 2), ("train", 2), ("train", 3)),
+        *(("eval", 4), ("eval_permuted", 4)),
+    ]
+    for line in lines:
+        assert list(line) == (TRAIN_KEYS if line["kind"] == "train" else EVAL_KEYS).split()
+    assert [line["epoch"] for line in lines if line["kind"] == "train"] == [0, 0, 0, 1], "8 packs a step"
+    first, between, last, control = (line for line in lines if line["kind"] != "train")
+    assert last["loss"] < between["loss"] < first["loss"] and control["loss"] != last["loss"]
+    for line, other in zip((first, between, last, control), metrics(runs[1, 1], "eval", "eval_permuted"), strict=True):
+        assert line["samples"] == line["answers"] == 14
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert line["token_accuracy"] == pytest.approx(other["token_accuracy"], abs=0.01)
+        assert line["exact_match"] == other["exact_match"]
+
+
+def test_the_console_tells_scores_control_and_answers(runs):
+    for _, printed in runs.values():
+        lines = printed.splitlines()
+        told = [line.split(":")[0] for line in lines if line.startswith("eval at step ")]
+        assert told == ["eval at step 0", "eval at step 2", "eval at step 4"]
+        assert "evaluating on 14 held-out samples in " in printed
+        control = next(i for i, line in enumerate(lines) if line.startswith("control, images exchanged"))
+        assert lines[control].endswith(" of 14 samples kept theirs)")
+        assert lines[control + 2].startswith("2 held-out questions, answered one token at a time: ")
+        for first in (control + 3, control + 6):
+            assert lines[first].lstrip().startswith(("right  0000", "wrong  0000"))
+            assert lines[first].endswith(": Describe what you see.")
+            assert lines[first + 1].startswith("         given  ")
+            assert lines[first + 2].startswith("         true   a ") and lines[first + 2].endswith(" background.")
+
+
+def test_held_out_shards_that_are_missing_end_the_run_with_exit_code_2(tiny, tmp_path):
+    command = [sys.executable, "-m", "mmtrain.launch", str(tiny / "config.yaml"), f"run.dir={tmp_path}"]
+    done = subprocess.run([*command, "eval.shards=no.tar"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: eval.shards: no file no.tar") and "Traceback" not in done.stderr
+
+
 def test_the_record_names_one_trained_rank_and_three_explicit_no_ops(runs):
     folder, printed = runs[4, 1]
     audit = json.loads((folder / "audit.json").read_text())
@@ -84,4 +139,4 @@ def test_the_record_names_one_trained_rank_and_three_explicit_no_ops(runs):
         and f"step {STEPS}/{STEPS}" in printed
         and "saved " in printed
     )
-    assert len(printed.splitlines()) < 30, "library chatter belongs into log.txt"
+    assert len(printed.splitlines()) < 36, "library chatter belongs into log.txt"

@@ -19,6 +19,7 @@ import os
 import random
 import signal
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -27,7 +28,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mmtrain.config import RunConfig
 from mmtrain.data.images import image_transform
 from mmtrain.data.samples import Pack, PackedBatch, Sample, make_batch, pack, read_sample
-from mmtrain.data.shards import expand_shards, read_members
+from mmtrain.data.shard_list import expand_shards
+from mmtrain.data.shards import read_members
 from mmtrain.data.templates import TEMPLATES
 from mmtrain.errors import UserError
 from mmtrain.plan.shapes import llm_shape, model_folder, vision_shape
@@ -58,6 +60,8 @@ class PackedBatches:
             llm_shape(config.model.llm.path).vocab_size,
         )
         self.transform = image_transform(vision.name)
+        eos = self.tokenizer.eos_token_id
+        self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
 
     def __iter__(self) -> Iterator[PackedBatch]:
         workers = self.config.data.workers
@@ -86,7 +90,7 @@ class PackedBatches:
             empty = True
             for members in pack(documents, data.pack_length, data.overlong):
                 empty = False
-                yield members
+                yield replace(members, epoch=epoch)
             if empty:
                 raise UserError(
                     f"data.shards: no sample in {len(self.shards)} shards fits into a pack: they are empty, or every "
@@ -104,7 +108,7 @@ class PackedBatches:
             for first in range(0, mine, train.packs_per_microbatch):
                 if next(numbers) % workers == worker:
                     members = share[first : first + train.packs_per_microbatch]
-                    yield make_batch(members, self.config.data.pack_length, self.tokenizer.eos_token_id, self.transform)
+                    yield make_batch(members, self.config.data.pack_length, self.padding_id, self.transform)
 
 
 def epoch_samples(shards: tuple[Path, ...], seed: int, epoch: int) -> Iterator[Sample]:

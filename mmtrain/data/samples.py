@@ -17,13 +17,13 @@ import torch
 from PIL import Image
 
 from mmtrain.data.images import decode_image
+from mmtrain.data.records import IMAGE_MARK, IMAGE_SUFFIXES
 from mmtrain.errors import UserError
 
 IMAGE_POSITION = -200  # LLaVA's IMAGE_TOKEN_INDEX: input_ids hold it where an image feature goes
 IGNORE = -100  # torch's cross-entropy ignore_index: positions that predict nothing
-IMAGE_MARK = "<image>"  # LLaVA's DEFAULT_IMAGE_TOKEN, in the text of a turn
 
-_IMAGE_SUFFIX = re.compile(r"(?:(\d+)\.)?(?:jpg|jpeg|png|webp)")
+_IMAGE_SUFFIX = re.compile(rf"(?:(\d+)\.)?(?:{'|'.join(IMAGE_SUFFIXES)})")
 _OPEN_PACKS = 16  # packs that may still take a document: more fill better and hold more image bytes in memory
 
 
@@ -53,10 +53,14 @@ class Document:
 
 @dataclass(frozen=True)
 class Pack:
-    """Whole documents that share a token sequence; `skipped` overlong samples were left out on the way to it."""
+    """Whole documents that share a token sequence; `skipped` overlong samples were left out on the way to it.
+
+    `epoch` counts passes over the data, from 0.
+    """
 
     documents: tuple[Document, ...]
     skipped: int = 0
+    epoch: int = 0
 
 
 @dataclass
@@ -76,6 +80,7 @@ class PackedBatch:
     samples: int
     tokens: int = 0  # without padding
     skipped: int = 0  # overlong samples left out on the way to these packs
+    epoch: int = 0  # that of the last pack
 
 
 def read_sample(members: dict[str, bytes | str]) -> Sample:
@@ -201,4 +206,5 @@ def make_batch(
         samples=len(keys),
         tokens=tokens,
         skipped=sum(members.skipped for members in packs),
+        epoch=packs[-1].epoch,
     )

@@ -72,17 +72,62 @@ def supervised_loss_sum(
     those that require a gradient receive theirs. Returns (loss sum in nats, number of supervised tokens), both
     0-dimensional; the sum is part of the graph even when no position is supervised.
     """
-    flat_labels = labels.flatten()
-    supervised = flat_labels != IGNORE
-    rows = hidden.flatten(0, 1)[supervised]
-    targets = flat_labels[supervised]
-    chunk = max(1, LOGITS_PER_CHUNK // vocab_size)
     trainable = [p for p in head_parameters if p.requires_grad]
-    if torch.is_grad_enabled() and (rows.requires_grad or trainable):
-        total = _SupervisedLossSum.apply(rows, targets, logits_of, chunk, *trainable)
-    else:
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for begin in range(0, rows.shape[0], chunk):
-            part = slice(begin, begin + chunk)
-            total += F.cross_entropy(logits_of(rows[part]).float(), targets[part], reduction="sum")
-    return total, supervised.sum()
+    if not (torch.is_grad_enabled() and (hidden.requires_grad or trainable)):
+        total, predicted = loss_sum_and_predictions(hidden, labels, logits_of, vocab_size)
+        return total, torch.tensor(len(predicted), device=hidden.device)
+    rows, targets = _supervised(hidden, labels)
+    chunk = _rows_per_chunk(vocab_size)
+    return _SupervisedLossSum.apply(rows, targets, logits_of, chunk, *trainable), (labels != IGNORE).sum()
+
+
+def loss_sum_and_predictions(
+    hidden: torch.Tensor, labels: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same sum without gradients, and what the model would say at the S supervised positions.
+
+    Arguments as in `supervised_loss_sum`. Returns (loss sum in nats, arg max of the logits (S,) int64 in row-major
+    order of the positions).
+    """
+    rows, targets = _supervised(hidden, labels)
+    chunk = _rows_per_chunk(vocab_size)
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    predicted = torch.empty_like(targets)
+    for begin in range(0, rows.shape[0], chunk):
+        part = slice(begin, begin + chunk)
+        loss, predicted[part] = _judge(logits_of(rows[part]), targets[part])
+        total += loss
+    return total, predicted
+
+
+def count_answers(labels: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+    """How many tokens and answers a prediction gets right: (correct tokens, answers, exact answers), (3,) float64.
+
+    `labels` (B, L) int64; `predicted` (S,) as `loss_sum_and_predictions` returns it. An answer is a maximal run of
+    supervised positions in a row; it is exact if each of its tokens is the predicted one, its end mark included. Runs
+    of neighbouring documents never merge, since a document's last position predicts nothing.
+    """
+    supervised = labels != IGNORE
+    begins = supervised.clone()
+    begins[:, 1:] &= ~supervised[:, :-1]
+    answer = begins.flatten().cumsum(0)[supervised.flatten()] - 1  # which answer each supervised position belongs to
+    answers = int(begins.sum())
+    wrong = (predicted != labels[supervised]).long()
+    wrong_tokens = torch.zeros(answers, dtype=torch.int64, device=labels.device).index_add_(0, answer, wrong)
+    counts = torch.stack([(1 - wrong).sum(), torch.tensor(answers, device=labels.device), (wrong_tokens == 0).sum()])
+    return counts.double()
+
+
+def _supervised(hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (S, D) and targets (S,) of the supervised positions, in row-major order."""
+    positions = labels != IGNORE
+    return hidden[positions], labels[positions]
+
+
+def _rows_per_chunk(vocab_size: int) -> int:
+    return max(1, LOGITS_PER_CHUNK // vocab_size)
+
+
+def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss sum and arg max of a chunk; in a function of its own, so that no chunk's logits outlive it."""
+    return F.cross_entropy(logits.float(), targets, reduction="sum"), logits.argmax(-1)

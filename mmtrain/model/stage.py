@@ -2,7 +2,7 @@
 
 stage 0       PackedBatch --embed, encode, project, fuse--> hidden (B, L, D)
 every stage   hidden (B, L, D), position_ids (B, L) --decoder layers--> hidden (B, L, D)
-last stage    hidden (B, L, D), labels (B, L) --norm, head--> loss sum, supervised tokens
+last stage    hidden (B, L, D), labels (B, L) --norm, head--> loss sum, supervised tokens (or predicted tokens)
 
 Between stages travel hidden states in the LLM's dtype, position_ids and labels (int64), nothing else.
 """
@@ -19,7 +19,7 @@ from mmtrain.config import RunConfig
 from mmtrain.data.samples import IMAGE_POSITION, PackedBatch
 from mmtrain.model.fusion import fuse
 from mmtrain.model.language import LanguageSlice, load_slice
-from mmtrain.model.loss import supervised_loss_sum
+from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum
 from mmtrain.model.projector import make_projector
 from mmtrain.model.trainable import set_trainable
 from mmtrain.model.vision import VisionTower, load_vision
@@ -90,6 +90,11 @@ class Chunk(nn.Module):
         """Last stage: normed hidden (B, L, D) and labels (B, L) -> (loss sum in nats, supervised tokens)."""
         language = self.language
         return supervised_loss_sum(hidden, labels, language.logits, language.vocab_size, language.head_parameters())
+
+    def predict(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last stage, without gradients: (loss sum in nats, arg max (S,) at the S supervised positions, row-major)."""
+        language = self.language
+        return loss_sum_and_predictions(hidden, labels, language.logits, language.vocab_size)
 
 
 def build_chunk(

@@ -14,7 +14,8 @@ from mmtrain.config import load_config
 from mmtrain.data.images import image_transform
 from mmtrain.data.loader import PackedBatches, epoch_samples, load_tokenizer
 from mmtrain.data.samples import IGNORE, IMAGE_POSITION
-from mmtrain.data.shards import expand_shards, read_members
+from mmtrain.data.shard_list import expand_shards
+from mmtrain.data.shards import read_members
 from mmtrain.errors import UserError
 
 STEP = ("train.packs_per_step=4", "train.packs_per_microbatch=1")
@@ -44,6 +45,8 @@ def test_every_sample_comes_once_an_epoch_in_an_order_of_its_own(tiny):
     packs = open_batches(tiny).packs()
     keys = [document.sample.key for members in itertools.islice(packs, 60) for document in members.documents]
     epochs = [keys[: len(expected)], keys[len(expected) : 2 * len(expected)]]
+    counted = [members.epoch for members in itertools.islice(open_batches(tiny).packs(), 60) for _ in members.documents]
+    assert counted[: 2 * len(expected)] == [0] * len(expected) + [1] * len(expected)
     assert sorted(epochs[0]) == sorted(epochs[1]) == expected
     assert epochs[0] != epochs[1] and epochs[0] != expected
 
@@ -78,6 +81,13 @@ def test_micro_batches_of_two_packs_are_two_of_the_same_packs(tiny):
     assert [b.input_ids.tolist() for b in pairs] == [
         torch.cat([alone[2 * n].input_ids, alone[2 * n + 1].input_ids]).tolist() for n in range(4)
     ]
+
+
+def test_a_micro_batch_is_of_the_epoch_of_its_last_pack(tiny):
+    packs = [members.epoch for members in itertools.islice(open_batches(tiny).packs(), 77)]
+    assert packs.index(1) % 7 != 0, "some micro-batch holds packs of two epochs"
+    sevens = first(open_batches(tiny, "train.packs_per_step=7", "train.packs_per_microbatch=7"), 11)
+    assert [batch.epoch for batch in sevens] == packs[6::7]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import mmtrain.model.loss as loss_module
 from mmtrain.data.samples import IGNORE
-from mmtrain.model.loss import supervised_loss_sum
+from mmtrain.model.loss import count_answers, loss_sum_and_predictions, supervised_loss_sum
 
 VOCAB, WIDTH = 50, 8
 
@@ -66,7 +66,35 @@ def test_evaluation_gives_the_same_sum_without_a_graph(case):
     torch.testing.assert_close(total, graph.detach())
 
 
-def test_logits_never_outlive_a_chunk(case, monkeypatch):
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, 1000])
+def test_predictions_are_the_arg_max_at_supervised_positions_in_order(case, monkeypatch, rows_per_chunk):
+    monkeypatch.setattr(loss_module, "LOGITS_PER_CHUNK", rows_per_chunk * VOCAB)
+    hidden, labels, weight = case
+    with torch.no_grad():
+        total, predicted = loss_sum_and_predictions(hidden, labels, lambda rows: F.linear(rows, weight), VOCAB)
+        logits = F.linear(hidden, weight)
+    torch.testing.assert_close(total, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+    assert torch.equal(predicted, logits.argmax(-1)[labels != IGNORE])
+
+
+def test_answers_are_runs_of_labels_and_exact_if_every_token_is():
+    x = IGNORE
+    labels = torch.tensor([[x, 1, 2, 3, x, 4, x, x], [5, x, x, 6, 7, x, 8, 9]])
+    #         answers: (1, 2, 3), (4), and in the next row, although nothing lies between, (5), (6, 7), (8, 9)
+    for predicted, expected in (
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 5, 5]),
+        ([1, 0, 3, 4, 5, 6, 7, 8, 0], [7, 5, 3]),
+        ([0, 2, 3, 0, 0, 0, 7, 8, 0], [4, 5, 0]),
+    ):
+        assert count_answers(labels, torch.tensor(predicted)).tolist() == expected
+    rows_that_touch = torch.tensor([[x, 1], [2, x]])
+    assert count_answers(rows_that_touch, torch.tensor([1, 0])).tolist() == [1, 2, 1]
+    nothing = torch.full((2, 3), x)
+    assert count_answers(nothing, torch.empty(0, dtype=torch.int64)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_logits_never_outlive_a_chunk(case, monkeypatch, evaluates):
     monkeypatch.setattr(loss_module, "LOGITS_PER_CHUNK", 4 * VOCAB)
     hidden, labels, weight = case
     alive = []
@@ -78,6 +106,10 @@ def test_logits_never_outlive_a_chunk(case, monkeypatch):
         alive.append(weakref.ref(logits))
         return logits
 
-    supervised_loss_sum(hidden.requires_grad_(), labels, logits_of, VOCAB, [weight.requires_grad_(False)])
+    weight.requires_grad_(False)
+    if evaluates:
+        loss_sum_and_predictions(hidden, labels, logits_of, VOCAB)
+    else:
+        supervised_loss_sum(hidden.requires_grad_(), labels, logits_of, VOCAB, [weight])
     assert len(alive) == -(-int((labels != IGNORE).sum()) // 4)
     assert all(reference() is None for reference in alive)
