@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.config import RunConfig, dump_config, load_config
+from mmtrain.data.shard_list import expand_shards, refuse_empty_shards
 from mmtrain.errors import UserError
+from mmtrain.plan.chat_template import refuse_missing_chat_template
 from mmtrain.plan.layout import Plan, render
 from mmtrain.plan.planner import make_plan
 from mmtrain.rank import Rank, run_rank, seconds_before_message
@@ -36,17 +38,19 @@ Train the projector of a vision-language model, the LLM frozen and cut into pipe
 
 CONFIG is a YAML file; any key of it can be set on the command line. Ranks = parallel.pipeline x parallel.data.
 Results go to run.dir/run.name: config.yaml and plan.json (what runs), log.txt (everything that libraries say),
-metrics.jsonl, audit.json, checkpoints/.
+metrics.jsonl (loss of every step, scores on held-out samples), audit.json, checkpoints/.
 """
 
 EXAMPLES = """\
 examples:
+  train the demo, whose models and data come with mmtrain, on the CPU:
+    python -m mmtrain.launch configs/llava_pp4.yaml
   see the plan for a layout; needs no GPU, no weights, starts nothing:
     python -m mmtrain.launch configs/qwen25_72b_pp8_dp2.yaml --plan
-  train on this machine:
+  LLaVA-1.5's stage 1 on four GPUs:
     python -m mmtrain.launch configs/llava15_7b_pp4.yaml
   change keys for one run:
-    python -m mmtrain.launch configs/llava15_7b_pp4.yaml run.name=try2 optimizer.lr=5e-4 train.max_steps=100
+    python -m mmtrain.launch configs/llava_pp4.yaml run.name=try2 optimizer.lr=2e-4 parallel.pipeline=2
   train on two machines; on the second one with --node-rank 1:
     python -m mmtrain.launch CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint first-machine:29500
   the same through torchrun:
@@ -122,6 +126,9 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
     local_ranks = _local_ranks(config, options)
     gpus = gpu_memory_bytes()
     plan = _plan(config, gpus, local_ranks)
+    here = plan.ranks[options.node_rank * local_ranks : (options.node_rank + 1) * local_ranks]
+    if any(rank.pipeline == 0 for rank in here):
+        _check_data(config)
     job = Job(
         places=_places(plan),
         folder=run_folder(config),
@@ -166,6 +173,8 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> None:
         )
     gpus = gpu_memory_bytes()
     plan = _plan(config, gpus, local_ranks)
+    if rank == 0:
+        _check_data(config)
     threads = _threads(config, local_ranks)
     _set_environment(threads, gpus, one_node=local_ranks == world_size)
     with claimed(run_folder(config)) if rank == 0 else contextlib.nullcontext():
@@ -228,6 +237,14 @@ def _plan(config: RunConfig, gpus: Sequence[int], local_ranks: int) -> Plan:
             "ranks or more machines, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return make_plan(config, min(gpus[:local_ranks]) if gpus else None)
+
+
+def _check_data(config: RunConfig) -> None:
+    """Refuse data that cannot be there before a rank starts; make the demo's if a run asks for it the first time."""
+    for key, shards in (("data.shards", config.data.shards), ("eval.shards", config.eval.shards)):
+        if shards is not None:
+            refuse_empty_shards(expand_shards(shards, key, say=_say), key)
+    refuse_missing_chat_template(config)
 
 
 def _probe(config: RunConfig, plan: Plan) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make or reuse .venv and install mmtrain into it, with the tested versions. The argument names extras:
-#   scripts/setup.sh          what a run needs
-#   scripts/setup.sh test     what the tests need too
+#   scripts/setup.sh             what a run needs
+#   scripts/setup.sh demo,test   the handwriting of the demo, and what the tests need
 # A second call installs nothing unless pyproject.toml or constraints.txt changed. PYTHON=... chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

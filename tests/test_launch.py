@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -37,19 +38,39 @@ def launch(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
     [
         (["train.max_step=3"], ["train.max_step", "train.max_steps"]),
         (["parallel.pipeline=two"], ["parallel.pipeline", "two"]),
-        (["parallel.pipeline=64"], ["parallel.pipeline"]),
+        (["parallel.pipeline=64"], ["parallel.pipeline", "64", "8 decoder layers"]),
+        (["train.packs_per_step=7", "parallel.data=2"], ["train.packs_per_step: 7", "nearest that does: 6 or 8"]),
+        (["model.llm.path=./models/llm"], ["./models/llm: no such folder"]),
+        (["model.llm.path=Some/Model-7B"], ["Some/Model-7B", "not in the local cache", "hf download Some/Model-7B"]),
+        (["model.vision.name=./models/vit"], ["./models/vit: no such folder"]),
+        (["model.vision.name=some/encoder"], ["some/encoder", "not in the local cache", "hf download some/encoder"]),
+        (["model.trainable=[projektor]"], ["projektor", "projector"]),
+        (["data.shards=nowhere/*.tar"], ["data.shards: no file nowhere/*.tar"]),
+        (["data.shards=[nothing.tar]"], ["data.shards", "nothing.tar", "is empty, 0 bytes"]),
+        (["data.shards=[no-members.tar]"], ["data.shards", "no-members.tar", "an empty archive"]),
+        (["eval.shards=held-out.tar"], ["eval.shards: no file held-out.tar"]),
+        (["data.template=chat"], ["data.template: chat", "chat_template.jinja", "data.template=plain"]),
         (["--nnodes", "2", "--node-rank", "0"], ["--rdzv-endpoint HOST:PORT"]),
         (["--nnodes", "3", "--rdzv-endpoint", "localhost:29500"], ["--nnodes 3", "4 ranks"]),
         (["--node-rank", "1"], ["--node-rank 1"]),
     ],
 )
 def test_wrong_input_is_exit_code_2_with_a_message_and_no_traceback(tiny, tmp_path, arguments, said):
+    (tmp_path / "nothing.tar").touch()
+    tarfile.open(tmp_path / "no-members.tar", "w").close()
     ran = launch(tiny / "config.yaml", f"run.dir={tmp_path / 'runs'}", *arguments, cwd=tmp_path)
     assert ran.returncode == 2
     assert "Traceback" not in ran.stderr and ran.stdout == ""
     for words in said:
         assert words in ran.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_family_without_a_staged_form_is_refused_by_name(tiny, tmp_path):
+    (tmp_path / "bart").mkdir()
+    (tmp_path / "bart" / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}')
+    ran = launch(tiny / "config.yaml", f"model.llm.path={tmp_path}/bart", cwd=tmp_path)
+    assert ran.returncode == 2 and "bart" in ran.stderr and "Traceback" not in ran.stderr
 
 
 def test_a_config_that_is_not_there_is_named(tmp_path):

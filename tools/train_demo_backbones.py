@@ -1,0 +1,58 @@
+"""Make the demo's frozen models: an LLM trained on text alone and a vision encoder trained on pictures alone.
+
+    python tools/train_demo_backbones.py --out runs/demo-backbones            both, about 10 minutes on two cores
+    python tools/train_demo_backbones.py --out mmtrain/demo                   replace those that come with mmtrain
+    python tools/train_demo_backbones.py --out runs/demo-backbones --only vision
+
+OUT gets llm/ (a transformers Llama and its tokenizer), vision/ (timm's local folder format) and backbones.json (steps,
+accuracies, seconds). Equal arguments and versions on equal hardware give equal weights.
+
+The encoder needs scikit-learn, whose package holds the handwriting: pip install -e .[demo]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from pathlib import Path
+
+import torch
+import train_demo_llm
+import train_demo_vision
+import transformers
+
+from mmtrain.errors import UserError
+
+PARTS = {"vision": (train_demo_vision.train, 3000), "llm": (train_demo_llm.train, 1200)}  # and its steps
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for llm/, vision/ and backbones.json")
+    parser.add_argument("--only", choices=PARTS, help="train one of them; the other's files stay as they are")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: what made the shipped ones)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
+    options = parser.parse_args(arguments)
+    transformers.utils.logging.disable_progress_bar()
+    record_file = options.out / "backbones.json"
+    record = json.loads(record_file.read_text()) if record_file.is_file() else {}
+    try:
+        for name in [options.only] if options.only else PARTS:
+            train, default_steps = PARTS[name]
+            steps = options.steps or default_steps
+            result = train(options.out / name, steps, options.seed, options.threads)
+            versions = {"python": platform.python_version(), "torch": torch.__version__}
+            record[name] = {"steps": steps, "seed": options.seed, "threads": options.threads, **versions, **result}
+            print(json.dumps(record[name]), flush=True)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    record_file.write_text(json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
