@@ -175,7 +175,7 @@ class EvalSection(Section):
     )
     permuted_control: bool = Field(
         True,
-        description="at the end evaluate once more with the images exchanged among the samples, as a control: answers "
+        description="at the end evaluate once more with the images permuted among the samples, as a control: answers "
         "that stay right do not come from the images",
     )
 

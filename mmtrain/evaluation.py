@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mmtrain.data.loader import PackedBatches
 from mmtrain.data.records import IMAGE_MARK
-from mmtrain.data.samples import IGNORE, Document, Pack, PackedBatch, make_batch, pack, read_sample
+from mmtrain.data.samples import IGNORE, Document, Pack, PackedBatch, make_batch, pack_documents, read_sample
 from mmtrain.data.shard_list import expand_shards
 from mmtrain.data.shards import read_members
 from mmtrain.engine import Evaluation, FrozenPipelineEngine
@@ -36,6 +36,7 @@ from mmtrain.rank import Progress
 # this bounds the hidden states that wait in between, and the idle share of a round to (p - 1) / (5p - 1).
 MICROBATCHES_PER_ROUND = 4
 TOKENS_BEYOND_THE_TRUTH = 16  # of an answer that does not end by itself
+LONGEST_ANSWER = 64  # tokens that are written of an answer: each costs a forward
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Extent:
 
     samples: int
     overlong: int  # left out
-    exchanged: int  # of the samples: get another image in the control
+    permuted: int  # of the samples: get other images in the control
     packs: int
     microbatches: int  # of each replica
     digest: str
@@ -71,22 +72,26 @@ class HeldOut:
         with _naming_eval_shards():
             samples = (read_sample(members) for shard in shards for members in read_members(shard))
             documents = (packed.template(sample) for sample in itertools.islice(samples, config.eval.max_samples))
-            self.packs = list(pack(documents, config.data.pack_length, config.data.overlong))
+            self.packs = list(pack_documents(documents, config.data.pack_length, config.data.overlong))
         if not self.packs:
             raise UserError(
                 f"eval.shards: no sample in {len(shards)} shards fits into a pack: they are empty, or every sample is "
                 f"longer than data.pack_length={config.data.pack_length} tokens"
             )
-        self.documents = [document for members in self.packs for document in members.documents]
-        self.control, exchanged = exchange_images(self.packs)
-        said = repr([(document.sample.key, document.input_ids, document.labels) for document in self.documents])
+        self.documents = [document for pack in self.packs for document in pack.documents]
+        self.packs_permuted, permuted = permute_images(self.packs)
+        digest = hashlib.sha256()
+        for document in self.documents:
+            digest.update(repr((document.sample.key, document.input_ids, document.labels)).encode())
+            for image in document.sample.images:
+                digest.update(hashlib.sha256(image).digest())
         self.extent = Extent(
             samples=len(self.documents),
-            overlong=sum(members.skipped for members in self.packs),
-            exchanged=exchanged,
+            overlong=sum(pack.skipped for pack in self.packs),
+            permuted=permuted,
             packs=len(self.packs),
             microbatches=len(self.share(self.packs)),
-            digest=hashlib.sha256(said.encode()).hexdigest(),
+            digest=digest.hexdigest(),
         )
 
     def share(self, packs: Sequence[Pack]) -> list[list[Pack]]:
@@ -103,9 +108,9 @@ class HeldOut:
     def batches(self, microbatches: Sequence[Sequence[Pack]]) -> Iterator[PackedBatch]:
         """Micro-batches with their images decoded; raises UserError naming eval.shards for a damaged one."""
         packed = self.packed
-        for members in microbatches:
+        for packs in microbatches:
             with _naming_eval_shards():
-                batch = make_batch(members, packed.config.data.pack_length, packed.padding_id, packed.transform)
+                batch = make_batch(packs, packed.config.data.pack_length, packed.padding_id, packed.transform)
             yield batch
 
     def spread(self, count: int) -> list[Document]:
@@ -123,27 +128,40 @@ def _naming_eval_shards() -> Iterator[None]:
         raise UserError(f"eval.shards: {error}") from error
 
 
-def exchange_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
-    """The same packs with images exchanged among samples that have as many, and how many samples got others.
+def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
+    """The same packs with images permuted among samples that have as many, and how many samples got other images.
 
-    Each sample gets those of the one half the group further on. Texts, labels and places stay. A sample without images,
-    or alone with their number, keeps what it has.
+    Each sample gets those of the one a fixed number of places further on in its group: half the group, unless another
+    shift gives more samples other images (a data set may list its pictures twice). Texts, labels and places stay.
     """
-    images = [document.sample.images for members in packs for document in members.documents]
+    images = [document.sample.images for pack in packs for document in pack.documents]
     groups: dict[int, list[int]] = defaultdict(list)
     for place, own in enumerate(images):
         groups[len(own)].append(place)
     given = list(images)
     for places in groups.values():
-        shift = max(1, len(places) // 2)
-        for i, place in enumerate(places):
-            given[place] = images[places[(i + shift) % len(places)]]
+        shifted = max((_shifted(places, shift, images) for shift in _shifts(len(places))), key=lambda found: found[0])[
+            1
+        ]
+        for place, source in zip(places, shifted, strict=True):
+            given[place] = images[source]
     following = iter(given)
-    exchanged = []
-    for members in packs:
-        documents = (replace(d, sample=replace(d.sample, images=next(following))) for d in members.documents)
-        exchanged.append(replace(members, documents=tuple(documents)))
-    return exchanged, sum(new != own for new, own in zip(given, images, strict=True))
+    permuted = []
+    for pack in packs:
+        documents = (replace(d, sample=replace(d.sample, images=next(following))) for d in pack.documents)
+        permuted.append(replace(pack, documents=tuple(documents)))
+    return permuted, sum(new != own for new, own in zip(given, images, strict=True))
+
+
+def _shifts(size: int) -> list[int]:
+    """Shifts to try for a group of `size`, the first preferred."""
+    return list(dict.fromkeys(max(1, shift) for shift in (size // 2, size // 2 + 1, size // 3, 1)))
+
+
+def _shifted(places: Sequence[int], shift: int, images: Sequence[tuple[bytes, ...]]) -> tuple[int, list[int]]:
+    """How many samples get other images by a shift, and from which place each gets its own."""
+    sources = [places[(i + shift) % len(places)] for i in range(len(places))]
+    return sum(images[place] != images[source] for place, source in zip(places, sources, strict=True)), sources
 
 
 class Evaluator:
@@ -173,14 +191,14 @@ class Evaluator:
                     f"{extent.samples}): the files must be the same on every machine"
                 )
 
-    def scores(self, *, control: bool = False) -> Scores:
-        """Evaluate all held-out samples once; as a `control`, with images exchanged among them."""
+    def scores(self, *, permuted: bool = False) -> Scores:
+        """Evaluate all held-out samples once; `permuted`, as a control, with images permuted among them."""
         start = time.perf_counter()
         batches = None
         if self.held_out is not None:
-            packs = self.held_out.control if control else self.held_out.packs
+            packs = self.held_out.packs_permuted if permuted else self.held_out.packs
             batches = self.held_out.batches(self.held_out.share(packs))
-        what = "control" if control else "evaluation"
+        what = "evaluation with permuted images" if permuted else "evaluation"
         total, in_round = self.extent.microbatches, MICROBATCHES_PER_ROUND * self.engine.plan.pipeline
         rounds = []
         for done in range(0, total, in_round):
@@ -200,9 +218,9 @@ class Evaluator:
     def answers(self, count: int) -> list[Answer]:
         """Let the model answer the first question of `count` held-out samples, spread over all, by greedy decoding.
 
-        An answer ends at the token that ends the true one, at EOS, 16 tokens beyond the true one's length, or where the
-        pack ends. Price: one forward of all that are not finished for each token, nothing being cached. Returns the
-        answers on ranks that read data, an empty list elsewhere.
+        An answer ends at the token that ends the true one, at EOS, 16 tokens beyond the true one's length, after 64
+        tokens, or where the pack ends. Price: one forward of all that are not finished for each token, nothing being
+        cached. Returns the answers on ranks that read data, an empty list elsewhere.
         """
         if self.held_out is None:
             while microbatches := self._from_rank_0(None):
@@ -213,12 +231,14 @@ class Evaluator:
         length = packed.config.data.pack_length
         all_writing = [_Writing(document, packed.tokenizer.eos_token_id) for document in self.held_out.spread(count)]
         while True:
-            packs = list(pack((writing.ask() for writing in all_writing if not writing.is_finished(length)), length))
+            packs = list(
+                pack_documents((writing.ask() for writing in all_writing if not writing.is_finished(length)), length)
+            )
             share = self.held_out.share(packs)
             if not self._from_rank_0(len(share)):
                 return [writing.answer(packed.tokenizer) for writing in all_writing]
             self._evaluate("answers", self.held_out.batches(share), len(share))
-            asked = [document for members in packs for document in members.documents]
+            asked = [document for pack in packs for document in pack.documents]
             for document, token in zip(asked, self._predicted(), strict=True):
                 next(writing for writing in all_writing if writing.asked is document).given.append(token)
 
@@ -265,24 +285,25 @@ class _Writing:
         begin = next(t for t, label in enumerate(labels) if label != IGNORE)
         self.prompt = self.source.input_ids[: begin + 1]
         self.truth = list(itertools.takewhile(lambda label: label != IGNORE, labels[begin:]))
+        sample = self.source.sample
+        questions = list(itertools.takewhile(lambda turn: turn[0] == "human", sample.turns))
+        shown = sum(text.count(IMAGE_MARK) for _, text in questions)  # later turns may bring more images
+        self.sample = replace(sample, images=sample.images[:shown])
+        self.question = " ".join(text.replace(IMAGE_MARK, "").strip() for _, text in questions)
 
     def is_finished(self, pack_length: int) -> bool:
         ended = bool(self.given) and self.given[-1] in (self.truth[-1], self.eos)
-        too_long = len(self.given) >= len(self.truth) + TOKENS_BEYOND_THE_TRUTH
-        return ended or too_long or len(self.prompt) + len(self.given) > pack_length
+        limit = min(len(self.truth) + TOKENS_BEYOND_THE_TRUTH, LONGEST_ANSWER)
+        return ended or len(self.given) >= limit or len(self.prompt) + len(self.given) > pack_length
 
     def ask(self) -> Document:
         """Prompt and what was said so far; only the last position is supervised, by any token: its arg max counts."""
         ids = (*self.prompt, *self.given)
-        self.asked = Document(self.source.sample, ids, (*[IGNORE] * (len(ids) - 1), 0))
+        self.asked = Document(self.sample, ids, (*[IGNORE] * (len(ids) - 1), 0))
         return self.asked
 
     def answer(self, tokenizer: PreTrainedTokenizerBase) -> Answer:
-        human = next(text for speaker, text in self.source.sample.turns if speaker == "human")
-        return Answer(
-            key=self.source.sample.key,
-            question=human.replace(IMAGE_MARK, "").strip(),
-            given=tokenizer.decode(self.given, skip_special_tokens=True).strip(),
-            truth=tokenizer.decode(self.truth, skip_special_tokens=True).strip(),
-            right=self.given == self.truth,
-        )
+        truth = self.truth[:LONGEST_ANSWER]
+        given, true = (tokenizer.decode(said, skip_special_tokens=True).strip() for said in (self.given, truth))
+        more = " ..." if len(truth) < len(self.truth) else ""
+        return Answer(self.sample.key, self.question, given, true + more, right=self.given == truth)

@@ -152,6 +152,8 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
             _probe(config, plan)
             failure = run_ranks(functools.partial(_train, config, plan, job.nodes > 1), job)
     if failure is None:
+        if job.node == 0:
+            _say(f"results: {job.folder}")
         return 0
     if sys.stdout.isatty():
         print(SHOW_CURSOR)  # a rank that was killed could not
@@ -241,9 +243,17 @@ def _plan(config: RunConfig, gpus: Sequence[int], local_ranks: int) -> Plan:
 
 def _check_data(config: RunConfig) -> None:
     """Refuse data that cannot be there before a rank starts; make the demo's if a run asks for it the first time."""
-    for key, shards in (("data.shards", config.data.shards), ("eval.shards", config.eval.shards)):
-        if shards is not None:
-            refuse_empty_shards(expand_shards(shards, key, say=_say), key)
+    trained = expand_shards(config.data.shards, "data.shards", say=_say)
+    refuse_empty_shards(trained, "data.shards")
+    if config.eval.shards is not None:
+        held_out = expand_shards(config.eval.shards, "eval.shards", say=_say)
+        refuse_empty_shards(held_out, "eval.shards")
+        both = {path.resolve() for path in trained} & {path.resolve() for path in held_out}
+        if both:
+            raise UserError(
+                f"eval.shards: {min(both)} is in data.shards too; scores on samples that are trained on say nothing of "
+                "others; leave some shards out of data.shards"
+            )
     refuse_missing_chat_template(config)
 
 

@@ -151,11 +151,12 @@ class Console:
             f"answers, tokens {_percent(scores.token_accuracy)}"
         )
 
-    def control(self, control: Scores, scores: Scores, unchanged: int) -> None:
-        """Show the scores with exchanged images beside the true ones; `unchanged` samples kept their images."""
+    def control(self, control: Scores, scores: Scores, permuted: int) -> None:
+        """Show the scores with permuted images beside the true ones; `permuted` of the samples got other images."""
+        unchanged = scores.samples - permuted
         kept = f"; {unchanged} of {scores.samples} samples kept theirs" if unchanged else ""
         self.line(
-            f"control, images exchanged among the questions: exact match {_percent(control.exact_match)} "
+            f"control, images permuted among the questions: exact match {_percent(control.exact_match)} "
             f"(looking at the right image: {_percent(scores.exact_match)}{kept})"
         )
 

@@ -91,17 +91,6 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
     saved = save_trained(rank.folder, max_steps, mine_to_save, engine.host_group)
     console.line(f"saved {saved}")
 
-    # What it can do now, whether it needs to look for that, and what it says.
-    if evaluator is not None:
-        scores = _evaluate(evaluator, max_steps, metrics, console)
-        if config.eval.permuted_control:
-            _control(evaluator, scores, max_steps, metrics, console)
-        answers = evaluator.answers(config.eval.show_answers)
-        if answers:
-            console.answers(answers)
-    metrics.close()
-    console.close()
-
     # The proof that only what should train did.
     rank.progress.at(max_steps, "auditing")
     records = [None] * dist.get_world_size() if rank.rank == 0 else None
@@ -109,6 +98,19 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
     if records is not None:
         found = write_audit(rank.folder / "audit.json", plan, records, learns=config.optimizer.lr > 0)
         console.line(f"audit passed: {found} ({rank.folder / 'audit.json'})")
+
+    # What it can do now, whether it needs to look for that, and what it says.
+    if evaluator is not None:
+        scores = _evaluate(evaluator, max_steps, metrics, console)
+        if config.eval.permuted_control:
+            _control(evaluator, scores, max_steps, metrics, console)
+        if config.eval.show_answers:
+            console.line("answering held-out questions: one forward of the pipeline for each token")
+            answers = evaluator.answers(config.eval.show_answers)
+            if answers:
+                console.answers(answers)
+    metrics.close()
+    console.close()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -122,11 +124,11 @@ def _evaluate(evaluator: Evaluator, step: int, metrics: Metrics, console: Consol
 
 
 def _control(evaluator: Evaluator, scores: Scores, step: int, metrics: Metrics, console: Console) -> None:
-    """Evaluate and record with the images exchanged among the samples, beside the true `scores`."""
+    """Evaluate and record with the images permuted among the samples, beside the true `scores`."""
     extent = evaluator.extent
-    if extent.exchanged == 0:
-        console.line("no control: there are no two held-out samples whose images could be exchanged")
+    if extent.permuted == 0:
+        console.line("no control: no held-out samples have other images to permute")
         return
-    control = evaluator.scores(control=True)
-    metrics.write(kind="eval_permuted", step=step, **asdict(control))
-    console.control(control, scores, extent.samples - extent.exchanged)
+    control = evaluator.scores(permuted=True)
+    metrics.write(kind="eval_permuted", step=step, **asdict(control), permuted_samples=extent.permuted)
+    console.control(control, scores, extent.permuted)

@@ -7,4 +7,3 @@ exec </dev/null
 
 scripts/setup.sh demo
 .venv/bin/python -m mmtrain.launch configs/llava_pp4.yaml run.overwrite=true "$@"
-echo "results: runs/llava_pp4 (metrics.jsonl, audit.json, plan.json, log.txt, checkpoints/)"

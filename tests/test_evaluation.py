@@ -24,10 +24,10 @@ from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 from mmtrain import evaluation
 from mmtrain.data.images import image_transform
 from mmtrain.data.loader import PackedBatches
-from mmtrain.data.samples import IGNORE
+from mmtrain.data.samples import IGNORE, Pack
 from mmtrain.engine import FrozenPipelineEngine, join_process_group
 from mmtrain.errors import UserError
-from mmtrain.evaluation import Evaluator, HeldOut, exchange_images
+from mmtrain.evaluation import Evaluator, HeldOut, permute_images
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
 from mmtrain.rank import Progress
@@ -198,7 +198,7 @@ def evaluate(configs, questions):
     results = []
     for config in configs:
         _, _, evaluator, shown = build(config)
-        scores, control = evaluator.scores(), evaluator.scores(control=True)
+        scores, control = evaluator.scores(), evaluator.scores(permuted=True)
         results.append((scores, control, evaluator.answers(questions), shown, evaluator.extent))
     return results
 
@@ -214,7 +214,7 @@ def without_seconds(scores):
 
 
 @pytest.fixture(scope="module")
-def exchanged(scene) -> list[Held]:
+def permuted(scene) -> list[Held]:
     """The images rotated by hand: half of those with as many images further on, in the order that packs have them."""
     packed = PackedBatches(config_of(scene), 0, 1)
     order = [document.sample.key for document in HeldOut(packed).documents]
@@ -228,14 +228,14 @@ def exchanged(scene) -> list[Held]:
 
 
 @pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
-def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, exchanged, monkeypatch, pipeline, data):
+def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, monkeypatch, pipeline, data):
     monkeypatch.setattr(evaluation, "MICROBATCHES_PER_ROUND", 1)  # several rounds, although there is little to do
     whole = config_of(scene, pipeline, data)
     pairs = config_of(scene, pipeline, data, train__packs_per_microbatch=2)
     single = config_of(scene, pipeline, data, train__packs_per_microbatch=2, eval__max_samples=1)
     by_rank = run_ranks(pipeline * data, evaluate, [whole, pairs, single], 12)
 
-    expected, control = stock_scores(scene, scene.samples), stock_scores(scene, exchanged)
+    expected, control = stock_scores(scene, scene.samples), stock_scores(scene, permuted)
     assert 0.2 < expected.exact_match < 0.8 and control.exact_match < expected.exact_match
     one = stock_scores(scene, scene.samples[:1])
     for first, second, alone in by_rank:
@@ -244,8 +244,8 @@ def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, exchanged,
         close_to(first[1], control, 40)
         close_to(second[1], control, 40)
         close_to(alone[0], one, 1)
-        assert without_seconds(alone[1]) == without_seconds(alone[0]), "alone it has nothing to exchange with"
-        assert [r[4].exchanged for r in (first, second, alone)] == [38, 38, 0], "not the ones with 0 and with 3 images"
+        assert without_seconds(alone[1]) == without_seconds(alone[0]), "alone it has nothing to permute"
+        assert [r[4].permuted for r in (first, second, alone)] == [38, 38, 0], "not the ones with 0 and with 3 images"
         for result, other in zip((first, second, alone), by_rank[0], strict=True):
             assert without_seconds(result[0]) == without_seconds(other[0]), "the same on every rank"
         total = first[3][-1][0]
@@ -298,19 +298,21 @@ def test_of_a_conversation_every_answer_is_scored_and_the_first_question_is_aske
     with tarfile.open(tmp_path / "talks.tar", "w") as tar:
         for sample, _, second in talks:
             words = [" ".join(f"w{token}" for token in caption) for caption in (sample.caption, second)]
-            texts = ["<image>\nw5 w6", words[0], "w7", words[1]]
+            texts = ["<image>\nw5 w6", words[0], "w7 <image>", words[1]]
             turns = [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(texts)]
             add(tar, f"{sample.key}.json", json.dumps({"conversations": turns}).encode())
-            add(tar, f"{sample.key}.png", sample.pngs[0])
+            for n, content in enumerate((sample.pngs[0], talks[0][0].pngs[0])):
+                add(tar, f"{sample.key}.{n}.png", content)
     config = config_of(scene, 2, 1, eval__shards=str(tmp_path / "talks.tar"), data__template="chat")
     config = config.model_copy(update={"model": make_config(tmp_path).model})
     ((scores, _, answers, _, _), *_), _ = run_ranks(2, evaluate, [config], 3)
 
     loss, correct, exact = 0.0, 0, 0
     for sample, prompt, second in talks:
-        spoken = [(prompt, [*sample.caption, EOS]), ([*prompt, *sample.caption, EOS, 1, 7, 2, 3], [*second, EOS])]
-        for before, truth in spoken:
-            logits = stock_logits(scene.model, [*before, *truth], scene.pixels(sample.pngs))[len(before) - 1 : -1]
+        later = [*prompt, *sample.caption, EOS, 1, 7, *[IMAGE_TOKEN] * TOKENS_PER_IMAGE, 2, 3]
+        both = (*sample.pngs, talks[0][0].pngs[0])
+        for before, truth, pngs in ((prompt, [*sample.caption, EOS], sample.pngs), (later, [*second, EOS], both)):
+            logits = stock_logits(scene.model, [*before, *truth], scene.pixels(pngs))[len(before) - 1 : -1]
             loss += float(F.cross_entropy(logits, torch.tensor(truth), reduction="sum"))
             hits = logits.argmax(-1) == torch.tensor(truth)
             correct, exact = correct + int(hits.sum()), exact + bool(hits.all())
@@ -347,10 +349,10 @@ def test_with_lr_0_scores_do_not_move_by_a_bit_and_with_another_they_do(scene, p
         assert learning[6].loss != still[6].loss
 
 
-def test_the_control_exchanges_images_and_nothing_else(scene):
+def test_the_control_permutes_images_and_nothing_else(scene):
     held_out = HeldOut(PackedBatches(config_of(scene), 0, 1))
-    packs, exchanged = exchange_images(held_out.packs)
-    assert exchanged == 38
+    packs, permuted = permute_images(held_out.packs)
+    assert permuted == 38
     moved = 0
     for before, after in zip(held_out.packs, packs, strict=True):
         for one, other in zip(before.documents, after.documents, strict=True):
@@ -363,16 +365,45 @@ def test_the_control_exchanges_images_and_nothing_else(scene):
     assert images(packs) == images(held_out.packs), "each image is still used once"
 
 
+def test_pictures_that_a_data_set_lists_twice_are_permuted_all_the_same(scene):
+    held_out = HeldOut(PackedBatches(config_of(scene), 0, 1))
+    documents = [d for d in held_out.documents if len(d.sample.images) == 1][:4]
+    packs, permuted = permute_images([Pack((document,)) for document in documents * 2])
+    assert permuted == 8
+    for before, after in zip(documents * 2, packs, strict=True):
+        assert before.sample.images != after.documents[0].sample.images
+
+
+def test_an_answer_without_an_end_is_cut_after_64_tokens(scene, monkeypatch):
+    monkeypatch.setattr(evaluation, "LONGEST_ANSWER", 3)
+    config = config_of(scene)
+    ((_, _, answers, *_),) = run_ranks(1, evaluate, [config], 12)[0]
+    lengths = {len(answer.given.split()) for answer in answers}
+    assert max(lengths) == 3 and all(len(answer.truth.split()) <= 4 for answer in answers)
+    cut = [answer for answer in answers if answer.truth.endswith(" ...")]
+    assert any(answer.right for answer in cut), "as far as it was written"
+
+
+def test_replicas_that_read_other_images_are_told_apart(scene, tmp_path):
+    extents = []
+    for number, sample in enumerate((scene.samples[0], replace(scene.samples[0], pngs=scene.samples[1].pngs))):
+        write_shard(tmp_path / f"{number}.tar", [sample])
+        config = config_of(scene, eval__shards=str(tmp_path / f"{number}.tar"))
+        extents.append(HeldOut(PackedBatches(config, 0, 1)).extent)
+    assert extents[0].digest != extents[1].digest
+    assert replace(extents[0], digest="") == replace(extents[1], digest="")
+
+
 def test_replicas_share_the_packs_and_are_filled_up_with_empty_ones(scene):
     config = config_of(scene, data=3, train__packs_per_step=6, train__packs_per_microbatch=2)
     replicas = [HeldOut(PackedBatches(config, replica, 3)) for replica in range(3)]
     shares = [held_out.share(held_out.packs) for held_out in replicas]
     assert len({len(share) for share in shares}) == 1
     assert all(len(microbatch) == 2 for share in shares for microbatch in share)
-    together = [members for share in shares for microbatch in share for members in microbatch]
+    together = [pack for share in shares for microbatch in share for pack in microbatch]
     count = len(replicas[0].packs)
     assert together[:count] == replicas[0].packs
-    assert all(members.documents == () for members in together[count:])
+    assert all(pack.documents == () for pack in together[count:])
     few = [held_out.share(held_out.packs[:1]) for held_out in replicas]
     assert [[len(members.documents) > 0 for members in share[0]] for share in few] == [
         [True, False],

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,6 +49,7 @@ def launch(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
         (["data.shards=nowhere/*.tar"], ["data.shards: no file nowhere/*.tar"]),
         (["data.shards=[nothing.tar]"], ["data.shards", "nothing.tar", "is empty, 0 bytes"]),
         (["data.shards=[no-members.tar]"], ["data.shards", "no-members.tar", "an empty archive"]),
+        (["data.shards=[full.tar]", "eval.shards=f*.tar"], ["eval.shards", "full.tar is in data.shards too"]),
         (["eval.shards=held-out.tar"], ["eval.shards: no file held-out.tar"]),
         (["data.template=chat"], ["data.template: chat", "chat_template.jinja", "data.template=plain"]),
         (["--nnodes", "2", "--node-rank", "0"], ["--rdzv-endpoint HOST:PORT"]),
@@ -57,6 +59,7 @@ def launch(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
 )
 def test_wrong_input_is_exit_code_2_with_a_message_and_no_traceback(tiny, tmp_path, arguments, said):
     (tmp_path / "nothing.tar").touch()
+    shutil.copy(next((tiny / "shards").glob("*.tar")), tmp_path / "full.tar")
     tarfile.open(tmp_path / "no-members.tar", "w").close()
     ran = launch(tiny / "config.yaml", f"run.dir={tmp_path / 'runs'}", *arguments, cwd=tmp_path)
     assert ran.returncode == 2

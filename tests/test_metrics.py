@@ -125,13 +125,13 @@ def test_an_evaluation_is_one_line_and_so_is_its_control():
     console = Console(stream, max_steps=2)
     console.evaluation(120, scores())
     console.evaluation(0, scores(loss=math.nan, exact_match=None, token_accuracy=0.0, answers=0))
-    console.control(scores(exact_match=0.0461), scores(), unchanged=0)
-    console.control(scores(exact_match=0.0461), scores(), unchanged=12)
+    console.control(scores(exact_match=0.0461), scores(), permuted=200)
+    console.control(scores(exact_match=0.0461), scores(), permuted=188)
     assert stream.getvalue().splitlines() == [
         "eval at step 120: loss 0.1234, exact match 93.1% of 240 answers, tokens 98.2%",
         "eval at step 0: loss nan, exact match - of 0 answers, tokens 0.0%",
-        "control, images exchanged among the questions: exact match 4.6% (looking at the right image: 93.1%)",
-        "control, images exchanged among the questions: exact match 4.6% "
+        "control, images permuted among the questions: exact match 4.6% (looking at the right image: 93.1%)",
+        "control, images permuted among the questions: exact match 4.6% "
         "(looking at the right image: 93.1%; 12 of 200 samples kept theirs)",
     ]
 
@@ -173,12 +173,12 @@ def test_on_a_terminal_answers_are_a_table_that_obeys_no_markup_and_the_bar_live
         "with Console(sys.stdout, 2) as console:\n"
         "    console.evaluating(0, 9); console.evaluating(4, 9); console.evaluation(0, scores())\n"
         "    console.step(0, 0.25, 1234); console.step(1, 0.125, 1234)\n"
-        "    console.control(scores(), scores(), 0); console.answers(ANSWERS)\n"
+        "    console.control(scores(), scores(), 200); console.answers(ANSWERS)\n"
     )
     text = on_a_terminal(code)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert "eval at step 0: loss 0.1234, exact match 93.1% of 240 answers" in plain
-    assert "2/2" in plain and "control, images exchanged" in plain
+    assert "2/2" in plain and "control, images permuted" in plain
     assert "seven red" in plain and "right" in plain and "wrong" in plain
     assert r"[red]\x1b[31mred" in plain.replace("\n", "") and "\x1b[31m" not in text and "\x9b" not in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")

@@ -88,7 +88,8 @@ def test_held_out_samples_are_evaluated_before_between_and_after_the_steps(runs,
         *(("eval", 4), ("eval_permuted", 4)),
     ]
     for line in lines:
-        assert list(line) == (TRAIN_KEYS if line["kind"] == "train" else EVAL_KEYS).split()
+        keys = {"train": TRAIN_KEYS, "eval": EVAL_KEYS, "eval_permuted": EVAL_KEYS + " permuted_samples"}
+        assert list(line) == keys[line["kind"]].split()
     assert [line["epoch"] for line in lines if line["kind"] == "train"] == [0, 0, 0, 1], "8 packs a step"
     first, between, last, control = (line for line in lines if line["kind"] != "train")
     assert last["loss"] < between["loss"] < first["loss"] and control["loss"] != last["loss"]
@@ -105,10 +106,11 @@ def test_the_console_tells_scores_control_and_answers(runs):
         told = [line.split(":")[0] for line in lines if line.startswith("eval at step ")]
         assert told == ["eval at step 0", "eval at step 2", "eval at step 4"]
         assert "evaluating on 14 held-out samples in " in printed
-        control = next(i for i, line in enumerate(lines) if line.startswith("control, images exchanged"))
+        control = next(i for i, line in enumerate(lines) if line.startswith("control, images permuted"))
         assert lines[control].endswith(" of 14 samples kept theirs)")
-        assert lines[control + 2].startswith("2 held-out questions, answered one token at a time: ")
-        for first in (control + 3, control + 6):
+        assert lines[control + 1].startswith("answering held-out questions: ")
+        assert lines[control + 3].startswith("2 held-out questions, answered one token at a time: ")
+        for first in (control + 4, control + 7):
             assert lines[first].lstrip().startswith(("right  0000", "wrong  0000"))
             assert lines[first].endswith(": Describe what you see.")
             assert lines[first + 1].startswith("         given  ")

@@ -1,6 +1,6 @@
 """Make the demo's frozen models: an LLM trained on text alone and a vision encoder trained on pictures alone.
 
-    python tools/train_demo_backbones.py --out runs/demo-backbones            both, about 10 minutes on two cores
+    python tools/train_demo_backbones.py --out runs/demo-backbones            both, about 12 minutes on two cores
     python tools/train_demo_backbones.py --out mmtrain/demo                   replace those that come with mmtrain
     python tools/train_demo_backbones.py --out runs/demo-backbones --only vision
 

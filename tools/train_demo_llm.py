@@ -250,12 +250,16 @@ def train(folder: Path, steps: int = 1200, seed: int = 0, threads: int = 2) -> d
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write model and tokenizer, readable for transformers 4 too: it knows rope_theta alone, and this class name."""
+    """Write model and tokenizer so that transformers 4 reads them too.
+
+    It knows rope_theta alone, this class name, and no list of extra tokens.
+    """
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for name, key, value in (
-        ("config.json", "rope_theta", ROPE_THETA),
-        ("tokenizer_config.json", "tokenizer_class", "PreTrainedTokenizerFast"),
+    for name, changes in (
+        ("config.json", {"rope_theta": ROPE_THETA}),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "extra_special_tokens": None}),
     ):
-        content = json.loads((folder / name).read_text()) | {key: value}
+        content = json.loads((folder / name).read_text()) | changes
+        content = {key: value for key, value in content.items() if value is not None}
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True) + "\n")

@@ -3,7 +3,8 @@
 1. order    `epoch_samples`: shards permuted by (seed, epoch), read one after another through webdataset, samples
             permuted inside windows of consecutive ones
 2. text     `read_sample`, the template: turns -> input_ids and labels, image bytes untouched
-3. pack     `pack`: first-fit, in order -> one global list of packs, the same for any number of replicas and workers
+3. pack     `pack_documents`: first-fit, in order -> one global list of packs, the same for any number of replicas and
+            workers
 4. share    step s takes packs [s*G, (s+1)*G); replica r the r-th contiguous part of them
 5. images   `make_batch`: only this replica's images are decoded
 6. ahead    with workers, steps 1-5 run in other processes, each making every n-th micro-batch
@@ -27,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mmtrain.config import RunConfig
 from mmtrain.data.images import image_transform
-from mmtrain.data.samples import Pack, PackedBatch, Sample, make_batch, pack, read_sample
+from mmtrain.data.samples import Pack, PackedBatch, Sample, make_batch, pack_documents, read_sample
 from mmtrain.data.shard_list import expand_shards
 from mmtrain.data.shards import read_members
 from mmtrain.data.templates import TEMPLATES
@@ -88,7 +89,7 @@ class PackedBatches:
             samples = epoch_samples(self.shards, self.config.run.seed, epoch)
             documents = (self.template(sample) for sample in samples)
             empty = True
-            for members in pack(documents, data.pack_length, data.overlong):
+            for members in pack_documents(documents, data.pack_length, data.overlong):
                 empty = False
                 yield replace(members, epoch=epoch)
             if empty:

@@ -41,6 +41,8 @@ REASONS = {
     "unknown_role": "a turn that is neither from human nor from gpt",
     "non_text_value": "a turn whose value is no text",
     "no_answer": "no turn from gpt, or an empty one",
+    "turn_order": "turns that do not go human, gpt, human, gpt, ...: no template takes them",
+    "image_in_answer": "an <image> mark in a turn from gpt: images belong to questions",
     "bad_image_field": "an `image` that is neither a file name nor a list of them",
     "image_count": "a number of <image> marks that differs from the number of images",
     "outside_images": "an image path or link that leaves the images folder",
@@ -222,6 +224,11 @@ def _count_marks(record: dict) -> int:
     for number, text in answers:
         if not text.strip():
             raise Rejected("no_answer", f"turn {number}, from gpt, is empty")
+        if IMAGE_MARK in text:
+            raise Rejected("image_in_answer", f"turn {number}, from gpt, holds {IMAGE_MARK}")
+    speakers = [turn["from"] for turn in turns]
+    if speakers != list(ROLES) * (len(turns) // 2):
+        raise Rejected("turn_order", f"turns are from {_short(', '.join(speakers))}")
     return sum(turn["value"].count(IMAGE_MARK) for turn in turns)
 
 

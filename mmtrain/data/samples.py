@@ -2,7 +2,7 @@
 
 members {"__key__", "json", "jpg" or "0.jpg", "1.jpg", ...} --read_sample--> Sample: turns and image bytes
 Sample --a template of templates.py--> Document: input_ids (T,), labels (T,) shifted, image bytes
-documents --pack--> packs: lists of documents of at most L tokens
+documents --pack_documents--> packs: lists of documents of at most L tokens
 B packs --make_batch--> PackedBatch: (B, L) tensors and images (N, 3, S, S)
 """
 
@@ -137,7 +137,7 @@ def _read_turns(members: dict[str, bytes | str], where: str) -> tuple[tuple[str,
     return tuple(turns)
 
 
-def pack(
+def pack_documents(
     documents: Iterable[Document], pack_length: int, overlong: str = "skip", open_packs: int = _OPEN_PACKS
 ) -> Iterator[Pack]:
     """Pack documents first-fit, in order, into packs of at most `pack_length` tokens.

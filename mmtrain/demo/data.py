@@ -2,24 +2,23 @@
 
 split --draw scenes--> picture (PNG) + conversation --data/sharding--> CACHE/demo/<split>-<fingerprint>/shard-*.tar
 
-Made on first use, in seconds, from the scans that belong to the split; the same on every machine.
+Made on first use, in seconds, from the scans that belong to the split; the same wherever Pillow compresses alike.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import os
 import random
-import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from mmtrain.cache import cache_folder
+from mmtrain.data import sharding
 from mmtrain.data.records import IMAGE_MARK
-from mmtrain.data.sharding import write_shards
 from mmtrain.demo.names import PREFIX
 from mmtrain.demo.pictures import Scans, Use, paint
 from mmtrain.demo.scene import draw_scene
@@ -46,16 +45,16 @@ def demo_shards(name: str, say: Callable[[str], None] = lambda line: None) -> Pa
         return folder
     say(f"making {name}: {SAMPLES[split]:,} pictures of handwritten digits with conversations, in {folder}")
     start = time.perf_counter()
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
-        unfinished.mkdir(parents=True)
-        write_shards(draw_samples(split), unfinished, SAMPLES_PER_SHARD)
-        unfinished.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as unfinished:
+            made = Path(unfinished) / "made"
+            made.mkdir()
+            sharding.write_shards(draw_samples(split), made, SAMPLES_PER_SHARD)
+            made.rename(folder)
     except OSError as error:
         if not folder.is_dir():  # else another run was faster, with the same bytes
             raise UserError(f"cannot make {name} in {folder}: {error}; XDG_CACHE_HOME says where caches go") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     say(f"made {name} in {time.perf_counter() - start:.1f} s")
     return folder
 
@@ -76,7 +75,7 @@ def draw_samples(split: Split) -> Iterator[tuple[str, dict, list[tuple[str, byte
 
 def fingerprint() -> str:
     """Changes with the code that makes the data, so that a cache never outlives it."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(Path(sharding.__file__).read_bytes())
     for name in ("data", "pictures", "scene", "text"):
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     return digest.hexdigest()[:12]

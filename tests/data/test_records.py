@@ -139,6 +139,10 @@ BAD_TEXTS = [
     ("non_text_value", turns(("human", "<image>"), ("gpt", None)), False),
     ("no_answer", turns(("human", "<image>")), True),
     ("no_answer", turns(("human", "<image>"), ("gpt", " \n")), True),
+    ("turn_order", turns(("gpt", "Hello."), ("human", "<image>"), ("gpt", "Yes.")), True),
+    ("turn_order", turns(("human", "<image>"), ("human", "Who?"), ("gpt", "Yes.")), True),
+    ("turn_order", turns(("human", "<image>"), ("gpt", "Yes."), ("human", "Who?")), True),
+    ("image_in_answer", turns(("human", "Who?"), ("gpt", "He: <image>")), True),
     ("bad_image_field", record(image=7), True),
     ("bad_image_field", record(image=""), True),
     ("bad_image_field", record(image=["a.png", None]), True),
@@ -177,7 +181,7 @@ def sample_of(content: dict, files) -> dict:
 def test_what_passes_is_what_read_sample_accepts():
     """Records made by random damage to good ones: accepted ones read back, the others fail there or are stricter."""
     draw = random.Random(0)
-    stricter = {"not_json", "bad_id", "no_answer", "bad_image_field"}
+    stricter = {"not_json", "bad_id", "no_answer", "bad_image_field", "turn_order", "image_in_answer"}
     outcomes = {True: 0, False: 0}
     for _ in range(3000):
         images = draw.randrange(3)

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from mmtrain.data.images import image_transform
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document, Pack, Sample, make_batch, pack, read_sample
+from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document, Pack, Sample, make_batch, pack_documents, read_sample
 from mmtrain.errors import UserError
 
 
@@ -61,17 +61,17 @@ def test_a_sample_in_another_form_is_refused_with_shard_and_key(broken, message)
 
 def test_packing_is_first_fit_in_order_and_gives_out_the_oldest_pack():
     lengths = {"a": 6, "b": 5, "c": 4, "d": 5, "e": 9, "f": 1}
-    packs = pack((document(key, length) for key, length in lengths.items()), pack_length=10, open_packs=2)
+    packs = pack_documents((document(key, length) for key, length in lengths.items()), pack_length=10, open_packs=2)
     assert [[d.sample.key for d in p.documents] for p in packs] == [["a", "c"], ["b", "d"], ["e", "f"]]
 
 
 def test_overlong_samples_are_counted_or_refused():
     documents = [document("a", 11), document("b", 10), document("c", 12), document("d", 3), document("e", 99)]
-    packs = list(pack(documents, 10, "skip"))
+    packs = list(pack_documents(documents, 10, "skip"))
     assert [[d.sample.key for d in p.documents] for p in packs] == [["b"], ["d"]]
     assert sum(p.skipped for p in packs) == 3
     with pytest.raises(UserError, match=r"s\.tar: sample a: 11 tokens, but data\.pack_length is 10"):
-        list(pack(documents, 10, "refuse"))
+        list(pack_documents(documents, 10, "refuse"))
 
 
 def test_a_batch_restarts_positions_in_every_document_and_in_the_padding(tiny):
