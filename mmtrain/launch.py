@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.config import RunConfig, dump_config, load_config
-from mmtrain.data.shard_list import expand_shards, refuse_empty_shards
+from mmtrain.data.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.errors import UserError
 from mmtrain.plan.chat_template import refuse_missing_chat_template
 from mmtrain.plan.layout import Plan, render
@@ -114,10 +114,10 @@ def _print_plan(config: RunConfig) -> None:
 
 
 def _say(text: str) -> None:
-    """Print; a reader that has left (`| head`) is no reason to stop."""
+    """Print; a reader that has left (`| head`) or a full disk behind stdout is no reason to stop."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -243,17 +243,19 @@ def _plan(config: RunConfig, gpus: Sequence[int], local_ranks: int) -> Plan:
 
 def _check_data(config: RunConfig) -> None:
     """Refuse data that cannot be there before a rank starts; make the demo's if a run asks for it the first time."""
-    trained = expand_shards(config.data.shards, "data.shards", say=_say)
-    refuse_empty_shards(trained, "data.shards")
-    if config.eval.shards is not None:
-        held_out = expand_shards(config.eval.shards, "eval.shards", say=_say)
-        refuse_empty_shards(held_out, "eval.shards")
-        both = {path.resolve() for path in trained} & {path.resolve() for path in held_out}
-        if both:
-            raise UserError(
-                f"eval.shards: {min(both)} is in data.shards too; scores on samples that are trained on say nothing of "
-                "others; leave some shards out of data.shards"
-            )
+    found: dict[str, set[Path]] = {}
+    for key, shards in (("data.shards", config.data.shards), ("eval.shards", config.eval.shards)):
+        if shards is not None:
+            paths = expand_shards(shards, key, say=_say)
+            refuse_empty_shards(paths, key)
+            refuse_unfinished_shards(paths, key)
+            found[key] = {path.resolve() for path in paths}
+    both = found["data.shards"] & found.get("eval.shards", set())
+    if both:
+        raise UserError(
+            f"eval.shards: {min(both)} is in data.shards too; scores on samples that are trained on say nothing of "
+            "others; leave some shards out of data.shards"
+        )
     refuse_missing_chat_template(config)
 
 

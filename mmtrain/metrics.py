@@ -17,6 +17,7 @@ from typing import Any, Self, TextIO
 FIRST_STEPS = 3
 SECONDS_BETWEEN_LINES = 5.0
 LONGEST_TEXT = 300  # characters of a question or an answer that are shown
+NARROW = 80  # columns: a table of answers would break its words
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,9 @@ def _without_nan(value: Any) -> Any:
 class Console:
     """Progress of a run for people: a live bar on a terminal, otherwise readable lines at a rate that suits a log.
 
-    `stream` is None on ranks that print nothing. Without a terminal the first 3 steps, then at most one step in 5
-    seconds, and the last step are printed. Time left is estimated from the mean time of the steps since the first one,
-    which pays for warm-up; evaluations in between count.
+    `stream` is None on ranks that print nothing. Without a terminal, or on one that cannot move its cursor (TERM=dumb),
+    the first 3 steps, then at most one step in 5 seconds, and the last step are printed. Time left is estimated from the
+    mean time of the steps since the first one, which pays for warm-up; evaluations in between count.
     """
 
     def __init__(self, stream: TextIO | None, max_steps: int, done_steps: int = 0) -> None:
@@ -108,7 +109,8 @@ class Console:
         self._first_step = done_steps
         self._printed_at = -math.inf
         self._timed_from: tuple[int, float] | None = None
-        self._bar = _open_bar(stream, max_steps, done_steps) if stream is not None and stream.isatty() else None
+        live = stream is not None and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._bar = _open_bar(stream, max_steps, done_steps) if live else None
 
     def step(self, step: int, loss: float | None, tokens_per_second: float, note: str = "") -> None:
         """Show that `step` (counted from 0) is done; loss in nats per supervised token, None when there was none."""
@@ -167,7 +169,7 @@ class Console:
         rows = [
             ("right" if a.right else "wrong", *map(harmless, (a.key, a.question, a.given, a.truth))) for a in answers
         ]
-        if self._bar is not None:
+        if self._bar is not None and self._bar.console.width >= NARROW:
             self._bar.console.print(_table(("", "sample", "question", "answer given", "true answer"), rows))
             return
         for mark, key, question, given, truth in rows:

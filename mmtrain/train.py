@@ -83,7 +83,10 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
         )
         console.step(step, result.loss, result.tokens / seconds, note=result.no_update or "")
     if overlong:
-        console.line(f"skipped {overlong} samples longer than data.pack_length={config.data.pack_length} tokens")
+        times = f"{overlong} times" if overlong > 1 else "once"
+        console.line(
+            f"skipped {times}, over all epochs: a sample longer than data.pack_length={config.data.pack_length}"
+        )
 
     # The result first: nothing that can fail from here on may cost the trained weights.
     rank.progress.at(max_steps, "saving")

@@ -50,6 +50,9 @@ def launch(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
         (["data.shards=[nothing.tar]"], ["data.shards", "nothing.tar", "is empty, 0 bytes"]),
         (["data.shards=[no-members.tar]"], ["data.shards", "no-members.tar", "an empty archive"]),
         (["data.shards=[full.tar]", "eval.shards=f*.tar"], ["eval.shards", "full.tar is in data.shards too"]),
+        (["data.shards=unfinished/*.tar"], ["data.shards", "unfinished data set", "dataset.json"]),
+        (["data.shards=demo:trian"], ["data.shards", "demo:trian", "demo:train"]),
+        (["eval.shards="], ["eval.shards: an empty name"]),
         (["eval.shards=held-out.tar"], ["eval.shards: no file held-out.tar"]),
         (["data.template=chat"], ["data.template: chat", "chat_template.jinja", "data.template=plain"]),
         (["--nnodes", "2", "--node-rank", "0"], ["--rdzv-endpoint HOST:PORT"]),
@@ -59,7 +62,10 @@ def launch(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
 )
 def test_wrong_input_is_exit_code_2_with_a_message_and_no_traceback(tiny, tmp_path, arguments, said):
     (tmp_path / "nothing.tar").touch()
-    shutil.copy(next((tiny / "shards").glob("*.tar")), tmp_path / "full.tar")
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "rejected.jsonl").touch()
+    for copy in ("full.tar", "unfinished/shard-000000.tar"):
+        shutil.copy(next((tiny / "shards").glob("*.tar")), tmp_path / copy)
     tarfile.open(tmp_path / "no-members.tar", "w").close()
     ran = launch(tiny / "config.yaml", f"run.dir={tmp_path / 'runs'}", *arguments, cwd=tmp_path)
     assert ran.returncode == 2

@@ -96,10 +96,10 @@ def test_on_a_terminal_there_is_a_live_bar_and_the_cursor_comes_back():
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
-def on_a_terminal(code: str) -> str:
-    """What a terminal of 120 columns receives from Python code; it must hold less than the terminal's buffer."""
+def on_a_terminal(code: str, kind: str = "xterm", columns: int = 120) -> str:
+    """What a terminal receives from Python code; it must hold less than the terminal's buffer."""
     main, terminal = pty.openpty()
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "120", "PYTHONPATH": str(Path(__file__).parent)}
+    env = os.environ | {"TERM": kind, "COLUMNS": str(columns), "PYTHONPATH": str(Path(__file__).parent)}
     subprocess.run([sys.executable, "-c", code], stdout=terminal, stderr=subprocess.PIPE, env=env, check=True)
     os.close(terminal)
     shown = b""
@@ -182,6 +182,18 @@ def test_on_a_terminal_answers_are_a_table_that_obeys_no_markup_and_the_bar_live
     assert "seven red" in plain and "right" in plain and "wrong" in plain
     assert r"[red]\x1b[31mred" in plain.replace("\n", "") and "\x1b[31m" not in text and "\x9b" not in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_a_dumb_or_narrow_terminal_gets_answers_as_lines():
+    code = (
+        "import sys; from mmtrain.metrics import Console; from test_metrics import ANSWERS\n"
+        "with Console(sys.stdout, 2) as console:\n"
+        "    console.step(0, 0.25, 1234); console.answers(ANSWERS[:1])\n"
+    )
+    dumb = on_a_terminal(code, "dumb").replace("\r\n", "\n")
+    assert dumb.startswith("step 1/2  loss 0.2500  1,234 tokens/s  left ?\n")
+    for text in (dumb, on_a_terminal(code, columns=40)):
+        assert "  right  k1: Which colour, please?" in text and "given  seven red" in text
 
 
 def test_a_disk_that_fills_up_leaves_whole_lines_and_is_named(tmp_path):

@@ -141,4 +141,4 @@ def test_the_record_names_one_trained_rank_and_three_explicit_no_ops(runs):
         and f"step {STEPS}/{STEPS}" in printed
         and "saved " in printed
     )
-    assert len(printed.splitlines()) < 36, "library chatter belongs into log.txt"
+    assert len(printed.splitlines()) < 40, "library chatter belongs into log.txt"

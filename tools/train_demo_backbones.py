@@ -33,13 +33,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for llm/, vision/ and backbones.json")
     parser.add_argument("--only", choices=PARTS, help="train one of them; the other's files stay as they are")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: what made the shipped ones)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of initial weights, batches and noise (default 0)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
     options = parser.parse_args(arguments)
+    if options.threads < 1 or (options.steps is not None and options.steps < 1):
+        parser.error("--steps and --threads are at least 1")
     transformers.utils.logging.disable_progress_bar()
     record_file = options.out / "backbones.json"
-    record = json.loads(record_file.read_text()) if record_file.is_file() else {}
     try:
+        options.out.mkdir(parents=True, exist_ok=True)  # what cannot be written should not show after minutes
+        record = json.loads(record_file.read_text()) if record_file.is_file() else {}
         for name in [options.only] if options.only else PARTS:
             train, default_steps = PARTS[name]
             steps = options.steps or default_steps
@@ -47,10 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
             versions = {"python": platform.python_version(), "torch": torch.__version__}
             record[name] = {"steps": steps, "seed": options.seed, "threads": options.threads, **versions, **result}
             print(json.dumps(record[name]), flush=True)
-    except UserError as error:
+        record_file.write_text(json.dumps(record, indent=2) + "\n")
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    record_file.write_text(json.dumps(record, indent=2) + "\n")
     return 0
 
 

@@ -36,8 +36,13 @@ def expand_shards(
         if is_demo(pattern):
             from mmtrain.demo.data import demo_shards  # numpy and Pillow, which other runs' launchers do without
 
-            found += sorted(demo_shards(pattern, say).glob("*.tar"))
+            try:
+                found += sorted(demo_shards(pattern, say).glob("*.tar"))
+            except UserError as error:
+                raise UserError(f"{key}: {error}") from error
             continue
+        if not pattern:
+            raise UserError(f"{key}: an empty name; name a webdataset tar, or set {key}=null where that is allowed")
         if "://" in pattern or pattern.startswith("pipe:"):
             raise UserError(f"{key}: {pattern!r} is a URL or a command; shards are read from local files only")
         try:
@@ -63,6 +68,19 @@ def expand_shards(
         twice = next(path for number, path in enumerate(found) if path in found[:number])
         raise UserError(f"{key}: {twice} is named twice; every sample would count twice")
     return tuple(found)
+
+
+def refuse_unfinished_shards(paths: Sequence[Path], key: str = "data.shards") -> None:
+    """Raise UserError for shards of a data set that tools/shard_dataset.py did not finish: part of it would be missing.
+
+    That tool begins with rejected.jsonl and ends with dataset.json.
+    """
+    for folder in dict.fromkeys(path.parent for path in paths):
+        if (folder / "rejected.jsonl").is_file() and not (folder / "dataset.json").is_file():
+            raise UserError(
+                f"{key}: {folder} holds an unfinished data set: tools/shard_dataset.py was stopped before it wrote "
+                "dataset.json there; delete the folder and make it again"
+            )
 
 
 def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -41,8 +43,10 @@ def demo_shards(name: str, say: Callable[[str], None] = lambda line: None) -> Pa
     if split not in SAMPLES:
         raise UserError(f"{name}: the demo has no such data; it has {', '.join(PREFIX + known for known in SAMPLES)}")
     folder = cache_folder("demo") / f"{split}-{fingerprint()}"
-    if folder.is_dir():
+    if len(list(folder.glob("*.tar"))) == math.ceil(SAMPLES[split] / SAMPLES_PER_SHARD):
         return folder
+    if folder.is_dir():  # a cleaner of caches has been here
+        shutil.rmtree(folder, ignore_errors=True)
     say(f"making {name}: {SAMPLES[split]:,} pictures of handwritten digits with conversations, in {folder}")
     start = time.perf_counter()
     try:
@@ -52,7 +56,7 @@ def demo_shards(name: str, say: Callable[[str], None] = lambda line: None) -> Pa
             made.mkdir()
             sharding.write_shards(draw_samples(split), made, SAMPLES_PER_SHARD)
             made.rename(folder)
-    except OSError as error:
+    except (OSError, UserError) as error:
         if not folder.is_dir():  # else another run was faster, with the same bytes
             raise UserError(f"cannot make {name} in {folder}: {error}; XDG_CACHE_HOME says where caches go") from error
     say(f"made {name} in {time.perf_counter() - start:.1f} s")

@@ -147,6 +147,12 @@ def test_the_tool_makes_both_models_and_makes_them_again_the_same(tmp_path, caps
     record = json.loads((tmp_path / "first" / "backbones.json").read_text())
     assert record["llm"]["steps"] == record["vision"]["steps"] == 2
     assert 0 <= record["vision"]["encoder_cell_accuracy_held_out"] <= 1
+    for wrong in (["--steps", "0"], ["--threads", "0"]):
+        with pytest.raises(SystemExit, match="2"):
+            tool.main(["--out", str(tmp_path), *wrong])
+    (tmp_path / "file").touch()
+    assert tool.main(["--out", str(tmp_path / "file" / "below"), "--steps", "1"]) == 2
+    assert "error: " in capsys.readouterr().err
     shipped = {file.relative_to(demo_model("demo:llm")) for file in demo_model("demo:llm").rglob("*")}
     assert shipped == {file.relative_to(tmp_path / "first/llm") for file in (tmp_path / "first/llm").rglob("*")}
     made = AutoTokenizer.from_pretrained(tmp_path / "first/llm")

@@ -47,7 +47,7 @@ def test_the_shards_are_the_same_bytes_wherever_they_are_made(cache, monkeypatch
 
 
 def test_what_the_demo_does_not_have_is_refused(cache):
-    with pytest.raises(UserError, match="demo:test: the demo has no such data; it has demo:train, demo:held-out"):
+    with pytest.raises(UserError, match=r"data\.shards: demo:test: the demo has no such data; it has demo:train"):
         expand_shards("demo:test")
 
 
@@ -55,6 +55,15 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(cache, monkeyp
     (cache / "mmtrain").write_text("a file where the folder should be")
     with pytest.raises(UserError, match=r"cannot make demo:held-out in .*XDG_CACHE_HOME says where caches go"):
         demo_shards("demo:held-out")
+
+
+def test_a_cache_from_which_shards_were_deleted_is_made_again(cache):
+    paths = expand_shards("demo:held-out")
+    content = paths[0].read_bytes()
+    paths[0].unlink()
+    said = []
+    assert expand_shards("demo:held-out", say=said.append) == paths and len(said) == 2
+    assert paths[0].read_bytes() == content
 
 
 def test_without_scikit_learn_the_way_to_get_it_is_said(cache, monkeypatch):
