@@ -99,8 +99,8 @@ class Console:
     """Progress of a run for people: a live bar on a terminal, otherwise readable lines at a rate that suits a log.
 
     `stream` is None on ranks that print nothing. Without a terminal, or on one that cannot move its cursor (TERM=dumb),
-    the first 3 steps, then at most one step in 5 seconds, and the last step are printed. Time left is estimated from the
-    mean time of the steps since the first one, which pays for warm-up; evaluations in between count.
+    the first 3 steps, then at most one step in 5 seconds, and the last step are printed. Time left is estimated from
+    the mean time of the steps since the first one, which pays for warm-up; evaluations in between count.
     """
 
     def __init__(self, stream: TextIO | None, max_steps: int, done_steps: int = 0) -> None:
