@@ -59,6 +59,7 @@ def test_the_projector_learns_to_make_the_llm_read_handwriting_that_nothing_has_
     assert sorted(saved) == [f"projector.linear_{n}.{kind}" for n in (1, 2) for kind in ("bias", "weight")]
 
 
+@pytest.mark.timeout(1000)
 def test_loss_and_gradient_norm_do_not_depend_on_the_layout(tmp_path, cache):
     runs = {}
     for pipeline, data in ((1, 1), (2, 1), (4, 1), (2, 2)):

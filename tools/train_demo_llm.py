@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
+from torch.distributions import Gamma
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mmtrain.demo.scene import CELLS, Scene, draw_scene
@@ -147,10 +148,10 @@ def grid(scenes: list[Scene], strength: float) -> tuple[torch.Tensor, torch.Tens
     clean = present.unsqueeze(2) * ((colour_here & is_colour) | (digit_here & is_digit)).float()
     clean[..., EMPTY] = (clean.sum(-1) == 0).float()
     evenness = torch.rand(count, 1, 1, 1) * 1.5 + 0.15
-    spread = torch._standard_gamma(evenness.expand(count, CELLS, PATCHES, words)) + 1e-4
+    spread = Gamma(evenness.expand(count, CELLS, PATCHES, words), 1.0).sample() + 1e-4
     mass = 0.8 + 1.7 * torch.rand(count, CELLS, 1, words)
     blended = present.unsqueeze(2) * mass * spread / spread.sum(2, keepdim=True)
-    blended = blended + torch._standard_gamma(torch.full(blended.shape, 0.05)) * 0.3
+    blended = blended + Gamma(torch.full(blended.shape, 0.05), 1.0).sample() * 0.3
     blended = blended * torch.exp(torch.empty(count, 1, 1, 1).uniform_(-0.7, 1.1))
     weights = clean + strength * (blended - clean)
     noise = torch.rand(count, 1, 1) * 0.8 * strength
