@@ -6,8 +6,8 @@ clipping without parameters, a mean of micro-batch means), so this engine owns t
 
 - every rank runs exactly the instructions of `plan.schedule`; nothing upstream of the first trainable stage runs
   backward or receives a gradient;
-- a message is (hidden (B, L, D), position_ids and labels stacked (2, B, L)); a gradient is (B, L, D). Each neighbouring
-  pair of ranks has one two-rank group per direction of flow, so that messages match by order alone (NCCL has no tags);
+- a message is (hidden (B, L, D), position_ids and labels stacked (2, B, L)); a gradient is (B, L, D); `channels` carries
+  them, matched by order alone;
 - micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all
   micro-batches and replicas;
 - loss, tokens, squared gradient norm and the count of non-finite values are reduced over every rank before the
@@ -35,6 +35,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mmtrain.channels import Channels
 from mmtrain.config import RunConfig
 from mmtrain.data.samples import PackedBatch
 from mmtrain.model.loss import count_answers
@@ -108,20 +109,6 @@ class _RankChunks(nn.Module):
         self.stages = nn.ModuleDict({str(stage): chunk for stage, chunk in chunks.items()})
 
 
-@dataclass
-class _Channel:
-    """Messages from one rank to its neighbour in one direction, matched by the order they are posted in."""
-
-    group: dist.ProcessGroup
-    peer: int
-
-    def send(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
-        return [dist.isend(tensor, self.peer, group=self.group) for tensor in tensors]
-
-    def receive(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
-        return [dist.irecv(tensor, self.peer, group=self.group) for tensor in tensors]
-
-
 class FrozenPipelineEngine(PipelineEngine):
     """One rank of a pipeline x data grid that executes a plan.
 
@@ -175,7 +162,7 @@ class FrozenPipelineEngine(PipelineEngine):
         self._training = True
         self._last_stage = plan.pipeline - 1
         self._forward_schedules: dict[int, Schedule] = {}  # by number of micro-batches
-        self._channels = self._open_channels(timeout)
+        self._channels = Channels(plan, self.global_rank, self.device, timeout)
         width = next(iter(self.chunks.values())).language.hidden_size
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
         self._dtype = next(iter(self.chunks.values())).dtype
@@ -188,30 +175,6 @@ class FrozenPipelineEngine(PipelineEngine):
 
         DeepSpeed would send every frozen weight over the network.
         """
-
-    def _open_channels(self, timeout: timedelta) -> dict[tuple[str, int, int], _Channel]:
-        """This rank's channels, {(kind, from stage, to stage): channel}: one group a border and direction of flow.
-
-        Every rank creates all groups, its own or not: torch names them by a counter that must agree everywhere.
-        """
-        channels = {}
-        for replica in range(self.plan.data):
-            for border in range(self.plan.pipeline - 1):
-                ranks = [self.grid.stage_to_global(stage, data=replica) for stage in (border, border + 1)]
-                flows = [("activation", border, border + 1)]
-                if border >= self.plan.first_trainable_stage:
-                    flows.append(("gradient", border + 1, border))
-                for kind, source, target in flows:
-                    group = dist.new_group(ranks, timeout=timeout)
-                    if self.global_rank in ranks:
-                        peer = ranks[0] if self.global_rank == ranks[1] else ranks[1]
-                        channels[kind, source, target] = _Channel(group, peer)
-        # NCCL connects at the first message and blocks until the peer does too: connect now, in one order for all.
-        for (_, source, _), channel in channels.items():
-            probe = [torch.zeros(1, device=self.device)]
-            for work in channel.send(probe) if source == self.stage_id else channel.receive(probe):
-                work.wait()
-        return channels
 
     # ---- one step
 
@@ -248,8 +211,6 @@ class FrozenPipelineEngine(PipelineEngine):
         self._output: dict[tuple[int, int], torch.Tensor | GradientEdge] = {}
         self._integers: dict[tuple[int, int], torch.Tensor] = {}
         self._input_gradient: dict[tuple[int, int], torch.Tensor] = {}
-        self._awaited: dict[tuple[str, int, int], tuple[list[dist.Work], list[torch.Tensor]]] = {}
-        self._sends: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._supervised = torch.zeros((), dtype=torch.float64, device=self.device)
         self._counts = torch.zeros(4, dtype=torch.float64)  # tokens, samples, images, overlong: counted by stage 0
@@ -262,28 +223,7 @@ class FrozenPipelineEngine(PipelineEngine):
             if self.on_instruction is not None:
                 self.on_instruction(self.step_index, instruction)
             self._EXECUTE[instruction.op](self, instruction.stage, instruction.microbatch)
-        for works, _ in self._sends:
-            for work in works:
-                work.wait()
-        self._sends = []
-
-    # ---- messages
-
-    def _send(self, kind: str, source: int, target: int, tensors: list[torch.Tensor]) -> None:
-        if self.device.type == "cuda":  # gloo's work cannot be polled
-            self._sends = [s for s in self._sends if not all(work.is_completed() for work in s[0])]
-        self._sends.append((self._channels[kind, source, target].send(tensors), tensors))
-
-    def _post_receive(
-        self, kind: str, source: int, target: int, key: tuple[str, int, int], tensors: list[torch.Tensor]
-    ) -> None:
-        self._awaited[key] = (self._channels[kind, source, target].receive(tensors), tensors)
-
-    def _take(self, key: tuple[str, int, int]) -> list[torch.Tensor]:
-        works, tensors = self._awaited.pop(key)
-        for work in works:
-            work.wait()
-        return tensors
+        self._channels.wait_for_sends()
 
     # ---- instructions
 
@@ -306,7 +246,7 @@ class FrozenPipelineEngine(PipelineEngine):
         hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
         integers = torch.empty((2, *self._shape[:2]), dtype=torch.int64, device=self.device)
         key = ("activation", stage, microbatch)
-        self._post_receive("activation", stage - 1, stage, key, [hidden, integers])
+        self._channels.post_receive("activation", stage - 1, stage, key, [hidden, integers])
 
     def _forward(self, stage: int, microbatch: int) -> None:
         chunk = self.chunks[stage]
@@ -318,7 +258,7 @@ class FrozenPipelineEngine(PipelineEngine):
                 hidden = chunk.start(batch)
                 integers = torch.stack([batch.position_ids, batch.labels])
             else:
-                hidden, integers = self._take(("activation", stage, microbatch))
+                hidden, integers = self._channels.take(("activation", stage, microbatch))
                 hidden.requires_grad_(trains and stage > first)
             output = chunk(hidden, integers[0])
             if stage < self._last_stage:
@@ -341,17 +281,17 @@ class FrozenPipelineEngine(PipelineEngine):
     def _send_activation(self, stage: int, microbatch: int) -> None:
         key = (stage, microbatch)
         hidden = self._output.pop(key)
-        self._send("activation", stage, stage + 1, [hidden.detach().contiguous(), self._integers.pop(key)])
+        self._channels.send("activation", stage, stage + 1, [hidden.detach().contiguous(), self._integers.pop(key)])
         if self._training and stage >= self.plan.first_trainable_stage:
             self._output[key] = get_gradient_edge(hidden)  # backward needs the graph behind it, not the values
 
     def _receive_gradient(self, stage: int, microbatch: int) -> None:
         gradient = torch.empty(self._shape, dtype=self._dtype, device=self.device)
-        self._post_receive("gradient", stage + 1, stage, ("gradient", stage, microbatch), [gradient])
+        self._channels.post_receive("gradient", stage + 1, stage, ("gradient", stage, microbatch), [gradient])
 
     def _backward(self, stage: int, microbatch: int) -> None:
         output = self._output.pop((stage, microbatch))
-        upstream = None if stage == self._last_stage else self._take(("gradient", stage, microbatch))[0]
+        upstream = None if stage == self._last_stage else self._channels.take(("gradient", stage, microbatch))[0]
         torch.autograd.backward(output, upstream)
         if stage > self.plan.first_trainable_stage:
             gradient = self._input.pop((stage, microbatch)).grad
@@ -360,7 +300,7 @@ class FrozenPipelineEngine(PipelineEngine):
 
     def _send_gradient(self, stage: int, microbatch: int) -> None:
         gradient = self._input_gradient.pop((stage, microbatch))
-        self._send("gradient", stage, stage - 1, [gradient.contiguous()])
+        self._channels.send("gradient", stage, stage - 1, [gradient.contiguous()])
 
     def _reduce_gradients(self, stage: int, microbatch: int) -> None:
         for parameter in self.trainable.values():

@@ -22,6 +22,7 @@ from typing import Any
 from mmtrain.config import RunConfig, dump_config, load_config
 from mmtrain.data.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.errors import UserError
+from mmtrain.metrics import say
 from mmtrain.plan.chat_template import refuse_missing_chat_template
 from mmtrain.plan.layout import Plan, render
 from mmtrain.plan.planner import make_plan
@@ -104,21 +105,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _print_plan(config: RunConfig) -> None:
     plan = make_plan(config)
-    _say(render(plan))
+    say(render(plan))
     folder = run_folder(config)
     with claimed(folder):
         if contents_of_a_run(folder):
-            _say(f"\nplan.json not written: {folder} holds an earlier run, whose plan stays")
+            say(f"\nplan.json not written: {folder} holds an earlier run, whose plan stays")
         else:
-            _say(f"\nwritten to {write_plan(folder, plan)}")
-
-
-def _say(text: str) -> None:
-    """Print; a reader that has left (`| head`) or a full disk behind stdout is no reason to stop."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            say(f"\nwritten to {write_plan(folder, plan)}")
 
 
 def _launch(config: RunConfig, options: argparse.Namespace) -> int:
@@ -142,7 +135,7 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
     with claimed(job.folder) if job.node == 0 else contextlib.nullcontext():
         if job.node == 0:
             prepare_folder(config, plan)
-            _say(render(plan))
+            say(render(plan))
         else:
             job.folder.mkdir(parents=True, exist_ok=True)
         _set_environment(job.threads, gpus, one_node=job.nodes == 1)
@@ -153,7 +146,7 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
             failure = run_ranks(functools.partial(_train, config, plan, job.nodes > 1), job)
     if failure is None:
         if job.node == 0:
-            _say(f"results: {job.folder}")
+            say(f"results: {job.folder}")
         return 0
     if sys.stdout.isatty():
         print(SHOW_CURSOR)  # a rank that was killed could not
@@ -183,7 +176,7 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> None:
         if rank == 0:
             prepare_folder(config, plan)
             _probe(config, plan)
-            _say(render(plan))
+            say(render(plan))
         store = _agree(config, plan, rank)  # and wait until rank 0 has prepared the folder
         job = Job(_places(plan), run_folder(config), threads, config.parallel.timeout_seconds)
         run_rank(functools.partial(_train, config, plan, False), job.folder, threads=threads, describe=job.describe)
@@ -246,7 +239,7 @@ def _check_data(config: RunConfig) -> None:
     found: dict[str, set[Path]] = {}
     for key, shards in (("data.shards", config.data.shards), ("eval.shards", config.eval.shards)):
         if shards is not None:
-            paths = expand_shards(shards, key, say=_say)
+            paths = expand_shards(shards, key, say=say)
             refuse_empty_shards(paths, key)
             refuse_unfinished_shards(paths, key)
             found[key] = {path.resolve() for path in paths}

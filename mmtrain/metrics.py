@@ -47,7 +47,15 @@ class Answer:
     right: bool
 
 
-class Metrics:
+def say(text: str) -> None:
+    """Print; a reader that has left (`| head`) or a full disk behind stdout is no reason to stop."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+class JsonLines:
     """Appends one JSON object a line; each line is one write, so a killed run leaves whole lines.
 
     JSON has no number for NaN and infinities: they are written as the strings "nan", "inf" and "-inf", which float()

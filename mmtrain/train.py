@@ -14,7 +14,7 @@ from mmtrain.config import RunConfig
 from mmtrain.data.loader import PackedBatches
 from mmtrain.engine import FrozenPipelineEngine, join_process_group
 from mmtrain.evaluation import Evaluator, HeldOut
-from mmtrain.metrics import Console, Metrics, Scores
+from mmtrain.metrics import Console, JsonLines, Scores
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import Plan
 from mmtrain.rank import Rank
@@ -61,7 +61,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
         console.line(evaluator.extent.summary)
 
     # The steps. Every rank runs its own list of instructions; the result of a step is the same on all of them.
-    metrics = Metrics(rank.folder / "metrics.jsonl" if rank.rank == 0 else None)
+    metrics = JsonLines(rank.folder / "metrics.jsonl" if rank.rank == 0 else None)
     max_steps = config.train.max_steps
     evaluate_every = config.eval.every_steps or max_steps
     pack_tokens = config.train.packs_per_step * config.data.pack_length
@@ -118,7 +118,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
     dist.destroy_process_group()
 
 
-def _evaluate(evaluator: Evaluator, step: int, metrics: Metrics, console: Console) -> Scores:
+def _evaluate(evaluator: Evaluator, step: int, metrics: JsonLines, console: Console) -> Scores:
     """Evaluate and record after `step` updates."""
     scores = evaluator.scores()
     metrics.write(kind="eval", step=step, **asdict(scores))
@@ -126,7 +126,7 @@ def _evaluate(evaluator: Evaluator, step: int, metrics: Metrics, console: Consol
     return scores
 
 
-def _control(evaluator: Evaluator, scores: Scores, step: int, metrics: Metrics, console: Console) -> None:
+def _control(evaluator: Evaluator, scores: Scores, step: int, metrics: JsonLines, console: Console) -> None:
     """Evaluate and record with the images permuted among the samples, beside the true `scores`."""
     extent = evaluator.extent
     if extent.permuted == 0:

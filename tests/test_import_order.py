@@ -31,7 +31,7 @@ model.vision
 model.projector  model.fusion  model.loss  model.trainable
 model.stage
 optimizer
-engine
+channels  engine
 audit
 checkpoint
 metrics

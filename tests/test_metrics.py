@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mmtrain import metrics
-from mmtrain.metrics import Answer, Console, Metrics, Scores
+from mmtrain.metrics import Answer, Console, JsonLines, Scores
 
 
 def show(console: Console, clock: list[float], steps: range, seconds_per_step: float, note: str = "") -> None:
@@ -29,9 +29,9 @@ def console_with_clock(monkeypatch, max_steps: int) -> tuple[Console, io.StringI
 
 def test_each_write_appends_one_json_object(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with Metrics(path) as first:
+    with JsonLines(path) as first:
         first.write(step=0, loss=1.5, nested={"images": [1, 2]})
-    with Metrics(path) as second:
+    with JsonLines(path) as second:
         second.write(step=1, loss=None)
         # readable before it is closed
         assert [json.loads(line) for line in path.read_text().splitlines()] == [
@@ -41,7 +41,7 @@ def test_each_write_appends_one_json_object(tmp_path):
 
 
 def test_nan_and_infinities_are_strings_that_float_reads_back(tmp_path):
-    with Metrics(tmp_path / "m") as file:
+    with JsonLines(tmp_path / "m") as file:
         file.write(values=[math.nan, math.inf, -math.inf, 1.0])
     values = json.loads((tmp_path / "m").read_text(), parse_constant=lambda name: 1 / 0)["values"]
     assert values == ["nan", "inf", "-inf", 1.0]
@@ -199,9 +199,9 @@ def test_a_dumb_or_narrow_terminal_gets_answers_as_lines():
 def test_a_disk_that_fills_up_leaves_whole_lines_and_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     script = (
-        "import resource, sys, pathlib; from mmtrain.metrics import Metrics\n"
+        "import resource, sys, pathlib; from mmtrain.metrics import JsonLines\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "metrics = Metrics(pathlib.Path(sys.argv[1]))\n"
+        "metrics = JsonLines(pathlib.Path(sys.argv[1]))\n"
         "for step in range(1000): metrics.write(step=step, text='x' * 30)\n"
     )
     ran = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import io
-import json
 import random
 from pathlib import Path
 
@@ -27,7 +26,7 @@ import timm
 import torch
 import yaml
 from PIL import Image, ImageDraw
-from safetensors.torch import save_file
+from timm_folder import save_timm_folder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     CONFIG_MAPPING,
@@ -183,26 +182,7 @@ def make_tiny_vision(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=WEIGHT_STD)
-    config = {
-        "architecture": architecture,
-        "num_classes": 0,
-        "num_features": width,
-        "model_args": model_args,
-        "pretrained_cfg": {
-            "input_size": [3, image_size, image_size],
-            "fixed_input_size": True,
-            "interpolation": "bicubic",
-            "crop_pct": 1.0,
-            "mean": [0.5, 0.5, 0.5],
-            "std": [0.5, 0.5, 0.5],
-            "num_classes": 0,
-            "pool_size": None,
-            "first_conv": "patch_embed.proj",
-            "classifier": "head",
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    save_timm_folder(model, folder, architecture, model_args)
     return folder
 
 

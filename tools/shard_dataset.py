@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections import Counter
@@ -31,7 +30,7 @@ from typing import Any, Self, TextIO
 from mmtrain.data.records import REASONS, Rejected, parse_record, read_image, read_llava_json
 from mmtrain.data.sharding import UNFINISHED, KeyedSample, WrittenShard, sample_key, write_shards
 from mmtrain.errors import UserError
-from mmtrain.metrics import Metrics
+from mmtrain.metrics import JsonLines, say
 
 EXAMPLES = f"""\
 examples:
@@ -105,14 +104,6 @@ def _open_bar(stream: TextIO, total: int) -> Any:
     return bar
 
 
-def say(text: str) -> None:
-    """Print; a reader that has left (`| head`) is no reason to stop."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
 class Intake:
     """The samples of good records, in the files' order; bad ones are written down and counted.
 
@@ -120,7 +111,7 @@ class Intake:
     """
 
     def __init__(
-        self, files: dict[Path, int], images: Path, rejected: Metrics, max_reject_rate: float, progress: Progress
+        self, files: dict[Path, int], images: Path, rejected: JsonLines, max_reject_rate: float, progress: Progress
     ) -> None:
         """`files`: each with its number of records; `images`: their folder, absolute and without links."""
         self.files = files
@@ -195,7 +186,7 @@ def shard_dataset(options: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     rejected_file = out / "rejected.jsonl"
     rejected_file.unlink(missing_ok=True)  # of an earlier try
-    with Metrics(rejected_file) as rejected, Progress(sys.stdout, sum(files.values())) as progress:
+    with JsonLines(rejected_file) as rejected, Progress(sys.stdout, sum(files.values())) as progress:
         intake = Intake(files, images, rejected, options.max_reject_rate, progress)
         try:
             shards = write_shards(intake, out, options.samples_per_shard)

@@ -7,7 +7,6 @@ digit and the colour of its cell, from the last block's output without the final
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from timm_folder import save_timm_folder
 from torch import nn
 
 from mmtrain.demo.pictures import SIZE, Scans, paint
@@ -34,18 +33,6 @@ MODEL_ARGS = {
     "class_token": False,
     "global_pool": "avg",
     "num_classes": 0,
-}
-PRETRAINED_CFG = {
-    "input_size": [3, SIZE, SIZE],
-    "fixed_input_size": True,
-    "interpolation": "bicubic",
-    "crop_pct": 1.0,
-    "mean": [0.5, 0.5, 0.5],
-    "std": [0.5, 0.5, 0.5],
-    "num_classes": 0,
-    "pool_size": None,
-    "first_conv": "patch_embed.proj",
-    "classifier": "head",
 }
 BATCH = 64
 
@@ -124,24 +111,10 @@ def train(folder: Path, steps: int = 3000, seed: int = 0, threads: int = 2) -> d
         schedule.step()
         if step % 250 == 249:
             print(f"encoder step {step + 1}/{steps}  loss {float(loss.detach()):.4f}", flush=True)
-    save(model.encoder, folder)
-    return {
+    result = {
         "encoder_cell_accuracy": cell_accuracy(model, scans),
         "encoder_cell_accuracy_held_out": cell_accuracy(model, Scans("held-out")),
         "encoder_seconds": time.perf_counter() - start,
     }
-
-
-def save(encoder: nn.Module, folder: Path) -> None:
-    """Write config.json and model.safetensors; timm.create_model("local-dir:FOLDER") loads them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architecture": ARCHITECTURE,
-        "num_classes": 0,
-        "num_features": WIDTH,
-        "model_args": MODEL_ARGS,
-        "pretrained_cfg": PRETRAINED_CFG,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    weights = {name: tensor.half().contiguous() for name, tensor in encoder.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_timm_folder(model.encoder.half(), folder, ARCHITECTURE, MODEL_ARGS)
+    return result

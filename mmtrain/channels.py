@@ -1,0 +1,89 @@
+"""Messages between neighbouring ranks of a pipeline, matched by the order they are posted in.
+
+NCCL has no tags, so each border between two stages has one two-rank group per direction of flow: hidden states and
+integers downstream, gradients upstream as far as the first trainable stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mmtrain.plan.planner import Plan
+
+Key = tuple[str, int, int]  # (kind, stage, micro-batch) of a message that is awaited
+
+
+@dataclass
+class _Channel:
+    """One direction between this rank and a neighbour."""
+
+    group: dist.ProcessGroup
+    peer: int
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
+        return [dist.isend(tensor, self.peer, group=self.group) for tensor in tensors]
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
+        return [dist.irecv(tensor, self.peer, group=self.group) for tensor in tensors]
+
+
+class Channels:
+    """All channels of one rank; every rank of the job constructs this at the same time.
+
+    Sends are asynchronous: their tensors are kept until `wait_for_sends`, which ends a step. Receives are posted ahead
+    and taken by key.
+    """
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device, timeout: timedelta) -> None:
+        """Open this rank's channels and connect them; a message that waits longer than `timeout` fails."""
+        self._device = device
+        self._sends: list[tuple[list[dist.Work], Sequence[torch.Tensor]]] = []
+        self._awaited: dict[Key, tuple[list[dist.Work], list[torch.Tensor]]] = {}
+        self._channels: dict[tuple[str, int, int], _Channel] = {}  # by (kind, from stage, to stage)
+        places = {(other.pipeline, other.data): other.rank for other in plan.ranks}
+        # Every rank creates all groups, its own or not: torch names them by a counter that must agree everywhere.
+        for replica in range(plan.data):
+            for border in range(plan.pipeline - 1):
+                ranks = [places[stage, replica] for stage in (border, border + 1)]
+                flows = [("activation", border, border + 1)]
+                if border >= plan.first_trainable_stage:
+                    flows.append(("gradient", border + 1, border))
+                for kind, source, target in flows:
+                    group = dist.new_group(ranks, timeout=timeout)
+                    if rank in ranks:
+                        peer = ranks[0] if rank == ranks[1] else ranks[1]
+                        self._channels[kind, source, target] = _Channel(group, peer)
+        # NCCL connects at the first message and blocks until the peer does too: connect now, in one order for all.
+        for (_, source, _), channel in self._channels.items():
+            probe = [torch.zeros(1, device=device)]
+            for work in channel.send(probe) if source == plan.ranks[rank].pipeline else channel.receive(probe):
+                work.wait()
+
+    def send(self, kind: str, source: int, target: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Send contiguous tensors from stage `source`, which is here, to its neighbour `target`."""
+        if self._device.type == "cuda":  # gloo's work cannot be polled
+            self._sends = [s for s in self._sends if not all(work.is_completed() for work in s[0])]
+        self._sends.append((self._channels[kind, source, target].send(tensors), tensors))
+
+    def post_receive(self, kind: str, source: int, target: int, key: Key, tensors: list[torch.Tensor]) -> None:
+        """Begin to receive into `tensors` what stage `source` sends to stage `target`, which is here."""
+        self._awaited[key] = (self._channels[kind, source, target].receive(tensors), tensors)
+
+    def take(self, key: Key) -> list[torch.Tensor]:
+        """The tensors of a posted receive, once they have arrived."""
+        works, tensors = self._awaited.pop(key)
+        for work in works:
+            work.wait()
+        return tensors
+
+    def wait_for_sends(self) -> None:
+        """Wait until everything sent has left."""
+        for works, _ in self._sends:
+            for work in works:
+                work.wait()
+        self._sends = []
