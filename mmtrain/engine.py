@@ -6,8 +6,8 @@ clipping without parameters, a mean of micro-batch means), so this engine owns t
 
 - every rank runs exactly the instructions of `plan.schedule`; nothing upstream of the first trainable stage runs
   backward or receives a gradient;
-- a message is (hidden (B, L, D), position_ids and labels stacked (2, B, L)); a gradient is (B, L, D); `channels` carries
-  them, matched by order alone;
+- a message is (hidden (B, L, D), position_ids and labels stacked (2, B, L)); a gradient is (B, L, D); `channels`
+  carries them, matched by order alone;
 - micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all
   micro-batches and replicas;
 - loss, tokens, squared gradient norm and the count of non-finite values are reduced over every rank before the
