@@ -172,10 +172,15 @@ def redirect_file_descriptor(number: int, path: Path) -> None:
     os.close(file)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends: no orphan outlives kill -9 (Linux)."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends: no orphan outlives kill -9 (Linux).
+
+    `parent` is that one's process id, where it is known: if it has died before this call, this process ends here.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def run_rank(

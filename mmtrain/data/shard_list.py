@@ -1,34 +1,36 @@
-"""Which tars a run reads, and whether they are whole: what can be said of shards without reading a sample.
+"""Which tars a run reads, and whether there is anything in them.
 
-`data.shards` --paths, globs, brace ranges--> tar files --headers, 512 bytes a member--> members
+`data.shards` --paths, globs, brace ranges--> tar files
 
 Nothing here imports torch or webdataset, so that the launcher refuses missing and empty shards before a rank starts.
 """
 
 from __future__ import annotations
 
-import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from glob import glob
 from pathlib import Path
 
 from braceexpand import UnbalancedBracesError, braceexpand
 
+from mmtrain.data.archive import read_headers
+from mmtrain.data.piped import PREFIX, piped_shard
 from mmtrain.demo.names import is_demo
 from mmtrain.errors import UserError
 
-BLOCK = tarfile.BLOCKSIZE
-HEADERS_ONLY = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-
 
 def expand_shards(
-    shards: str | Sequence[str], key: str = "data.shards", say: Callable[[str], None] = lambda line: None
+    shards: str | Sequence[str],
+    key: str = "data.shards",
+    say: Callable[[str], None] = lambda line: None,
+    allow_pipe: Sequence[str] = (),
 ) -> tuple[Path, ...]:
     """List the tar files that `shards` names: paths, globs (*, ?) and brace ranges ({00000..00099}), in order.
 
     A glob's files are sorted; braces mean what they mean to webdataset. `demo:train` and `demo:held-out` are the
-    demo's, made on first use; `say` is told when that takes time. `key` is the configuration's name for the list, for
-    messages. Raises UserError for a pattern without files, a file named twice, and URLs.
+    demo's, made on first use; `pipe:` URLs are run if `allow_pipe` names their program (see `piped`); `say` is told
+    when that takes time. `key` is the configuration's name for the list, for messages. Raises UserError for a pattern
+    without files, a file named twice, and other URLs.
     """
     patterns = (shards,) if isinstance(shards, str) else tuple(shards)
     found: list[Path] = []
@@ -43,8 +45,12 @@ def expand_shards(
             continue
         if not pattern:
             raise UserError(f"{key}: an empty name; name a webdataset tar, or set {key}=null where that is allowed")
-        if "://" in pattern or pattern.startswith("pipe:"):
-            raise UserError(f"{key}: {pattern!r} is a URL or a command; shards are read from local files only")
+        is_pipe = pattern.startswith(PREFIX)
+        if "://" in pattern and not is_pipe:
+            raise UserError(
+                f"{key}: {pattern!r} is a URL; shards are read from local files: download them, or let a program do "
+                f"it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
+            )
         try:
             names = list(braceexpand(pattern))
         except UnbalancedBracesError:
@@ -53,6 +59,9 @@ def expand_shards(
                 "shard-{000000..000099}.tar, and a brace that is part of a name is written \\{"
             ) from None
         for name in names:
+            if is_pipe:
+                found.append(piped_shard(name, allow_pipe, key, say))
+                continue
             whole = Path(name).expanduser()
             # Path.glob takes no absolute pattern; a file whose name holds brackets is no pattern.
             paths = [whole] if whole.exists() else sorted(map(Path, glob(str(whole), recursive=True)))  # noqa: PTH207
@@ -70,6 +79,24 @@ def expand_shards(
     return tuple(found)
 
 
+def find_shards(names: Sequence[str], say: Callable[[str], None] = lambda line: None) -> tuple[Path, ...]:
+    """As `expand_shards`, for a tool's command line: a folder stands for the tars in it.
+
+    Raises UserError as that does, and for a folder without tars.
+    """
+    found: list[Path] = []
+    for name in names:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            tars = sorted(folder.glob("*.tar"))
+            if not tars:
+                raise UserError(f"SHARDS: the folder {folder} holds no file *.tar")
+            found += tars
+        else:
+            found += expand_shards(name, "SHARDS", say)
+    return tuple(dict.fromkeys(found))
+
+
 def refuse_unfinished_shards(paths: Sequence[Path], key: str = "data.shards") -> None:
     """Raise UserError for shards of a data set that tools/shard_dataset.py did not finish: part of it would be missing.
 
@@ -79,7 +106,7 @@ def refuse_unfinished_shards(paths: Sequence[Path], key: str = "data.shards") ->
         if (folder / "rejected.jsonl").is_file() and not (folder / "dataset.json").is_file():
             raise UserError(
                 f"{key}: {folder} holds an unfinished data set: tools/shard_dataset.py was stopped before it wrote "
-                "dataset.json there; delete the folder and make it again"
+                "dataset.json there; run the same command with --resume, or delete the folder and make it again"
             )
 
 
@@ -92,44 +119,11 @@ def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None
     for path in paths:
         if path.stat().st_size == 0:
             raise UserError(f"{key}: {path} is empty, 0 bytes; copy it again, or take it out of the list")
-    if not any(member.isreg() for path in paths for member in read_headers(path)):
+    if not any(_holds_a_file(path) for path in paths):
         what = f"{paths[0]} is an empty archive" if len(paths) == 1 else f"all {len(paths)} shards are empty archives"
         raise UserError(f"{key}: {what}, without a single file; name tars that hold samples")
 
 
-def check_archive(path: Path) -> int:
-    """Walk a tar's headers to its end; return the number of regular files in it. Raises what `read_headers` raises."""
-    return sum(member.isreg() for member in read_headers(path))
-
-
-def read_headers(path: Path) -> Iterator[tarfile.TarInfo]:
-    """Each member of a tar, from its headers alone (POSIX.1-2008 ustar, 512-byte blocks); contents are passed over.
-
-    Raises UserError with the offset for a damaged header, a truncated file, links and devices, and compressed tars.
-    """
-    offset, last = 0, "the start"
-    size = path.stat().st_size
+def _holds_a_file(path: Path) -> bool:
     with path.open("rb") as stream:
-        while True:
-            stream.seek(offset)
-            block = stream.read(BLOCK)
-            hint = "is it compressed? gunzip it" if offset == 0 else "copy it again"
-            if not any(block) and len(block) == BLOCK:
-                return
-            if len(block) < BLOCK:
-                raise UserError(f"{path}: ends at byte {size} without an end of archive, after {last}; {hint}")
-            try:
-                member = tarfile.TarInfo.frombuf(block, tarfile.ENCODING, "surrogateescape")
-            except tarfile.HeaderError as error:
-                raise UserError(
-                    f"{path}: damaged tar header at byte {offset}, after {last} ({error}); {hint}"
-                ) from None
-            if member.issym() or member.islnk() or member.isdev():
-                raise UserError(f"{path}: {member.name} is a link or a device; shards hold regular files only")
-            content = 0 if member.isdir() else member.size
-            if offset + BLOCK + content > size:
-                raise UserError(f"{path}: {member.name} at byte {offset} is cut off by the file's end; copy it again")
-            if member.type not in HEADERS_ONLY:
-                last = member.name
-                yield member
-            offset += BLOCK + -(-content // BLOCK) * BLOCK
+        return any(True for _ in read_headers(path, stream))

@@ -1,101 +1,90 @@
-import io
 import json
 
 import pytest
-import torch
-from PIL import Image
 
-from mmtrain.data.images import image_transform
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document, Pack, Sample, make_batch, pack_documents, read_sample
-from mmtrain.errors import UserError
+from mmtrain.data.records import IMAGE_SUFFIXES, Rejected
+from mmtrain.data.samples import Sample, image_number, image_suffixes, read_sample
 
 
-def png(colour: str) -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8), colour).save(stream, "PNG")
-    return stream.getvalue()
-
-
-def members(question="<image>", answer="A cat.", **files):
+def conversation(question: str = "<image>", answer: str = "A cat.") -> bytes:
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-    named = {suffix.replace("_", "."): content for suffix, content in files.items()}
-    return {"__key__": "k7", "__url__": "s.tar", "json": json.dumps({"id": "k7", "conversations": turns}), **named}
+    return json.dumps({"id": "k7", "conversations": turns}).encode()
 
 
-def document(key: str, length: int, images: tuple[bytes, ...] = ()) -> Document:
-    ids = tuple(range(100, 100 + length))
-    return Document(Sample(key, "s.tar", (), images), ids, (*ids[1:], IGNORE))
+def reason_of(members: dict[str, bytes]) -> tuple[str, str]:
+    with pytest.raises(Rejected) as caught:
+        read_sample("k7", "s.tar", members)
+    return caught.value.reason, caught.value.detail
 
 
 def test_a_sample_keeps_its_turns_and_its_images_in_number_order():
-    files = {f"{number}_png": bytes([number]) for number in (2, 10, 0, 1, 3, 4, 5, 6, 7, 8, 9)}
-    sample = read_sample(members("<image>" * 11 + "Who?", **files))
-    assert sample.turns == (("human", "<image>" * 11 + "Who?"), ("gpt", "A cat."))
-    assert sample.images == tuple(bytes([number]) for number in range(11))
-    assert read_sample(members(jpeg=b"only")).images == (b"only",)
-    assert read_sample(members("Who?")).images == ()
+    members = {f"{number}.png": bytes([number]) for number in (2, 10, 0, 1, 3, 4, 5, 6, 7, 8, 9)}
+    members["json"] = conversation("<image>" * 11 + "Who?")
+    sample = read_sample("a/k7", "s.tar", members, offset=1536)
+    assert sample == Sample(
+        key="a/k7",
+        shard="s.tar",
+        turns=(("human", "<image>" * 11 + "Who?"), ("gpt", "A cat.")),
+        images=tuple(bytes([number]) for number in range(11)),
+        offset=1536,
+    )
+    assert sample.where == "s.tar: sample a/k7"
+
+
+@pytest.mark.parametrize("name", [*IMAGE_SUFFIXES, *(f"0.{suffix}" for suffix in IMAGE_SUFFIXES)])
+def test_one_image_may_have_a_number_or_none(name):
+    assert read_sample("k7", "s.tar", {"json": conversation(), name: b"only"}).images == (b"only",)
+
+
+def test_a_sample_may_have_no_image_and_members_of_other_kinds():
+    members = {"json": conversation("Who?"), "txt": b"a note", "seg.png": b"no image of the conversation"}
+    assert read_sample("k7", "s.tar", members).images == ()
+
+
+def test_images_may_stand_in_any_turn_and_a_system_turn_may_come_first():
+    turns = [("system", "You see <image>."), ("human", "And <image>?"), ("gpt", "It is <image>.")]
+    content = json.dumps({"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}).encode()
+    sample = read_sample("k7", "s.tar", {"json": content, "2.jpg": b"c", "0.jpg": b"a", "1.webp": b"b"})
+    assert (sample.turns, sample.images) == (tuple(turns), (b"a", b"b", b"c"))
 
 
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    ("members", "reason", "seen"),
     [
-        (members("<image><image>", png=b""), "2 <image> marks in the conversation, but 1 images"),
-        (members("<image>"), "1 <image> marks in the conversation, but 0 images"),
-        (members("Who?", png=b""), "0 <image> marks in the conversation, but 1 images"),
-        (members("<image><image>", **{"0_png": b"", "2_png": b""}), "without a gap"),
-        (members("<image><image>", **{"png": b"", "0_png": b""}), r"must be k7\.jpg alone"),
-        (members("<image>", png=b"", jpg=b""), "two files for image k7"),
-        ({"__key__": "k7", "__url__": "s.tar", "png": b""}, r"has no json member \(it has png\)"),
-        ({"__key__": "k7", "__url__": "s.tar", "json": b"{"}, "not valid JSON"),
-        ({"__key__": "k7", "__url__": "s.tar", "json": b'{"text": "hello"}'}, "no list `conversations`"),
-        (
-            {"__key__": "k7", "__url__": "s.tar", "json": b'{"conversations": [{"role": "user"}]}'},
-            "a turn must be .* not .*role",
-        ),
+        ({"json": conversation("<image><image>"), "png": b""}, "image_count", "2 <image> marks"),
+        ({"json": conversation()}, "image_count", "1 <image> marks in the conversation, 0 images"),
+        ({"json": conversation("Who?"), "png": b""}, "image_count", "0 <image> marks in the conversation, 1 images"),
+        ({"json": conversation("Who?", "<image>")}, "image_count", "1 <image> marks"),
+        ({"json": conversation("<image><image>"), "0.png": b"", "2.png": b""}, "image_names", "it has 0.png, 2.png"),
+        ({"json": conversation(), "1.png": b""}, "image_names", "it has 1.png"),
+        ({"json": conversation("<image><image>"), "png": b"", "1.png": b""}, "image_names", "it has png, 1.png"),
+        ({"json": conversation(), "png": b"", "jpg": b""}, "image_names", "it has jpg, png"),
+        ({"json": conversation(), "jpg": b"", "0.jpg": b""}, "image_names", "it has 0.jpg, jpg"),
+        ({"png": b"", "txt": b""}, "no_json", "it has png, txt"),
+        ({"json": b"{"}, "not_json", "Expecting property name"),
+        ({"json": b"\xff\xfe\xfd"}, "not_json", "decode"),
+        ({"json": b"[" * 100_000}, "not_json", "recursion"),
+        ({"json": b'{"text": "hello"}'}, "no_conversation", "its keys are text"),
+        ({"json": b"[1, 2]"}, "no_conversation", "its keys are [1, 2]"),
+        ({"json": b'{"conversations": [{"role": "user"}]}'}, "unknown_role", "turn 0 is from None"),
+        ({"json": conversation("Who?", " \n")}, "no_answer", "turn 1, from gpt, is empty"),
     ],
 )
-def test_a_sample_in_another_form_is_refused_with_shard_and_key(broken, message):
-    with pytest.raises(UserError, match=r"^s\.tar: sample k7: .*" + message):
-        read_sample(broken)
+def test_a_sample_in_another_form_is_rejected_with_what_was_seen(members, reason, seen):
+    found, detail = reason_of(members)
+    assert found == reason
+    assert seen in detail
+    assert "k7" not in detail and "s.tar" not in detail  # the caller says where
 
 
-def test_packing_is_first_fit_in_order_and_gives_out_the_oldest_pack():
-    lengths = {"a": 6, "b": 5, "c": 4, "d": 5, "e": 9, "f": 1}
-    packs = pack_documents((document(key, length) for key, length in lengths.items()), pack_length=10, open_packs=2)
-    assert [[d.sample.key for d in p.documents] for p in packs] == [["a", "c"], ["b", "d"], ["e", "f"]]
+@pytest.mark.parametrize(
+    ("suffix", "number"),
+    [("jpg", 0), ("0.jpeg", 0), ("12.webp", 12), ("jpg.bak", None), ("x.jpg", None), ("-1.png", None), ("gif", None)],
+)
+def test_a_suffix_says_which_image_it_is(suffix, number):
+    assert image_number(suffix) == number
 
 
-def test_overlong_samples_are_counted_or_refused():
-    documents = [document("a", 11), document("b", 10), document("c", 12), document("d", 3), document("e", 99)]
-    packs = list(pack_documents(documents, 10, "skip"))
-    assert [[d.sample.key for d in p.documents] for p in packs] == [["b"], ["d"]]
-    assert sum(p.skipped for p in packs) == 3
-    with pytest.raises(UserError, match=r"s\.tar: sample a: 11 tokens, but data\.pack_length is 10"):
-        list(pack_documents(documents, 10, "refuse"))
-
-
-def test_a_batch_restarts_positions_in_every_document_and_in_the_padding(tiny):
-    transform = image_transform(str(tiny / "vision"))
-    red = Document(Sample("r", "s", (), (png("red"),)), (IMAGE_POSITION, 5, 2), (5, 2, IGNORE))
-    batch = make_batch([Pack((document("a", 2), red)), Pack((document("c", 7),), skipped=4)], 7, 0, transform)
-    x = IGNORE
-    assert batch.input_ids.tolist() == [[100, 101, IMAGE_POSITION, 5, 2, 0, 0], [100, 101, 102, 103, 104, 105, 106]]
-    assert batch.labels.tolist() == [[101, x, 5, 2, x, x, x], [101, 102, 103, 104, 105, 106, x]]
-    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6]]
-    assert (batch.keys, batch.samples, batch.tokens, batch.skipped) == (("a", "r", "c"), 3, 12, 4)
-
-
-def test_images_come_in_the_order_of_their_positions(tiny):
-    transform = image_transform(str(tiny / "vision"))
-    first = document("a", 2, (png("red"), png("lime")))
-    second = document("b", 2, (png("blue"),))
-    batch = make_batch([Pack((first,)), Pack((second,))], 4, 0, transform)
-    assert batch.images.dtype == torch.float32
-    assert batch.images[:, :, 0, 0].tolist() == [[1, -1, -1], [-1, 1, -1], [-1, -1, 1]]
-    assert make_batch([Pack((document("t", 2),))], 4, 0, transform).images is None
-
-
-def test_a_damaged_image_names_shard_key_and_image(tiny):
-    transform = image_transform(str(tiny / "vision"))
-    with pytest.raises(UserError, match=r"s\.tar: sample a, image 1: not a readable image"):
-        make_batch([Pack((document("a", 2, (png("red"), b"nonsense")),))], 4, 0, transform)
+def test_numbers_of_images_are_numbers_and_not_texts():
+    names = [f"{number}.jpg" for number in range(12)]
+    assert image_suffixes(sorted(names)) == names != sorted(names)

@@ -4,7 +4,7 @@ import tarfile
 import pytest
 from webdataset.shardlists import expand_urls
 
-from mmtrain.data.shard_list import expand_shards, refuse_empty_shards
+from mmtrain.data.shard_list import expand_shards, find_shards, refuse_empty_shards
 from mmtrain.errors import UserError
 
 
@@ -37,8 +37,8 @@ def test_paths_globs_brace_ranges_and_lists_expand_in_order(tmp_path):
         ((), "the list is empty"),
         (("{}/s-00.tar", "{}/*.tar"), r"s-00\.tar is named twice"),
         ("{}", "is no file; name the tars in it"),
-        ("pipe:cat {}/s-00.tar", "local files only"),
-        ("https://example.org/s-{{00..01}}.tar", "local files only"),
+        ("pipe:cat {}/s-00.tar", "would run a program"),
+        ("https://example.org/s-{{00..01}}.tar", "is a URL; shards are read from local files"),
         ("{}/s-{{00..01.tar", "opens a brace that it does not close"),
     ],
 )
@@ -102,3 +102,21 @@ def test_the_check_for_emptiness_reads_one_header_where_all_is_well(tmp_path):
     full.write_bytes(content)
     with pytest.raises(UserError, match=r"full\.tar: damaged tar header at byte 0"):
         refuse_empty_shards([full])
+
+
+def test_a_tools_command_line_may_name_folders_too_and_a_shard_twice(tmp_path):
+    for name in ("one/b.tar", "one/a.tar", "one/a.tar.index", "two/c.tar", "[x]/d.tar", "empty/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    def names(*arguments):
+        found = find_shards([f"{tmp_path}/{argument}" for argument in arguments])
+        return [path.relative_to(tmp_path).as_posix() for path in found]
+
+    assert names("one", "two/*.tar") == ["one/a.tar", "one/b.tar", "two/c.tar"]
+    assert names("[x]", "two") == ["[x]/d.tar", "two/c.tar"]
+    assert names("one/b.tar", "one", "{two,one}/?.tar") == ["one/b.tar", "one/a.tar", "two/c.tar"]
+    with pytest.raises(UserError, match=r"SHARDS: the folder .*/empty holds no file \*\.tar"):
+        names("empty")
+    with pytest.raises(UserError, match=r"SHARDS: no file .*none\.tar"):
+        names("one", "none.tar")

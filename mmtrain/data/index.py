@@ -1,0 +1,326 @@
+"""The index beside a shard: where every member lies, its checksum, and how long each sample's text is.
+
+shard-000000.tar --scan, tokenizer--> ShardIndex --write_index--> shard-000000.tar.index --read_index--> ShardIndex
+
+Two lines of ASCII. The first is a JSON object: format, version, tar_bytes, samples, texts (the fingerprints), bytes (of
+the second line) and crc32 (of the first line without it, then of the second). The second is the content, JSON in
+columns; flat ones run over all members, or images, of one sample after the other:
+
+    {"keys": [...], "members": {"counts": [of each sample], "suffix": [...], "offset": [...], "size": [...], "crc32":
+     [...]}, "images": {"counts": [...], "width": [...], "height": [...]}, "faults": [[place, reason, detail], ...],
+     "texts": {fingerprint: {"tokens": [...], "faults": [...]}}}
+
+A place is a sample's number in its shard, from 0. The bytes are a function of the content, so equal indexes are equal
+files. Where the tar's folder cannot be written, its index lies in the user's cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
+
+from mmtrain.cache import cache_folder
+from mmtrain.errors import UserError
+from mmtrain.plan.model_files import read_json
+
+FORMAT = "mmtrain shard index"
+VERSION = 1
+# Part of every fingerprint. Templates that make other tokens of the same text need another one, or the lengths of
+# indexes written before would be taken for theirs.
+TEXT_RULES_VERSION = 1
+MEND = "python tools/index_shards.py --rebuild --tokenizer PATH --template NAME"
+
+# What AutoTokenizer may read in a model's folder, across its families.
+_TOKENIZER_FILES = (
+    "tokenizer.*",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.*",
+    "tekken.json",
+    "*.tiktoken",
+    "*.spm",
+    "spiece.*",
+    "sentencepiece*",
+    "chat_template.*",
+    "additional_chat_templates/*",
+)
+_CANNOT_WRITE_HERE = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+Faults = dict[int, tuple[str, str]]  # place -> a code of records.REASONS, detail
+
+
+class Member(NamedTuple):
+    """A file in a tar."""
+
+    suffix: str  # what follows the key's dot, in lower case: "json", "0.jpg"
+    offset: int  # of its content, in bytes
+    size: int  # bytes
+    crc32: int  # of its content
+
+
+@dataclass
+class TextLengths:
+    """How long the samples of a shard are under one tokenizer and template."""
+
+    tokens: list[int]  # of each sample, without image positions; 0 where the sample is unusable
+    faults: Faults = field(default_factory=dict)  # samples that this template or tokenizer cannot hold
+
+
+@dataclass
+class ShardIndex:
+    """All that a run must know of a shard before it reads it."""
+
+    tar_bytes: int
+    keys: list[str]  # names up to the first dot after the last slash, as webdataset groups members
+    members: list[tuple[Member, ...]]  # of each sample, in the tar's order
+    image_sizes: list[tuple[tuple[int, int], ...]]  # (width, height) of a sample's images; (0, 0) if no header tells it
+    faults: Faults = field(default_factory=dict)  # samples that are unusable whatever the tokenizer
+    texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
+
+
+class IndexState(Enum):
+    """What a shard's index holds, as far as a run needs it."""
+
+    READY = "ready"
+    MISSING = "missing"
+    NO_LENGTHS = "no text lengths for this tokenizer and template"
+
+
+class MissingIndex(UserError):  # noqa: N818
+    """A shard has no index yet."""
+
+
+def index_path(tar: Path) -> Path:
+    """Where a shard's index is, or would be written: beside the tar, or in the cache if that folder is read-only.
+
+    One in the cache comes first: it was made because the one beside the tar, if any, could not be changed.
+    """
+    cached, beside = _in_cache(tar), _beside(tar)
+    if cached.is_file() or not (beside.is_file() or os.access(beside.parent, os.W_OK)):
+        return cached
+    return beside
+
+
+def read_index(tar: Path) -> ShardIndex:
+    """The index of a shard.
+
+    Raises MissingIndex, and UserError for one that is damaged, that another version wrote, or that is stale: of a tar
+    of another size than this one.
+    """
+    path, header, content = _read(tar)
+    try:
+        index = _from_columns(header["tar_bytes"], json.loads(content))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _corrupt(path, tar, f"{type(error).__name__}: {error}") from None
+    return index
+
+
+def index_state(tar: Path, fingerprint: str) -> IndexState:
+    """Whether a shard's index holds text lengths under this fingerprint; checks its bytes, but parses one line only.
+
+    Raises UserError as read_index does, without MissingIndex.
+    """
+    try:
+        _, header, _ = _read(tar)
+    except MissingIndex:
+        return IndexState.MISSING
+    return IndexState.READY if fingerprint in header["texts"] else IndexState.NO_LENGTHS
+
+
+def write_index(tar: Path, index: ShardIndex) -> None:
+    """Write a shard's index, which has its name only when it is complete; raises UserError if the disk refuses it."""
+    content = _dump(_to_columns(index))
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "tar_bytes": index.tar_bytes,
+        "samples": len(index.keys),
+        "texts": sorted(index.texts),
+        "bytes": len(content),
+    }
+    header["crc32"] = _crc32(header, content)
+    lines = _dump(header) + b"\n" + content + b"\n"
+    beside, cached = _beside(tar), _in_cache(tar)
+    try:
+        _write_file(beside, lines)
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE_HERE:
+            raise _unwritten(beside, error) from error
+    else:
+        cached.unlink(missing_ok=True)  # it would hide the new one
+        return
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        _write_file(cached, lines)
+    except OSError as error:
+        raise _unwritten(cached, error) from error
+
+
+def text_fingerprint(tokenizer_folder: Path, template: str) -> str:
+    """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
+
+    A tokenizer that another release of its library reads otherwise is found when a sample's length differs from its
+    index. Raises UserError for a folder without a tokenizer.
+    """
+    found = {file for pattern in _TOKENIZER_FILES for file in tokenizer_folder.glob(pattern) if file.is_file()}
+    if not found:
+        raise UserError(f"{tokenizer_folder}: holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+    config = tokenizer_folder / "config.json"
+    # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
+    model_type = read_json(config).get("model_type") if config.is_file() else None
+    digest = hashlib.sha256(_dump([TEXT_RULES_VERSION, template, model_type]))
+    for file in sorted(found):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(_dump([file.relative_to(tokenizer_folder).as_posix(), content]))
+    return digest.hexdigest()[:16]
+
+
+def _beside(tar: Path) -> Path:
+    return tar.with_name(tar.name + ".index")
+
+
+def _in_cache(tar: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(tar.absolute())).hexdigest()[:24]
+    return cache_folder("index") / f"{name}.index"
+
+
+def _read(tar: Path) -> tuple[Path, dict, bytes]:
+    """File, header and content line of an index whose bytes are those that were written, for the tar that is there."""
+    path = index_path(tar)
+    try:
+        lines = path.read_bytes()
+    except FileNotFoundError:
+        raise MissingIndex(f"{tar}: has no index {path}; make it: {MEND.replace(' --rebuild', '')} {tar}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    first, _, rest = lines.partition(b"\n")
+    try:
+        header = json.loads(first)
+        if (header["format"], header["version"]) != (FORMAT, VERSION):
+            raise UserError(
+                f"{path}: {header['format']}, version {header['version']}, is no {FORMAT} of version {VERSION}; "
+                f"another release of mmtrain wrote it, or it is damaged. Make it again: {MEND} {tar}"
+            )
+        crc32 = header.pop("crc32")
+        whole = rest[:-1]
+        if rest[-1:] != b"\n" or len(whole) != header["bytes"] or _crc32(header, whole) != crc32:
+            raise _corrupt(path, tar, "its checksum does not fit its bytes")
+        if first != _dump({**header, "crc32": crc32}):
+            raise _corrupt(path, tar, "its first line is not as it was written")
+        indexed, _ = header["tar_bytes"], header["texts"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _corrupt(path, tar, f"{type(error).__name__}: {error}") from None
+    try:
+        tar_bytes = tar.stat().st_size
+    except OSError as error:
+        raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
+    if tar_bytes != indexed:
+        raise UserError(
+            f"{path}: is stale: made for a tar of {indexed:,} bytes, but {tar.name} has {tar_bytes:,}. If "
+            f"the tar was copied incompletely, copy it again; if it is right as it is: {MEND} {tar}"
+        )
+    return path, header, whole
+
+
+def _corrupt(path: Path, tar: Path, seen: str) -> UserError:
+    return UserError(f"{path}: is damaged ({seen}). If there is a copy, put it back; if the tar is sound: {MEND} {tar}")
+
+
+def _unwritten(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be written ({error.strerror}); free space, or make the folder writable")
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    # Two runs may index one shard at the same time: a name of its own for each keeps their bytes apart.
+    unfinished = path.with_name(f"{path.name}.{uuid4().hex[:8]}.tmp")
+    try:
+        with unfinished.open("xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())  # a rename must not overtake the content
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def _crc32(header: dict, content: bytes) -> int:
+    return zlib.crc32(content, zlib.crc32(_dump(header)))
+
+
+def _to_columns(index: ShardIndex) -> dict:
+    assert _fits_together(index), "columns of different lengths, or members outside the tar"
+    members = [member for sample in index.members for member in sample]
+    sizes = [size for sample in index.image_sizes for size in sample]
+    columns = zip(*members, strict=True) if members else [()] * 4
+    return {
+        "keys": index.keys,
+        "members": {"counts": list(map(len, index.members)), **dict(zip(Member._fields, columns, strict=True))},
+        "images": {
+            "counts": list(map(len, index.image_sizes)),
+            "width": [width for width, _ in sizes],
+            "height": [height for _, height in sizes],
+        },
+        "faults": _fault_rows(index.faults),
+        "texts": {
+            name: {"tokens": text.tokens, "faults": _fault_rows(text.faults)}
+            for name, text in sorted(index.texts.items())
+        },
+    }
+
+
+def _from_columns(tar_bytes: int, content: dict) -> ShardIndex:
+    columns, sizes = content["members"], content["images"]
+    members = map(Member._make, zip(*(columns[name] for name in Member._fields), strict=True))
+    images = zip(sizes["width"], sizes["height"], strict=True)
+    index = ShardIndex(
+        tar_bytes=tar_bytes,
+        keys=content["keys"],
+        members=_split(members, columns["counts"]),
+        image_sizes=_split(images, sizes["counts"]),
+        faults=_faults(content["faults"]),
+        texts={name: TextLengths(text["tokens"], _faults(text["faults"])) for name, text in content["texts"].items()},
+    )
+    if not _fits_together(index):
+        raise ValueError("columns of different lengths, or members outside the tar")
+    return index
+
+
+def _fits_together(index: ShardIndex) -> bool:
+    samples = len(index.keys)
+    return (
+        len(index.members) == len(index.image_sizes) == samples
+        and all(len(text.tokens) == samples for text in index.texts.values())
+        and all(0 <= member.offset <= index.tar_bytes - member.size for sample in index.members for member in sample)
+    )
+
+
+def _split(values: Iterator, counts: list[int]) -> list[tuple]:
+    parts = [tuple(islice(values, count)) for count in counts]
+    if list(map(len, parts)) != counts or next(values, None) is not None:
+        raise ValueError("counts that differ from the columns' length")
+    return parts
+
+
+def _fault_rows(faults: Faults) -> list[list[int | str]]:
+    return [[place, *faults[place]] for place in sorted(faults)]
+
+
+def _faults(rows: list) -> Faults:
+    return {place: (reason, detail) for place, reason, detail in rows}

@@ -1,0 +1,38 @@
+"""How many tokens of text a sample becomes under a tokenizer and a template.
+
+Sample (turns; images may be empty bytes) --template--> Document --positions that are no image's--> int
+"""
+
+from __future__ import annotations
+
+import sys
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mmtrain.data.samples import IMAGE_POSITION, Sample
+from mmtrain.data.templates import TEMPLATES
+from mmtrain.errors import UserError
+from mmtrain.plan.model_files import model_folder
+
+
+class TextCounter:
+    """Counts as training tokenizes: it is the same template that makes the document."""
+
+    def __init__(self, tokenizer_path: str, template: str) -> None:
+        """Raises UserError for a folder without tokenizer and for a template that the tokenizer does not fit."""
+        # The tokens' number depends on neither: any number of tokens an image, any size of the embedding.
+        self.template = TEMPLATES[template](load_tokenizer(tokenizer_path), 1, sys.maxsize)
+
+    def __call__(self, sample: Sample) -> int:
+        """Tokens without those of images; raises Rejected for a conversation that the template cannot hold."""
+        input_ids = self.template(sample).input_ids
+        return len(input_ids) - input_ids.count(IMAGE_POSITION)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in an LLM's folder; raises UserError where there is none."""
+    folder = model_folder(path)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.llm.path: no tokenizer in {folder} ({str(error).splitlines()[0]})") from error

@@ -1,0 +1,36 @@
+import os
+import pty
+import re
+
+from mmtrain import progress
+from mmtrain.progress import Progress
+
+
+def test_without_a_terminal_lines_come_every_few_seconds_and_at_the_end(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = []
+    with Progress("shards", 2000, lines.append) as bar:
+        for second in range(1, 13):
+            now[0] = 100.0 + second
+            bar.show(100 * second, 1000 * second, "1 failed" if second > 9 else "")
+        now[0] = 115.0
+        bar.show(2000, 30000)
+    assert lines == [
+        "500 of 2,000 shards  1,000 samples/s",
+        "1,000 of 2,000 shards  1,000 samples/s  1 failed",
+        "2,000 of 2,000 shards  2,000 samples/s",
+    ]
+
+
+def test_a_terminal_gets_a_bar_and_no_lines():
+    leader, follower = pty.openpty()
+    lines = []
+    with open(follower, "w") as terminal, Progress("shards", 3, lines.append, terminal) as bar:  # noqa: PTH123 - a number
+        bar.show(2, 50, "1 failed")
+        bar.show(3, 70, "1 failed")
+    written = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    assert lines == []
+    assert "shards" in written
+    assert re.search(r"3/3.* samples/s.*1 failed", written)
