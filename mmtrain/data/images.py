@@ -1,93 +1,149 @@
 """An image's way from a file's bytes to the encoder's input.
 
-bytes --Pillow--> RGB (height, width) --pad to square with the mean colour--> --resize--> (S, S)
+bytes --header: how many pixels?--> --Pillow--> RGB (height, width) --fit--> (S, S)
       --/255, minus mean, over std--> (3, S, S) float32
 
-As in LLaVA (`image_aspect_ratio: pad`): the whole image is kept. A centre crop (timm's `crop_pct`, transformers'
-`crop_size`) would cut away what a caption may speak of. Price: the padding's patches are tokens too.
+fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspect_ratio: pad`). Price: the padding's
+                 patches are tokens too
+     resize      whole, both sides to S: shapes are stretched
+     center_crop shorter side to S, then the middle (CLIP's, timm's): cuts away what a caption may speak of
 """
 
 from __future__ import annotations
 
 import difflib
-import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import timm
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from timm.models import PretrainedCfg
 
-from mmtrain.data.records import DECODE_ERRORS, IMAGE_FORMATS
+from mmtrain.data.records import DECODE_ERRORS, MAX_IMAGE_PIXELS, Rejected, open_image
 from mmtrain.demo.names import is_demo
 from mmtrain.errors import UserError
 from mmtrain.plan.model_files import model_folder, read_json
 
+Fit = Literal["pad", "resize", "center_crop"]
+# Pixels. A thread of 1 x 65,000 is no large image, but its square is.
+MAX_SIDE = 30_000
+BAND_PIXELS = 16_000_000  # that padding handles at a time, 64 MB
+
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """The encoder's published preprocessing, without its crop."""
+    """The encoder's published size, mean and interpolation, and a choice of how images come to be square."""
 
     image_size: int  # pixels a side
     mean: tuple[float, float, float]  # of RGB in 0..1
     std: tuple[float, float, float]
     interpolation: str  # a name of PIL.Image.Resampling, in lower case
+    fit: Fit = "pad"
+    max_pixels: int = MAX_IMAGE_PIXELS  # of an image that `decode` takes
+
+    def decode(self, content: bytes) -> torch.Tensor:
+        """An image file's bytes as (3, image_size, image_size) float32; raises Rejected, as `decode_image` does."""
+        return self(decode_image(content, self.max_pixels))
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Turn an image of any size and mode into (3, image_size, image_size) float32."""
-        image = image.convert("RGB")
-        side = max(image.size)
-        if image.size != (side, side):
-            square = Image.new("RGB", (side, side), tuple(int(channel * 255) for channel in self.mean))
-            square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-            image = square
-        size = (self.image_size, self.image_size)
-        image = image.resize(size, Image.Resampling[self.interpolation.upper()])
-        pixels = np.asarray(image, dtype=np.float32) / 255
-        pixels = (pixels - np.float32(self.mean)) / np.float32(self.std)
-        return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+        """Turn an image of any size and mode into (3, image_size, image_size) float32.
+
+        Raises Rejected where a side is longer than MAX_SIDE, or would be once the other one is the encoder's.
+        """
+        scale = self.image_size / min(image.size) if self.fit == "center_crop" else 1
+        if max(image.size) * max(scale, 1) > MAX_SIDE:
+            raise Rejected("too_many_pixels", f"{image.width} x {image.height} pixels, too long and thin for a square")
+        image = image if image.mode == "RGB" else image.convert("RGB")
+        fitted = {"pad": self._pad, "resize": self._resize, "center_crop": self._center_crop}[self.fit](image)
+        pixels = np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1)).astype(np.float32)
+        pixels /= np.float32(255)
+        pixels -= np.float32(self.mean)[:, None, None]
+        pixels /= np.float32(self.std)[:, None, None]
+        return torch.from_numpy(pixels)
+
+    def _pad(self, image: Image.Image) -> Image.Image:
+        """What resizing the padded square gives, without making it.
+
+        Pillow resizes along rows first and leaves rows of one colour as they are, so bars above and below can be added
+        between its two passes, and rows can be handled a band at a time.
+        """
+        (width, height), side = image.size, max(image.size)
+        left, above = (side - width) // 2, (side - height) // 2
+        colour = tuple(int(channel * 255) for channel in self.mean)
+        narrow = Image.new("RGB", (self.image_size, side), colour)
+        rows = max(BAND_PIXELS // side, 1)
+        for top in range(0, height, rows):
+            band = image.crop((0, top, width, min(top + rows, height)))
+            if width < side:
+                padded = Image.new("RGB", (side, band.height), colour)
+                padded.paste(band, (left, 0))
+                band = padded
+            narrow.paste(self._resize(band, (self.image_size, band.height)), (0, above + top))
+        return self._resize(narrow)
+
+    def _center_crop(self, image: Image.Image) -> Image.Image:
+        shorter = min(image.size)
+        width, height = (int(self.image_size * side / shorter) for side in image.size)
+        left, top = (width - self.image_size) // 2, (height - self.image_size) // 2
+        return self._resize(image, (width, height)).crop((left, top, left + self.image_size, top + self.image_size))
+
+    def _resize(self, image: Image.Image, size: tuple[int, int] | None = None) -> Image.Image:
+        size = size or (self.image_size, self.image_size)
+        return image.resize(size, Image.Resampling[self.interpolation.upper()])
 
 
-def decode_image(content: bytes, where: str) -> Image.Image:
-    """Decode an image file's bytes; raises UserError naming `where` for what Pillow cannot read to its end."""
+def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+    """Decode an image file's bytes to RGB, its first picture if there are several.
+
+    Raises Rejected for more pixels than allowed, before any of them is decoded, and for what Pillow cannot read to its
+    end or what has no colours of a known range.
+    """
+    image = open_image(content, max_pixels)
     try:
-        image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
         image.load()
+        if image.mode.startswith("I;16"):  # Pillow's own conversion cuts 65,535 off at 255: all white
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode in ("I", "F"):
+            raise Rejected("undecodable_image", f"32 bits a pixel (Pillow's mode {image.mode}) have no known range")
+        return image.convert("RGB")
     except DECODE_ERRORS as error:
-        reason = f"none of {', '.join(IMAGE_FORMATS)}" if isinstance(error, UnidentifiedImageError) else error
-        raise UserError(f"{where}: not a readable image ({reason}); replace or remove this sample") from error
-    return image
+        raise Rejected("undecodable_image", str(error)) from None
 
 
-def image_transform(name: str) -> ImageTransform:
+def image_transform(name: str, fit: Fit = "pad", max_pixels: int = MAX_IMAGE_PIXELS) -> ImageTransform:
     """The preprocessing that belongs to a vision encoder, named as in `model.vision.name`.
 
-    From timm's pretrained configuration, or from the `preprocessor_config.json` of a transformers folder. Raises
-    UserError where neither exists: guessed means would give features that the encoder was never trained on.
+    Size, mean and interpolation are those of timm's pretrained configuration, or of the `preprocessor_config.json` of a
+    transformers folder. Raises UserError where neither exists: guessed means would give features that the encoder was
+    never trained on.
     """
+    size, mean, std, interpolation = _published(name)
+    if interpolation.upper() not in Image.Resampling.__members__:
+        known = ", ".join(member.lower() for member in Image.Resampling.__members__)
+        raise UserError(f"model.vision.name: {name} is resized by {interpolation!r}; known are {known}")
+    return ImageTransform(int(size), tuple(mean), tuple(std), interpolation.lower(), fit, max_pixels)
+
+
+def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
+    """Pixels a side, mean, std and interpolation."""
     if is_timm_name(name):
         config = timm_config(name)
-        return _transform(name, config.input_size[-1], config.mean, config.std, config.interpolation)
+        return config.input_size[-1], config.mean, config.std, config.interpolation
     folder = model_folder(name)
     config = read_json(folder / "config.json")
     if "architecture" in config:
         facts = config.get("pretrained_cfg", config)
         size = (config.get("model_args") or {}).get("img_size") or facts["input_size"][-1]
         size = size[-1] if isinstance(size, list) else size
-        return _transform(name, size, facts["mean"], facts["std"], facts["interpolation"])
+        return size, facts["mean"], facts["std"], facts["interpolation"]
     facts = read_json(folder / "preprocessor_config.json")
     size = config.get("vision_config", config).get("image_size", 224)  # as CLIPVisionConfig and SiglipVisionConfig
     interpolation = Image.Resampling(facts.get("resample", Image.Resampling.BICUBIC)).name
-    return _transform(name, size, facts["image_mean"], facts["image_std"], interpolation)
-
-
-def _transform(name: str, size: int, mean: list[float], std: list[float], interpolation: str) -> ImageTransform:
-    if interpolation.upper() not in Image.Resampling.__members__:
-        known = ", ".join(member.lower() for member in Image.Resampling.__members__)
-        raise UserError(f"model.vision.name: {name} is resized by {interpolation!r}; known are {known}")
-    return ImageTransform(int(size), tuple(mean), tuple(std), interpolation.lower())
+    return size, facts["image_mean"], facts["image_std"], interpolation
 
 
 def is_timm_name(name: str) -> bool:

@@ -2,6 +2,7 @@ import itertools
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
 
 from mmtrain.config import load_config
 from mmtrain.data.loader import PackedBatches
+from mmtrain.data.records import Rejected
 from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.templates import ChatTemplate, PlainTemplate
 from mmtrain.errors import UserError
@@ -25,6 +27,16 @@ from mmtrain.errors import UserError
 
 def caption(text: str, images: int = 1, question: str = "<image>\nDescribe what you see.") -> Sample:
     return Sample("k", "s.tar", (("human", question), ("gpt", text)), (b"",) * images)
+
+
+def talk(*texts: str, images: int = 0) -> Sample:
+    turns = tuple((("human", "gpt")[number % 2], text) for number, text in enumerate(texts))
+    return Sample("k", "s.tar", turns, (b"",) * images)
+
+
+def with_system(system: str, *texts: str, images: int = 0) -> Sample:
+    sample = talk(*texts, images=images)
+    return replace(sample, turns=(("system", system), *sample.turns))
 
 
 @pytest.fixture
@@ -57,6 +69,11 @@ def test_a_tokenizer_that_adds_no_bos_gets_none(tokenizer):
     assert document.input_ids == (IMAGE_POSITION, IMAGE_POSITION, *tokenizer("x").input_ids, 2)
 
 
+def test_plain_takes_a_tokenizer_without_a_fast_one():
+    document = PlainTemplate(ByT5Tokenizer(), 2, 1000)(caption("é!"))
+    assert document.input_ids == (IMAGE_POSITION, IMAGE_POSITION, 0xC3 + 3, 0xA9 + 3, ord("!") + 3, 1)
+
+
 def test_shifted_labels_give_the_loss_that_transformers_computes_from_unshifted_ones(tiny, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(tiny / "llm")
     document = PlainTemplate(tokenizer, 3, 320)(caption("a red circle on a blue background.", images=0))
@@ -67,13 +84,27 @@ def test_shifted_labels_give_the_loss_that_transformers_computes_from_unshifted_
     torch.testing.assert_close(ours, stock.loss)
 
 
-def test_what_the_plain_template_cannot_hold_is_refused(tokenizer):
+def test_plain_puts_images_of_any_turn_first_and_drops_the_words_of_system_turns(tokenizer):
     template = PlainTemplate(tokenizer, 3, 320)
-    talk = Sample("k", "s.tar", (("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d")), ())
-    with pytest.raises(UserError, match=r"s\.tar: sample k: .* it has human, gpt, human, gpt"):
-        template(talk)
-    with pytest.raises(UserError, match="<image> in the caption"):
-        template(caption("see <image>"))
+    turns = (("system", "You see <image>."), ("human", "Is <image> like <image>?"), ("gpt", "x"))
+    assert template(Sample("k", "s.tar", turns, (b"",) * 3)).input_ids == template(caption("x", images=3)).input_ids
+
+
+def test_a_sample_that_the_plain_template_cannot_hold_is_rejected_in_words_without_its_key(tokenizer):
+    template = PlainTemplate(tokenizer, 3, 320)
+    for sample, detail in (
+        (talk("a", "b", "c", "d"), "the plain template takes one question and one answer; it has 2 questions"),
+        (with_system("s", "a", "b", "c", "d"), "the plain template takes one question and one answer; it has 2"),
+        (caption("see <image>"), "<image> in the caption"),
+        (caption("the end </s> of it"), "a turn from gpt holds '</s>', a special token of"),
+    ):
+        with pytest.raises(Rejected) as caught:
+            template(sample)
+        assert caught.value.reason == "template"
+        assert caught.value.detail.startswith(detail)
+
+
+def test_plain_needs_a_token_that_ends_captions(tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"tokenizer of .*llm has none"):
         PlainTemplate(tokenizer, 3, 320)
@@ -98,6 +129,12 @@ LLAMA3 = """{% for message in messages %}\
 
 LLAMA2 = """{% for message in messages %}{% if message['role'] == 'user' %}\
 {{ bos_token + '[INST] ' + message['content'].strip() + ' [/INST]' }}{% else %}\
+{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
+
+LLAMA2_SYSTEM = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}\
+{% set system = '<<SYS>>\\n' + messages[0]['content'].strip() + '\\n<</SYS>>\\n\\n' %}{% else %}\
+{% set rest = messages %}{% set system = '' %}{% endif %}{% for message in rest %}{% if message['role'] == 'user' %}\
+{{ bos_token + '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' }}{% else %}\
 {{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
 
 VICUNA = """{{ bos_token }}A chat.{% for message in messages %}{% if message['role'] == 'user' %}\
@@ -180,11 +217,6 @@ def sentencepiece():
         )
 
     return make
-
-
-def talk(*texts: str, images: int = 0) -> Sample:
-    turns = tuple((("human", "gpt")[number % 2], text) for number, text in enumerate(texts))
-    return Sample("k", "s.tar", turns, (b"",) * images)
 
 
 def answers(tokenizer, document: Document) -> list[str]:
@@ -372,11 +404,9 @@ def test_qwen_3_is_right_for_one_question_and_refused_where_it_drops_an_earlier_
     tokenizer = byte_level(QWEN3)
     template = ChatTemplate(tokenizer, 1, 384)
     assert answers(tokenizer, template(talk("hi", "Yes."))) == ["<think>\n\n</think>\n\nYes.<|im_end|>"]
-    with pytest.raises(
-        UserError, match=r"s\.tar: sample k: the chat template of models/some-llm rewrites earlier turns .*think"
-    ):
+    with pytest.raises(Rejected, match=r"^template: the chat template of models/some-llm rewrites earlier .*think"):
         template(talk("hi", "Yes.", "why?", "No."))
-    with pytest.raises(UserError, match="does not write a turn as it was given: '<think>x</think>Yes"):
+    with pytest.raises(Rejected, match="does not write a turn as it was given: '<think>x</think>Yes"):
         template(talk("hi", "<think>x</think>Yes."))
 
 
@@ -387,8 +417,70 @@ def test_gpt_oss_learns_the_channel_it_writes_and_is_refused_where_the_end_mark_
     for answer in ("final", "return", "A circle."):
         learnt = f"<|channel|>final<|message|>{answer}<|return|>"
         assert answers(tokenizer, template(talk("hi", answer))) == [learnt]
-    with pytest.raises(UserError, match=r"rewrites earlier turns once later ones follow \(.*return.* against .*end"):
+    with pytest.raises(Rejected, match=r"rewrites earlier turns once later ones follow \(.*return.* against .*end"):
         template(talk("hi", "a", "b", "c"))
+
+
+def test_a_system_turn_takes_the_place_of_the_templates_own_and_is_not_learnt(byte_level):
+    tokenizer = byte_level(CHATML)
+    document = ChatTemplate(tokenizer, 2, 384)(with_system("Be <image>.", "hi", "yes", images=1))
+    assert (document.input_ids, document.labels) == expected(
+        tokenizer,
+        2,
+        ("<|im_start|>system\nBe <image>.<|im_end|>\n", False),
+        ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", False),
+        ("yes<|im_end|>", True),
+        ("\n", False),
+    )
+
+
+def test_a_system_turn_that_the_template_drops_or_takes_for_another_speakers_is_rejected(byte_level):
+    deaf = "{% if messages[0]['role'] == 'system' %}{% set messages = messages[1:] %}{% endif %}" + CHATML
+    with pytest.raises(Rejected, match=r"does not write a turn as it was given: 'Be kind\.' became"):
+        ChatTemplate(byte_level(deaf, MARKS[CHATML]), 1, 384)(with_system("Be kind.", "hi", "yes"))
+    for template, role in ((VICUNA, "assistant"), (VICUNA.replace("== 'user'", "!= 'assistant'"), "user")):
+        with pytest.raises(Rejected, match=rf"writes a system turn as one of the {role}'s"):
+            ChatTemplate(byte_level(template), 1, 384)(with_system("Be kind.", "hi", "yes"))
+
+
+def test_a_system_text_may_be_part_of_the_first_question_but_not_move_to_the_last(byte_level):
+    tokenizer = byte_level(LLAMA2_SYSTEM)
+    document = ChatTemplate(tokenizer, 1, 384)(with_system(" Be kind.\n", "hi", "yes", "and", "no"))
+    assert answers(tokenizer, document) == [" yes </s>", " no </s>"]
+    assert tokenizer.decode(prompts(document)[0]) == "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nhi [/INST]"
+    # as Mistral's templates since v0.3 have it
+    template = ChatTemplate(byte_level(LLAMA2_SYSTEM.replace("loop.first", "loop.revindex <= 2")), 1, 384)
+    assert template(with_system("Be kind.", "hi", "yes")).input_ids
+    with pytest.raises(Rejected, match="rewrites earlier turns once later ones follow"):
+        template(with_system("Be kind.", "hi", "yes", "and", "no"))
+
+
+def test_an_image_in_an_answer_is_not_predicted_and_the_text_behind_it_is(byte_level):
+    tokenizer = byte_level(CHATML)
+    for answer in ("<image> is <image>", "see <image>", "<image>"):
+        document = ChatTemplate(tokenizer, 3, 384)(talk("hi", answer, images=answer.count("<image>")))
+        at = [t for t, token in enumerate(document.input_ids) if token == IMAGE_POSITION]
+        assert all(document.labels[t - 1] == IGNORE for t in at)
+        ends = [t for t in at if t + 1 not in at]
+        assert all(document.labels[t] == document.input_ids[t + 1] for t in ends)
+        words = "".join(answers(tokenizer, document))
+        assert words == answer.replace("<image>", "") + "<|im_end|>"
+
+
+def test_only_the_number_of_images_counts(byte_level):
+    template = ChatTemplate(byte_level(CHATML), 2, 384)
+    sample = talk("<image> or <image>?", "x", images=2)
+    real = replace(sample, images=(b"\xff\xd8 one", b"\xff\xd8 other"))
+    assert template(sample).input_ids == template(real).input_ids
+
+
+def test_texts_are_never_truncated_whatever_tokenizer_json_says(byte_level):
+    tokenizer, plain = byte_level(CHATML), byte_level(CHATML)
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    tokenizer.backend_tokenizer.enable_padding(length=500)
+    for kind in (ChatTemplate, PlainTemplate):
+        sample = talk("hi", "one two three four five six seven eight nine")
+        assert kind(tokenizer, 1, 384)(sample) == kind(plain, 1, 384)(sample)
 
 
 def test_a_template_that_asks_for_answers_in_another_form_than_it_writes_them_is_refused(byte_level):
@@ -408,7 +500,8 @@ def test_a_template_that_withholds_the_header_of_an_answer_is_refused(byte_level
 
 def test_a_template_without_end_mark_is_refused_before_any_sample(byte_level):
     with pytest.raises(
-        UserError, match=r"data\.template=chat: .* ends an answer with '\.', no .* never learn to stop; set"
+        UserError,
+        match=r"data\.template=chat: .* ends an answer with '\.', no .* never learn to stop; needed .* writes </s>",
     ):
         ChatTemplate(byte_level(VICUNA.replace("+ eos_token ", "")), 1, 384)
     with pytest.raises(UserError, match=r"ends an answer with '>', no special token that can end it"):
@@ -448,14 +541,14 @@ def test_a_template_that_changes_a_text_is_refused_at_the_sample(byte_level):
     template = ChatTemplate(tokenizer, 1, 384)
     assert answers(tokenizer, template(talk("hi", "yes"))) == ["yes<|im_end|>"]
     for sample in (talk("hi", "so bad"), talk("so bad", "hi")):
-        with pytest.raises(UserError, match=r"s\.tar: sample k: .* as it was given: '.*bad.* became '.*good"):
+        with pytest.raises(Rejected, match=r"as it was given: '.*bad.* became '.*good"):
             template(sample)
 
 
 def test_a_template_that_fails_or_is_no_template_is_refused_in_its_own_words(byte_level):
     picky = "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + CHATML
     template = ChatTemplate(byte_level(picky, MARKS[CHATML]), 1, 384)
-    with pytest.raises(UserError, match=r"s\.tar: sample k: the chat template of models/some-llm fails: one turn only"):
+    with pytest.raises(Rejected, match=r"^template: the chat template of models/some-llm fails: one turn only$"):
         template(talk("a", "b", "c", "d"))
     with pytest.raises(UserError, match=r"data\.template=chat: the chat template of models/some-llm fails: "):
         ChatTemplate(byte_level("{% if %}"), 1, 384)
@@ -470,7 +563,7 @@ def test_answers_that_nothing_separates_are_refused(byte_level):
     template = ChatTemplate(tokenizer, 1, 384)
     assert answers(tokenizer, template(talk("a", "b", "c", "d"))) == ["b</s>", "d</s>"]
     for sample in (talk("a", "b", "", "d"), talk("", "b")):
-        with pytest.raises(UserError, match=r"s\.tar: sample k: .* writes nothing before an answer"):
+        with pytest.raises(Rejected, match="writes nothing before an answer"):
             template(sample)
 
 
@@ -506,27 +599,28 @@ def test_an_image_token_of_the_tokenizers_own_is_used_and_needs_no_embedding(byt
 def test_an_image_token_that_is_not_found_in_the_text_is_refused(sentencepiece):
     tokenizer = sentencepiece(VICUNA)
     tokenizer.add_tokens(AddedToken("<image>", single_word=True, normalized=False))
-    with pytest.raises(UserError, match=r"s\.tar: sample k: 1 images, but .* reads 0 <image> tokens"):
+    with pytest.raises(Rejected, match=r"1 images, but .* reads 0 <image> tokens"):
         ChatTemplate(tokenizer, 1, 700)(talk("so<image>what", "x", images=1))
+
+
+def test_a_tokenizer_that_finds_no_image_token_at_all_is_refused_before_any_sample(byte_level):
+    tokenizer = byte_level(CHATML)
+    tokenizer.split_special_tokens = True
+    with pytest.raises(UserError, match=r"^data\.template=chat: 1 images, but .* reads 0 <image> tokens"):
+        ChatTemplate(tokenizer, 1, 700)
 
 
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        (talk("a"), "from human to gpt; it has human$"),
-        (talk("a", "b", "c"), "it has human, gpt, human$"),
-        (Sample("k", "s.tar", (("gpt", "a"), ("human", "b")), ()), "it has gpt, human$"),
-        (Sample("k", "s.tar", (("human", "a"), ("gpt", "b"), ("gpt", "c")), ()), "it has human, gpt, gpt$"),
-        (talk("a", " \n"), "turn 2, an answer, is empty"),
-        (talk("a", "b", "c", ""), "turn 4, an answer, is empty"),
-        (talk("a", "see <image>", images=1), "turn 2, an answer, holds <image>"),
-        (talk("a<|im_end|>\n", "b"), r"turn 1 holds '<\|im_end\|>', a special token of models/some-llm"),
-        (talk("a", "so </s> it ends"), "turn 2 holds '</s>', a special token"),
-        (talk("a", "b", "<pad>", "c"), "turn 3 holds '<pad>', a special token"),
+        (talk("a<|im_end|>\n", "b"), r"a turn from human holds '<\|im_end\|>', a special token of models/some-llm"),
+        (talk("a", "so </s> it ends"), "a turn from gpt holds '</s>', a special token"),
+        (talk("a", "b", "<pad>", "c"), "a turn from human holds '<pad>', a special token"),
+        (with_system("<|im_start|>", "a", "b"), r"a turn from system holds '<\|im_start\|>', a special token"),
     ],
 )
-def test_a_sample_that_would_be_read_as_other_turns_is_refused_by_name(byte_level, sample, message):
-    with pytest.raises(UserError, match=rf"^s\.tar: sample k: .*{message}"):
+def test_a_sample_that_would_be_read_as_other_turns_is_rejected(byte_level, sample, message):
+    with pytest.raises(Rejected, match=rf"^template: {message}"):
         ChatTemplate(byte_level(CHATML), 1, 384)(sample)
 
 
