@@ -1,15 +1,15 @@
 """tools/shard_dataset.py: every record ends in a shard, unchanged, or in rejected.jsonl with its reason."""
 
+import hashlib
 import io
 import json
+import math
 import os
 import pty
 import random
 import re
-import resource
-import signal
 import subprocess
-import sys
+import tarfile
 import time
 import tracemalloc
 from collections import Counter
@@ -17,56 +17,29 @@ from pathlib import Path
 
 import pytest
 import webdataset
-from conftest import TOOLS, load_tool
+from conftest import load_tool
+from llava_data import (
+    command,
+    contents,
+    damaged_records,
+    good_records,
+    keys_in,
+    picture,
+    read_members,
+    slow_data,
+    turns,
+)
 from PIL import Image
 
+from mmtrain.data.index import read_index, text_fingerprint
+from mmtrain.data.records import MAX_IMAGE_BYTES
 from mmtrain.data.samples import read_sample
-from mmtrain.data.shard_list import check_archive, expand_shards
-from mmtrain.data.shards import read_members
-
-TOOL = TOOLS / "shard_dataset.py"
+from mmtrain.data.shard_list import expand_shards
 
 
 @pytest.fixture(scope="module")
 def tool():
     return load_tool("shard_dataset")
-
-
-def picture(draw: random.Random, file_format: str) -> bytes:
-    stream = io.BytesIO()
-    size = (draw.randint(1, 12), draw.randint(1, 12))
-    Image.frombytes("RGB", size, draw.randbytes(3 * size[0] * size[1])).save(stream, file_format)
-    return stream.getvalue()
-
-
-def turns(*texts: str) -> list[dict]:
-    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
-
-
-def good_records(images: Path, count: int, seed: int = 0) -> list[dict]:
-    """Records of every accepted kind, and their image files: none, one, several; some in folders; unicode; text ids."""
-    draw = random.Random(seed)
-    texts = ["A cat.", "図書館 \U0001f600", "two\nlines", 'quotes " and \\', "<b>&amp;</b>", "a\u2028b"]
-    records = []
-    for number in range(count):
-        names = [
-            f"{draw.choice(['', 'deep/er/'])}{seed}-{number}-{index}.{draw.choice(['jpg', 'JPEG', 'png', 'webp'])}"
-            for index in range(draw.choice([0, 1, 1, 1, 2, 12]))
-        ]
-        for name in names:
-            (images / name).parent.mkdir(parents=True, exist_ok=True)
-            file_format = {"jpg": "JPEG", "JPEG": "JPEG", "png": "PNG", "webp": "WEBP"}[name.rpartition(".")[2]]
-            (images / name).write_bytes(picture(draw, file_format))
-        marks = "<image>\n" * len(names)
-        record = {"conversations": turns(marks + draw.choice(texts), *draw.choices(texts, k=draw.choice([1, 3])))}
-        name = f"{seed}-{number:04d}"
-        record["id"] = draw.choice([name, 1000 * seed + number, f"coco/{name}.jpg", f"é{name}"])
-        if len(names) == 1:
-            record["image"] = draw.choice([names[0], names])
-        elif names or draw.random() < 0.5:
-            record["image"] = names or None
-        records.append(record)
-    return records
 
 
 @pytest.fixture
@@ -77,11 +50,8 @@ def folder(tmp_path):
 
 def shard(tool, folder: Path, *more: str, out: str = "out", json_files=("a.json",)) -> int:
     files = [str(folder / name) for name in json_files]
-    return tool.main(["--json", *files, "--images", str(folder / "images"), "--out", str(folder / out), *more])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    chosen = [] if "--workers" in more else ["--workers", "1"]
+    return tool.main(["--json", *files, "--images", str(folder / "images"), "--out", str(folder / out), *chosen, *more])
 
 
 def rejections(out: Path) -> list[dict]:
@@ -101,10 +71,6 @@ def test_what_the_tool_writes_reads_back_equal_to_its_input_and_in_its_order(too
     assert shard(tool, folder, "--samples-per-shard", "11", json_files=("a.json", "b.jsonl")) == 0
     paths = expand_shards(f"{folder}/out/shard-{{000000..000005}}.tar")
     expected = [[(folder / "images" / name).read_bytes() for name in names_of(record)] for record in records]
-    read = [read_sample(members) for path in paths for members in read_members(path)]
-    for record, images, sample in zip(records, expected, read, strict=True):
-        assert sample.turns == tuple((turn["from"], turn["value"]) for turn in record["conversations"])
-        assert list(sample.images) == images
     found = list(webdataset.WebDataset([str(path) for path in paths], shardshuffle=False))
     for record, images, members in zip(records, expected, found, strict=True):
         assert json.loads(members["json"]) == record
@@ -114,6 +80,18 @@ def test_what_the_tool_writes_reads_back_equal_to_its_input_and_in_its_order(too
         assert [(name, members[name]) for name in members if name != "json" and not name.startswith("__")] == list(
             zip(wanted, images, strict=True)
         )
+        stored = {name: members[name] for name in members if not name.startswith("__")}
+        sample = read_sample(members["__key__"], members["__url__"], stored)
+        assert sample.turns == tuple((turn["from"], turn["value"]) for turn in record["conversations"])
+        assert list(sample.images) == images
+    stored = []
+    for path in paths:
+        with tarfile.open(path) as archive:
+            stored += [(member.name, archive.extractfile(member).read()) for member in archive]
+    texts = [json.loads(content) for name, content in stored if name.endswith(".json")]
+    assert texts == records
+    files = [content for name, content in stored if not name.endswith(".json")]
+    assert files == [image for images in expected for image in images]
     assert len({members["__key__"] for members in found}) == 60
     assert rejections(folder / "out") == []
 
@@ -126,36 +104,89 @@ def test_dataset_json_counts_what_is_there(tool, folder, capsys):
     (folder / "b.json").write_text(json.dumps(records[15:]))
     assert shard(tool, folder, "--samples-per-shard", "8", json_files=("a.json", "b.json")) == 0
     counts = json.loads((folder / "out" / "dataset.json").read_text())
-    images = sum(len(names_of(record)) for record in records) - 1
+    names = [name for number, record in enumerate(records) if number != 3 for name in names_of(record)]
+    images, pixels = len(names), 0
+    for name in names:
+        with Image.open(folder / "images" / name) as image:
+            pixels += image.width * image.height
     tars = sorted((folder / "out").glob("*.tar"))
-    assert {key: value for key, value in counts.items() if key != "shards"} == {
-        "format_version": 1,
+    digests = [hashlib.sha256(tar.read_bytes()).hexdigest() for tar in tars]
+    assert {key: value for key, value in counts.items() if key not in ("shards", "options")} == {
+        "format_version": 2,
         "records": 20,
         "samples": 19,
         "images": images,
+        "image_pixels": pixels,
+        "text_tokens": None,
         "bytes": sum(tar.stat().st_size for tar in tars),
         "rejected": {"missing_image": 1},
-        "inputs": [{"file": "a.json", "records": 15}, {"file": "b.json", "records": 5}],
+        "inputs": [
+            {
+                "file": name,
+                "records": count,
+                "bytes": (folder / name).stat().st_size,
+                "sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest(),
+            }
+            for name, count in (("a.json", 15), ("b.json", 5))
+        ],
+        "sha256": hashlib.sha256("".join(digests).encode()).hexdigest(),
     }
+    assert counts["options"]["samples_per_shard"] == 8 and counts["options"]["max_side"] is None
     assert [entry["file"] for entry in counts["shards"]] == [tar.name for tar in tars]
-    assert [entry["samples"] for entry in counts["shards"]] == [8, 8, 3]
-    assert [entry["samples"] + entry["images"] for entry in counts["shards"]] == [check_archive(tar) for tar in tars]
+    assert [entry["sha256"] for entry in counts["shards"]] == digests
+    assert [entry["samples"] for entry in counts["shards"]] == [7, 8, 4]  # 8 records each, one lacks its image
+    for entry, tar in zip(counts["shards"], tars, strict=True):
+        with tarfile.open(tar) as archive:
+            assert entry["samples"] + entry["images"] == len(archive.getnames())
+        assert read_index(tar).tar_bytes == entry["bytes"]
     printed = capsys.readouterr().out
     assert re.search(r"20 of 20 records  [\d,]+ samples/s  1 rejected\n", printed)
     assert f"3 shards, 19 samples, {images} images" in printed
     assert "1 missing_image: an image file that does not exist" in printed
 
 
-def test_a_second_run_gives_the_same_bytes(tool, folder):
-    records = good_records(folder / "images", 40)
-    records[7] = {"id": "bad"}
+@pytest.mark.parametrize(
+    "more", [("--samples-per-shard", "9"), ("--shard-bytes", "1MiB", "--max-side", "8", "--duplicate-ids", "keep")]
+)
+def test_the_bytes_do_not_depend_on_the_workers_nor_on_the_time(tool, folder, more):
+    (folder / "a.json").write_text(json.dumps(damaged_records(folder, 120)))
+    for workers in (1, 2, 3):
+        arguments = (*more, "--max-reject-rate", "0.3", "--workers", str(workers))
+        assert shard(tool, folder, *arguments, out=str(workers)) == 0
+        time.sleep(1.1 if workers == 1 else 0)  # tar headers could hold times, in seconds
+    first = contents(folder / "1")
+    assert first == contents(folder / "2") == contents(folder / "3")
+    shards = sorted(name for name in first if name.endswith(".tar"))
+    by_text = sum(line["reason"] in ("no_conversation", "duplicate_id") for line in rejections(folder / "1"))
+    assert len(shards) == (1 if "1MiB" in more else math.ceil((120 - by_text) / 9))
+    assert sorted(first) == sorted(["dataset.json", "rejected.jsonl", *shards, *(f"{name}.index" for name in shards)])
+    numbers = [line["record"] for line in rejections(folder / "1")]
+    assert numbers == sorted(numbers) and len(numbers) >= 12
+
+
+def test_a_shard_holds_as_many_bytes_as_asked_for_and_no_more(tool, folder):
+    draw, records = random.Random(0), []
+    for number in range(40):
+        (folder / "images" / f"{number}.bmp.png").write_bytes(noise_bmp(draw.randint(100, 350)))
+        records.append({"id": number, "image": f"{number}.bmp.png", "conversations": turns("<image>", "Noise.")})
+    (folder / "images" / "7.bmp.png").write_bytes(noise_bmp(1200))  # larger than a shard
     (folder / "a.json").write_text(json.dumps(records))
-    for out in ("one", "two"):
-        assert shard(tool, folder, "--samples-per-shard", "9", out=out) == 0
-        time.sleep(1.1)  # tar headers could hold times, in seconds
-    first = contents(folder / "one")
-    assert first == contents(folder / "two")
-    assert list(first) == ["dataset.json", "rejected.jsonl", *(f"shard-00000{number}.tar" for number in range(5))]
+    assert shard(tool, folder, "--shard-bytes", "1MB") == 0
+    tars = sorted((folder / "out").glob("*.tar"))
+    sizes = [tar.stat().st_size for tar in tars]
+    keys = [keys_in(tar) for tar in tars]
+    assert [key for keys_of_one in keys for key in keys_of_one] == [str(number) for number in range(40)]
+    alone = keys.index(["7"])
+    assert max(size for number, size in enumerate(sizes) if number != alone) <= 1_000_000 < sizes[alone]
+    for number in range(len(tars) - 1):  # the next shard's first sample would not have fitted
+        first = (folder / "images" / f"{keys[number + 1][0]}.bmp.png").stat().st_size
+        assert sizes[number] + first + 10240 > 1_000_000
+
+
+def noise_bmp(side: int) -> bytes:
+    stream = io.BytesIO()
+    Image.effect_noise((side, side), 50).save(stream, "BMP")
+    return stream.getvalue()
 
 
 def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(tool, folder, capsys):
@@ -166,6 +197,9 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(t
     (images / "broken.png").write_bytes((images / "a.png").read_bytes()[:40])
     (images / "folder.png").mkdir()
     (images / "b.gif").write_bytes(picture(draw, "GIF"))
+    (images / "long.jpg").write_bytes(picture(draw, "JPEG"))
+    os.truncate(images / "long.jpg", MAX_IMAGE_BYTES + 1)
+    Image.new("L", (40, 30)).save(images / "large.png")
     ask = turns("<image>", "A cat.")
     good = [{"id": "x", "image": "a.png", "conversations": ask}, {"id": 4, "conversations": turns("Hi", "Yes.")}]
     bad = {
@@ -178,7 +212,6 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(t
         "non_text_value": {"id": "v", "conversations": [{"from": "gpt", "value": ["Hi"]}]},
         "no_answer": {"id": "n", "conversations": turns("Hi")},
         "turn_order": {"id": "t", "conversations": turns("Hi", "Hello.", "Bye")},
-        "image_in_answer": {"id": "a", "image": "a.png", "conversations": turns("Hi", "<image>")},
         "bad_image_field": {"id": "f", "image": {"path": "a.png"}, "conversations": ask},
         "image_count": {"id": "m", "image": ["a.png", "a.png"], "conversations": ask},
         "outside_images": {"id": "o", "image": "../outside.png", "conversations": ask},
@@ -186,42 +219,125 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(t
         "unreadable_image": {"id": "u", "image": "folder.png", "conversations": ask},
         "unsupported_image": {"id": "s", "image": "b.gif", "conversations": ask},
         "undecodable_image": {"id": "d", "image": "broken.png", "conversations": ask},
+        "too_many_pixels": {"id": "p", "image": "large.png", "conversations": ask},
+        "too_many_bytes": {"id": "b", "image": "long.jpg", "conversations": ask},
     }
-    assert set(bad) == set(tool.REASONS)
+    assert set(bad) == set(tool.REASONS) - set(tool.NOT_OF_RECORDS)
     (folder / "a.json").write_text(json.dumps([good[0], *bad.values(), good[1]]))
-    assert shard(tool, folder, "--max-reject-rate", "1") == 0
+    assert shard(tool, folder, "--max-reject-rate", "1", "--max-pixels", "1199") == 0
     lines = rejections(folder / "out")
     assert [(line["file"], line["record"], line["reason"]) for line in lines] == [
         ("a.json", number, reason) for number, reason in enumerate(bad, 1)
     ]
-    assert [line["id"] for line in lines] == [None, "nan", None, "x", *"crvntafmoiusd"]
+    assert [line["id"] for line in lines] == [None, "nan", None, "x", *"crvntfmoiusdpb"]
     assert all(line["detail"] and len(line) == 5 for line in lines)
     details = {line["reason"]: line["detail"] for line in lines}
     assert details["duplicate_id"] == "record 0 of a.json has it too"
     assert details["image_count"] == "1 <image> marks in the conversation, 2 images"
     assert details["missing_image"].startswith("none.png: no such file")
-    assert [m["__key__"] for m in read_members(folder / "out" / "shard-000000.tar")] == ["x", "4"]
+    assert keys_in(folder / "out" / "shard-000000.tar") == ["x", "4"]
     printed = capsys.readouterr().out
     assert all(f"1 {reason}: " in printed for reason in bad)
     assert json.loads((folder / "out" / "dataset.json").read_text())["rejected"] == Counter(bad.keys())
 
 
-def test_a_rejected_record_does_not_take_its_id_from_a_later_good_one(tool, folder):
-    records = [{"id": "a", "image": "none.png", "conversations": turns("<image>", "A cat.")}]
-    records += [{"id": "a", "conversations": turns("Hi", "Yes.")}, {"id": "a", "conversations": turns("Hi", "No.")}]
+def test_an_id_belongs_to_the_first_record_of_sound_text(tool, folder):
+    records = [{"id": "a", "conversations": []}, {"id": "a", "conversations": turns("Hi", "Yes.")}]
+    records += [{"id": "a", "conversations": turns("Hi", "No.")}]
+    records += [{"id": "b", "image": "none.png", "conversations": turns("<image>", "A cat.")}]
+    records += [{"id": "b", "conversations": turns("Hi", "Yes.")}]
     (folder / "a.json").write_text(json.dumps(records))
-    assert shard(tool, folder, "--max-reject-rate", "0.7") == 0
-    assert [line["reason"] for line in rejections(folder / "out")] == ["missing_image", "duplicate_id"]
+    assert shard(tool, folder, "--max-reject-rate", "0.8") == 0
+    assert [(line["record"], line["reason"]) for line in rejections(folder / "out")] == [
+        (0, "no_conversation"),
+        (2, "duplicate_id"),
+        (3, "missing_image"),
+        (4, "duplicate_id"),
+    ]
     (members,) = read_members(folder / "out" / "shard-000000.tar")
-    assert read_sample(members).turns[1] == ("gpt", "Yes.")
+    assert members["__key__"] == "a" and json.loads(members["json"]) == records[1]
+
+
+def test_repeated_ids_can_be_kept_under_keys_of_their_own(tool, folder):
+    ids = ["a", "a", "a-2", "a", "x" * 80, "x" * 80, "a-2", "a/b", "a/b", 7, "7", None, "record-00000011"]
+    records = [{"id": name, "conversations": turns("Hi", f"{number}")} for number, name in enumerate(ids)]
+    (folder / "a.json").write_text(json.dumps(records))
+    assert shard(tool, folder, "--duplicate-ids", "keep") == 0
+    found = read_members(folder / "out" / "shard-000000.tar")
+    assert [json.loads(members["json"]) for members in found] == records
+    hashed = "a-b-" + hashlib.sha256(b"a/b").hexdigest()[:12]
+    assert [members["__key__"] for members in found] == [
+        *("a", "a-2", "a-2-2", "a-3", "x" * 80, "x" * 80 + "-2", "a-2-3", hashed, f"{hashed}-2"),
+        *("7", "7-2", "record-00000011", "record-00000011-2"),
+    ]
+    assert shard(tool, folder, out="other") == 2
+
+
+def test_where_equal_ids_are_the_trouble_the_error_says_what_keeps_them(tool, folder, capsys):
+    records = [{"id": "a", "conversations": turns("Hi", f"{number}")} for number in range(20)]
+    (folder / "a.json").write_text(json.dumps(records))
+    assert shard(tool, folder) == 2
+    assert "different conversations, --duplicate-ids keep; " in capsys.readouterr().err
+
+
+def test_images_are_made_smaller_on_request_and_what_describes_them_fits_the_new_bytes(tool, folder):
+    sizes = {"wide.jpg": (300, 60), "tall.png": (30, 90), "small.webp": (40, 40)}
+    for name, size in sizes.items():
+        Image.effect_noise(size, 60).convert("RGB").save(folder / "images" / name)
+    records = [{"id": name, "image": name, "conversations": turns("<image>", "Noise.")} for name in sizes]
+    (folder / "a.json").write_text(json.dumps(records))
+    assert shard(tool, folder, "--max-side", "45") == 0
+    tar = folder / "out" / "shard-000000.tar"
+    wide, tall, small = read_members(tar)
+    assert small["webp"] == (folder / "images" / "small.webp").read_bytes()
+    made = [Image.open(io.BytesIO(content)) for content in (wide["jpg"], tall["png"])]
+    assert [(image.format, image.size) for image in made] == [("JPEG", (45, 9)), ("PNG", (15, 45))]
+    assert read_index(tar).image_sizes == [((45, 9),), ((15, 45),), ((40, 40),)]
+    summary = json.loads((folder / "out" / "dataset.json").read_text())
+    assert summary["image_pixels"] == 45 * 9 + 15 * 45 + 40 * 40 and summary["options"]["max_side"] == 45
+
+
+def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(tool, folder, tiny):
+    """`plain` is the caption's tokens and EOS, and BOS where the tokenizer begins with it."""
+    from transformers import AutoTokenizer
+
+    Image.new("RGB", (9, 9)).save(folder / "images" / "a.png")
+    records = [
+        {"id": "one", "image": "a.png", "conversations": turns("<image>\nWhat?", "a red circle on a blue background.")},
+        {"id": "many", "conversations": turns("Hi", "Yes.", "And?", "No.")},
+        {"id": "text", "conversations": turns("Hi", "a green square.")},
+    ]
+    (folder / "a.json").write_text(json.dumps(records))
+    llm = str(tiny / "llm")
+    tokenizer = AutoTokenizer.from_pretrained(llm)
+    begin = len(tokenizer("a").input_ids) - len(tokenizer("a", add_special_tokens=False).input_ids)
+    lengths = [
+        len(tokenizer(records[number]["conversations"][1]["value"], add_special_tokens=False).input_ids) + begin + 1
+        for number in (0, 2)
+    ]
+    for workers in ("1", "2"):
+        arguments = ("--tokenizer", llm, "--template", "plain", "--workers", workers)
+        assert shard(tool, folder, *arguments, out=workers) == 0
+    assert contents(folder / "1") == contents(folder / "2")
+    fingerprint = text_fingerprint(tiny / "llm", "plain")
+    text = read_index(folder / "1" / "shard-000000.tar").texts[fingerprint]
+    assert text.tokens == [lengths[0], 0, lengths[1]]
+    assert text.faults.keys() == {1} and text.faults[1][0] == "template"
+    summary = json.loads((folder / "1" / "dataset.json").read_text())
+    assert summary["text_tokens"] == sum(lengths)
+    assert summary["options"]["text_fingerprint"] == fingerprint and summary["options"]["template"] == "plain"
 
 
 def test_records_without_an_id_get_keys_by_their_number_over_all_files(tool, folder):
     for name in ("a.json", "b.json"):
         (folder / name).write_text(json.dumps([{"conversations": turns("Hi", name)}] * 2))
     assert shard(tool, folder, json_files=("a.json", "b.json")) == 0
-    keys = [members["__key__"] for members in read_members(folder / "out" / "shard-000000.tar")]
-    assert keys == ["record-00000000", "record-00000001", "record-00000002", "record-00000003"]
+    assert keys_in(folder / "out" / "shard-000000.tar") == [
+        "record-00000000",
+        "record-00000001",
+        "record-00000002",
+        "record-00000003",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -239,11 +355,30 @@ def test_more_bad_records_than_allowed_stop_the_tool(tool, folder, capsys, bad, 
         assert re.fullmatch(
             rf"error: too many bad records: {bad} of the first 100 \({bad} no_answer\), where {bad - 1} of 100 are "
             r"allowed; the last is no_answer: turn 1, from gpt, is empty\. Mend them, or raise --max-reject-rate; "
-            r"\S+/out/rejected\.jsonl lists what was left out\. \S+/out is unfinished; delete it before another try\n",
+            r"\S+/out/rejected\.jsonl lists what was left out\. \S+/out is unfinished: go on with --resume, or delete "
+            r"it\n",
             said,
         )
         assert len(rejections(folder / "out")) == bad
         assert not list((folder / "out").glob("*.tmp"))
+        assert shard(tool, folder, "--samples-per-shard", "10", "--max-reject-rate", "1", "--resume") == 0
+        assert shard(tool, folder, "--samples-per-shard", "10", "--max-reject-rate", "1", out="at once") == 0
+        assert contents(folder / "out") == contents(folder / "at once")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_record_that_is_one_too_many_is_the_same_for_any_workers(tool, folder, capsys, workers):
+    records = good_records(folder / "images", 60)
+    for number in range(20, 60, 2):
+        records[number] = {"id": number, "conversations": []}
+    for number in range(21, 60, 2):
+        records[number] |= {"image": "none.png", "conversations": turns("<image>", "None.")}
+    (folder / "a.json").write_text(json.dumps(records))
+    arguments = ("--samples-per-shard", "7", "--max-reject-rate", "0.2", "--workers", workers)
+    assert shard(tool, folder, *arguments) == 2
+    said = capsys.readouterr().err
+    assert "13 of the first 33 (7 no_conversation, 6 missing_image), where 12 of 60 are allowed" in said
+    assert [line["record"] for line in rejections(folder / "out")] == list(range(20, 33))
 
 
 def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(tool, folder, capsys):
@@ -254,7 +389,8 @@ def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(too
     (folder / "empty").mkdir()
     arguments = ["--json", str(folder / "a.json"), "--out", str(folder / "out"), "--samples-per-shard", "50"]
     assert tool.main([*arguments, "--images", str(folder / "empty")]) == 2
-    assert "3 missing_image), where 2 of 40 are allowed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "3 missing_image), where 2 of 40 are allowed" in said and "--resume" not in said
     assert list(contents(folder / "out")) == ["rejected.jsonl"]
     assert tool.main([*arguments, "--images", str(folder / "images")]) == 0
     assert rejections(folder / "out") == []
@@ -273,7 +409,8 @@ def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(too
         ("touch out", r"--out \S+/out: is a file"),
         ("mkdir out && touch out/old.tar", r"--out \S+/out: holds shards already \(old\.tar\)"),
         ("mkdir out && touch out/shard-000004.tar.tmp", r"holds shards already \(shard-000004\.tar\.tmp\)"),
-        ("ln -s /proc out", r"out/rejected\.jsonl: "),
+        ("mkdir out && touch out/dataset.json", r"holds shards already \(dataset\.json\)"),
+        ("ln -s /proc out", r"out/unfinished\.jsonl: "),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(tool, folder, capsys, prepare, message):
@@ -300,6 +437,13 @@ def test_a_broken_last_file_shows_before_anything_is_written(tool, folder, capsy
     ("arguments", "message"),
     [
         (["--samples-per-shard", "0"], "--samples-per-shard 0: at least 1"),
+        (["--samples-per-shard", "9", "--shard-bytes", "1GB"], "give one of the two"),
+        (["--shard-bytes", "many"], "'many' is no size"),
+        (["--shard-bytes", "1"], "--shard-bytes 1: at least 1MB"),
+        (["--workers", "0"], "--workers 0: at least 1"),
+        (["--max-side", "0"], "--max-side 0: at least 1"),
+        (["--max-pixels", "1000000001"], "at most 100000000"),
+        (["--tokenizer", "demo:llm"], "--tokenizer and --template: give both or none"),
         (["--max-reject-rate", "5"], "a share from 0 to 1"),
         (["--max-reject-rate", "nan"], "a share from 0 to 1"),
     ],
@@ -308,6 +452,14 @@ def test_arguments_out_of_range_are_refused(tool, folder, capsys, arguments, mes
     with pytest.raises(SystemExit) as ended:
         shard(tool, folder, *arguments)
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("500MB", 500_000_000), ("1GiB", 1 << 30), ("2e9", 2_000_000_000), ("1.5g", 1_500_000_000), ("64 kib", 65536)],
+)
+def test_sizes_are_read_as_they_are_written(tool, text, size):
+    assert tool.parse_size(text) == size
 
 
 def test_memory_is_that_of_a_few_images(tool, folder):
@@ -325,25 +477,11 @@ def test_memory_is_that_of_a_few_images(tool, folder):
     assert peak < 12_000_000
 
 
-def command(folder: Path, *more: str) -> list[str]:
-    names = ["--json", "a.json", "--images", "images", "--out", "out"]
-    return [sys.executable, str(TOOL), *names, *more]
-
-
-def slow_data(folder: Path, count: int) -> None:
-    """Records over one image that takes some milliseconds to decode."""
-    stream = io.BytesIO()
-    Image.effect_noise((600, 600), 50).convert("RGB").save(stream, "JPEG")
-    (folder / "images" / "a.jpg").write_bytes(stream.getvalue())
-    records = [{"id": f"{n}", "image": "a.jpg", "conversations": turns("<image>", "Noise.")} for n in range(count)]
-    (folder / "a.json").write_text(json.dumps(records))
-
-
 def test_the_command_as_the_help_shows_it_without_torch(folder):
     records = good_records(folder / "images", 12)
     (folder / "a.json").write_text(json.dumps(records))
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    ran = subprocess.run(command(folder), cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
+    ran = subprocess.run(command(), cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
     assert ran.returncode == 0, ran.stderr
     imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
     assert "mmtrain.data.records" in imported and not {"torch", "numpy", "webdataset", "rich"} & imported
@@ -361,14 +499,14 @@ def test_help_teaches_by_example(tool, capsys):
     said = capsys.readouterr().out
     assert ended.value.code == 0
     assert "python tools/shard_dataset.py --json" in said and "rejected.jsonl" in said and "exit codes" in said
-    assert all(reason in said for reason in tool.REASONS)
+    assert all((f"\n  {reason} " in said) == (reason not in tool.NOT_OF_RECORDS) for reason in tool.REASONS)
 
 
 def test_on_a_terminal_a_bar_shows_samples_a_second(folder):
     slow_data(folder, 60)
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    process = subprocess.Popen(command(folder), cwd=folder, stdout=theirs, stderr=theirs, env=environment)
+    process = subprocess.Popen(command(), cwd=folder, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     shown = b""
     while True:
@@ -383,61 +521,9 @@ def test_on_a_terminal_a_bar_shows_samples_a_second(folder):
     assert text.rstrip().endswith("use it: data.shards=out/shard-*.tar")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_a_stopped_run_leaves_no_half_shard(folder, number, code):
-    slow_data(folder, 5000)
-    arguments = command(folder, "--samples-per-shard", "30")
-    process = subprocess.Popen(arguments, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        until = time.monotonic() + 120
-        while not (folder / "out" / "shard-000001.tar").exists():
-            assert process.poll() is None and time.monotonic() < until
-            time.sleep(0.005)
-        process.send_signal(number)
-        said = process.communicate(timeout=120)[1]
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == code
-    shards = sorted((folder / "out").glob("*.tar"))
-    assert len(shards) >= 2 and [len(list(read_members(path))) for path in shards] == [30] * len(shards)
-    unfinished = [path.name for path in (folder / "out").glob("*.tmp")]
-    assert not (folder / "out" / "dataset.json").exists()
-    if number == signal.SIGINT:
-        assert unfinished == [] and said == "stopped by Ctrl-C; what out holds is not complete\n"
-    else:
-        assert len(unfinished) <= 1 and said == ""
-    again = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=60)
-    assert again.returncode == 2 and "error: --out out: holds shards already (shard-000000.tar, " in again.stderr
-
-
-def test_a_full_disk_is_one_line_and_leaves_whole_shards_only(folder):
-    """A limit on the size of files stands for the disk: the kernel refuses the same writes, with EFBIG for ENOSPC."""
-    slow_data(folder, 6)
-    size = (folder / "images" / "a.jpg").stat().st_size
-    small = [{"id": f"s{number}", "conversations": turns("Hi", "Yes.")} for number in range(6)]
-    (folder / "a.json").write_text(json.dumps(small + json.loads((folder / "a.json").read_text())))
-    ran = subprocess.run(
-        command(folder, "--samples-per-shard", "6"),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4 * size, resource.RLIM_INFINITY)),
-    )
-    assert ran.returncode == 2
-    assert re.fullmatch(
-        r"error: out/shard-000001\.tar: cannot be written \(File too large\); what was written of it is removed\. "
-        r"Free space, or choose another folder\. out is unfinished; delete it before another try\n",
-        ran.stderr,
-    )
-    assert sorted(contents(folder / "out")) == ["rejected.jsonl", "shard-000000.tar"]
-    assert len(list(read_members(folder / "out" / "shard-000000.tar"))) == 6
-
-
 def test_a_reader_of_the_output_that_leaves_does_not_stop_the_tool(folder):
     slow_data(folder, 40)
-    process = subprocess.Popen(command(folder), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command(), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     said = process.stderr.read()
     process.stderr.close()

@@ -1,33 +1,40 @@
-"""Writing shards: webdataset tars of LLaVA-form samples, byte for byte a function of the samples.
+"""Writing shards: webdataset tars of LLaVA-form samples with their index, byte for byte a function of the samples.
 
 (key, record, [(suffix, bytes), ...]) --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with several images
+                                      --> the tar's index: offsets, sizes, checksums of the bytes as they are written
 
 A tar gets its name when it is complete: it is written as NAME.tmp, flushed to the disk and renamed, so whatever stops
-the writer leaves no half shard that a glob of *.tar would find.
+the writer leaves no half shard that a glob of *.tar would find. Its index follows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import itertools
-import json
 import os
 import re
+import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
-from mmtrain.data.records import IMAGE_SUFFIXES
+from mmtrain.data.index import Member, ShardIndex, TextLengths, write_index
+from mmtrain.data.records import IMAGE_SUFFIXES, Rejected, open_image, parse_turns, record_json
+from mmtrain.data.samples import Sample
+from mmtrain.data.scan import UNKNOWN_SIZE
 from mmtrain.errors import UserError
 
 UNFINISHED = ".tmp"  # added to the name of a tar that is being written
+_BUFFER = 1 << 20  # bytes
 
-# A dot would end the key, a slash make folders, underscores in front a name that webdataset passes over. 80 characters
+# A dot would end the key, a slash make folders, underscores in front a name that webdataset passes over. 90 characters
 # and what follows them fit into the 100 of a ustar header.
-_SAFE_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
+_SAFE_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,89}")
+_LONGEST = 80  # characters of an id that is its own key; a number may follow them
 _READABLE = 60  # characters of an unsafe id that its key keeps
 
 
@@ -35,17 +42,27 @@ _READABLE = 60  # characters of an unsafe id that its key keeps
 class WrittenShard:
     """What a complete tar holds."""
 
-    path: Path
+    file: str  # its name, without folder
     samples: int
     images: int
-    size: int  # bytes of the file
+    image_pixels: int  # of all images, as stored
+    text_tokens: int | None  # of all samples, without image positions; None where no tokenizer was given
+    bytes: int  # of the tar
+    sha256: str  # of the tar
 
-    def as_dict(self) -> dict[str, str | int]:
-        """JSON form, with the file's name alone."""
-        return {"file": self.path.name, "samples": self.samples, "images": self.images, "bytes": self.size}
+    def as_dict(self) -> dict[str, str | int | None]:
+        """JSON form."""
+        return asdict(self)
 
 
 KeyedSample = tuple[str, dict, Sequence[tuple[str, bytes]]]  # key, KEY.json's content, (suffix, bytes) of each image
+
+
+class TextMeter(NamedTuple):
+    """Tells text lengths under one tokenizer and template."""
+
+    fingerprint: str  # index.text_fingerprint
+    count: Callable[[Sample], int]  # a text_lengths.TextCounter: tokens without those of images; raises Rejected
 
 
 def sample_key(identifier: str) -> str:
@@ -54,10 +71,19 @@ def sample_key(identifier: str) -> str:
     Safe are letters, digits, - and _, at most 80, the first a letter or digit. A function of the id alone (the hash is
     12 digits of its SHA-256), so that keys do not depend on what else is in a data set; other ids get other keys.
     """
-    if _SAFE_KEY.fullmatch(identifier):
+    if _SAFE_KEY.fullmatch(identifier) and len(identifier) <= _LONGEST:
         return identifier
     readable = re.sub(r"[^A-Za-z0-9]+", "-", identifier).strip("-")[:_READABLE]
     return "-".join(filter(None, (readable, hashlib.sha256(identifier.encode()).hexdigest()[:12])))
+
+
+def tar_bytes(members: Iterable[int]) -> int:
+    """What files of these sizes take in a tar, each with its header; the archive's end is not counted."""
+    return sum(tarfile.BLOCKSIZE + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE for size in members)
+
+
+def shard_name(number: int, prefix: str = "shard") -> str:
+    return f"{prefix}-{number:06d}.tar"
 
 
 def write_shards(
@@ -71,7 +97,7 @@ def write_shards(
     samples = _with_unique_keys(samples)
     shards: list[WrittenShard] = []
     for first in samples:
-        path = folder / f"{prefix}-{len(shards):06d}.tar"
+        path = folder / shard_name(len(shards), prefix)
         shards.append(write_shard(path, itertools.chain([first], itertools.islice(samples, samples_per_shard - 1))))
     return shards
 
@@ -84,40 +110,35 @@ def _with_unique_keys(samples: Iterable[KeyedSample]) -> Iterator[KeyedSample]:
         yield sample
 
 
-def write_shard(path: Path, samples: Iterable[KeyedSample]) -> WrittenShard:
+def write_shard(path: Path, samples: Iterable[KeyedSample], meter: TextMeter | None = None) -> WrittenShard:
     """Write one tar (POSIX.1-2008 ustar; times, owners and modes fixed), which appears under `path` when complete.
 
-    Raises UserError if `path` exists, if another writer is at it or was killed there, and if the disk does not take it;
-    an exception from `samples` passes through. In each case what was written of it is removed.
+    Its index is written after it, with text lengths where there is a `meter`. The records are sound: such that
+    `records.parse_record` takes them. Raises UserError if `path` exists, if another writer is at it or was killed
+    there, and if the disk does not take it; an exception from `samples` passes through. In each case what was written
+    of it is removed.
     """
     unfinished = path.with_name(path.name + UNFINISHED)
     if path.exists():
         raise UserError(f"{path}: exists already; shards are never written over, choose a new folder or delete them")
-    count = images = 0
     stream, taken = None, False
     try:
         with _said_plainly(path):
             try:
-                stream = unfinished.open("xb")
+                stream = unfinished.open("xb", buffering=_BUFFER)
             except FileExistsError:
                 taken = True
                 raise UserError(
                     f"{unfinished}: is there: another process writes this shard, or was killed while it did; delete it"
                 ) from None
-        tar = tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
+        shard = _Shard(path, stream, meter)
         for key, record, files in samples:
             with _said_plainly(path):
-                for name, content in _members(key, record, files):
-                    member = tarfile.TarInfo(name)  # its defaults: time 0, owner 0 without a name, mode 0644
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-            count += 1
-            images += len(files)
+                shard.add(key, record, files)
         with _said_plainly(path):
-            tar.close()
+            shard.end()
             stream.flush()
             os.fsync(stream.fileno())  # a full disk may show only here, and a rename must not overtake the content
-            size = stream.tell()
             stream.close()
             unfinished.rename(path)
     except BaseException:
@@ -128,15 +149,89 @@ def write_shard(path: Path, samples: Iterable[KeyedSample]) -> WrittenShard:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
         raise
-    return WrittenShard(path, count, images, size)
+    try:
+        write_index(path, shard.index)
+    except UserError:
+        path.unlink()
+        raise
+    return shard.summary()
 
 
-def _members(key: str, record: dict, files: Sequence[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
-    assert _SAFE_KEY.fullmatch(key), f"unsafe key {key!r}"
-    yield f"{key}.json", json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
-    for number, (suffix, content) in enumerate(files):
-        assert suffix in IMAGE_SUFFIXES, f"{key}: no suffix of an image: {suffix!r}"
-        yield (f"{key}.{suffix}" if len(files) == 1 else f"{key}.{number}.{suffix}"), content
+class _Shard:
+    """A tar on its way into a stream, and the index of what went there."""
+
+    def __init__(self, path: Path, stream: BinaryIO, meter: TextMeter | None) -> None:
+        self.path = path
+        self.stream = stream
+        self.meter = meter
+        self.index = ShardIndex(tar_bytes=0, keys=[], members=[], image_sizes=[])
+        self.lengths = TextLengths([])
+        if meter is not None:
+            self.index.texts[meter.fingerprint] = self.lengths
+        self.sha256 = hashlib.sha256()
+
+    def add(self, key: str, record: dict, files: Sequence[tuple[str, bytes]]) -> None:
+        assert _SAFE_KEY.fullmatch(key), f"unsafe key {key!r}"
+        index, place = self.index, len(self.index.keys)
+        members = [self._member(key, "json", record_json(record))]
+        sizes = []
+        for number, (suffix, content) in enumerate(files):
+            assert suffix in IMAGE_SUFFIXES, f"{key}: no suffix of an image: {suffix!r}"
+            suffix = suffix if len(files) == 1 else f"{number}.{suffix}"
+            members.append(self._member(key, suffix, content))
+            try:
+                with open_image(content, sys.maxsize) as image:  # how many pixels are too many, others say
+                    sizes.append(image.size)
+            except Rejected as error:
+                sizes.append(UNKNOWN_SIZE)
+                index.faults.setdefault(place, (error.reason, f"{suffix}: {error.detail}"))
+        index.keys.append(key)
+        index.members.append(tuple(members))
+        index.image_sizes.append(tuple(sizes))
+        if self.meter is not None:
+            sample = Sample(key, str(self.path), parse_turns(record), (b"",) * len(files), members[0].offset)
+            self.lengths.tokens.append(self._text_tokens(sample, self.meter))
+
+    def _text_tokens(self, sample: Sample, meter: TextMeter) -> int:
+        place = len(self.lengths.tokens)
+        if place in self.index.faults:
+            return 0
+        try:
+            return meter.count(sample)
+        except Rejected as error:
+            self.lengths.faults[place] = (error.reason, error.detail)
+            return 0
+
+    def _member(self, key: str, suffix: str, content: bytes) -> Member:
+        header = tarfile.TarInfo(f"{key}.{suffix}")  # its defaults: time 0, owner 0 without a name, mode 0644
+        header.size = len(content)
+        self._write(header.tobuf(tarfile.USTAR_FORMAT))
+        member = Member(suffix, self.index.tar_bytes, len(content), zlib.crc32(content))
+        self._write(content)
+        self._write(bytes(-len(content) % tarfile.BLOCKSIZE))
+        return member
+
+    def end(self) -> None:
+        """Two blocks of zeros, and more up to a whole record, as tar writes them."""
+        self._write(bytes(2 * tarfile.BLOCKSIZE))
+        self._write(bytes(-self.index.tar_bytes % tarfile.RECORDSIZE))
+
+    def _write(self, content: bytes) -> None:
+        self.stream.write(content)
+        self.sha256.update(content)
+        self.index.tar_bytes += len(content)
+
+    def summary(self) -> WrittenShard:
+        sizes = [size for sizes in self.index.image_sizes for size in sizes]
+        return WrittenShard(
+            file=self.path.name,
+            samples=len(self.index.keys),
+            images=len(sizes),
+            image_pixels=sum(width * height for width, height in sizes),
+            text_tokens=None if self.meter is None else sum(self.lengths.tokens),
+            bytes=self.index.tar_bytes,
+            sha256=self.sha256.hexdigest(),
+        )
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """sharding.py: tars that any reader opens, the same bytes for the same samples, whole under their name or not there."""
 
 import hashlib
+import io
 import json
 import random
 import re
@@ -9,61 +10,138 @@ import subprocess
 import sys
 import tarfile
 import time
+import zlib
+from pathlib import Path
 
 import pytest
 import webdataset
+from PIL import Image
 
-from mmtrain.data.samples import read_sample
-from mmtrain.data.sharding import WrittenShard, sample_key, write_shard, write_shards
-from mmtrain.data.shards import read_members
+from mmtrain.data.index import index_path, read_index
+from mmtrain.data.records import Rejected
+from mmtrain.data.samples import Sample, read_sample
+from mmtrain.data.scan import scan_shard
+from mmtrain.data.sharding import TextMeter, WrittenShard, sample_key, tar_bytes, write_shard, write_shards
 from mmtrain.errors import UserError
+
+
+def picture(number: int, suffix: str = "png") -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (number + 1, 7), (number % 256, 80, 120)).save(stream, {"jpg": "JPEG"}.get(suffix, suffix))
+    return stream.getvalue()
 
 
 def sample(key: str, images: int = 1, text: str = "A cat.", suffix: str = "png"):
     turns = [{"from": "human", "value": "<image>" * images}, {"from": "gpt", "value": text}]
-    return key, {"id": key, "conversations": turns}, [(suffix, f"{key} {n}".encode() * 300) for n in range(images)]
+    return key, {"id": key, "conversations": turns}, [(suffix, picture(number, suffix)) for number in range(images)]
 
 
-MIXED = [sample(f"k{number}", images=number % 4, text="ü\U0001f600" * number, suffix="webp") for number in range(10)]
+def read_members(tar: Path) -> list[dict]:
+    """What webdataset finds in a tar."""
+    return list(webdataset.tariterators.tarfile_samples([{"url": str(tar)}]))
+
+
+def keys_in(tar: Path) -> list[str]:
+    return [members["__key__"] for members in read_members(tar)]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+TWO_WITH_INDEXES = [f"shard-00000{number}.tar{more}" for number in range(2) for more in ("", ".index")]
+MIXED = [
+    sample(f"k{number}", images=number % 4, text="ü\U0001f600" * (number + 1), suffix="webp") for number in range(10)
+]
 
 
 def test_a_reader_that_knows_nothing_of_mmtrain_finds_every_sample(tmp_path):
     shards = write_shards(iter(MIXED), tmp_path, samples_per_shard=4)
-    assert [shard.path.name for shard in shards] == ["shard-000000.tar", "shard-000001.tar", "shard-000002.tar"]
-    read = list(webdataset.WebDataset([str(shard.path) for shard in shards], shardshuffle=False))
+    assert [shard.file for shard in shards] == ["shard-000000.tar", "shard-000001.tar", "shard-000002.tar"]
+    read = list(webdataset.WebDataset([str(tmp_path / shard.file) for shard in shards], shardshuffle=False))
     for (key, record, files), found in zip(MIXED, read, strict=True):
         assert found["__key__"] == key and json.loads(found["json"]) == record
         names = ["webp"] if len(files) == 1 else [f"{number}.webp" for number in range(len(files))]
         assert {name: found[name] for name in found if name.endswith("webp")} == {
             name: content for name, (_, content) in zip(names, files, strict=True)
         }
-    with tarfile.open(shards[0].path) as archive:
+    with tarfile.open(tmp_path / shards[0].file) as archive:
         names = archive.getnames()
     files = ["k0.json", "k1.json", "k1.webp", "k2.json", "k2.0.webp", "k2.1.webp"]
     assert names == [*files, "k3.json", "k3.0.webp", "k3.1.webp", "k3.2.webp"]
 
 
-def test_what_is_written_is_what_mmtrain_reads(tmp_path):
-    shards = write_shards(MIXED, tmp_path, samples_per_shard=3)
-    read = [read_sample(members) for shard in shards for members in read_members(shard.path)]
-    assert [sample.key for sample in read] == [key for key, _, _ in MIXED]
-    assert [sample.turns[1][1] for sample in read] == [record["conversations"][1]["value"] for _, record, _ in MIXED]
-    assert [list(sample.images) for sample in read] == [[content for _, content in files] for _, _, files in MIXED]
+def test_the_index_finds_every_member_by_its_bytes_and_is_that_of_a_scan(tmp_path):
+    for shard in write_shards(MIXED, tmp_path, samples_per_shard=3):
+        tar = tmp_path / shard.file
+        content, index = tar.read_bytes(), read_index(tar)
+        assert index.tar_bytes == len(content) and index.faults == {} and index.texts == {}
+        for key, members, sizes in zip(index.keys, index.members, index.image_sizes, strict=True):
+            _, record, files = next(entry for entry in MIXED if entry[0] == key)
+            found = {member.suffix: content[member.offset :][: member.size] for member in members}
+            assert [member.crc32 for member in members] == [zlib.crc32(body) for body in found.values()]
+            read = read_sample(key, shard.file, found)
+            assert read.turns == tuple((turn["from"], turn["value"]) for turn in record["conversations"])
+            assert list(read.images) == [body for _, body in files]
+            assert sizes == tuple((number + 1, 7) for number in range(len(files)))
+        assert index == scan_shard(tar, lambda sample: None)
+
+
+def test_an_index_says_what_a_scan_says_of_images_that_are_none(tmp_path):
+    write_shard(tmp_path / "s.tar", [sample("a"), (*sample("b", images=2)[:2], [("png", b"text"), ("jpg", b"")])])
+    index = read_index(tmp_path / "s.tar")
+    assert index.faults[1][0] == "undecodable_image" and index.faults.keys() == {1}
+    assert index == scan_shard(tmp_path / "s.tar", lambda sample: None)
+
+
+def test_text_lengths_and_what_a_template_cannot_hold_stand_in_the_index(tmp_path):
+    def count(sample: Sample) -> int:
+        if sample.key == "k3":
+            raise Rejected("template", "three images")
+        return len(sample.turns[1][1]) + 1000 * len(sample.images)
+
+    broken = ("broken", sample("broken")[1], [("png", b"no picture")])
+    shard = write_shard(tmp_path / "s.tar", [*MIXED[:4], broken], TextMeter("abc", count))
+    texts = read_index(tmp_path / "s.tar").texts
+    assert texts.keys() == {"abc"} and texts["abc"].tokens == [2, 1004, 2006, 0, 0]
+    assert texts["abc"].faults == {3: ("template", "three images")}
+    assert shard.text_tokens == 3012
 
 
 def test_counts_are_those_of_the_files(tmp_path):
     shards = write_shards(MIXED, tmp_path, samples_per_shard=4, prefix="part")
-    assert shards[2] == WrittenShard(tmp_path / "part-000002.tar", samples=2, images=1, size=10240)
+    digest = hashlib.sha256((tmp_path / "part-000002.tar").read_bytes()).hexdigest()
+    assert shards[2] == WrittenShard("part-000002.tar", 2, 1, 7, None, 10240, digest)
     assert [shard.samples for shard in shards] == [4, 4, 2]
     assert [shard.images for shard in shards] == [6, 6, 1]
-    assert [shard.size for shard in shards] == [shard.path.stat().st_size for shard in shards]
+    assert [shard.image_pixels for shard in shards] == [7 * (1 + 3 + 6), 7 * (1 + 3 + 6), 7]
+    assert [shard.bytes for shard in shards] == [(tmp_path / shard.file).stat().st_size for shard in shards]
     assert shards[0].as_dict() == {
         "file": "part-000000.tar",
         "samples": 4,
         "images": 6,
-        "bytes": shards[0].size,
+        "image_pixels": 70,
+        "text_tokens": None,
+        "bytes": shards[0].bytes,
+        "sha256": hashlib.sha256((tmp_path / "part-000000.tar").read_bytes()).hexdigest(),
     }
     assert write_shards([], tmp_path, samples_per_shard=4) == []
+
+
+def test_the_bytes_are_those_that_pythons_tarfile_writes(tmp_path):
+    write_shard(tmp_path / "s.tar", MIXED)
+    stream, sizes = io.BytesIO(), []
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for key, record, files in MIXED:
+            names = [suffix if len(files) == 1 else f"{number}.{suffix}" for number, (suffix, _) in enumerate(files)]
+            contents = [json.dumps(record, ensure_ascii=False).encode(), *(content for _, content in files)]
+            for name, content in zip(["json", *names], contents, strict=True):
+                member = tarfile.TarInfo(f"{key}.{name}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+                sizes.append(len(content))
+        assert tar_bytes(sizes) == archive.offset
+    assert (tmp_path / "s.tar").read_bytes() == stream.getvalue()
 
 
 def test_the_same_samples_give_the_same_bytes_and_they_are_plain_ustar(tmp_path):
@@ -72,7 +150,7 @@ def test_the_same_samples_give_the_same_bytes_and_they_are_plain_ustar(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         shards = write_shards(MIXED, tmp_path / name, samples_per_shard=4)
-        digests.append([hashlib.sha256(shard.path.read_bytes()).hexdigest() for shard in shards])
+        digests.append([hashlib.sha256((tmp_path / name / shard.file).read_bytes()).hexdigest() for shard in shards])
     assert digests[0] == digests[1]
     body = json.dumps(MIXED[0][1], ensure_ascii=False).encode()
     header = b"k0.json".ljust(100, b"\0") + b"0000644\0" + b"0000000\0" * 2 + f"{len(body):011o}\0".encode()
@@ -93,7 +171,7 @@ def test_memory_is_that_of_a_few_samples(tmp_path):
 
     def samples():
         for number in range(50):
-            content = Content(bytes(1000))
+            content = Content(picture(3))
             held.add(id(content))
             yield f"k{number}", {}, [("png", content)]
             del content
@@ -136,12 +214,12 @@ def test_different_ids_have_different_safe_keys():
 
 
 def test_programmers_mistakes_are_asserted(tmp_path):
-    for broken in (*map(sample, ("a.b", "_a", "a/b", "é", "", "x" * 81)), sample("a", suffix="PNG")):
+    for broken in (*map(sample, ("a.b", "_a", "a/b", "é", "", "x" * 91)), sample("a", suffix="PNG")):
         with pytest.raises(AssertionError):
             write_shards([broken], tmp_path, samples_per_shard=2)
     with pytest.raises(AssertionError, match="key a comes twice"):
         write_shards([sample("a"), sample("b"), sample("a")], tmp_path, samples_per_shard=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["shard-000000.tar", "shard-000001.tar"]
+    assert names_in(tmp_path) == TWO_WITH_INDEXES
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError, GeneratorExit])
@@ -152,8 +230,8 @@ def test_an_interruption_leaves_whole_shards_only(tmp_path, error):
 
     with pytest.raises(error):
         write_shards(samples(), tmp_path, samples_per_shard=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["shard-000000.tar", "shard-000001.tar"]
-    assert [members["__key__"] for members in read_members(tmp_path / "shard-000001.tar")] == ["k3", "k4", "k5"]
+    assert names_in(tmp_path) == TWO_WITH_INDEXES
+    assert keys_in(tmp_path / "shard-000001.tar") == ["k3", "k4", "k5"]
 
 
 def test_ctrl_c_at_any_moment_leaves_a_whole_shard_or_nothing(tmp_path):
@@ -188,7 +266,7 @@ def test_a_shard_is_invisible_to_readers_until_it_is_complete(tmp_path):
 
     write_shard(tmp_path / "s.tar", samples())
     assert seen == ["s.tar.tmp"]
-    assert [path.name for path in tmp_path.iterdir()] == ["s.tar"]
+    assert names_in(tmp_path) == ["s.tar", "s.tar.index"]
 
 
 FULL_DISK = """
@@ -219,7 +297,7 @@ def test_a_full_disk_is_an_error_that_leaves_whole_shards_only(tmp_path, limit, 
     )
     assert re.search(rf"shard-00000{complete}\.tar: cannot be written \(File too large\)", ran.stdout), ran
     assert ran.stderr == ""
-    assert len(list(tmp_path.iterdir())) == complete
+    assert names_in(tmp_path) == [f"shard-00000{n}.tar{more}" for n in range(complete) for more in ("", ".index")]
     for number in range(complete):
         assert len(list(webdataset.WebDataset(str(tmp_path / f"shard-00000{number}.tar"), shardshuffle=False))) == 20
 
@@ -250,4 +328,11 @@ def test_two_writers_of_one_shard_cannot_mix(tmp_path):
         yield sample("c")
 
     assert write_shard(tmp_path / "s.tar", samples()).samples == 2
-    assert [members["__key__"] for members in read_members(tmp_path / "s.tar")] == ["a", "c"]
+    assert keys_in(tmp_path / "s.tar") == ["a", "c"]
+
+
+def test_a_tar_whose_index_cannot_be_written_is_not_left_alone(tmp_path):
+    index_path(tmp_path / "s.tar").mkdir()
+    with pytest.raises(UserError, match=r"s\.tar\.index: cannot be written"):
+        write_shard(tmp_path / "s.tar", [sample("a")])
+    assert names_in(tmp_path) == ["s.tar.index"]
