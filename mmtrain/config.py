@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from mmtrain.config_problems import all_fields, explain, section_of
+from mmtrain.data.records import MAX_IMAGE_PIXELS
 from mmtrain.errors import UserError
 from mmtrain.strict_yaml import parse_yaml, read_yaml
 
@@ -39,6 +40,9 @@ Decay = Annotated[Float, Field(ge=0, lt=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16"]
+# Of each pair one is set: an override of one takes the place of the other in the file.
+ALTERNATIVES = (("data.shards", "data.sets"), ("train.max_steps", "train.epochs"), ("eval.shards", "eval.fraction"))
+Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -123,18 +127,60 @@ class ParallelSection(Section):
         return self
 
 
+class DataSetSection(Section):
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="stands before the keys of its samples: name/key"
+    )
+    shards: Shards = Field(description="webdataset tars: a path, a glob, a brace range, or a list")
+    weight: Annotated[Float, Field(gt=0)] = Field(
+        1.0, description="passes over it in an epoch: 2.5 is twice all of it and half of it once more, 0.1 a tenth"
+    )
+
+
 class DataSection(Section):
-    shards: str | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        description="webdataset tars: a path, a glob, a brace range, or a list"
+    shards: Shards | None = Field(
+        None, description="webdataset tars: a path, a glob, a brace range, or a list; or set data.sets"
+    )
+    sets: tuple[DataSetSection, ...] | None = Field(
+        None, description="several data sets instead of data.shards, each with name, shards and weight"
+    )
+    allow_pipe: tuple[str, ...] = Field(
+        (),
+        description="programs that pipe: URLs among the shards may run, e.g. [curl]; their output is kept in the cache",
     )
     pack_length: PositiveInt = Field(2048, description="tokens in a pack")
+    max_images_per_pack: PositiveInt | None = Field(
+        None, description="images in a pack, to bound the encoder's memory; null: as many as its tokens hold"
+    )
     template: Literal["plain", "chat"] = Field(
         "plain",
         description="how a conversation becomes tokens. plain (LLaVA's stage 1): images, then the one answer, the "
         "question dropped; chat: all turns through the model's own chat template, every answer supervised",
     )
-    overlong: Literal["skip", "refuse"] = Field("skip", description="what to do with a sample longer than a pack")
+    overlong: Literal["skip", "refuse"] = Field(
+        "skip", description="what to do with a sample that does not fit into a pack; skipped ones are counted"
+    )
+    image_fit: Literal["pad", "resize", "center_crop"] = Field(
+        "pad",
+        description="how an image becomes the encoder's square. pad (LLaVA-1.5): whole, on the mean colour; resize: "
+        "whole, stretched; center_crop: its middle (CLIP)",
+    )
+    max_image_pixels: PositiveInt = Field(
+        MAX_IMAGE_PIXELS, description="a sample with a larger image is quarantined, judged by the image's header"
+    )
+    shuffle_shards: PositiveInt = Field(
+        8, description="shards whose samples are mixed with each other; more mix better, and read more files in turn"
+    )
+    pack_window: PositiveInt = Field(4096, description="samples that are packed together: more fill packs better")
     workers: NonNegativeInt = Field(2, description="processes that decode ahead, on ranks that read data")
+    max_quarantine_rate: Annotated[Float, Field(ge=0, le=1)] = Field(
+        0.01,
+        description="a larger share of damaged samples among those read (of the first 1,000 at least) ends the run",
+    )
+    io_retry_seconds: Annotated[Float, Field(ge=0)] = Field(
+        60.0, description="how long a read that fails is tried again, for storage that comes back, before the run ends"
+    )
+    ledger: bool = Field(False, description="write samples.jsonl: for each step the keys of its samples in pack order")
     expected_text_tokens: PositiveInt = Field(
         80, description="text tokens of a typical sample; only the planner's estimates use it"
     )
@@ -142,11 +188,31 @@ class DataSection(Section):
         0.12, description="share of a pack's tokens that carry a label; only the planner's estimates use it"
     )
 
+    @model_validator(mode="after")
+    def _one_or_several_data_sets(self) -> Self:
+        if (self.shards is None) == (self.sets is None):
+            raise _wrong_together("data.shards: set exactly one of data.shards and data.sets")
+        if self.sets == ():
+            raise _wrong_together("data.sets: the list is empty; name at least one data set")
+        names = [one.name for one in self.sets or ()]
+        if len(set(names)) < len(names):
+            raise _wrong_together(f"data.sets: names must differ; they are {', '.join(names)}")
+        return self
+
 
 class TrainSection(Section):
     packs_per_step: PositiveInt = Field(description="packs in one optimizer step, over all replicas")
     packs_per_microbatch: PositiveInt = Field(1, description="packs that one pipeline forward handles")
-    max_steps: PositiveInt = Field(description="optimizer steps of the run")
+    max_steps: PositiveInt | None = Field(None, description="optimizer steps of the run; or set train.epochs")
+    epochs: PositiveInt | None = Field(
+        None, description="passes over the data instead; the last step is filled up from the pass that would follow"
+    )
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if (self.max_steps is None) == (self.epochs is None):
+            raise _wrong_together("train.max_steps: set exactly one of train.max_steps and train.epochs")
+        return self
 
 
 class OptimizerSection(Section):
@@ -160,9 +226,13 @@ class OptimizerSection(Section):
 
 
 class EvalSection(Section):
-    shards: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
+    shards: Shards | None = Field(
+        None, description="held-out webdataset tars, read with data's template and pack_length; or set eval.fraction"
+    )
+    fraction: Annotated[Float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description="held-out webdataset tars, read with data's template and pack_length; null: no evaluation",
+        description="hold out this share of the training data instead, chosen by a hash of each sample's key: the same "
+        "ones in every run; both null: no evaluation",
     )
     every_steps: PositiveInt | None = Field(
         None, description="steps between two evaluations; null: only before the first and after the last step"
@@ -178,6 +248,17 @@ class EvalSection(Section):
         description="at the end evaluate once more with the images permuted among the samples, as a control: answers "
         "that stay right do not come from the images",
     )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.shards is not None and self.fraction is not None:
+            raise _wrong_together("eval.fraction: set either it or eval.shards, not both")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.shards is not None or self.fraction is not None
 
 
 class RunConfig(Section):
@@ -215,6 +296,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     content = _without_empty_sections(RunConfig, content or {})
     for override in overrides:
         _apply(content, override)
+    _drop_alternatives(content, [override.partition("=")[0].strip() for override in overrides])
     content = _tuples(content)
     try:
         return RunConfig.model_validate(content)
@@ -263,6 +345,16 @@ def _apply(content: dict, override: str) -> None:
     is_null = text == "null" and types.NoneType in kinds
     is_text = str in kinds and not is_null and not text.startswith(("[", '"', "'"))
     content[path[-1]] = text if is_text else parse_yaml(text, f"override {override!r}")
+
+
+def _drop_alternatives(content: dict, overridden: Sequence[str]) -> None:
+    """`train.max_steps=20` on the command line says that the file's `train.epochs` is not meant."""
+    for pair in ALTERNATIVES:
+        for key, other in (pair, pair[::-1]):
+            section, name = key.split(".")
+            keys = content.get(section)
+            if key in overridden and other not in overridden and isinstance(keys, dict) and keys.get(name) is not None:
+                keys.pop(other.split(".")[1], None)
 
 
 def _tuples(value: Any) -> Any:

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 Path = tuple[str, ...]
 
+ELEMENT = "*"  # stands in a key path for the number of a list's element
 _NOUNS = {int: "an integer", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -29,11 +30,20 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def all_fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
-    """Every key path below `model` with its declaration, sections before their keys."""
+    """Every key path below `model` with its declaration, sections before their keys; a list's elements are `*`."""
     for name, field in model.model_fields.items():
-        yield (*prefix, name), field
+        path = (*prefix, name)
+        yield path, field
         if (section := section_of(field.annotation)) is not None:
-            yield from all_fields(section, (*prefix, name))
+            yield from all_fields(section, path)
+        elif (section := _element_section(field.annotation)) is not None:
+            yield from all_fields(section, (*path, ELEMENT))
+
+
+def _element_section(annotation: Any) -> type[BaseModel] | None:
+    """The section class of the elements of a list, which may be optional or annotated."""
+    found = (section_of(annotation) or _element_section(annotation) for annotation in typing.get_args(annotation))
+    return next((section for section in found if section is not None), None)
 
 
 def describe_allowed(field: FieldInfo) -> str:
@@ -49,6 +59,7 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict)
     lines: dict[Path | str, str] = {}
     for error in errors:
         path, below = _key_path(error["loc"], fields)
+        declared = _declared(path)
         key = ".".join(path)
         if error["type"] == "cross_field":
             lines[error["msg"]] = error["msg"]
@@ -56,12 +67,14 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict)
             unknown = (*path, *below)
             lines[unknown] = _unknown_key(unknown, error["input"], fields)
         elif error["type"] == "missing" and not below:
-            for missing in _required(path, fields):
+            for missing in _required(declared, fields):
                 field = fields[missing]
-                lines[missing] = f"{'.'.join(missing)}: missing; needs {describe_allowed(field)}: {field.description}"
+                name = (*path, *missing[len(path) :])
+                meaning = f": {field.description}" if field.description else ""
+                lines[name] = f"{'.'.join(name)}: missing; needs {describe_allowed(field)}{meaning}"
         else:
             # A union reports one error per alternative, a list one per element: one line for the key says it all.
-            field = fields[path]
+            field = fields[declared]
             value, allowed = _value_at(given, path), describe_allowed(field)
             meaning = f" ({field.description})" if field.description else ""
             hint = f"; write [{value}]" if isinstance(value, str) and " list of " in allowed else ""
@@ -73,14 +86,19 @@ def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) ->
     """The longest declared key path that a pydantic location begins with, and the rest of the location."""
     path = tuple(str(part) for part in location)
     length = len(path)
-    while length and path[:length] not in fields:
+    while length and _declared(path[:length]) not in fields:
         length -= 1
     return path[:length], path[length:]
 
 
+def _declared(path: Path) -> Path:
+    """A key path with the numbers of elements taken out."""
+    return tuple(ELEMENT if part.isdecimal() else part for part in path)
+
+
 def _unknown_key(path: Path, value: Any, fields: dict[Path, FieldInfo]) -> str:
     near = nearest_key(path, list(fields))
-    siblings = [candidate[-1] for candidate in fields if candidate[:-1] == path[:-1]]
+    siblings = [candidate[-1] for candidate in fields if candidate[:-1] == _declared(path[:-1])]
     where = ".".join(path[:-1]) or "the top level"
     return (
         f"{'.'.join(path)}: unknown key (value {_shown(value)}); nearest valid key: {'.'.join(near)}; "
@@ -100,19 +118,21 @@ def nearest_key(path: Path, known: Sequence[Path]) -> Path:
 
 
 def _required(path: Path, fields: dict[Path, FieldInfo]) -> list[Path]:
-    """The keys without a default at or below a missing one."""
-    if section_of(fields[path].annotation) is None:
-        return [path]
-    return [
+    """The keys without a default below a missing one, or that one itself where there are none."""
+    below = [
         candidate
         for candidate, field in fields.items()
-        if candidate[: len(path)] == path and section_of(field.annotation) is None and field.is_required()
+        if candidate[: len(path)] == path
+        and ELEMENT not in candidate[len(path) :]
+        and section_of(field.annotation) is None
+        and field.is_required()
     ]
+    return below or [path]
 
 
 def _value_at(given: Any, path: Path) -> Any:
     for part in path:
-        given = given[part]
+        given = given[int(part) if part.isdecimal() else part]
     return given
 
 
@@ -140,6 +160,8 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
             element_limits = _limits(inner_metadata)
         count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
         empty = "non-empty " if any(getattr(item, "min_length", None) for item in _flat(metadata)) else ""
+        if (section := section_of(inner)) is not None:
+            return f"a {empty}list of sections with the keys {', '.join(section.model_fields)}"
         return f"a {empty}list of {count}{_PLURALS[inner]}{element_limits}"
     return _NOUNS[annotation] + limits
 

@@ -37,7 +37,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mmtrain.channels import Channels
 from mmtrain.config import RunConfig
-from mmtrain.data.samples import PackedBatch
+from mmtrain.data.packs import PackedBatch
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Chunk
 from mmtrain.optimizer import MasterWeights, clip_coefficient, learning_rate, make_optimizer
@@ -55,8 +55,8 @@ class StepResult:
 
     `epoch`, from 0, is that of the step's last pack; `loss` is in nats per supervised token of the whole step (None
     without any); `grad_norm` is the global L2 norm of that loss's gradient before clipping; `tokens` leaves padding
-    out; `overlong` counts samples longer than a pack that were skipped on the way; `no_update` says why no update was
-    made, None when one was.
+    out; `quarantined` counts samples that were damaged and left a gap; `no_update` says why no update was made, None
+    when one was.
     """
 
     step: int
@@ -68,7 +68,7 @@ class StepResult:
     images: int
     tokens: int
     supervised_tokens: int
-    overlong: int
+    quarantined: int
     no_update: str | None
 
 
@@ -213,7 +213,7 @@ class FrozenPipelineEngine(PipelineEngine):
         self._input_gradient: dict[tuple[int, int], torch.Tensor] = {}
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._supervised = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._counts = torch.zeros(4, dtype=torch.float64)  # tokens, samples, images, overlong: counted by stage 0
+        self._counts = torch.zeros(4, dtype=torch.float64)  # tokens, samples, images, quarantined: by stage 0
         self._epoch = torch.zeros(1, dtype=torch.float64)  # of the last pack, on the rank that reads it; else 0
         self._scores = torch.zeros(3, dtype=torch.float64, device=self.device)  # of an evaluation: see count_answers
         self.predicted = {}
@@ -231,9 +231,9 @@ class FrozenPipelineEngine(PipelineEngine):
         assert self._batches is not None, "stage 0 needs an iterator over micro-batches"
         batch = next(self._batches)
         images = 0 if batch.images is None else len(batch.images)
-        self._counts += torch.tensor([batch.tokens, batch.samples, images, batch.skipped])
+        self._counts += torch.tensor([batch.tokens, batch.samples, images, len(batch.faults)])
         if self.global_rank == self.plan.data - 1:  # the last replica's share ends with the step's last pack
-            self._epoch.fill_(batch.epoch)
+            self._epoch.fill_(batch.epochs[-1])
         self._batch[microbatch] = replace(
             batch,
             input_ids=batch.input_ids.to(self.device),
@@ -325,7 +325,7 @@ class FrozenPipelineEngine(PipelineEngine):
 
     def _optimizer_step(self, stage: int, microbatch: int) -> None:
         config = self.run_config
-        loss_sum, supervised, square, bad, tokens, samples, images, overlong, epoch, *_ = self._statistics.tolist()
+        loss_sum, supervised, square, bad, tokens, samples, images, quarantined, epoch, *_ = self._statistics.tolist()
         lr = learning_rate(self.step_index, config.train.max_steps, config.optimizer)
         if bad:
             raise NonFiniteError(
@@ -360,7 +360,7 @@ class FrozenPipelineEngine(PipelineEngine):
             images=int(images),
             tokens=int(tokens),
             supervised_tokens=int(supervised),
-            overlong=int(overlong),
+            quarantined=int(quarantined),
             no_update=no_update,
         )
 

@@ -1,6 +1,6 @@
 """How good the model is on samples that training never sees, measured through the pipeline.
 
-eval.shards --read once, in shard order--> documents --pack--> packs, kept in memory by the ranks that read data
+held-out samples --read once, in shard order--> documents --pack--> packs, kept in memory by the ranks that read data
 packs --replicas' shares--> micro-batches --engine.evaluate, round by round--> sums over all replicas --> Scores
 a document's prompt + the tokens said so far --engine.evaluate, once a token--> the next token --> ... --> Answer
 
@@ -19,14 +19,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from mmtrain.config import RunConfig
+from mmtrain.data.catalog import Catalog, DataSet
 from mmtrain.data.loader import PackedBatches
+from mmtrain.data.order import Capacity, pack_best_fit
+from mmtrain.data.packs import Pack, PackedBatch
+from mmtrain.data.reader import Reader
 from mmtrain.data.records import IMAGE_MARK
-from mmtrain.data.samples import IGNORE, Document, Pack, PackedBatch, make_batch, pack_documents, read_sample
+from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document, Fault
 from mmtrain.data.shard_list import expand_shards
-from mmtrain.data.shards import read_members
 from mmtrain.engine import Evaluation, FrozenPipelineEngine
 from mmtrain.errors import UserError
 from mmtrain.metrics import Answer, Scores
@@ -58,27 +63,37 @@ class Extent:
 
 
 class HeldOut:
-    """The samples of `eval.shards`, read and packed, with this replica's share of them as micro-batches.
+    """The held-out samples, of `eval.shards` or `eval.fraction`, packed, with this replica's share as micro-batches.
 
     Price: each rank that reads data keeps all of them in memory, images as encoded bytes: 5,000 photographs of 100 kB
     are 500 MB (`eval.max_samples` limits them). Images are decoded again at each evaluation, by the rank itself.
     """
 
     def __init__(self, packed: PackedBatches) -> None:
-        """Read all held-out samples, with template and tokenizer of `packed`; raises UserError naming eval.shards."""
+        """Read all held-out samples, with template and tokenizer of `packed`; raises UserError for any bad one.
+
+        Scores of a set from which damage has taken something could not be compared with those of another run.
+        """
         config = packed.config
-        shards = expand_shards(config.eval.shards, "eval.shards")
         self.packed = packed
-        with _naming_eval_shards():
-            samples = (read_sample(members) for shard in shards for members in read_members(shard))
-            documents = (packed.template(sample) for sample in itertools.islice(samples, config.eval.max_samples))
-            self.packs = list(pack_documents(documents, config.data.pack_length, config.data.overlong))
-        if not self.packs:
-            raise UserError(
-                f"eval.shards: no sample in {len(shards)} shards fits into a pack: they are empty, or every sample is "
-                f"longer than data.pack_length={config.data.pack_length} tokens"
-            )
-        self.documents = [document for pack in self.packs for document in pack.documents]
+        self.capacity = packed.documents.capacity
+        with _naming_the_source(config):
+            catalog, numbers = self._samples()
+            reader = Reader(catalog, config.data.io_retry_seconds)
+            found = [catalog.faults.get(number) or packed.documents.read(reader, number) for number in numbers]
+            for fault in found:
+                if isinstance(fault, Fault):
+                    raise UserError(f"{fault.shard}: sample {fault.key}: {fault.reason}: {fault.detail}")
+            fits = [fits_a_pack(document, self.capacity) for document in found]
+            if config.data.overlong == "refuse" and not all(fits):
+                catalog.refuse_overlong(self.capacity)
+            self.documents = [document for document, fit in zip(found, fits, strict=True) if fit]
+            if not self.documents:
+                raise UserError(
+                    f"no held-out sample fits into a pack: there are {len(found)}, "
+                    + (f"and each is longer than data.pack_length={config.data.pack_length}" if found else "")
+                )
+        self.packs = pack_documents(self.documents, self.capacity)
         self.packs_permuted, permuted = permute_images(self.packs)
         digest = hashlib.sha256()
         for document in self.documents:
@@ -87,12 +102,21 @@ class HeldOut:
                 digest.update(hashlib.sha256(image).digest())
         self.extent = Extent(
             samples=len(self.documents),
-            overlong=sum(pack.skipped for pack in self.packs),
+            overlong=len(found) - len(self.documents),
             permuted=permuted,
             packs=len(self.packs),
             microbatches=len(self.share(self.packs)),
             digest=digest.hexdigest(),
         )
+
+    def _samples(self) -> tuple[Catalog, list[int]]:
+        """The catalog that holds the held-out samples, and their numbers in it."""
+        packed, section = self.packed, self.packed.config.eval
+        if section.fraction is not None:
+            return packed.catalog, packed.catalog.held_out[: section.max_samples]
+        shards = expand_shards(section.shards, "eval.shards", allow_pipe=packed.config.data.allow_pipe)
+        catalog = packed.documents.catalog([DataSet(shards)])
+        return catalog, list(range(len(catalog)))[: section.max_samples]
 
     def share(self, packs: Sequence[Pack]) -> list[list[Pack]]:
         """This replica's contiguous part of `packs` in micro-batches, the last ones filled up with empty packs.
@@ -106,11 +130,13 @@ class HeldOut:
         return [mine[first : first + size] for first in range(0, count * size, size)]
 
     def batches(self, microbatches: Sequence[Sequence[Pack]]) -> Iterator[PackedBatch]:
-        """Micro-batches with their images decoded; raises UserError naming eval.shards for a damaged one."""
+        """Micro-batches with their images decoded; raises UserError for one that cannot be."""
         packed = self.packed
         for packs in microbatches:
-            with _naming_eval_shards():
-                batch = make_batch(packs, packed.config.data.pack_length, packed.padding_id, packed.transform)
+            batch = packed.documents.batch(packs)
+            for _, fault in batch.faults:
+                with _naming_the_source(packed.config):
+                    raise UserError(f"{fault.shard}: sample {fault.key}: {fault.reason}: {fault.detail}")
             yield batch
 
     def spread(self, count: int) -> list[Document]:
@@ -121,11 +147,26 @@ class HeldOut:
 
 
 @contextlib.contextmanager
-def _naming_eval_shards() -> Iterator[None]:
+def _naming_the_source(config: RunConfig) -> Iterator[None]:
+    key = "eval.shards" if config.eval.fraction is None else "eval.fraction"
     try:
         yield
     except UserError as error:
-        raise UserError(f"eval.shards: {error}") from error
+        raise UserError(str(error) if str(error).startswith(key) else f"{key}: {error}") from error
+
+
+def pack_documents(documents: Sequence[Document], capacity: Capacity) -> list[Pack]:
+    """Documents, each of which fits a pack, in packs, best-fit decreasing."""
+    lengths = np.array([len(document.input_ids) for document in documents], np.int64)
+    images = np.array([len(document.sample.images) for document in documents], np.int64)
+    packs = pack_best_fit(lengths, capacity, images)
+    return [Pack(tuple(documents[place] for place in pack)) for pack in packs]
+
+
+def fits_a_pack(document: Document, capacity: Capacity) -> bool:
+    """Whether a pack of this capacity holds the document."""
+    images = len(document.sample.images)
+    return len(document.input_ids) <= capacity.tokens and (capacity.images is None or images <= capacity.images)
 
 
 def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
@@ -134,7 +175,7 @@ def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
     Each sample gets those of the one a fixed number of places further on in its group: half the group, unless another
     shift gives more samples other images (a data set may list its pictures twice). Texts, labels and places stay.
     """
-    images = [document.sample.images for pack in packs for document in pack.documents]
+    images = [document.sample.images for pack in packs for document in pack.entries]
     groups: dict[int, list[int]] = defaultdict(list)
     for place, own in enumerate(images):
         groups[len(own)].append(place)
@@ -148,8 +189,8 @@ def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
     following = iter(given)
     permuted = []
     for pack in packs:
-        documents = (replace(d, sample=replace(d.sample, images=next(following))) for d in pack.documents)
-        permuted.append(replace(pack, documents=tuple(documents)))
+        documents = (replace(d, sample=replace(d.sample, images=next(following))) for d in pack.entries)
+        permuted.append(replace(pack, entries=tuple(documents)))
     return permuted, sum(new != own for new, own in zip(given, images, strict=True))
 
 
@@ -227,18 +268,19 @@ class Evaluator:
                 self._evaluate("answers", None, microbatches)
                 self._predicted()
             return []
-        packed = self.held_out.packed
-        length = packed.config.data.pack_length
-        all_writing = [_Writing(document, packed.tokenizer.eos_token_id) for document in self.held_out.spread(count)]
+        source, length = self.held_out.packed.documents, self.held_out.capacity.tokens
+        tokenizer, per_image = source.tokenizer, source.tokens_per_image
+        all_writing = [
+            _Writing(document, per_image, tokenizer.eos_token_id) for document in self.held_out.spread(count)
+        ]
         while True:
-            packs = list(
-                pack_documents((writing.ask() for writing in all_writing if not writing.is_finished(length)), length)
-            )
+            asking = [writing.ask() for writing in all_writing if not writing.is_finished(length)]
+            packs = pack_documents(asking, self.held_out.capacity)
             share = self.held_out.share(packs)
             if not self._from_rank_0(len(share)):
-                return [writing.answer(packed.tokenizer) for writing in all_writing]
+                return [writing.answer(tokenizer) for writing in all_writing]
             self._evaluate("answers", self.held_out.batches(share), len(share))
-            asked = [document for pack in packs for document in pack.documents]
+            asked = [document for pack in packs for document in pack.entries]
             for document, token in zip(asked, self._predicted(), strict=True):
                 next(writing for writing in all_writing if writing.asked is document).given.append(token)
 
@@ -276,6 +318,7 @@ class _Writing:
     """An answer while it is being written, after the prompt of a document up to its first supervised token."""
 
     source: Document
+    tokens_per_image: int
     eos: int | None
     given: list[int] = field(default_factory=list)
     asked: Document | None = None  # the document whose last position says the next token
@@ -286,10 +329,12 @@ class _Writing:
         self.prompt = self.source.input_ids[: begin + 1]
         self.truth = list(itertools.takewhile(lambda label: label != IGNORE, labels[begin:]))
         sample = self.source.sample
-        questions = list(itertools.takewhile(lambda turn: turn[0] == "human", sample.turns))
-        shown = sum(text.count(IMAGE_MARK) for _, text in questions)  # later turns may bring more images
+        # The answer itself and later turns may bring more images.
+        shown = self.prompt.count(IMAGE_POSITION) // self.tokens_per_image
         self.sample = replace(sample, images=sample.images[:shown])
-        self.question = " ".join(text.replace(IMAGE_MARK, "").strip() for _, text in questions)
+        before = itertools.takewhile(lambda turn: turn[0] != "gpt", sample.turns)
+        questions = [text.replace(IMAGE_MARK, "").strip() for speaker, text in before if speaker == "human"]
+        self.question = " ".join(questions)
 
     def is_finished(self, pack_length: int) -> bool:
         ended = bool(self.given) and self.given[-1] in (self.truth[-1], self.eos)

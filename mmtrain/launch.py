@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.config import RunConfig, dump_config, load_config
+from mmtrain.data.catalog import data_sets
+from mmtrain.data.indexing import ensure_indexes
 from mmtrain.data.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.errors import UserError
 from mmtrain.metrics import say
@@ -39,7 +41,8 @@ Train the projector of a vision-language model, the LLM frozen and cut into pipe
 
 CONFIG is a YAML file; any key of it can be set on the command line. Ranks = parallel.pipeline x parallel.data.
 Results go to run.dir/run.name: config.yaml and plan.json (what runs), log.txt (everything that libraries say),
-metrics.jsonl (loss of every step, scores on held-out samples), audit.json, checkpoints/.
+metrics.jsonl (loss of every step, scores on held-out samples), quarantine.jsonl (damaged samples, if any), audit.json,
+checkpoints/.
 """
 
 EXAMPLES = """\
@@ -235,21 +238,25 @@ def _plan(config: RunConfig, gpus: Sequence[int], local_ranks: int) -> Plan:
 
 
 def _check_data(config: RunConfig) -> None:
-    """Refuse data that cannot be there before a rank starts; make the demo's if a run asks for it the first time."""
-    found: dict[str, set[Path]] = {}
-    for key, shards in (("data.shards", config.data.shards), ("eval.shards", config.eval.shards)):
-        if shards is not None:
-            paths = expand_shards(shards, key, say=say)
-            refuse_empty_shards(paths, key)
-            refuse_unfinished_shards(paths, key)
-            found[key] = {path.resolve() for path in paths}
-    both = found["data.shards"] & found.get("eval.shards", set())
+    """Refuse data that cannot be there before a rank starts; index what is not, and make the demo's on first use."""
+    refuse_missing_chat_template(config)
+    found = {
+        f"data.sets ({one.name})" if one.name else "data.shards": one.shards for one in data_sets(config.data, say)
+    }
+    if config.eval.shards is not None:
+        found["eval.shards"] = expand_shards(config.eval.shards, "eval.shards", say, config.data.allow_pipe)
+    for key, paths in found.items():
+        refuse_empty_shards(paths, key)
+        refuse_unfinished_shards(paths, key)
+    trained = {path.resolve() for key, paths in found.items() if key != "eval.shards" for path in paths}
+    both = trained & {path.resolve() for path in found.get("eval.shards", ())}
     if both:
         raise UserError(
             f"eval.shards: {min(both)} is in data.shards too; scores on samples that are trained on say nothing of "
-            "others; leave some shards out of data.shards"
+            "others; leave some shards out of data.shards, or set eval.fraction instead"
         )
-    refuse_missing_chat_template(config)
+    shards = [path for paths in found.values() for path in paths]
+    ensure_indexes(shards, config.model.llm.path, config.data.template, say=say, stream=sys.stdout)
 
 
 def _probe(config: RunConfig, plan: Plan) -> None:

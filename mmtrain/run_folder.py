@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from pathlib import Path
 from mmtrain.config import RunConfig, dump_config
 from mmtrain.errors import UserError
 from mmtrain.plan.layout import Plan
+
+BEFORE_THE_FIRST_STEP = ("log*.txt", "quarantine.jsonl")  # what a start that fails may leave
 
 
 def run_folder(config: RunConfig) -> Path:
@@ -81,8 +82,9 @@ def prepare_folder(config: RunConfig, plan: Plan) -> None:
         folder.rename(discarded)
         shutil.rmtree(discarded)
     write_plan(folder, plan)
-    for log in folder.glob("log*.txt"):
-        log.unlink()
+    for pattern in BEFORE_THE_FIRST_STEP:
+        for left in folder.glob(pattern):
+            left.unlink()
     (folder / "config.yaml").write_text(dump_config(config))
 
 
@@ -104,5 +106,5 @@ def contents_of_a_run(folder: Path) -> list[str]:
     return sorted(
         entry.name
         for entry in folder.iterdir()
-        if entry.name not in ("config.yaml", "plan.json") and not re.fullmatch(r"log.*\.txt", entry.name)
+        if not any(entry.match(pattern) for pattern in ("config.yaml", "plan.json", *BEFORE_THE_FIRST_STEP))
     )

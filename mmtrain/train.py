@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from mmtrain.audit import RankAudit, check_replicas, write_audit
 from mmtrain.checkpoint import save_trained
 from mmtrain.config import RunConfig
+from mmtrain.data.account import ReadAccount
 from mmtrain.data.loader import PackedBatches
 from mmtrain.engine import FrozenPipelineEngine, join_process_group
+from mmtrain.errors import UserError
 from mmtrain.evaluation import Evaluator, HeldOut
 from mmtrain.metrics import Console, JsonLines, Scores
 from mmtrain.model.stage import build_chunk
@@ -21,12 +24,11 @@ from mmtrain.rank import Rank
 
 
 def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
-    """Train `config.train.max_steps` steps as `plan` says, evaluate on `eval.shards`, leave results in `rank.folder`.
+    """Train as many steps as `config.train` says, as `plan` says, evaluate, leave results in `rank.folder`.
 
     Rank 0 writes `metrics.jsonl`, `audit.json` and the checkpoint. Raises UserError for unusable models or data,
     AuditError when something frozen changed or something trainable did not move, NonFiniteError for NaN or infinity.
     """
-    console = Console(rank.console, config.train.max_steps)
     mine = plan.ranks[rank.rank]
     device = torch.device(rank.device)
     rank.progress.at(0, "joining the process group")
@@ -37,9 +39,15 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
     if mine.pipeline == 0:
         rank.progress.at(0, "opening the data")
         packed = PackedBatches(config, replica=mine.data, replicas=plan.data)
-        if config.eval.shards is not None:
+        if config.eval.is_on:
             rank.progress.at(0, "reading the held-out samples")
             held_out = HeldOut(packed)
+    rank.progress.at(0, "comparing the data with the other ranks")
+    max_steps, readers = _agree_on_data(packed, plan, config.parallel.timeout_seconds)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": max_steps})})
+    console = Console(rank.console, max_steps)
+    if packed is not None:
+        console.line(packed.summary)
 
     # What this rank holds: its stages, with real or no-op optimizer, checked against the plan.
     rank.progress.at(0, "loading weights")
@@ -54,18 +62,17 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
     starts = [None] * dist.get_world_size()
     dist.all_gather_object(starts, audit.start(), group=engine.host_group)
     check_replicas(starts)
-    batches = None if packed is None else iter(packed)
+    account = None if packed is None else ReadAccount(config, packed, readers, rank.folder, console.line)
+    batches = None if account is None else account.watch(iter(packed))
     evaluator = None
-    if config.eval.shards is not None:
+    if config.eval.is_on:
         evaluator = Evaluator(engine, held_out, rank.progress, console.evaluating)
         console.line(evaluator.extent.summary)
 
     # The steps. Every rank runs its own list of instructions; the result of a step is the same on all of them.
     metrics = JsonLines(rank.folder / "metrics.jsonl" if rank.rank == 0 else None)
-    max_steps = config.train.max_steps
     evaluate_every = config.eval.every_steps or max_steps
     pack_tokens = config.train.packs_per_step * config.data.pack_length
-    overlong = 0
     for step in range(max_steps):
         if evaluator is not None and step % evaluate_every == 0:
             _evaluate(evaluator, step, metrics, console)
@@ -73,7 +80,6 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
         result = engine.train_step(batches)
         audit.check_versions()
         seconds = time.perf_counter() - start
-        overlong += result.overlong
         metrics.write(
             kind="train",
             **asdict(result),
@@ -82,11 +88,12 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
             tokens_per_second=result.tokens / seconds,
         )
         console.step(step, result.loss, result.tokens / seconds, note=result.no_update or "")
-    if overlong:
-        times = f"{overlong} times" if overlong > 1 else "once"
-        console.line(
-            f"skipped {times}, over all epochs: a sample longer than data.pack_length={config.data.pack_length}"
-        )
+        if account is not None:
+            for record in account.end_step(step, result.samples, result.quarantined):
+                metrics.write(**record)
+    if account is not None:
+        for record in account.finish(max_steps):
+            metrics.write(**record)
 
     # The result first: nothing that can fail from here on may cost the trained weights.
     rank.progress.at(max_steps, "saving")
@@ -116,6 +123,29 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
     console.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _agree_on_data(
+    packed: PackedBatches | None, plan: Plan, timeout_seconds: int
+) -> tuple[int, dist.ProcessGroup | None]:
+    """The steps of the run, which only ranks that read data know, and the group of these ranks if they are several.
+
+    Raises UserError where they have different data: each would train on its own idea of a step.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    host_group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    readers = [rank.rank for rank in plan.ranks if rank.pipeline == 0]
+    group = dist.new_group(readers, backend="gloo", timeout=timeout) if len(readers) > 1 else None
+    seen: list[tuple[str, int] | None] = [None] * dist.get_world_size()
+    mine = None if packed is None else (packed.catalog.fingerprint, packed.max_steps)
+    dist.all_gather_object(seen, mine, group=host_group)
+    for rank in readers:
+        if seen[rank] != seen[readers[0]]:
+            raise UserError(
+                f"data.shards: ranks {readers[0]} and {rank} have different data: the shards, or their indexes, must "
+                "be the same on every machine"
+            )
+    return seen[readers[0]][1], group
 
 
 def _evaluate(evaluator: Evaluator, step: int, metrics: JsonLines, console: Console) -> Scores:

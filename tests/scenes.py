@@ -22,7 +22,8 @@ from transformers import (
 
 from mmtrain.audit import RankAudit
 from mmtrain.config import RunConfig
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION, PackedBatch
+from mmtrain.data.packs import PackedBatch
+from mmtrain.data.samples import IGNORE, IMAGE_POSITION
 from mmtrain.engine import FrozenPipelineEngine, join_process_group
 from mmtrain.model.projector import make_projector
 from mmtrain.model.stage import build_chunk
@@ -160,8 +161,8 @@ def as_batch(microbatch: Microbatch, pack_length: int) -> PackedBatch:
         labels=torch.tensor(labels),
         images=torch.cat(images) if images else None,
         keys=tuple(str(i) for i in range(len(documents))),
-        samples=len(documents),
         tokens=sum(len(d.ids) for d in documents),
+        epochs=(0,) * len(microbatch),
     )
 
 

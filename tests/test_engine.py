@@ -175,7 +175,7 @@ def epochs_of_steps(config):
     epochs = []
     for counts in ((0, 0, 0, 1), (1, 1, 1, 1), (1, 1, 2, 3)):  # of the step's micro-batches, in the order of its packs
         local = [as_batch(m, config.data.pack_length) for m in step(0)]
-        both = [replace(batch, epoch=epoch) for batch, epoch in zip(local, counts, strict=True)]
+        both = [replace(batch, epochs=(0, epoch)) for batch, epoch in zip(local, counts, strict=True)]
         share = engine.plan.microbatches_per_step
         share = both[mine.data * share : (mine.data + 1) * share]
         epochs.append(engine.train_step(iter(share) if mine.pipeline == 0 else None).epoch)

@@ -24,7 +24,8 @@ from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 from mmtrain import evaluation
 from mmtrain.data.images import image_transform
 from mmtrain.data.loader import PackedBatches
-from mmtrain.data.samples import IGNORE, Pack
+from mmtrain.data.packs import Pack
+from mmtrain.data.samples import IGNORE
 from mmtrain.engine import FrozenPipelineEngine, join_process_group
 from mmtrain.errors import UserError
 from mmtrain.evaluation import Evaluator, HeldOut, permute_images
@@ -133,9 +134,9 @@ def scene(tmp_path_factory) -> Scene:
             caption = said[:-1]
         else:
             said = stock_says(scene, sample, 30)
-            if IMAGE_TOKEN in said:
-                continue
             caption = said[: 2 + number % 5]
+            if IMAGE_TOKEN in said or EOS in caption:  # a caption of words alone
+                continue
             if number % 3 == 1:
                 caption[-1] = 1 + caption[-1] % 100
         samples.append(replace(sample, caption=tuple(caption)))
@@ -217,7 +218,7 @@ def without_seconds(scores):
 def permuted(scene) -> list[Held]:
     """The images rotated by hand: half of those with as many images further on, in the order that packs have them."""
     packed = PackedBatches(config_of(scene), 0, 1)
-    order = [document.sample.key for document in HeldOut(packed).documents]
+    order = [document.sample.key for pack in HeldOut(packed).packs for document in pack.entries]
     samples = sorted(scene.samples, key=lambda sample: order.index(sample.key))
     result = []
     for sample in samples:
@@ -355,13 +356,13 @@ def test_the_control_permutes_images_and_nothing_else(scene):
     assert permuted == 38
     moved = 0
     for before, after in zip(held_out.packs, packs, strict=True):
-        for one, other in zip(before.documents, after.documents, strict=True):
+        for one, other in zip(before.entries, after.entries, strict=True):
             assert (one.input_ids, one.labels) == (other.input_ids, other.labels)
             assert replace(one.sample, images=()) == replace(other.sample, images=())
             assert len(one.sample.images) == len(other.sample.images)
             moved += one.sample.images != other.sample.images
     assert moved == 38
-    images = lambda found: sorted(i for p in found for d in p.documents for i in d.sample.images)  # noqa: E731
+    images = lambda found: sorted(i for p in found for d in p.entries for i in d.sample.images)  # noqa: E731
     assert images(packs) == images(held_out.packs), "each image is still used once"
 
 
@@ -371,7 +372,7 @@ def test_pictures_that_a_data_set_lists_twice_are_permuted_all_the_same(scene):
     packs, permuted = permute_images([Pack((document,)) for document in documents * 2])
     assert permuted == 8
     for before, after in zip(documents * 2, packs, strict=True):
-        assert before.sample.images != after.documents[0].sample.images
+        assert before.sample.images != after.entries[0].sample.images
 
 
 def test_an_answer_without_an_end_is_cut_after_64_tokens(scene, monkeypatch):
@@ -403,9 +404,9 @@ def test_replicas_share_the_packs_and_are_filled_up_with_empty_ones(scene):
     together = [pack for share in shares for microbatch in share for pack in microbatch]
     count = len(replicas[0].packs)
     assert together[:count] == replicas[0].packs
-    assert all(pack.documents == () for pack in together[count:])
+    assert all(pack.entries == () for pack in together[count:])
     few = [held_out.share(held_out.packs[:1]) for held_out in replicas]
-    assert [[len(members.documents) > 0 for members in share[0]] for share in few] == [
+    assert [[len(members.entries) > 0 for members in share[0]] for share in few] == [
         [True, False],
         [False, False],
         [False, False],
@@ -427,22 +428,37 @@ def test_the_first_samples_in_shard_order_are_held_out_and_longer_ones_counted(s
     ("overrides", "message"),
     [
         ({"eval__shards": "nowhere.tar"}, r"^eval\.shards: no file nowhere\.tar$"),
-        ({"data__pack_length": 3}, r"^eval\.shards: no sample in 2 shards fits .* data\.pack_length=3 tokens"),
-        (
-            {"data__pack_length": 9, "data__overlong": "refuse"},
-            r"^eval\.shards: .*held/a\.tar: sample 00000\d: \d",
-        ),
+        ({}, r"^eval\.shards: no held-out sample fits into a pack: there are 39, .* data\.pack_length="),
+        ({"data__overlong": "refuse"}, r"^eval\.shards: .*long\.tar: sample 00000\d: \d+ tokens and "),
     ],
 )
-def test_wrong_held_out_shards_are_named(scene, overrides, message):
+def test_wrong_held_out_shards_are_named(scene, tmp_path, overrides, message):
+    shortest = min(scene.samples, key=lambda sample: len(sample.prompt) + len(sample.truth))
+    write_shard(tmp_path / "short.tar", [shortest])
+    write_shard(tmp_path / "long.tar", [sample for sample in scene.samples if sample is not shortest])
+    shards = {"data__shards": str(tmp_path / "short.tar"), "eval__shards": str(tmp_path / "long.tar")}
+    length = len(shortest.prompt) + len(shortest.truth)
     with pytest.raises(UserError, match=message):
-        HeldOut(PackedBatches(config_of(scene, **overrides), 0, 1))
+        HeldOut(PackedBatches(config_of(scene, **({"data__pack_length": length} | shards | overrides)), 0, 1))
 
 
-def test_a_damaged_held_out_image_is_named(scene, tmp_path):
-    write_shard(tmp_path / "damaged.tar", [scene.samples[0], replace(scene.samples[1], pngs=(b"nonsense",))])
-    held_out = HeldOut(PackedBatches(config_of(scene, eval__shards=str(tmp_path / "damaged.tar")), 0, 1))
-    with pytest.raises(UserError, match=r"^eval\.shards: .*damaged\.tar: sample 000001, image 0: not a readable image"):
+def test_a_held_out_fraction_is_evaluated_on_without_being_trained_on(scene):
+    packed = PackedBatches(config_of(scene, eval__shards=None, eval__fraction=0.3), 0, 1)
+    held_out = {document.sample.key for document in HeldOut(packed).documents}
+    trained = {packed.catalog.find(number).key for number in packed.order.epoch_plan(0).samples}
+    assert 4 < len(held_out) < 24
+    assert held_out | trained == {sample.key for sample in scene.samples} and not held_out & trained
+
+
+def test_damaged_held_out_images_are_named(scene, tmp_path):
+    png = scene.samples[1].pngs[0]
+    for name, content in (("nonsense", b"nonsense"), ("half", png[: len(png) // 2])):
+        write_shard(tmp_path / f"{name}.tar", [scene.samples[0], replace(scene.samples[1], pngs=(content,))])
+    message = r"^eval\.shards: .*{}\.tar: sample 000001: undecodable_image: "
+    with pytest.raises(UserError, match=message.format("nonsense")):
+        HeldOut(PackedBatches(config_of(scene, eval__shards=str(tmp_path / "nonsense.tar")), 0, 1))
+    held_out = HeldOut(PackedBatches(config_of(scene, eval__shards=str(tmp_path / "half.tar")), 0, 1))
+    with pytest.raises(UserError, match=message.format("half")):
         list(held_out.batches(held_out.share(held_out.packs)))
 
 

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "mmtrain"
 TABLE = """
 errors  cache
 rank
+data.records
 strict_yaml  config_problems  config
 geometry
 demo.names
@@ -22,10 +23,15 @@ plan.model_files  plan.chat_template  plan.families  plan.recorded_shapes  plan.
 plan.block_costs  plan.costs
 plan.schedule
 plan.layout  plan.cut  plan.refusals  plan.planner
-data.records  data.sharding
+metrics  progress
+data.samples  data.order  data.fill  data.index
+data.chat  data.templates  data.text_lengths
+data.archive  data.verify  data.scan  data.sharding
 demo.scene  demo.text  demo.pictures  demo.data
-data.shard_list
-data.images  data.samples  data.templates  data.shards  data.loader
+data.piped  data.shard_list  data.indexing
+data.llava_json  data.shard_jobs  data.shard_intake  data.shard_resume
+data.catalog  data.survey  data.reader  data.anatomy
+data.images  data.packs  data.loader  data.account
 model.weights  model.bookends  model.kernels  model.attention  model.language  model.tiny  model.parity  model.probe
 model.vision
 model.projector  model.fusion  model.loss  model.trainable
@@ -34,7 +40,6 @@ optimizer
 channels  engine
 audit
 checkpoint
-metrics
 evaluation
 train
 fork_server  supervise  run_folder  launch
@@ -43,7 +48,9 @@ ORDER = TABLE.split()
 
 TORCH_FREE_TABLE = """
 errors  cache  strict_yaml  config_problems  config  geometry  metrics  rank  supervise  run_folder  launch
-data.shard_list  data.records  data.sharding
+progress  data.records  data.samples  data.order  data.index  data.archive  data.shard_list  data.scan  data.indexing
+data.catalog  data.reader  data.sharding  data.llava_json  data.shard_intake  data.shard_jobs
+data.shard_resume  data.fill  data.verify  data.survey  data.piped
 demo.names  demo.scene  demo.text  demo.pictures  demo.data
 """
 TORCH_FREE = [name for name in ORDER if name.startswith("plan.") or name in TORCH_FREE_TABLE.split()]

@@ -59,7 +59,7 @@ def test_every_layout_trains_the_same(runs, layout):
             "tokens",
             "supervised_tokens",
             "pack_fill",
-            "overlong",
+            "quarantined",
             "no_update",
         )
         assert {key: a[key] for key in same} == {key: b[key] for key in same}
@@ -73,7 +73,7 @@ def test_every_layout_trains_the_same(runs, layout):
 
 
 TRAIN_KEYS = (
-    "kind step epoch loss grad_norm lr samples images tokens supervised_tokens overlong no_update pack_fill seconds "
+    "kind step epoch loss grad_norm lr samples images tokens supervised_tokens quarantined no_update pack_fill seconds "
     "tokens_per_second"
 )
 EVAL_KEYS = "kind step loss token_accuracy exact_match answers samples seconds"

@@ -1,15 +1,14 @@
 """From shards to one replica's micro-batches. The life of a sample:
 
-1. order    `epoch_samples`: shards permuted by (seed, epoch), read one after another through webdataset, samples
-            permuted inside windows of consecutive ones
-2. text     `read_sample`, the template: turns -> input_ids and labels, image bytes untouched
-3. pack     `pack_documents`: first-fit, in order -> one global list of packs, the same for any number of replicas and
-            workers
-4. share    step s takes packs [s*G, (s+1)*G); replica r the r-th contiguous part of them
-5. images   `make_batch`: only this replica's images are decoded
-6. ahead    with workers, steps 1-5 run in other processes, each making every n-th micro-batch
+1. index    its place, checksums and length are known before the run starts (`index`, `catalog`)
+2. order    `order`: (seed, epoch) -> one global list of packs, the same for any number of replicas and workers
+3. share    step s takes packs [s*G, (s+1)*G); replica r the r-th contiguous part of them
+4. read     `reader`: by offset, checksum compared; a damaged sample leaves a gap in its pack
+5. text     the template: turns -> input_ids and labels; a length that is not the planned one ends the run
+6. images   `make_batch`: decoded and resized
+7. ahead    with workers, steps 4-6 run in other processes, each making every n-th micro-batch
 
-Price: every worker of every replica reads and tokenizes all shards, because lengths are only known by reading.
+The whole state is the number of the next step: nothing was drawn that it does not tell.
 """
 
 from __future__ import annotations
@@ -17,52 +16,124 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import random
 import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from pathlib import Path
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mmtrain.config import RunConfig
+from mmtrain.data.catalog import Catalog, data_sets
 from mmtrain.data.images import image_transform
-from mmtrain.data.samples import Pack, PackedBatch, Sample, make_batch, pack_documents, read_sample
-from mmtrain.data.shard_list import expand_shards
-from mmtrain.data.shards import read_members
+from mmtrain.data.index import text_fingerprint
+from mmtrain.data.indexing import ensure_indexes
+from mmtrain.data.order import Capacity, PackOrder, PlannedPack
+from mmtrain.data.packs import Gap, Pack, PackedBatch, make_batch
+from mmtrain.data.reader import Reader
+from mmtrain.data.records import Rejected
+from mmtrain.data.samples import Document, Fault
 from mmtrain.data.templates import TEMPLATES
+from mmtrain.data.text_lengths import load_tokenizer
 from mmtrain.errors import UserError
 from mmtrain.plan.shapes import llm_shape, model_folder, vision_shape
 from mmtrain.rank import die_with_parent
 
-SHUFFLE_WINDOW = 512  # samples, held in memory with their images' bytes
 PREFETCH = 2  # micro-batches that each worker makes ahead
 
 
-class PackedBatches:
-    """One replica's micro-batches, for ever: epochs follow each other, and a step may span two of them.
+class Documents:
+    """Documents of a catalog's samples, by number."""
 
-    Every iteration starts again at step 0.
+    def __init__(self, config: RunConfig) -> None:
+        """Open tokenizer and template; raises UserError for what is missing or unfit."""
+        vision = config.model.vision
+        self.config = config
+        self.tokens_per_image = vision_shape(vision.name, vision.select_layer).tokens_per_image
+        self.tokenizer = load_tokenizer(config.model.llm.path)
+        self.template = TEMPLATES[config.data.template](
+            self.tokenizer, self.tokens_per_image, llm_shape(config.model.llm.path).vocab_size
+        )
+        self.decode = image_transform(vision.name, config.data.image_fit, config.data.max_image_pixels).decode
+        eos = self.tokenizer.eos_token_id
+        self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
+        self.capacity = Capacity(config.data.pack_length, config.data.max_images_per_pack)
+
+    def catalog(self, sets: list, held_out_fraction: float | None = None) -> Catalog:
+        """The catalog of data sets, for this tokenizer and template; missing indexes are made."""
+        data, llm = self.config.data, self.config.model.llm.path
+        # The launcher has made them; a rank that has to, without one, shares its cores with others.
+        ensure_indexes([shard for one in sets for shard in one.shards], llm, data.template, workers=1)
+        fingerprint = text_fingerprint(model_folder(llm), data.template)
+        return Catalog(sets, fingerprint, self.tokens_per_image, data.max_image_pixels, held_out_fraction)
+
+    def read(self, reader: Reader, number: int) -> Document | Fault:
+        """The document of a sample; raises UserError where its length is not the one that its index says."""
+        sample = reader.read(number)
+        if isinstance(sample, Fault):
+            return sample
+        try:
+            document = self.template(sample)
+        except Rejected as error:
+            return Fault(sample.key, sample.shard, sample.offset, error.reason, error.detail)
+        planned = int(reader.catalog.lengths[number])
+        if len(document.input_ids) != planned:
+            raise UserError(
+                f"{sample.where}: {len(document.input_ids)} tokens, where the index of its shard says {planned}: the "
+                "index was made by another version of the tokenizer's library; index the shard again: python "
+                f"tools/index_shards.py {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
+                f"--template {self.config.data.template}"
+            )
+        return document
+
+    def batch(self, packs: list[Pack]) -> PackedBatch:
+        """A micro-batch of packs, images decoded."""
+        return make_batch(packs, self.capacity.tokens, self.padding_id, self.decode)
+
+
+class PackedBatches:
+    """One replica's micro-batches from `first_step` on, for ever: epochs follow each other, a step may span two.
+
+    Every iteration starts again at `first_step`.
     """
 
-    def __init__(self, config: RunConfig, replica: int, replicas: int) -> None:
-        """Open tokenizer and shard list; raises UserError for what is missing."""
+    def __init__(self, config: RunConfig, replica: int, replicas: int, first_step: int = 0) -> None:
+        """Open tokenizer and indexes; raises UserError for what is missing, and for data without a single pack."""
         assert 0 <= replica < replicas, f"replica {replica} of {replicas}"
         self.config = config
         self.replica = replica
         self.replicas = replicas
-        self.shards = expand_shards(config.data.shards)
-        self.tokenizer = load_tokenizer(config.model.llm.path)
-        vision = config.model.vision
-        self.template = TEMPLATES[config.data.template](
-            self.tokenizer,
-            vision_shape(vision.name, vision.select_layer).tokens_per_image,
-            llm_shape(config.model.llm.path).vocab_size,
+        self.first_step = first_step
+        self.documents = Documents(config)
+        data = config.data
+        self.catalog = self.documents.catalog(data_sets(data), config.eval.fraction)
+        if data.overlong == "refuse":
+            self.catalog.refuse_overlong(self.documents.capacity)
+        self.order = PackOrder(
+            self.catalog.sample_sets, config.run.seed, self.documents.capacity, data.shuffle_shards, data.pack_window
         )
-        self.transform = image_transform(vision.name)
-        eos = self.tokenizer.eos_token_id
-        self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
+        self.order.epoch_plan(0)  # before workers are forked, which would each plan it again
+        self.reader = Reader(self.catalog, data.io_retry_seconds)
+
+    @property
+    def summary(self) -> str:
+        """What there is to train on, for people."""
+        plan, capacity = self.order.epoch_plan(0), self.documents.capacity
+        fill = self.catalog.lengths[plan.samples].sum() / (len(plan) * capacity.tokens)
+        left_out = {
+            "longer than a pack": plan.overlong,
+            "unusable": plan.unusable,
+            "held out": len(self.catalog.held_out),
+        }
+        without = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
+        return (
+            f"an epoch: {len(plan.samples):,} samples in {len(plan):,} packs of {capacity.tokens:,} tokens, "
+            f"{fill:.1%} full{without}"
+        )
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the run: as configured, or those of train.epochs."""
+        train = self.config.train
+        return train.max_steps or self.order.steps(train.epochs, train.packs_per_step)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         workers = self.config.data.workers
@@ -82,53 +153,24 @@ class PackedBatches:
                 raise batch
             yield batch
 
-    def packs(self) -> Iterator[Pack]:
-        """The global list of packs, for ever: a function of the configuration alone."""
-        data = self.config.data
-        for epoch in itertools.count():
-            samples = epoch_samples(self.shards, self.config.run.seed, epoch)
-            documents = (self.template(sample) for sample in samples)
-            empty = True
-            for members in pack_documents(documents, data.pack_length, data.overlong):
-                empty = False
-                yield replace(members, epoch=epoch)
-            if empty:
-                raise UserError(
-                    f"data.shards: no sample in {len(self.shards)} shards fits into a pack: they are empty, or every "
-                    f"sample is longer than data.pack_length={data.pack_length} tokens"
-                )
-
     def _share(self, worker: int, workers: int) -> Iterator[PackedBatch]:
         """Every `workers`-th micro-batch of this replica, from the `worker`-th on."""
-        train, packs = self.config.train, self.packs()
+        train = self.config.train
         mine = train.packs_per_step // self.replicas
         numbers = itertools.count()
-        while True:
-            step = list(itertools.islice(packs, train.packs_per_step))
-            share = step[self.replica * mine : (self.replica + 1) * mine]
-            for first in range(0, mine, train.packs_per_microbatch):
+        for step in itertools.count(self.first_step):
+            first = step * train.packs_per_step + self.replica * mine
+            for start in range(first, first + mine, train.packs_per_microbatch):
                 if next(numbers) % workers == worker:
-                    members = share[first : first + train.packs_per_microbatch]
-                    yield make_batch(members, self.config.data.pack_length, self.padding_id, self.transform)
+                    packs = self.order.packs(start, train.packs_per_microbatch)
+                    yield self.documents.batch([self._read(pack) for pack in packs])
 
-
-def epoch_samples(shards: tuple[Path, ...], seed: int, epoch: int) -> Iterator[Sample]:
-    """Every sample once, in an order that is a function of (shards, seed, epoch)."""
-    draw = random.Random(f"data order {seed} {epoch}")
-    shuffled = draw.sample(shards, len(shards))
-    samples = (read_sample(members) for shard in shuffled for members in read_members(shard))
-    while window := list(itertools.islice(samples, SHUFFLE_WINDOW)):
-        draw.shuffle(window)
-        yield from window
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in an LLM's folder; raises UserError where there is none."""
-    folder = model_folder(path)
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.llm.path: no tokenizer in {folder} ({str(error).splitlines()[0]})") from error
+    def _read(self, pack: PlannedPack) -> Pack:
+        entries: list[Document | Gap] = []
+        for number in pack.samples:
+            found = self.documents.read(self.reader, number)
+            entries.append(Gap(found, int(self.catalog.lengths[number])) if isinstance(found, Fault) else found)
+        return Pack(tuple(entries), pack.epoch)
 
 
 class _Worker(IterableDataset):
@@ -152,6 +194,4 @@ def _live_with_parent(parent: int, worker: int) -> None:
     torch's own watch takes up to 5 s. Ctrl-C reaches the whole process group: the rank alone answers it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
-    if os.getppid() != parent:  # it died before the call above
-        os._exit(1)
+    die_with_parent(parent)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from mmtrain.config import RunConfig
-from mmtrain.data.samples import IMAGE_POSITION, PackedBatch
+from mmtrain.data.packs import PackedBatch
+from mmtrain.data.samples import IMAGE_POSITION
 from mmtrain.model.fusion import fuse
 from mmtrain.model.language import LanguageSlice, load_slice
 from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum

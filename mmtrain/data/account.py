@@ -1,0 +1,186 @@
+"""What became of every sample: the equation of counts, the quarantine, the ledger.
+
+micro-batches that the engine takes --watch--> keys, faults, counts of this replica
+--end_step: gathered over the replicas, in their order--> rank 0 writes samples.jsonl (keys in global pack order),
+quarantine.jsonl; at each epoch's end its counts are compared with the plan's
+
+Only what the engine has taken counts, never what workers have prepared ahead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mmtrain.config import RunConfig
+from mmtrain.data.loader import PackedBatches
+from mmtrain.data.order import EpochPlan
+from mmtrain.data.packs import PackedBatch
+from mmtrain.data.samples import Fault
+from mmtrain.errors import UserError
+from mmtrain.metrics import JsonLines
+
+FEWEST_READ = 1000  # samples that the share of quarantined ones refers to at least: one of the first ten is no 10%
+LISTED = 5  # quarantined samples that a message lists
+
+
+class CountError(RuntimeError):
+    """Samples were lost or repeated between the plan and the engine: a fault of mmtrain."""
+
+
+@dataclass
+class _Taken:
+    """What one replica's engine took since the last gathering."""
+
+    keys: list[str] = field(default_factory=list)
+    faults: list[tuple[int, Fault]] = field(default_factory=list)  # epoch, fault
+    trained: Counter[int] = field(default_factory=Counter)  # by epoch
+    quarantined: Counter[int] = field(default_factory=Counter)
+
+
+class ReadAccount:
+    """The account of one rank that reads data; the one of rank 0 writes. Construct and call it on all of these ranks.
+
+    `group` holds them, in the order of the replicas; None where there is only one.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        packed: PackedBatches,
+        group: dist.ProcessGroup | None,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        """Write down what is unusable from the start; raises UserError if that is too much already."""
+        self.config = config
+        self.packed = packed
+        self.group = group
+        self.writes = packed.replica == 0
+        self.say = say
+        self.quarantine_file = folder / "quarantine.jsonl"
+        self._quarantine: JsonLines | None = None
+        self._taken = _Taken()
+        self._trained: Counter[int] = Counter()  # by epoch, over all replicas; kept by rank 0
+        self._quarantined: Counter[int] = Counter()
+        self._read = self._lost = 0  # samples, over all replicas
+        self._epoch = 0  # the first that is not complete
+        unusable = list(packed.catalog.faults.values())
+        self._write_faults([(None, 0, fault) for fault in unusable])
+        plan = packed.order.epoch_plan(0)
+        self._refuse_many(plan.unusable, plan.drawn, unusable[:LISTED])
+        self.ledger = JsonLines(folder / "samples.jsonl" if self.writes and config.data.ledger else None)
+
+    def watch(self, batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
+        """The same micro-batches, each counted when it is taken."""
+        for batch in batches:
+            taken = self._taken
+            if self.config.data.ledger:
+                taken.keys += batch.keys
+            for epoch, samples in zip(batch.epochs, batch.samples_of_packs, strict=True):
+                taken.trained[epoch] += samples
+            for row, fault in batch.faults:
+                taken.faults.append((batch.epochs[row], fault))
+                taken.quarantined[batch.epochs[row]] += 1
+            yield batch
+
+    def end_step(self, step: int, samples: int, quarantined: int) -> list[dict[str, Any]]:
+        """Close a step in which all replicas together trained on `samples` and quarantined `quarantined`.
+
+        Returns, on rank 0, a record for metrics.jsonl for each epoch that is complete now: samples read = trained +
+        quarantined + overlong, of the whole epoch. Raises UserError on rank 0 once more than
+        `data.max_quarantine_rate` is quarantined, with a list, and CountError where the samples of an epoch are not
+        those that were planned.
+        """
+        self._read += samples + quarantined
+        self._lost += quarantined
+        taken_packs = (step + 1) * self.config.train.packs_per_step
+        epoch_ends = self.packed.order.first_pack(self._epoch + 1) <= taken_packs
+        if not (self.config.data.ledger or quarantined or epoch_ends):
+            return []
+        replicas = self._gather()
+        if self.writes:
+            if self.config.data.ledger:
+                self.ledger.write(step=step, keys=[key for taken in replicas for key in taken.keys])
+            faults = [fault for taken in replicas for fault in taken.faults]
+            self._write_faults([(step, *fault) for fault in faults])
+            self._refuse_many(self._lost, self._read, [fault for _, fault in faults[:LISTED]])
+        records = []
+        while self.packed.order.first_pack(self._epoch + 1) <= taken_packs:
+            plan = self.packed.order.epoch_plan(self._epoch)
+            if self.writes:
+                records.append(self._close_epoch(plan, len(plan)))
+            self._epoch += 1
+        return records
+
+    def finish(self, steps: int) -> list[dict[str, Any]]:
+        """Close the files, and the epoch that the last of `steps` has left incomplete; the same records as end_step."""
+        self._gather()
+        packs = steps * self.config.train.packs_per_step - self.packed.order.first_pack(self._epoch)
+        self.ledger.close()
+        if self._quarantine is not None:
+            self._quarantine.close()
+        return [self._close_epoch(self.packed.order.epoch_plan(self._epoch), packs)] if self.writes and packs else []
+
+    def _gather(self) -> list[_Taken]:
+        """What every replica took since the last time, on rank 0, in the order of the replicas; elsewhere nothing."""
+        taken, self._taken = self._taken, _Taken()
+        replicas: list[Any] = [taken]
+        if self.group is not None:
+            replicas = [None] * self.packed.replicas if self.writes else []
+            dist.gather_object(taken, replicas or None, dst=0, group=self.group)
+        for one in replicas:
+            self._trained += one.trained
+            self._quarantined += one.quarantined
+        return replicas
+
+    def _close_epoch(self, plan: EpochPlan, packs: int) -> dict[str, Any]:
+        """The record of the epoch that `packs` were taken of; raises CountError if it does not add up."""
+        epoch, complete = self._epoch, packs == len(plan)
+        trained, damaged = self._trained.pop(epoch, 0), self._quarantined.pop(epoch, 0)
+        planned = int(plan.starts[packs])
+        if trained + damaged != planned:
+            raise CountError(
+                f"epoch {epoch}: {planned} samples were planned in {packs} packs, {trained} were trained on and "
+                f"{damaged} quarantined: {trained + damaged - planned:+d}"
+            )
+        quarantined = damaged + (plan.unusable if complete else 0)
+        overlong = plan.overlong if complete else 0
+        read = trained + quarantined + overlong
+        if complete and read != plan.drawn:
+            raise CountError(f"epoch {epoch}: {plan.drawn} samples were drawn, but {read} are accounted for")
+        counts = {"trained": trained, "quarantined": quarantined, "overlong": overlong}
+        if complete:
+            said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+            self.say(f"epoch {epoch} is complete: {read:,} samples read: {said}")
+        return {"kind": "epoch", "epoch": epoch, "complete": complete, "packs": packs, "read": read, **counts}
+
+    def _write_faults(self, faults: list[tuple[int | None, int, Fault]]) -> None:
+        """Lines of quarantine.jsonl; a sample that is unusable from the start has no step."""
+        if not self.writes or not faults:
+            return
+        if self._quarantine is None:
+            self._quarantine = JsonLines(self.quarantine_file)
+        for step, epoch, fault in faults:
+            self._quarantine.write(step=step, epoch=epoch, **asdict(fault))
+        first = faults[0][2]
+        more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
+        self.say(f"quarantined {first.key} ({first.reason}: {first.detail}){more}; see {self.quarantine_file}")
+
+    def _refuse_many(self, lost: int, read: int, latest: list[Fault]) -> None:
+        """Raise UserError if more samples are quarantined than allowed."""
+        rate = self.config.data.max_quarantine_rate
+        least = min(FEWEST_READ, self.packed.order.epoch_plan(self._epoch).drawn)
+        if not lost or lost <= rate * max(read, least):
+            return
+        listed = "".join(f"\n  {fault.shard}: sample {fault.key}: {fault.reason}: {fault.detail}" for fault in latest)
+        raise UserError(
+            f"{lost:,} of {read:,} samples read are quarantined, more than data.max_quarantine_rate={rate:g} allows "
+            f"(of {least:,} at least). The latest:{listed}\n{self.quarantine_file} lists all; mend or replace "
+            "the shards, or raise the rate"
+        )

@@ -1,0 +1,183 @@
+"""All samples of a run's data sets, as planning and reading need them.
+
+index files --Catalog--> per data set lengths (samples,), images (samples,): what `order` plans with
+global sample number --Catalog.find--> shard, its index, the sample's place in it: what `reader` reads with
+
+A sample's length is its text tokens (from the index, for this tokenizer and template) and its images' tokens (known
+only here, where the vision encoder is).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mmtrain.config import DataSection
+from mmtrain.data.index import ShardIndex, read_index
+from mmtrain.data.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
+from mmtrain.data.samples import Fault
+from mmtrain.data.shard_list import expand_shards
+from mmtrain.errors import UserError
+
+INDEXES_KEPT = 64  # parsed, of the shards read last: a group of data.shuffle_shards and the next one
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Shards that are drawn from together."""
+
+    shards: tuple[Path, ...]
+    weight: float = 1.0
+    name: str = ""  # where there are several
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sample is stored."""
+
+    key: str  # with its data set's name where there are several
+    shard: Path
+    index: ShardIndex
+    number: int  # of the sample in its shard
+
+
+class _Shard(NamedTuple):
+    """What planning takes of a shard's index: (samples,) int32 each."""
+
+    lengths: np.ndarray
+    planned: np.ndarray  # lengths, or HELD_OUT
+    images: np.ndarray
+
+
+def data_sets(data: DataSection, say: Callable[[str], None] = lambda line: None) -> list[DataSet]:
+    """The data sets that a configuration names, their shards listed; raises what `expand_shards` raises."""
+    if data.sets is None:
+        return [DataSet(expand_shards(data.shards, say=say, allow_pipe=data.allow_pipe))]
+    return [
+        DataSet(expand_shards(one.shards, f"data.sets.{number}.shards", say, data.allow_pipe), one.weight, one.name)
+        for number, one in enumerate(data.sets)
+    ]
+
+
+class Catalog:
+    """Every sample of some data sets.
+
+    Price: 8 bytes a sample, and a few of the shards' parsed indexes (half a megabyte for 1,000 samples).
+    """
+
+    def __init__(
+        self,
+        sets: Sequence[DataSet],
+        text_fingerprint: str,
+        tokens_per_image: int,
+        max_image_pixels: int,
+        held_out_fraction: float | None = None,
+    ) -> None:
+        """Read the index of every shard; `text_fingerprint` says for which tokenizer and template.
+
+        Raises UserError for an index that is missing, damaged, stale, or without lengths for this fingerprint.
+        """
+        self.text_fingerprint = text_fingerprint
+        self.tokens_per_image = tokens_per_image
+        self.max_image_pixels = max_image_pixels
+        self.held_out_fraction = held_out_fraction
+        self.shards = tuple(shard for one in sets for shard in one.shards)
+        self.names = tuple(one.name for one in sets for _ in one.shards)  # of each shard's data set
+        self.firsts = [0]  # number of each shard's first sample
+        self.held_out: list[int] = []
+        """Numbers of the samples that are kept for evaluation."""
+        self.faults: dict[int, Fault] = {}
+        """By number, of the samples that can never be trained on: these are drawn, and never planned."""
+        self.sample_sets: list[SampleSet] = []
+        digest = hashlib.sha256(f"{text_fingerprint} {tokens_per_image}".encode())
+        lengths = []
+        for one in sets:
+            read = [self._read_shard(one.name, shard, digest) for shard in one.shards]
+            sizes, planned, images = (
+                np.array([len(shard.lengths) for shard in read]),
+                np.concatenate([shard.planned for shard in read]),
+                np.concatenate([shard.images for shard in read]),
+            )
+            self.sample_sets.append(SampleSet(one.weight, sizes, planned, images))
+            lengths += [shard.lengths for shard in read]
+        self.lengths = np.concatenate(lengths)
+        """(samples,) int32 tokens of each sample, those of its images included, held-out ones too; or UNUSABLE."""
+        self.fingerprint = digest.hexdigest()
+        """Of everything that decides which samples there are and how they are planned; the shards' bytes included."""
+        self._index = functools.lru_cache(INDEXES_KEPT)(read_index)
+
+    def _read_shard(self, name: str, shard: Path, digest: hashlib._Hash) -> _Shard:
+        """The next shard's samples; notes faults and held-out ones, and adds to the fingerprint."""
+        index, first = read_index(shard), self.firsts[-1]
+        texts = index.texts.get(self.text_fingerprint)
+        if texts is None:
+            raise UserError(
+                f"{shard}: its index has no token lengths for this tokenizer and template; make them: "
+                f"python tools/index_shards.py {shard} --tokenizer PATH --template NAME"
+            )
+        images = np.fromiter(map(len, index.image_sizes), np.int32, len(index.keys))
+        lengths = np.asarray(texts.tokens, np.int32) + images * np.int32(self.tokens_per_image)
+        checksums = np.array([member.crc32 for members in index.members for member in members], np.uint32)
+        digest.update(checksums.tobytes() + lengths.tobytes())
+        faults = {**texts.faults, **index.faults}
+        for place, shapes in enumerate(index.image_sizes):
+            for width, height in shapes:
+                if width * height > self.max_image_pixels:
+                    detail = f"{width} x {height}, where data.max_image_pixels is {self.max_image_pixels:,}"
+                    faults.setdefault(place, ("too_many_pixels", detail))
+        for place in sorted(faults):
+            lengths[place] = UNUSABLE
+            key, offset = _full_key(name, index.keys[place]), index.members[place][0].offset
+            self.faults[first + place] = Fault(key, str(shard), offset, *faults[place])
+        planned = lengths.copy()
+        if self.held_out_fraction is not None:
+            chosen = [is_held_out(key, self.held_out_fraction) for key in index.keys]
+            held_out = np.flatnonzero(np.array(chosen, bool) & (lengths != UNUSABLE))
+            planned[held_out] = HELD_OUT
+            self.held_out += (first + held_out).tolist()
+        self.firsts.append(first + len(lengths))
+        return _Shard(lengths, planned, images)
+
+    def __len__(self) -> int:
+        return self.firsts[-1]
+
+    def find(self, number: int) -> Place:
+        """Where the sample of a global number is stored."""
+        shard = bisect_right(self.firsts, number) - 1
+        index, place = self._index(self.shards[shard]), number - self.firsts[shard]
+        return Place(_full_key(self.names[shard], index.keys[place]), self.shards[shard], index, place)
+
+    def refuse_overlong(self, capacity: Capacity) -> None:
+        """Raise UserError for the first sample that does not fit into a pack."""
+        images = np.concatenate([one.images for one in self.sample_sets])
+        wrong = self.lengths > capacity.tokens
+        if capacity.images is not None:
+            wrong |= (self.lengths != UNUSABLE) & (images > capacity.images)
+        if wrong.any():
+            number = int(wrong.argmax())
+            place = self.find(number)
+            raise UserError(
+                f"{place.shard}: sample {place.key}: {self.lengths[number]} tokens and {images[number]} images do not "
+                f"fit into a pack of {capacity.tokens} tokens"
+                + (f" and {capacity.images} images" if capacity.images is not None else "")
+                + f" ({int(wrong.sum()):,} samples in all do not); raise data.pack_length or data.max_images_per_pack, "
+                "or set data.overlong=skip"
+            )
+
+
+def is_held_out(key: str, fraction: float) -> bool:
+    """Whether a sample is in the share `fraction` that is kept for evaluation: a function of its key alone."""
+    digest = hashlib.blake2b(os.fsencode(key), digest_size=8, person=b"held out").digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def _full_key(name: str, key: str) -> str:
+    return f"{name}/{key}" if name else key

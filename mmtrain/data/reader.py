@@ -1,0 +1,138 @@
+"""Random access to the samples of a catalog, each byte checked against the checksum that was taken when it was indexed.
+
+global sample number --pread at the indexed offsets, CRC32--> Sample, or the Fault that it is quarantined for
+
+What is wrong decides what happens: a fault of the content (damaged bytes) is that sample's alone; a read that fails is
+tried again, then ends the run; a shard that is not the one that was indexed ends the run at once.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from mmtrain.data.catalog import Catalog, Place
+from mmtrain.data.index import MEND, Member, MissingIndex
+from mmtrain.data.records import Rejected
+from mmtrain.data.samples import Fault, Sample, image_number, read_sample
+from mmtrain.errors import UserError
+
+OPEN_FILES = 64  # shards kept open, those read last
+FIRST_PAUSE = 0.1  # seconds before a failed read is tried again; each pause is twice the one before
+LONGEST_PAUSE = 10.0
+
+Result = TypeVar("Result")
+
+
+class Reader:
+    """Reads samples by number; each process needs its own, but a forked copy is one."""
+
+    def __init__(self, catalog: Catalog, retry_seconds: float) -> None:
+        self.catalog = catalog
+        self.retry_seconds = retry_seconds
+        self._files: OrderedDict[Path, int] = OrderedDict()
+
+    def read(self, number: int) -> Sample | Fault:
+        """The sample of a global number.
+
+        Raises UserError for a shard that cannot be read for `retry_seconds`, and for one that its index is not of.
+        """
+        place = self._retried(lambda: self._find(number))
+        members: dict[str, bytes] = {}
+        for member in place.index.members[place.number]:
+            if member.suffix != "json" and image_number(member.suffix) is None:
+                continue  # no part of the sample, and of any size
+            content = self._read(place.shard, member)
+            if zlib.crc32(content) != member.crc32:
+                self._refuse_stale(place, member)
+                detail = f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}"
+                return Fault(place.key, str(place.shard), member.offset, "checksum", detail)
+            members[member.suffix] = content
+        offset = place.index.members[place.number][0].offset
+        try:
+            return read_sample(place.key, str(place.shard), members, offset)
+        except Rejected as error:
+            return Fault(place.key, str(place.shard), offset, error.reason, error.detail)
+
+    def _retried(self, attempt: Callable[[], Result]) -> Result:
+        """What `attempt` returns, which is called again and again while the system fails it."""
+        deadline, pause = time.monotonic() + self.retry_seconds, FIRST_PAUSE
+        while True:
+            try:
+                return attempt()
+            except OSError as error:
+                if time.monotonic() + pause > deadline:
+                    raise UserError(
+                        f"{error}, tried for {self.retry_seconds:g} s (data.io_retry_seconds); mend the storage, or "
+                        "copy the shard again, and start again"
+                    ) from error
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _find(self, number: int) -> Place:
+        """Where a sample lies; OSError where its shard's index, which may have to be read again, or the tar is away."""
+        try:
+            return self.catalog.find(number)
+        except UserError as error:
+            if isinstance(error, MissingIndex) or isinstance(error.__cause__, OSError):
+                raise OSError(str(error)) from error
+            raise
+
+    def _read(self, shard: Path, member: Member) -> bytes:
+        """A member's bytes, read again and again while the system fails to."""
+        return self._retried(lambda: self._read_once(shard, member))
+
+    def _read_once(self, shard: Path, member: Member) -> bytes:
+        try:
+            content = self._pread(shard, member)
+        except OSError as error:
+            self._close(shard)  # a file that came back, or another server's copy, has to be opened again
+            raise OSError(f"{shard}: cannot be read ({error.strerror or error})") from error
+        if len(content) < member.size:
+            self._close(shard)
+            cut = f"its {member.suffix} member at byte {member.offset:,} is cut off by the file's end"
+            raise OSError(f"{shard}: cannot be read ({cut})")
+        return content
+
+    def _pread(self, shard: Path, member: Member) -> bytes:
+        file = self._files.get(shard)
+        if file is None:
+            file = self._files[shard] = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
+            if len(self._files) > OPEN_FILES:
+                self._close(next(iter(self._files)))
+        self._files.move_to_end(shard)
+        content = os.pread(file, member.size, member.offset)
+        while 0 < len(content) < member.size:  # a read may give less than there is, above 2 GiB always
+            more = os.pread(file, member.size - len(content), member.offset + len(content))
+            if not more:
+                break
+            content += more
+        return content
+
+    def _close(self, shard: Path) -> None:
+        file = self._files.pop(shard, None)
+        if file is not None:
+            os.close(file)
+
+    def _refuse_stale(self, place: Place, member: Member) -> None:
+        """Raise UserError if the header before a damaged member is sound and speaks of another one."""
+        name = f"{place.index.keys[place.number]}.{member.suffix}"
+        header = Member("", member.offset - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE, 0)
+        try:
+            found = tarfile.TarInfo.frombuf(self._read(place.shard, header), tarfile.ENCODING, "surrogateescape")
+        except tarfile.HeaderError:
+            return  # damaged as well
+        # Others are in a header of their own, and this one has a makeshift.
+        plain = name.isascii() and len(name) <= tarfile.LENGTH_NAME
+        if found.size != member.size or (plain and found.name.lower() != name.lower()):
+            raise UserError(
+                f"{place.shard}: at byte {member.offset:,} lies {found.name!r}, {found.size:,} bytes, where its index "
+                f"has {name}, {member.size:,} bytes: the shard was replaced after it was indexed; index it again: "
+                f"{MEND} {place.shard}"
+            )
