@@ -1,0 +1,60 @@
+"""account.py: the equation of counts holds, and what breaks it is an error (test_ledger.py: the same in real runs)."""
+
+import itertools
+import json
+
+import pytest
+
+from mmtrain.config import load_config
+from mmtrain.data.account import CountError, ReadAccount
+from mmtrain.data.loader import PackedBatches
+
+
+def open_account(tiny, folder, *overrides):
+    options = ["data.workers=0", "train.packs_per_step=5", "data.ledger=true", *overrides]
+    config = load_config(tiny / "config.yaml", options)
+    packed, said = PackedBatches(config, 0, 1), []
+    return packed, ReadAccount(config, packed, None, folder, said.append), said
+
+
+def run_steps(account, stream, steps):
+    """What the engine does with the stream, and train.py with the account; the account's records."""
+    records = []
+    for step in range(steps):
+        taken = list(itertools.islice(stream, 5))
+        records += account.end_step(step, sum(batch.samples for batch in taken), 0)
+    return records
+
+
+def test_an_epoch_that_ends_within_a_step_is_closed_with_that_step(tiny, tmp_path):
+    packed, account, said = open_account(tiny, tmp_path)
+    packs = [packed.order.first_pack(epoch) for epoch in range(3)]
+    assert packs[1] % 5 != 0
+    steps = -(-packs[2] // 5)
+    records = run_steps(account, account.watch(iter(packed)), steps)
+    assert [(one["epoch"], one["complete"], one["packs"], one["read"]) for one in records] == [
+        (0, True, packs[1], 96),
+        (1, True, packs[2] - packs[1], 96),
+    ]
+    assert said == [f"epoch {epoch} is complete: 96 samples read: 96 trained" for epoch in (0, 1)]
+    (rest,) = account.finish(steps)
+    assert (rest["epoch"], rest["complete"], rest["packs"]) == (2, False, 5 * steps - packs[2])
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert sum(len(line["keys"]) for line in lines) == 2 * 96 + rest["trained"]
+
+
+def test_overlong_samples_are_read_and_not_trained_on(tiny, tmp_path):
+    packed, account, _ = open_account(tiny, tmp_path, "data.pack_length=40")
+    (epoch,) = run_steps(account, account.watch(iter(packed)), -(-packed.order.first_pack(1) // 5))
+    assert epoch["overlong"] == packed.order.epoch_plan(0).overlong > 5
+    assert epoch["read"] == epoch["trained"] + epoch["overlong"] == 96
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_lost_or_repeated_micro_batch_ends_the_run_with_the_epoch(tiny, tmp_path, lost):
+    packed, account, _ = open_account(tiny, tmp_path)
+    batches = list(itertools.islice(packed, 40))
+    batches = batches[:7] + batches[8:] if lost else [*batches[:8], *batches[7:]]
+    sign = "-" if lost else r"\+"
+    with pytest.raises(CountError, match=rf"epoch 0: 96 samples were planned in 24 packs, \d+ were .*: {sign}[1-9]"):
+        run_steps(account, account.watch(iter(batches)), 7)
