@@ -166,7 +166,7 @@ def test_a_plan_does_not_overwrite_the_plan_of_a_run(tiny, tmp_path):
 
 def steps_done(folder: Path) -> int:
     path = folder / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return path.read_text().count('"kind": "train"') if path.exists() else 0
 
 
 def started(tiny: Path, folder: Path, *arguments: str) -> tuple[list[str | Path], Path]:

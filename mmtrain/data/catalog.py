@@ -126,7 +126,6 @@ class Catalog:
         images = np.fromiter(map(len, index.image_sizes), np.int32, len(index.keys))
         lengths = np.asarray(texts.tokens, np.int32) + images * np.int32(self.tokens_per_image)
         checksums = np.array([member.crc32 for members in index.members for member in members], np.uint32)
-        digest.update(checksums.tobytes() + lengths.tobytes())
         faults = {**texts.faults, **index.faults}
         for place, shapes in enumerate(index.image_sizes):
             for width, height in shapes:
@@ -143,6 +142,8 @@ class Catalog:
             held_out = np.flatnonzero(np.array(chosen, bool) & (lengths != UNUSABLE))
             planned[held_out] = HELD_OUT
             self.held_out += (first + held_out).tolist()
+        keys = os.fsencode("\n".join(index.keys))
+        digest.update(keys + checksums.tobytes() + lengths.tobytes() + planned.tobytes())
         self.firsts.append(first + len(lengths))
         return _Shard(lengths, planned, images)
 

@@ -122,7 +122,7 @@ def read_index(tar: Path) -> ShardIndex:
     path, header, content = _read(tar)
     try:
         index = _from_columns(header["tar_bytes"], json.loads(content))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _corrupt(path, tar, f"{type(error).__name__}: {error}") from None
     return index
 
@@ -220,7 +220,7 @@ def _read(tar: Path) -> tuple[Path, dict, bytes]:
         if first != _dump({**header, "crc32": crc32}):
             raise _corrupt(path, tar, "its first line is not as it was written")
         indexed, _ = header["tar_bytes"], header["texts"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise _corrupt(path, tar, f"{type(error).__name__}: {error}") from None
     try:
         tar_bytes = tar.stat().st_size
