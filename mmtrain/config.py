@@ -139,7 +139,9 @@ class DataSetSection(Section):
 
 class DataSection(Section):
     shards: Shards | None = Field(
-        None, description="webdataset tars: a path, a glob, a brace range, or a list; or set data.sets"
+        None,
+        description="webdataset tars: a path, a glob, a brace range, a pipe: URL (data.allow_pipe), or a list; "
+        "demo:train is the demo's; or set data.sets",
     )
     sets: tuple[DataSetSection, ...] | None = Field(
         None, description="several data sets instead of data.shards, each with name, shards and weight"
@@ -169,7 +171,9 @@ class DataSection(Section):
         MAX_IMAGE_PIXELS, description="a sample with a larger image is quarantined, judged by the image's header"
     )
     shuffle_shards: PositiveInt = Field(
-        8, description="shards whose samples are mixed with each other; more mix better, and read more files in turn"
+        8,
+        description="shards whose samples are mixed with each other: more mix better, and read more files in turn; of "
+        "small shards as many as hold data.pack_window samples",
     )
     pack_window: PositiveInt = Field(4096, description="samples that are packed together: more fill packs better")
     workers: NonNegativeInt = Field(2, description="processes that decode ahead, on ranks that read data")
@@ -232,7 +236,7 @@ class EvalSection(Section):
     fraction: Annotated[Float, Field(gt=0, lt=1)] | None = Field(
         None,
         description="hold out this share of the training data instead, chosen by a hash of each sample's key: the same "
-        "ones in every run; both null: no evaluation",
+        "ones in every run (records that share an image have keys of their own); both null: no evaluation",
     )
     every_steps: PositiveInt | None = Field(
         None, description="steps between two evaluations; null: only before the first and after the last step"

@@ -50,6 +50,7 @@ class Extent:
 
     samples: int
     overlong: int  # left out
+    damaged: int  # left out
     permuted: int  # of the samples: get other images in the control
     packs: int
     microbatches: int  # of each replica
@@ -58,7 +59,8 @@ class Extent:
     @property
     def summary(self) -> str:
         """The same for people."""
-        left_out = f"; {self.overlong} longer than data.pack_length left out" if self.overlong else ""
+        counts = {"too long for a pack": self.overlong, "damaged": self.damaged}
+        left_out = "".join(f"; {count} {what} left out" for what, count in counts.items() if count)
         return f"evaluating on {self.samples} held-out samples in {self.packs} packs{left_out}"
 
 
@@ -70,28 +72,29 @@ class HeldOut:
     """
 
     def __init__(self, packed: PackedBatches) -> None:
-        """Read all held-out samples, with template and tokenizer of `packed`; raises UserError for any bad one.
+        """Read all held-out samples, with template and tokenizer of `packed`.
 
-        Scores of a set from which damage has taken something could not be compared with those of another run.
+        Damaged ones of `eval.fraction` are left out: `faults` says why. One of `eval.shards` is a UserError: scores of
+        a set that is kept to compare runs would not be comparable.
         """
         config = packed.config
         self.packed = packed
         self.capacity = packed.documents.capacity
+        self.faults: list[Fault] = []
         with _naming_the_source(config):
             catalog, numbers = self._samples()
+            if not numbers:
+                raise UserError(f"none of {len(catalog):,} samples is held out; raise the fraction, or set eval.shards")
             reader = Reader(catalog, config.data.io_retry_seconds)
-            found = [catalog.faults.get(number) or packed.documents.read(reader, number) for number in numbers]
-            for fault in found:
-                if isinstance(fault, Fault):
-                    raise UserError(f"{fault.shard}: sample {fault.key}: {fault.reason}: {fault.detail}")
-            fits = [fits_a_pack(document, self.capacity) for document in found]
-            if config.data.overlong == "refuse" and not all(fits):
+            found = [document for number in numbers if (document := self._read(catalog, reader, number)) is not None]
+            reader.close()
+            if config.data.overlong == "refuse":
                 catalog.refuse_overlong(self.capacity)
-            self.documents = [document for document, fit in zip(found, fits, strict=True) if fit]
+            self.documents = [document for document in found if fits_a_pack(document, self.capacity)]
             if not self.documents:
                 raise UserError(
-                    f"no held-out sample fits into a pack: there are {len(found)}, "
-                    + (f"and each is longer than data.pack_length={config.data.pack_length}" if found else "")
+                    f"none of {len(numbers):,} held-out samples can be used: {len(self.faults):,} are damaged, the "
+                    f"others do not fit into a pack of data.pack_length={config.data.pack_length}"
                 )
         self.packs = pack_documents(self.documents, self.capacity)
         self.packs_permuted, permuted = permute_images(self.packs)
@@ -103,11 +106,28 @@ class HeldOut:
         self.extent = Extent(
             samples=len(self.documents),
             overlong=len(found) - len(self.documents),
+            damaged=len(self.faults),
             permuted=permuted,
             packs=len(self.packs),
             microbatches=len(self.share(self.packs)),
             digest=digest.hexdigest(),
         )
+
+    def _read(self, catalog: Catalog, reader: Reader, number: int) -> Document | None:
+        """The document of a sample, None if it is damaged and may be left out."""
+        source = self.packed.documents
+        found = catalog.faults.get(number) or source.read(reader, number)
+        if self.packed.config.eval.fraction is None:
+            if isinstance(found, Fault):
+                raise UserError(f"{found.where}; mend it, or take its shard out of the list")
+            return found
+        if isinstance(found, Document):  # of shards that are trained on, in which damage has to be expected
+            for _, fault in source.batch([Pack((found,))]).faults:
+                found = fault
+        if isinstance(found, Fault):
+            self.faults.append(found)
+            return None
+        return found
 
     def _samples(self) -> tuple[Catalog, list[int]]:
         """The catalog that holds the held-out samples, and their numbers in it."""
@@ -136,7 +156,7 @@ class HeldOut:
             batch = packed.documents.batch(packs)
             for _, fault in batch.faults:
                 with _naming_the_source(packed.config):
-                    raise UserError(f"{fault.shard}: sample {fault.key}: {fault.reason}: {fault.detail}")
+                    raise UserError(f"{fault.where}; mend it, or take its shard out of the list")
             yield batch
 
     def spread(self, count: int) -> list[Document]:

@@ -21,12 +21,14 @@ from typing import Any
 
 from mmtrain.config import RunConfig, dump_config, load_config
 from mmtrain.data.catalog import data_sets
-from mmtrain.data.indexing import ensure_indexes
+from mmtrain.data.index import text_fingerprint
+from mmtrain.data.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.errors import UserError
 from mmtrain.metrics import say
 from mmtrain.plan.chat_template import refuse_missing_chat_template
 from mmtrain.plan.layout import Plan, render
+from mmtrain.plan.model_files import model_folder
 from mmtrain.plan.planner import make_plan
 from mmtrain.rank import Rank, run_rank, seconds_before_message
 from mmtrain.run_folder import claimed, contents_of_a_run, prepare_folder, run_folder, write_plan
@@ -34,6 +36,7 @@ from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GPU_DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
 SHOW_CURSOR = "\x1b[?25h"
 
 DESCRIPTION = """\
@@ -41,8 +44,8 @@ Train the projector of a vision-language model, the LLM frozen and cut into pipe
 
 CONFIG is a YAML file; any key of it can be set on the command line. Ranks = parallel.pipeline x parallel.data.
 Results go to run.dir/run.name: config.yaml and plan.json (what runs), log.txt (everything that libraries say),
-metrics.jsonl (loss of every step, scores on held-out samples), quarantine.jsonl (damaged samples, if any), audit.json,
-checkpoints/.
+metrics.jsonl (loss of every step, scores on held-out samples), quarantine.jsonl (damaged samples, if any),
+samples.jsonl (the keys of every step, with data.ledger), audit.json, checkpoints/.
 """
 
 EXAMPLES = """\
@@ -124,7 +127,7 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
     plan = _plan(config, gpus, local_ranks)
     here = plan.ranks[options.node_rank * local_ranks : (options.node_rank + 1) * local_ranks]
     if any(rank.pipeline == 0 for rank in here):
-        _check_data(config)
+        _check_data(config, others_wait=options.nnodes > 1)
     job = Job(
         places=_places(plan),
         folder=run_folder(config),
@@ -172,7 +175,7 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> None:
     gpus = gpu_memory_bytes()
     plan = _plan(config, gpus, local_ranks)
     if rank == 0:
-        _check_data(config)
+        _check_data(config, others_wait=world_size > 1)
     threads = _threads(config, local_ranks)
     _set_environment(threads, gpus, one_node=local_ranks == world_size)
     with claimed(run_folder(config)) if rank == 0 else contextlib.nullcontext():
@@ -237,8 +240,12 @@ def _plan(config: RunConfig, gpus: Sequence[int], local_ranks: int) -> Plan:
     return make_plan(config, min(gpus[:local_ranks]) if gpus else None)
 
 
-def _check_data(config: RunConfig) -> None:
-    """Refuse data that cannot be there before a rank starts; index what is not, and make the demo's on first use."""
+def _check_data(config: RunConfig, others_wait: bool) -> None:
+    """Refuse data that cannot be there before a rank starts; index what is not, and make the demo's on first use.
+
+    `others_wait` says that other processes are about to wait for this one, with a timeout: indexing is theirs to see
+    done before, unless it takes moments.
+    """
     refuse_missing_chat_template(config)
     found = {
         f"data.sets ({one.name})" if one.name else "data.shards": one.shards for one in data_sets(config.data, say)
@@ -256,7 +263,15 @@ def _check_data(config: RunConfig) -> None:
             "others; leave some shards out of data.shards, or set eval.fraction instead"
         )
     shards = [path for paths in found.values() for path in paths]
-    ensure_indexes(shards, config.model.llm.path, config.data.template, say=say, stream=sys.stdout)
+    template, llm = config.data.template, config.model.llm.path
+    missing = unready_shards(shards, text_fingerprint(model_folder(llm), template)) if others_wait else []
+    if sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT:
+        raise UserError(
+            f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and other "
+            f"processes would wait for it; first run python tools/index_shards.py {' '.join(map(str, missing[:3]))}"
+            f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template}"
+        )
+    ensure_indexes(shards, llm, template, say=say, stream=sys.stdout)
 
 
 def _probe(config: RunConfig, plan: Plan) -> None:

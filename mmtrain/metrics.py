@@ -55,6 +55,14 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def tell(text: str) -> None:
+    """Print a tool's result: a reader that has left is no reason to stop, a full disk behind stdout is an OSError."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 class JsonLines:
     """Appends one JSON object a line; each line is one write, so a killed run leaves whole lines.
 

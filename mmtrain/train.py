@@ -62,7 +62,10 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
     starts = [None] * dist.get_world_size()
     dist.all_gather_object(starts, audit.start(), group=engine.host_group)
     check_replicas(starts)
-    account = None if packed is None else ReadAccount(config, packed, readers, rank.folder, console.line)
+    account = None
+    if packed is not None:
+        left_out = held_out.faults if held_out is not None else []
+        account = ReadAccount(config, packed, readers, rank.folder, console.line, left_out)
     batches = None if account is None else account.watch(iter(packed))
     evaluator = None
     if config.eval.is_on:
@@ -91,15 +94,15 @@ def main(config: RunConfig, plan: Plan, rank: Rank) -> None:
         if account is not None:
             for record in account.end_step(step, result.samples, result.quarantined):
                 metrics.write(**record)
-    if account is not None:
-        for record in account.finish(max_steps):
-            metrics.write(**record)
 
     # The result first: nothing that can fail from here on may cost the trained weights.
     rank.progress.at(max_steps, "saving")
     mine_to_save = engine.trainable if mine.data == 0 else {}
     saved = save_trained(rank.folder, max_steps, mine_to_save, engine.host_group)
     console.line(f"saved {saved}")
+    if account is not None:
+        for record in account.finish(max_steps):
+            metrics.write(**record)
 
     # The proof that only what should train did.
     rank.progress.at(max_steps, "auditing")

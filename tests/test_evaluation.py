@@ -421,14 +421,17 @@ def test_the_first_samples_in_shard_order_are_held_out_and_longer_ones_counted(s
     short = HeldOut(PackedBatches(config_of(scene, data__pack_length=13), 0, 1))
     longer = sum(len(sample.prompt) + len(sample.truth) > 13 for sample in scene.samples)
     assert (short.extent.overlong, short.extent.samples) == (longer, 40 - longer) and longer > 0
-    assert f"{40 - longer} held-out samples" in short.extent.summary and f"; {longer} longer" in short.extent.summary
+    assert (
+        f"{40 - longer} held-out samples" in short.extent.summary
+        and f"; {longer} too long for a pack left out" in short.extent.summary
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"eval__shards": "nowhere.tar"}, r"^eval\.shards: no file nowhere\.tar$"),
-        ({}, r"^eval\.shards: no held-out sample fits into a pack: there are 39, .* data\.pack_length="),
+        ({}, r"^eval\.shards: none of 39 held-out samples can be used: 0 are damaged, .* data\.pack_length="),
         ({"data__overlong": "refuse"}, r"^eval\.shards: .*long\.tar: sample 00000\d: \d+ tokens and "),
     ],
 )

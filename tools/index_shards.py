@@ -25,7 +25,7 @@ from mmtrain.data.indexing import build_indexes, unready_shards, usable_cores
 from mmtrain.data.records import REASONS
 from mmtrain.data.shard_list import find_shards
 from mmtrain.errors import UserError
-from mmtrain.metrics import say
+from mmtrain.metrics import say, tell
 from mmtrain.plan.model_files import model_folder
 
 EXAMPLES = """\
@@ -80,11 +80,11 @@ def _summarize(tars: Sequence[Path], fingerprint: str, words: str) -> None:
             place = max(range(len(texts.tokens)), key=texts.tokens.__getitem__)
             if texts.tokens[place] > longest[0]:
                 longest = (texts.tokens[place], f"{index.keys[place]} in {tar.name}")
-    say(f"{len(tars):,} shards, {samples:,} samples, {images:,} images")
-    say(f"longest text: {longest[0]:,} tokens ({words}), without images: {longest[1]}")
-    say(f"samples that cannot be trained on: {reasons.total():,}")
+    tell(f"{len(tars):,} shards, {samples:,} samples, {images:,} images")
+    tell(f"longest text: {longest[0]:,} tokens of {words}, those of images not counted: {longest[1]}")
+    tell(f"samples that cannot be trained on: {reasons.total():,}")
     for code, count in reasons.most_common():
-        say(f"  {count:>9,} {code}: {REASONS[code]}")
+        tell(f"  {count:>9,} {code}: {REASONS[code]}")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -119,6 +119,9 @@ def main(arguments: list[str] | None = None) -> int:
         index_shards(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped by Ctrl-C; finished indexes stay, the same command goes on", file=sys.stderr)

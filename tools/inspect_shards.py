@@ -34,7 +34,7 @@ from mmtrain.data.shard_list import find_shards
 from mmtrain.data.survey import Survey, histogram, quantile, survey
 from mmtrain.data.verify import Damage, verify_shard
 from mmtrain.errors import UserError
-from mmtrain.metrics import harmless, say
+from mmtrain.metrics import harmless, say, tell
 from mmtrain.plan.model_files import model_folder
 from mmtrain.plan.shapes import vision_shape
 from mmtrain.progress import Progress
@@ -106,7 +106,7 @@ def inspect_shards(options: argparse.Namespace) -> int:
         return _verify(tars, note, stream, options.json)
     fingerprint = None
     if options.tokenizer is not None:
-        ensure_indexes(tars, options.tokenizer, options.template, note, stream)
+        ensure_indexes(tars, options.tokenizer, options.template, say=note, stream=stream)
         fingerprint = text_fingerprint(model_folder(options.tokenizer), options.template)
     tokens_per_image = options.tokens_per_image
     if options.vision is not None:
@@ -120,7 +120,7 @@ def inspect_shards(options: argparse.Namespace) -> int:
         raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here") from None
     report = _report(found, tokens_per_image, options)
     if options.json:
-        say(json.dumps(report.as_dict()))
+        tell(json.dumps(report.as_dict()))
     else:
         _print_report(report)
     if options.plot is not None:
@@ -170,19 +170,19 @@ def _print_report(report: Report) -> None:
     found = report.survey
     none, one = int((found.images == 0).sum()), int((found.images == 1).sum())
     several = len(found.images) - none - one
-    say(f"{len(found.shard_sizes):,} shards, {found.bytes / 1e6:,.1f} MB")
-    say(f"{len(found.images):,} samples: {none:,} without images, {one:,} with one, {several:,} with several")
-    say(f"{found.images.sum():,} images")
-    say(f"samples that cannot be trained on: {found.reasons.total():,}")
+    tell(f"{len(found.shard_sizes):,} shards, {found.bytes / 1e6:,.1f} MB")
+    tell(f"{len(found.images):,} samples: {none:,} without images, {one:,} with one, {several:,} with several")
+    tell(f"{found.images.sum():,} images")
+    tell(f"samples that cannot be trained on: {found.reasons.total():,}")
     for code, count in found.reasons.most_common():
-        say(f"  {count:>9,} {code}: {REASONS[code]}")
+        tell(f"  {count:>9,} {code}: {REASONS[code]}")
     for title, values in _charts(found).items():
         print_distribution(title, values)
     if report.missing:
-        say(f"\nhow full packs become: {report.missing}")
+        tell(f"\nhow full packs become: {report.missing}")
         return
     image = "no images" if report.tokens_per_image is None else f"{report.tokens_per_image:,} tokens an image"
-    say(f"\nhow full packs become ({image}; overlong samples fit into no pack and are skipped)")
+    tell(f"\nhow full packs become ({image}; overlong samples fit into no pack and are skipped)")
     print_table(
         (">pack_length", ">packs", ">full", ">overlong", ">best near it", ">full"),
         [
@@ -211,7 +211,7 @@ def _verify(tars: Sequence[Path], note: Callable[[str], None], stream: TextIO, a
     samples = compared = done = 0
     started = time.monotonic()
 
-    def report(size: int) -> None:
+    def count(size: int) -> None:
         nonlocal samples, compared
         samples, compared = samples + 1, compared + size
         if samples % SAMPLES_BETWEEN_REPORTS == 0:
@@ -223,18 +223,18 @@ def _verify(tars: Sequence[Path], note: Callable[[str], None], stream: TextIO, a
 
     with Progress("shards", len(tars), note, stream) as progress:
         for tar in tars:
-            damages += verify_shard(tar, report)
+            damages += verify_shard(tar, count)
             done += 1
         progress.show(done, samples, rate())
     counts = {"shards": len(tars), "samples": samples, "bytes": compared}
     if as_json:
-        say(json.dumps({**counts, "damaged": [damage._asdict() for damage in damages]}))
+        tell(json.dumps({**counts, "damaged": [damage._asdict() for damage in damages]}))
         return EXIT_DAMAGED if damages else 0
     for damage in damages:
         where = "" if damage.offset is None else f" at byte {damage.offset:,}"
         what = "the whole" if damage.key is None else f"sample {harmless(damage.key)}"
-        say(f"damaged: {damage.shard}: {what}{where}: {harmless(damage.detail)}")
-    say(f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: {len(damages):,} damaged")
+        tell(f"damaged: {damage.shard}: {what}{where}: {harmless(damage.detail)}")
+    tell(f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: {len(damages):,} damaged")
     return EXIT_DAMAGED if damages else 0
 
 
@@ -243,10 +243,10 @@ def _show(tars: Sequence[Path], tokens_per_image: int | None, options: argparse.
 
     samples = dissect(tars, options.show, options.tokenizer, options.template, tokens_per_image)
     if options.json:
-        say(json.dumps({"samples": [_anatomy_as_dict(sample) for sample in samples]}))
+        tell(json.dumps({"samples": [_anatomy_as_dict(sample) for sample in samples]}))
         return
     for number, sample in enumerate(samples, 1):
-        say(f"{number} of {len(samples)} samples of this key: {sample.shard}" if len(samples) > 1 else sample.shard)
+        tell(f"{number} of {len(samples)} samples of this key: {sample.shard}" if len(samples) > 1 else sample.shard)
         _print_anatomy(sample)
 
 
@@ -257,11 +257,11 @@ def _anatomy_as_dict(sample: Anatomy) -> dict[str, Any]:
 def _print_anatomy(sample: Anatomy) -> None:
     key = harmless(sample.key)
     for member in sample.members:
-        say(f"  {key}.{harmless(member.suffix)}  {member.size:,} bytes at byte {member.offset:,}")
+        tell(f"  {key}.{harmless(member.suffix)}  {member.size:,} bytes at byte {member.offset:,}")
     for speaker, text in sample.turns:
-        say(f"  {speaker}: {harmless(text)}")
+        tell(f"  {speaker}: {harmless(text)}")
     if sample.fault is not None:
-        say(f"  cannot be trained on: {sample.fault.reason}: {harmless(sample.fault.detail)}\n")
+        tell(f"  cannot be trained on: {sample.fault.reason}: {harmless(sample.fault.detail)}\n")
         return
     texts = [row.text if row.token == IMAGE_POSITION else repr(row.text) for row in sample.rows]
     table = []
@@ -277,12 +277,12 @@ def _print_anatomy(sample: Anatomy) -> None:
                 "" if row.label == IGNORE else after,
             )
         )
-    say("")
+    tell("")
     print_table((">position", ">token", "text", ">label", "must predict"), table)
     images = sum(row.positions for row in sample.rows if row.token == IMAGE_POSITION)
     total = sum(row.positions for row in sample.rows)
     labels = sum(row.label != IGNORE for row in sample.rows)
-    say(f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; {labels:,} supervised\n")
+    tell(f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; {labels:,} supervised\n")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -337,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from mmtrain.data.survey import histogram, quantile
 from mmtrain.errors import UserError
-from mmtrain.metrics import say
+from mmtrain.metrics import tell
 
 TERMINAL_BINS = 12
 PNG_BINS = 60
@@ -36,16 +36,16 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     with console.capture() as captured:
         console.print(table)
     for line in captured.get().splitlines():
-        say(f"  {line.rstrip()}")
+        tell(f"  {line.rstrip()}")
 
 
 def print_distribution(title: str, values: np.ndarray) -> None:
     """Mean, quantiles and a histogram of whole numbers."""
-    say(f"\n{title}")
+    tell(f"\n{title}")
     if not len(values):
-        say("  none")
+        tell("  none")
         return
-    say(
+    tell(
         f"  mean {values.mean():,.1f}, half at most {quantile(values, 0.5):,}, 95% at most "
         f"{quantile(values, 0.95):,}, 99% at most {quantile(values, 0.99):,}, from {values.min():,} to {values.max():,}"
     )

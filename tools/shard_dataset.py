@@ -28,11 +28,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import hashlib
 import json
 import math
 import os
 import re
+import shlex
 import sys
 from collections import Counter
 from pathlib import Path
@@ -45,7 +47,14 @@ from mmtrain.data.llava_json import read_llava_json
 from mmtrain.data.records import MAX_IMAGE_PIXELS, REASONS, ImageLimits
 from mmtrain.data.shard_intake import Intake, ShardLimit
 from mmtrain.data.shard_jobs import FinishedShard, Rejection, ShardJob, ShardTask, run_jobs
-from mmtrain.data.shard_resume import STATE, SUMMARY, UnfinishedRun, refuse_another_run, refuse_used_folder
+from mmtrain.data.shard_resume import (
+    STATE,
+    SUMMARY,
+    UnfinishedRun,
+    read_summary,
+    refuse_another_run,
+    refuse_used_folder,
+)
 from mmtrain.data.sharding import UNFINISHED, WrittenShard
 from mmtrain.errors import UserError
 from mmtrain.metrics import JsonLines, say
@@ -134,6 +143,8 @@ def shard_dataset(options: argparse.Namespace) -> None:
         if file.resolve() in [other.resolve() for other in options.json[:number]]:
             raise UserError(f"--json {file}: named twice; every record would come twice")
     out: Path = options.out
+    if out.resolve() == images:
+        raise UserError(f"--out {options.out}: is the folder of the images; name another, which holds the shards alone")
     refuse_used_folder(out, options.resume)
     files = {}
     for file in options.json:  # all of them before anything is written: a broken last file shows at once
@@ -141,7 +152,7 @@ def shard_dataset(options: argparse.Namespace) -> None:
         say(f"{file}: {files[file]:,} records")
     run = {"options": _options_that_shape_the_bytes(options), "inputs": [_describe(*entry) for entry in files.items()]}
     if (out / SUMMARY).is_file():
-        known = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
+        known = read_summary(out / SUMMARY)
         refuse_another_run(out, run, known, out / SUMMARY)
         (out / STATE).unlink(missing_ok=True)  # the run was killed between its last two acts
         say(f"{out}: finished already, {len(known['shards']):,} shards, {known['samples']:,} samples")
@@ -171,7 +182,7 @@ def shard_dataset(options: argparse.Namespace) -> None:
     say(f"rejected: {outcome.reasons.total():,}" + (f", see {rejected_file}" if outcome.reasons else ""))
     for code, count in outcome.reasons.most_common():
         say(f"  {count:>9,} {code}: {REASONS[code]}")
-    say(f"use it: data.shards={out}/shard-*.tar")
+    say(f"use it: {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
 
 
 def _write_all(outcome: Outcome, task: ShardTask, workers: int, unfinished: UnfinishedRun) -> None:
@@ -269,7 +280,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     try:
         return int(float(match[1]) * UNITS[match[2]])
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; sizes are 500MB, 1GiB, 2e9, ...") from None
 
 
@@ -302,7 +313,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="PIXELS",
         help="make images with a longer side smaller (Lanczos; JPEG stays JPEG)",
     )
-    add("--resume", action="store_true", help="go on with what an interrupted run with the same options left in --out")
+    add("--resume", action="store_true", help="go on where a run with the same options and images was interrupted")
     options = parser.parse_args(arguments)
     if options.samples_per_shard is not None and options.shard_bytes is not None:
         parser.error("--samples-per-shard and --shard-bytes: give one of the two")
@@ -310,6 +321,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--tokenizer and --template: give both or none; text lengths depend on both")
     if options.shard_bytes is None and options.samples_per_shard is None:
         options.samples_per_shard = 1000
+    if options.out == Path():
+        parser.error("--out: an empty name, or this folder; name a folder for the shards alone")
     for name in ("samples_per_shard", "workers", "max_pixels", "max_side"):
         number = getattr(options, name)
         if number is not None and number < 1:

@@ -10,7 +10,7 @@ Only what the engine has taken counts, never what workers have prepared ahead.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from mmtrain.data.order import EpochPlan
 from mmtrain.data.packs import PackedBatch
 from mmtrain.data.samples import Fault
 from mmtrain.errors import UserError
-from mmtrain.metrics import JsonLines
+from mmtrain.metrics import JsonLines, harmless
 
 FEWEST_READ = 1000  # samples that the share of quarantined ones refers to at least: one of the first ten is no 10%
 LISTED = 5  # quarantined samples that a message lists
@@ -56,8 +56,12 @@ class ReadAccount:
         group: dist.ProcessGroup | None,
         folder: Path,
         say: Callable[[str], None],
+        held_out: Sequence[Fault] = (),
     ) -> None:
-        """Write down what is unusable from the start; raises UserError if that is too much already."""
+        """Write down what is unusable from the start; raises UserError if that is too much already.
+
+        `held_out` are samples that are left out of the evaluation.
+        """
         self.config = config
         self.packed = packed
         self.group = group
@@ -71,7 +75,7 @@ class ReadAccount:
         self._read = self._lost = 0  # samples, over all replicas
         self._epoch = 0  # the first that is not complete
         unusable = list(packed.catalog.faults.values())
-        self._write_faults([(None, 0, fault) for fault in unusable])
+        self._write_faults([(None, 0, fault) for fault in [*unusable, *held_out]])
         plan = packed.order.epoch_plan(0)
         self._refuse_many(plan.unusable, plan.drawn, unusable[:LISTED])
         self.ledger = JsonLines(folder / "samples.jsonl" if self.writes and config.data.ledger else None)
@@ -109,7 +113,10 @@ class ReadAccount:
                 self.ledger.write(step=step, keys=[key for taken in replicas for key in taken.keys])
             faults = [fault for taken in replicas for fault in taken.faults]
             self._write_faults([(step, *fault) for fault in faults])
-            self._refuse_many(self._lost, self._read, [fault for _, fault in faults[:LISTED]])
+            # What is unusable from the start is never read: it counts in proportion.
+            plan = self.packed.order.epoch_plan(self._epoch)
+            read = round(self._read / (1 - plan.unusable / plan.drawn))
+            self._refuse_many(self._lost + read - self._read, read, [fault for _, fault in faults[:LISTED]])
         records = []
         while self.packed.order.first_pack(self._epoch + 1) <= taken_packs:
             plan = self.packed.order.epoch_plan(self._epoch)
@@ -169,8 +176,9 @@ class ReadAccount:
         for step, epoch, fault in faults:
             self._quarantine.write(step=step, epoch=epoch, **asdict(fault))
         first = faults[0][2]
+        what = f"{harmless(first.key)} ({first.reason}: {harmless(first.detail)})"
         more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
-        self.say(f"quarantined {first.key} ({first.reason}: {first.detail}){more}; see {self.quarantine_file}")
+        self.say(f"quarantined {what}{more}; see {self.quarantine_file}")
 
     def _refuse_many(self, lost: int, read: int, latest: list[Fault]) -> None:
         """Raise UserError if more samples are quarantined than allowed."""
@@ -178,7 +186,7 @@ class ReadAccount:
         least = min(FEWEST_READ, self.packed.order.epoch_plan(self._epoch).drawn)
         if not lost or lost <= rate * max(read, least):
             return
-        listed = "".join(f"\n  {fault.shard}: sample {fault.key}: {fault.reason}: {fault.detail}" for fault in latest)
+        listed = "".join(f"\n  {fault.where}" for fault in latest)
         raise UserError(
             f"{lost:,} of {read:,} samples read are quarantined, more than data.max_quarantine_rate={rate:g} allows "
             f"(of {least:,} at least). The latest:{listed}\n{self.quarantine_file} lists all; mend or replace "

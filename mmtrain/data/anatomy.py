@@ -72,7 +72,7 @@ def dissect(
     found = []
     for tar, place in places:
         number = catalog.firsts[shards.index(tar)] + place
-        index = catalog.find(number).index
+        index = read_index(tar)
         members, sizes = index.members[place], index.image_sizes[place]
         if sizes and tokens_per_image is None:
             raise UserError(
@@ -106,9 +106,9 @@ def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int]]:
             like += itertools.islice((one for one in keys if key in one), _KEYS_SHOWN - len(like))
     if places:
         return places
-    hint = "a key is a file's name up to its first dot"
-    if like:
-        hint = f"keys that hold this text: {', '.join(map(harmless, like))}"
+    hint = f"keys that hold this text: {', '.join(map(harmless, like))}"
+    if not like:
+        hint = f"the first are {', '.join(map(harmless, read_index(tars[0]).keys[:_KEYS_SHOWN]))}"
     raise UserError(f"--show {key}: no sample of this key in {len(tars):,} shards; {hint}")
 
 

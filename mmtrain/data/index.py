@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
+
+import numpy as np
 
 from mmtrain.cache import cache_folder
 from mmtrain.errors import UserError
@@ -90,6 +91,23 @@ class ShardIndex:
     texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
 
 
+@dataclass(eq=False)
+class IndexColumns:
+    """A ShardIndex as arrays over all members, or images, of one sample after the other."""
+
+    tar_bytes: int
+    keys: list[str]  # (samples,)
+    first_member: np.ndarray  # (samples + 1,) int64: sample s has the members [first_member[s], first_member[s + 1])
+    suffix: list[str]  # (members,), as the fields of Member
+    offset: np.ndarray  # (members,) int64
+    size: np.ndarray  # (members,) int64
+    crc32: np.ndarray  # (members,) uint32
+    first_image: np.ndarray  # (samples + 1,) int64
+    image_sizes: np.ndarray  # (images, 2) int64 width and height
+    faults: Faults
+    texts: dict[str, TextLengths]
+
+
 class IndexState(Enum):
     """What a shard's index holds, as far as a run needs it."""
 
@@ -113,18 +131,31 @@ def index_path(tar: Path) -> Path:
     return beside
 
 
-def read_index(tar: Path) -> ShardIndex:
-    """The index of a shard.
+def read_columns(tar: Path) -> IndexColumns:
+    """The index of a shard, as arrays.
 
     Raises MissingIndex, and UserError for one that is damaged, that another version wrote, or that is stale: of a tar
     of another size than this one.
     """
     path, header, content = _read(tar)
     try:
-        index = _from_columns(header["tar_bytes"], json.loads(content))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        return _from_columns(header["tar_bytes"], json.loads(content))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise _corrupt(path, tar, f"{type(error).__name__}: {error}") from None
-    return index
+
+
+def read_index(tar: Path) -> ShardIndex:
+    """The index of a shard, sample by sample; raises what `read_columns` raises."""
+    columns = read_columns(tar)
+    fields = (columns.suffix, columns.offset.tolist(), columns.size.tolist(), columns.crc32.tolist())
+    return ShardIndex(
+        tar_bytes=columns.tar_bytes,
+        keys=columns.keys,
+        members=_split(list(map(Member._make, zip(*fields, strict=True))), columns.first_member),
+        image_sizes=_split(list(map(tuple, columns.image_sizes.tolist())), columns.first_image),
+        faults=columns.faults,
+        texts=columns.texts,
+    )
 
 
 def index_state(tar: Path, fingerprint: str) -> IndexState:
@@ -265,7 +296,8 @@ def _crc32(header: dict, content: bytes) -> int:
 
 
 def _to_columns(index: ShardIndex) -> dict:
-    assert _fits_together(index), "columns of different lengths, or members outside the tar"
+    assert len(index.keys) == len(index.members) == len(index.image_sizes), "one entry per sample"
+    assert all(len(text.tokens) == len(index.keys) for text in index.texts.values()), "one length per sample"
     members = [member for sample in index.members for member in sample]
     sizes = [size for sample in index.image_sizes for size in sample]
     columns = zip(*members, strict=True) if members else [()] * 4
@@ -285,37 +317,40 @@ def _to_columns(index: ShardIndex) -> dict:
     }
 
 
-def _from_columns(tar_bytes: int, content: dict) -> ShardIndex:
-    columns, sizes = content["members"], content["images"]
-    members = map(Member._make, zip(*(columns[name] for name in Member._fields), strict=True))
-    images = zip(sizes["width"], sizes["height"], strict=True)
-    index = ShardIndex(
+def _from_columns(tar_bytes: int, content: dict) -> IndexColumns:
+    members, images, keys = content["members"], content["images"], content["keys"]
+    columns = IndexColumns(
         tar_bytes=tar_bytes,
-        keys=content["keys"],
-        members=_split(members, columns["counts"]),
-        image_sizes=_split(images, sizes["counts"]),
+        keys=keys,
+        first_member=_firsts(members["counts"]),
+        suffix=members["suffix"],
+        offset=np.array(members["offset"], np.int64),
+        size=np.array(members["size"], np.int64),
+        crc32=np.array(members["crc32"], np.uint32),
+        first_image=_firsts(images["counts"]),
+        image_sizes=np.array([images["width"], images["height"]], np.int64).reshape(2, -1).T,
         faults=_faults(content["faults"]),
         texts={name: TextLengths(text["tokens"], _faults(text["faults"])) for name, text in content["texts"].items()},
     )
-    if not _fits_together(index):
+    per_member = {len(columns.suffix), len(columns.offset), len(columns.size), len(columns.crc32)}
+    if (
+        not len(columns.first_member) == len(columns.first_image) == len(keys) + 1
+        or per_member != {columns.first_member[-1]}
+        or len(columns.image_sizes) != columns.first_image[-1]
+        or any(len(text.tokens) != len(keys) for text in columns.texts.values())
+        or (columns.offset < 0).any()
+        or (columns.offset + columns.size > tar_bytes).any()
+    ):
         raise ValueError("columns of different lengths, or members outside the tar")
-    return index
+    return columns
 
 
-def _fits_together(index: ShardIndex) -> bool:
-    samples = len(index.keys)
-    return (
-        len(index.members) == len(index.image_sizes) == samples
-        and all(len(text.tokens) == samples for text in index.texts.values())
-        and all(0 <= member.offset <= index.tar_bytes - member.size for sample in index.members for member in sample)
-    )
+def _firsts(counts: list[int]) -> np.ndarray:
+    return np.cumsum([0, *counts], dtype=np.int64)
 
 
-def _split(values: Iterator, counts: list[int]) -> list[tuple]:
-    parts = [tuple(islice(values, count)) for count in counts]
-    if list(map(len, parts)) != counts or next(values, None) is not None:
-        raise ValueError("counts that differ from the columns' length")
-    return parts
+def _split(values: list, firsts: np.ndarray) -> list[tuple]:
+    return [tuple(values[begin:end]) for begin, end in itertools.pairwise(firsts.tolist())]
 
 
 def _fault_rows(faults: Faults) -> list[list[int | str]]:

@@ -9,6 +9,7 @@ Tars are only read. What an index holds is a function of the tar, the tokenizer 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import multiprocessing
 import os
@@ -51,6 +52,7 @@ def ensure_indexes(
     tars: Sequence[Path],
     tokenizer_path: str,
     template: str,
+    *,
     workers: int | None = None,
     say: Callable[[str], None] = lambda line: None,
     stream: TextIO | None = None,
@@ -187,7 +189,21 @@ def _index_shard(job: Job, count: TextCounter, report: Callable[[int], None]) ->
         index.texts[fingerprint] = measure_texts(tar, index, count, report)
     else:  # another process was faster
         return
-    write_index(tar, index)
+    with _locked(tar):  # a process that measures for another tokenizer may have written in between
+        if not rebuild and index_state(tar, fingerprint) is not IndexState.MISSING:
+            written = read_index(tar)
+            if written.members == index.members:
+                index.texts = {**written.texts, **index.texts}
+        write_index(tar, index)
+
+
+@contextlib.contextmanager
+def _locked(tar: Path) -> Iterator[None]:
+    """Keep other processes that index this shard waiting; where the file system has no locks, do not."""
+    with tar.open("rb") as stream:
+        with contextlib.suppress(OSError):
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def _index_here(jobs: Sequence[Job], count: TextCounter, open_progress: Callable[[], Progress]) -> dict[int, UserError]:

@@ -13,12 +13,10 @@ import tarfile
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from mmtrain.data.catalog import Catalog, Place
-from mmtrain.data.index import MEND, Member, MissingIndex
+from mmtrain.data.index import MEND, Member
 from mmtrain.data.records import Rejected
 from mmtrain.data.samples import Fault, Sample, image_number, read_sample
 from mmtrain.errors import UserError
@@ -26,8 +24,6 @@ from mmtrain.errors import UserError
 OPEN_FILES = 64  # shards kept open, those read last
 FIRST_PAUSE = 0.1  # seconds before a failed read is tried again; each pause is twice the one before
 LONGEST_PAUSE = 10.0
-
-Result = TypeVar("Result")
 
 
 class Reader:
@@ -43,9 +39,9 @@ class Reader:
 
         Raises UserError for a shard that cannot be read for `retry_seconds`, and for one that its index is not of.
         """
-        place = self._retried(lambda: self._find(number))
+        place = self.catalog.find(number)
         members: dict[str, bytes] = {}
-        for member in place.index.members[place.number]:
+        for member in place.members:
             if member.suffix != "json" and image_number(member.suffix) is None:
                 continue  # no part of the sample, and of any size
             content = self._read(place.shard, member)
@@ -54,50 +50,40 @@ class Reader:
                 detail = f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}"
                 return Fault(place.key, str(place.shard), member.offset, "checksum", detail)
             members[member.suffix] = content
-        offset = place.index.members[place.number][0].offset
+        offset = place.members[0].offset
         try:
             return read_sample(place.key, str(place.shard), members, offset)
         except Rejected as error:
             return Fault(place.key, str(place.shard), offset, error.reason, error.detail)
 
-    def _retried(self, attempt: Callable[[], Result]) -> Result:
-        """What `attempt` returns, which is called again and again while the system fails it."""
+    def close(self) -> None:
+        """Close the files that are open; the reader may be used again."""
+        for shard in list(self._files):
+            self._close(shard)
+
+    def _read(self, shard: Path, member: Member) -> bytes:
+        """A member's bytes, read again and again while the system fails to."""
         deadline, pause = time.monotonic() + self.retry_seconds, FIRST_PAUSE
         while True:
             try:
-                return attempt()
+                return self._read_once(shard, member)
             except OSError as error:
                 if time.monotonic() + pause > deadline:
                     raise UserError(
-                        f"{error}, tried for {self.retry_seconds:g} s (data.io_retry_seconds); mend the storage, or "
-                        "copy the shard again, and start again"
+                        f"{shard}: cannot be read ({error.strerror or error}), tried for {self.retry_seconds:g} s "
+                        "(data.io_retry_seconds); mend the storage, or copy the shard again, and start again"
                     ) from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _find(self, number: int) -> Place:
-        """Where a sample lies; OSError where its shard's index, which may have to be read again, or the tar is away."""
-        try:
-            return self.catalog.find(number)
-        except UserError as error:
-            if isinstance(error, MissingIndex) or isinstance(error.__cause__, OSError):
-                raise OSError(str(error)) from error
-            raise
-
-    def _read(self, shard: Path, member: Member) -> bytes:
-        """A member's bytes, read again and again while the system fails to."""
-        return self._retried(lambda: self._read_once(shard, member))
-
     def _read_once(self, shard: Path, member: Member) -> bytes:
         try:
             content = self._pread(shard, member)
-        except OSError as error:
+            if len(content) < member.size:
+                raise OSError(f"its {member.suffix} member at byte {member.offset:,} is cut off by the file's end")
+        except OSError:
             self._close(shard)  # a file that came back, or another server's copy, has to be opened again
-            raise OSError(f"{shard}: cannot be read ({error.strerror or error})") from error
-        if len(content) < member.size:
-            self._close(shard)
-            cut = f"its {member.suffix} member at byte {member.offset:,} is cut off by the file's end"
-            raise OSError(f"{shard}: cannot be read ({cut})")
+            raise
         return content
 
     def _pread(self, shard: Path, member: Member) -> bytes:
@@ -122,7 +108,7 @@ class Reader:
 
     def _refuse_stale(self, place: Place, member: Member) -> None:
         """Raise UserError if the header before a damaged member is sound and speaks of another one."""
-        name = f"{place.index.keys[place.number]}.{member.suffix}"
+        name = f"{place.name}.{member.suffix}"
         header = Member("", member.offset - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE, 0)
         try:
             found = tarfile.TarInfo.frombuf(self._read(place.shard, header), tarfile.ENCODING, "surrogateescape")

@@ -58,6 +58,11 @@ class Fault:
     reason: str
     detail: str
 
+    @property
+    def where(self) -> str:
+        """Shard, key and reason, for messages."""
+        return f"{self.shard}: sample {self.key}: {self.reason}: {self.detail}"
+
 
 def image_number(suffix: str) -> int | None:
     """Which image of its sample a lower-case suffix names: `jpg` the first, `2.jpg` the third; None if none."""

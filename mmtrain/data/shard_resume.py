@@ -39,6 +39,17 @@ def refuse_used_folder(out: Path, resume: bool) -> None:
     raise UserError(f"{seen}; a run would read old and new ones together. Choose a new folder, or delete it")
 
 
+def read_summary(path: Path) -> dict:
+    """What a finished run says of itself; raises UserError for a file that this tool did not write."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(known["inputs"], list) and isinstance(known["shards"], list) and "samples" in known:
+            return known
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{path}: is not of this tool, or damaged; choose a new folder, or delete this one")
+
+
 def refuse_another_run(out: Path, run: dict, known: dict, of: Path) -> None:
     """Raise UserError unless `known`, which the file `of` says of an earlier run, is `run`."""
     was, now = _settings(known), _settings(run)

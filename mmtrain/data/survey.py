@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mmtrain.data.catalog import Catalog, DataSet
-from mmtrain.data.index import read_index
+from mmtrain.data.index import read_columns
 from mmtrain.data.order import UNUSABLE, SampleSet
 from mmtrain.data.records import MAX_IMAGE_PIXELS
 from mmtrain.data.scan import UNKNOWN_SIZE
@@ -53,23 +53,23 @@ class Survey:
 
 
 def survey(tars: Sequence[Path], fingerprint: str | None = None) -> Survey:
-    """Read the index of every shard, as training does; raises what `read_index` and `Catalog` raise.
+    """Read the index of every shard, as training does; raises what `read_columns` and `Catalog` raise.
 
     `fingerprint` says under which tokenizer and template; None: under the one that all shards were indexed for, if it
-    is exactly one. Price: each index is read twice, 12 ms for 1,000 samples.
+    is exactly one. Price: each index is read twice, 2 ms for 1,000 samples.
     """
-    images: list[int] = []
-    sizes: list[tuple[int, int]] = []
+    images: list[np.ndarray] = []
+    sizes: list[np.ndarray] = []
     shard_sizes: list[int] = []
     tar_bytes = 0
     reasons: Counter[str] = Counter()
     fingerprints: set[tuple[str, ...]] = set()
     for tar in tars:
-        index = read_index(tar)
+        index = read_columns(tar)
         tar_bytes += index.tar_bytes
         shard_sizes.append(len(index.keys))
-        images += map(len, index.image_sizes)
-        sizes += (size for sample in index.image_sizes for size in sample if size != UNKNOWN_SIZE)
+        images.append(np.diff(index.first_image))
+        sizes.append(index.image_sizes[(index.image_sizes != UNKNOWN_SIZE).any(axis=1)])
         reasons.update(reason for reason, _ in index.faults.values())
         fingerprints.add(tuple(index.texts))
     if fingerprint is None and len(fingerprints) == 1 and len(only := fingerprints.pop()) == 1:
@@ -81,8 +81,8 @@ def survey(tars: Sequence[Path], fingerprint: str | None = None) -> Survey:
     return Survey(
         shard_sizes=np.array(shard_sizes),
         bytes=tar_bytes,
-        images=np.array(images, np.int32),
-        image_sizes=np.array(sizes, np.int32).reshape(-1, 2),
+        images=np.concatenate(images).astype(np.int32),
+        image_sizes=np.concatenate(sizes).astype(np.int32),
         fingerprint=fingerprint,
         text_lengths=text_lengths,
         reasons=reasons,

@@ -1,6 +1,7 @@
 import json
 import shutil
 import tarfile
+import zlib
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from archives import conversation, picture, write_tar
 
 from mmtrain.config import load_config
 from mmtrain.data.catalog import Catalog, DataSet, data_sets, is_held_out
-from mmtrain.data.index import TextLengths, read_index, text_fingerprint, write_index
+from mmtrain.data.index import Member, TextLengths, read_index, text_fingerprint, write_index
 from mmtrain.data.indexing import ensure_indexes
 from mmtrain.data.order import HELD_OUT, UNUSABLE, Capacity
 from mmtrain.data.scan import scan_shard
@@ -113,7 +114,11 @@ def test_numbers_run_over_all_sets_and_shards_and_names_stand_before_keys(tmp_pa
     found = [catalog.find(number) for number in range(len(catalog))]
     assert [place.key for place in found] == ["cats/x", "cats/y", "cats/z", "dogs/x", "dogs/w", "dogs/x"]
     assert [str(place.shard)[-7:] for place in found] == ["a/0.tar"] * 3 + ["b/0.tar"] + ["b/1.tar"] * 2
-    assert [place.number for place in found] == [0, 1, 2, 0, 0, 1]
+    assert [place.name for place in found] == ["x", "y", "z", "x", "w", "x"]
+    step = 512 + -(-len(CAPTION) // 512) * 512  # of a member and its header
+    assert [member for place in found for member in place.members] == [
+        Member("json", 512 + number * step, len(CAPTION), zlib.crc32(CAPTION)) for number in (0, 1, 2, 0, 0, 1)
+    ]
     assert [(one.weight, one.shard_sizes.tolist()) for one in catalog.sample_sets] == [(1.0, [3, 0]), (0.5, [1, 2])]
     assert open_catalog(tmp_path / "a" / "0.tar").find(1).key == "y"
 

@@ -176,13 +176,13 @@ def test_what_is_ready_is_left_alone_and_what_is_not_is_found(tars):
     assert unready_shards(tars, FINGERPRINTS["plain"]) == tars[2:]
     written = [index_path(tar).stat().st_mtime_ns for tar in tars[:2]]
     lines = []
-    ensure_indexes(tars, LLM, "plain", lines.append)
+    ensure_indexes(tars, LLM, "plain", say=lines.append)
     assert unready_shards(tars, FINGERPRINTS["plain"]) == []
     assert [index_path(tar).stat().st_mtime_ns for tar in tars[:2]] == written
     assert lines[0] == "indexing 1 of 3 shards (once; the indexes are kept beside them)"
     assert lines[-1].startswith("1 of 1 shards")
     del lines[:]
-    ensure_indexes(tars, LLM, "plain", lines.append)
+    ensure_indexes(tars, LLM, "plain", say=lines.append)
     assert lines == []
 
 

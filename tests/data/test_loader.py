@@ -206,7 +206,7 @@ def test_overlong_samples_are_left_out_and_counted_or_refused(tiny):
     assert (plan.drawn, plan.overlong, plan.unusable) == (96, len(longer), 0)
     keys = [key for batch in first(batches, len(plan)) for key in batch.keys]
     assert sorted(keys) == sorted(set(stored_keys(tiny / "shards")) - longer)
-    assert f", {len(longer)} longer than a pack" in batches.summary
+    assert f", {len(longer)} too long for a pack" in batches.summary
     with pytest.raises(UserError, match=rf"tiny-\d+\.tar: sample {min(longer)}: \d+ tokens .* pack of 40 tokens"):
         open_batches(tiny, "data.pack_length=40", "data.overlong=refuse")
 

@@ -164,7 +164,7 @@ def test_every_group_holds_each_set_in_proportion_and_few_shards():
 
 def test_a_set_that_does_not_divide_into_groups_is_spread_evenly():
     sets = [sample_set([100] * 70, shards=7), sample_set([100] * 11)]
-    samples = plan(sets, shuffle_shards=2).samples  # 8 visits, 4 groups
+    samples = plan(sets, shuffle_shards=2, pack_window=20).samples  # 8 visits, 4 groups
     borders = [(g * 70 // 4 + g * 11 // 4) for g in range(5)]
     counts = [int((samples[begin:end] >= 70).sum()) for begin, end in itertools.pairwise(borders)]
     assert counts == [2, 3, 3, 3]
@@ -172,12 +172,20 @@ def test_a_set_that_does_not_divide_into_groups_is_spread_evenly():
 
 def test_no_pack_spans_two_groups():
     sets = [sample_set([10, 20, 30, 15, 25] * 8, shards=5)]  # 8 samples a shard
-    made = plan(sets, shuffle_shards=1, pack_window=1000)
+    made = plan(sets, shuffle_shards=1, pack_window=8)
     shards = [{sample // 8 for sample in pack} for pack in packs_of(made)]
     assert all(len(shard) == 1 for shard in shards)
     visits = [min(shard) for shard, _ in itertools.groupby(shards)]
     assert sorted(visits) == [0, 1, 2, 3, 4]
     assert visits != sorted(visits)
+
+
+def test_a_group_of_small_shards_is_large_enough_for_a_window():
+    lengths = list(range(1, 91))
+    made = plan([sample_set(lengths, shards=90)], shuffle_shards=2, pack_window=45)
+    assert len(made) < 48, "4,095 tokens in packs of 100; in groups of two shards, two samples, about 60 packs"
+    first_group = made.samples[:45]
+    assert len(set(range(90)) - set(first_group.tolist())) == 45 and first_group.max() - first_group.min() > 60
 
 
 def test_windows_are_as_equal_as_possible_and_packed_one_by_one():

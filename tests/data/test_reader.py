@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from archives import conversation, picture, write_tar
 
-from mmtrain.data.catalog import INDEXES_KEPT, Catalog, DataSet
+from mmtrain.data.catalog import Catalog, DataSet
 from mmtrain.data.index import TextLengths, index_path, write_index
 from mmtrain.data.reader import OPEN_FILES, Reader
 from mmtrain.data.samples import Fault, Sample
@@ -145,24 +145,16 @@ def test_a_read_that_fails_is_tried_until_it_works(tmp_path):
     healer.join()
 
 
-def test_an_index_that_is_away_for_a_while_is_waited_for(tmp_path):
-    (tar,) = captions(tmp_path, 1)
-    reader = open_reader(tar, retry_seconds=30)
-    index, aside = index_path(tar), tmp_path / "aside"
-    index.rename(aside)
-    healer = threading.Timer(0.25, aside.rename, (index,))
-    healer.start()
-    assert reader.read(0).turns[1] == ("gpt", "0-0")
-    healer.join()
-
-
-def test_a_stale_index_is_an_error_without_waiting(tmp_path):
-    (tar,) = captions(tmp_path, 1)
-    reader = open_reader(tar, retry_seconds=10**9)
-    with tar.open("ab") as stream:
-        stream.write(bytes(512))
-    with pytest.raises(UserError, match="is stale"):
-        reader.read(0)
+@pytest.mark.parametrize("becomes", ["gone", "of other samples"])
+def test_what_becomes_of_an_index_while_a_run_reads_changes_nothing(tmp_path, becomes):
+    first, other = captions(tmp_path, 2)
+    reader = open_reader(first)
+    open_reader(other)
+    if becomes == "gone":
+        index_path(first).unlink()
+    else:
+        index_path(first).write_bytes(index_path(other).read_bytes())
+    assert [reader.read(number).turns[1] for number in range(3)] == [("gpt", f"0-{number}") for number in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +163,6 @@ def test_a_stale_index_is_an_error_without_waiting(tmp_path):
 def test_a_read_that_fails_for_too_long_ends_with_the_systems_reason(tmp_path, break_, reason):
     (tar,) = captions(tmp_path, 1)
     reader = open_reader(tar, retry_seconds=0.25)
-    reader.catalog.find(1)
     tar.unlink() if break_ == "gone" else os.truncate(tar, 1600)
     message = rf"^{tar}: cannot be read \(.*{reason}.*\), tried for 0\.25 s \(data\.io_retry_seconds\)"
     with pytest.raises(UserError, match=message):
@@ -184,13 +175,15 @@ def test_of_many_shards_few_are_open(tmp_path):
         links = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
         return sum(file.readlink().parent == tmp_path for file in links if file.exists())
 
-    shards = max(OPEN_FILES, INDEXES_KEPT) + 6
+    shards = OPEN_FILES + 6
     reader = open_reader(*captions(tmp_path, shards, samples=1))
     most = 0
     for number in [*range(shards), *reversed(range(shards))]:
         assert reader.read(number).key == f"{number}-0"
         most = max(most, open_tars())
     assert most == OPEN_FILES
+    reader.close()
+    assert open_tars() == 0 and reader.read(0).key == "0-0"
 
 
 def test_a_forked_copy_and_its_parent_read_the_same_open_files_at_once(tmp_path):
