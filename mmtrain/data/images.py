@@ -77,7 +77,8 @@ class ImageTransform:
         narrow = Image.new("RGB", (self.image_size, side), colour)
         rows = max(BAND_PIXELS // side, 1)
         for top in range(0, height, rows):
-            band = image.crop((0, top, width, min(top + rows, height)))
+            # Pillow copies even if nothing is cut off: 0.1 ms of a photograph's 5.
+            band = image if rows >= height else image.crop((0, top, width, min(top + rows, height)))
             if width < side:
                 padded = Image.new("RGB", (side, band.height), colour)
                 padded.paste(band, (left, 0))
@@ -109,7 +110,7 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Im
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode in ("I", "F"):
             raise Rejected("undecodable_image", f"32 bits a pixel (Pillow's mode {image.mode}) have no known range")
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
     except DECODE_ERRORS as error:
         raise Rejected("undecodable_image", str(error)) from None
 

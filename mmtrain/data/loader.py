@@ -15,10 +15,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import mmap
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mmtrain.config import RunConfig
@@ -26,10 +33,10 @@ from mmtrain.data.catalog import Catalog, data_sets
 from mmtrain.data.images import image_transform
 from mmtrain.data.index import text_fingerprint
 from mmtrain.data.indexing import ensure_indexes
-from mmtrain.data.order import Capacity, PackOrder, PlannedPack
+from mmtrain.data.order import HELD_OUT, Capacity, PackOrder, PlannedPack
 from mmtrain.data.packs import Gap, Pack, PackedBatch, make_batch
 from mmtrain.data.reader import Reader
-from mmtrain.data.records import Rejected
+from mmtrain.data.records import REASONS, Rejected
 from mmtrain.data.samples import Document, Fault
 from mmtrain.data.templates import TEMPLATES
 from mmtrain.data.text_lengths import load_tokenizer
@@ -38,6 +45,7 @@ from mmtrain.plan.shapes import llm_shape, model_folder, vision_shape
 from mmtrain.rank import die_with_parent
 
 PREFETCH = 2  # micro-batches that each worker makes ahead
+SLOTS = PREFETCH + 1  # micro-batches of a worker that keep their images: those ahead, and the one being copied out
 
 
 class Documents:
@@ -52,7 +60,7 @@ class Documents:
         self.template = TEMPLATES[config.data.template](
             self.tokenizer, self.tokens_per_image, llm_shape(config.model.llm.path).vocab_size
         )
-        self.decode = image_transform(vision.name, config.data.image_fit, config.data.max_image_pixels).decode
+        self.transform = image_transform(vision.name, config.data.image_fit, config.data.max_image_pixels)
         eos = self.tokenizer.eos_token_id
         self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
         self.capacity = Capacity(config.data.pack_length, config.data.max_images_per_pack)
@@ -84,9 +92,15 @@ class Documents:
             )
         return document
 
-    def batch(self, packs: list[Pack]) -> PackedBatch:
-        """A micro-batch of packs, images decoded."""
-        return make_batch(packs, self.capacity.tokens, self.padding_id, self.decode)
+    def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
+        """A micro-batch of packs, images decoded, into `buffer` if there is one."""
+        return make_batch(packs, self.capacity.tokens, self.padding_id, self.transform.decode, buffer)
+
+    @property
+    def most_images(self) -> int:
+        """Images that a pack can hold."""
+        most = self.capacity.tokens // self.tokens_per_image
+        return most if self.capacity.images is None else min(most, self.capacity.images)
 
 
 class PackedBatches:
@@ -107,10 +121,22 @@ class PackedBatches:
         self.catalog = self.documents.catalog(data_sets(data), config.eval.fraction)
         if data.overlong == "refuse":
             self.catalog.refuse_overlong(self.documents.capacity)
+        for section, one in zip(data.sets or (), self.catalog.sample_sets, strict=False):
+            kept = int((one.lengths != HELD_OUT).sum())
+            if round(section.weight * kept) == 0:
+                raise UserError(
+                    f"data.sets: {section.name} is never drawn: weight {section.weight:g} of {kept:,} samples that are "
+                    "not held out is less than one a pass; raise its weight, or leave it out"
+                )
         self.order = PackOrder(
             self.catalog.sample_sets, config.run.seed, self.documents.capacity, data.shuffle_shards, data.pack_window
         )
-        self.order.epoch_plan(0)  # before workers are forked, which would each plan it again
+        try:
+            self.order.epoch_plan(0)  # before workers are forked, which would each plan it again
+        except UserError as error:
+            reasons = Counter(fault.reason for fault in self.catalog.faults.values())
+            listed = ", ".join(f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common())
+            raise UserError(f"{error}" + (f" ({listed})" if listed else "")) from error
         self.reader = Reader(self.catalog, data.io_retry_seconds)
 
     @property
@@ -119,7 +145,9 @@ class PackedBatches:
         plan, capacity = self.order.epoch_plan(0), self.documents.capacity
         fill = self.catalog.lengths[plan.samples].sum() / (len(plan) * capacity.tokens)
         left_out = {
-            "longer than a pack": plan.overlong,
+            "too long for a pack"
+            if capacity.images is None
+            else f"too long for a pack, or with more than {capacity.images} images": plan.overlong,
             "unusable": plan.unusable,
             "held out": len(self.catalog.held_out),
         }
@@ -138,23 +166,26 @@ class PackedBatches:
     def __iter__(self) -> Iterator[PackedBatch]:
         workers = self.config.data.workers
         if workers == 0:
-            batches: Iterable[PackedBatch | UserError] = self._share(0, 1)
-        else:
-            batches = DataLoader(
-                _Worker(self),
-                batch_size=None,
-                num_workers=workers,
-                prefetch_factor=PREFETCH,
-                multiprocessing_context="fork",  # torch is imported already; spawn would import it again, seconds each
-                worker_init_fn=functools.partial(_live_with_parent, os.getpid()),
-            )
-        for batch in batches:
-            if isinstance(batch, UserError):
-                raise batch
-            yield batch
+            yield from self._share(0, 1, itertools.repeat(None))
+            return
+        images = self.config.train.packs_per_microbatch * self.documents.most_images
+        slots = _shared_memory(workers, images, self.documents.transform.image_size)
+        batches = DataLoader(
+            _Worker(self, slots),
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=PREFETCH,
+            multiprocessing_context="fork",  # torch is imported already; spawn would import it again, seconds each
+            worker_init_fn=functools.partial(_live_with_parent, os.getpid()),
+        )
+        for number, sent in enumerate(batches):
+            if isinstance(sent, UserError):
+                raise sent
+            yield sent.received(slots[number % workers, number // workers % SLOTS])
 
-    def _share(self, worker: int, workers: int) -> Iterator[PackedBatch]:
-        """Every `workers`-th micro-batch of this replica, from the `worker`-th on."""
+    def _share(self, worker: int, workers: int, buffers: Iterable[torch.Tensor | None]) -> Iterator[PackedBatch]:
+        """Every `workers`-th micro-batch of this replica, from the `worker`-th on, each with the next buffer."""
+        buffers = iter(buffers)
         train = self.config.train
         mine = train.packs_per_step // self.replicas
         numbers = itertools.count()
@@ -163,7 +194,7 @@ class PackedBatches:
             for start in range(first, first + mine, train.packs_per_microbatch):
                 if next(numbers) % workers == worker:
                     packs = self.order.packs(start, train.packs_per_microbatch)
-                    yield self.documents.batch([self._read(pack) for pack in packs])
+                    yield self.documents.batch([self._read(pack) for pack in packs], next(buffers))
 
     def _read(self, pack: PlannedPack) -> Pack:
         entries: list[Document | Gap] = []
@@ -173,16 +204,47 @@ class PackedBatches:
         return Pack(tuple(entries), pack.epoch)
 
 
+def _shared_memory(workers: int, images: int, image_size: int) -> torch.Tensor:
+    """(workers, SLOTS, images, 3, S, S) float32 that forked processes share; a page takes no memory until it is used.
+
+    torch's queues make a file in /dev/shm of every tensor instead. Its new pages cost more than half a millisecond an
+    image of 336 pixels, and a container has 64 MB of it by default.
+    """
+    shape = (workers, SLOTS, max(images, 1), 3, image_size, image_size)
+    return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=torch.float32).view(shape)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A micro-batch on its way from a worker; its images lie in the worker's slot."""
+
+    fields: dict[str, Any]  # of PackedBatch, the tokens' tensors as arrays, which a queue takes as they are
+    images: int
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> Self:
+        tokens = {name: value.numpy() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+        return cls({**vars(batch), **tokens, "images": None}, 0 if batch.images is None else len(batch.images))
+
+    def received(self, slot: torch.Tensor) -> PackedBatch:
+        tokens = {name: torch.from_numpy(value) for name, value in self.fields.items() if isinstance(value, np.ndarray)}
+        # A copy: the worker writes over the slot once the next micro-batch is asked for.
+        images = slot[: self.images].clone() if self.images else None
+        return PackedBatch(**{**self.fields, **tokens, "images": images})
+
+
 class _Worker(IterableDataset):
     """A worker process's part of the stream; what the user can mend travels as a value, with its message unchanged."""
 
-    def __init__(self, batches: PackedBatches) -> None:
+    def __init__(self, batches: PackedBatches, slots: torch.Tensor) -> None:
         self.batches = batches
+        self.slots = slots
 
-    def __iter__(self) -> Iterator[PackedBatch | UserError]:
+    def __iter__(self) -> Iterator[_Sent | UserError]:
         worker = get_worker_info()
         try:
-            yield from self.batches._share(worker.id, worker.num_workers)
+            slots = itertools.cycle(self.slots[worker.id])
+            yield from map(_Sent.of, self.batches._share(worker.id, worker.num_workers, slots))
         except UserError as error:
             yield error
 
