@@ -465,6 +465,29 @@ def test_damaged_held_out_images_are_named(scene, tmp_path):
         list(held_out.batches(held_out.share(held_out.packs)))
 
 
+def test_damage_among_samples_that_are_held_out_by_fraction_is_left_out_and_listed(scene, tmp_path):
+    for name in ("a.tar", "b.tar"):
+        shutil.copy(scene.folder / "held" / name, tmp_path / name)
+    config = config_of(scene, data__shards=f"{tmp_path}/*.tar", eval__shards=None, eval__fraction=0.5)
+    sound = HeldOut(PackedBatches(config, 0, 1))
+    pictured = [d.sample for d in sound.documents if d.sample.images and d.sample.shard.endswith("a.tar")][:2]
+    content = bytearray((tmp_path / "a.tar").read_bytes())
+    for sample in pictured:
+        content[content.index(sample.images[0]) + 40] ^= 1
+    (tmp_path / "a.tar").write_bytes(content)
+    damaged = HeldOut(PackedBatches(config, 0, 1))
+    assert [(fault.key, fault.reason) for fault in damaged.faults] == [(s.key, "checksum") for s in pictured]
+    left = [document.sample.key for document in damaged.documents]
+    assert left == [d.sample.key for d in sound.documents if d.sample.key not in {s.key for s in pictured}]
+    assert damaged.extent.damaged == 2 and "; 2 damaged left out" in damaged.extent.summary
+
+
+def test_a_fraction_that_holds_out_nothing_is_refused(scene):
+    config = config_of(scene, eval__shards=None, eval__fraction=1e-9)
+    with pytest.raises(UserError, match=r"^eval\.fraction: none of 40 samples is held out; raise the fraction"):
+        HeldOut(PackedBatches(config, 0, 1))
+
+
 def evaluate_other_files(config, other):
     join_process_group(torch.device("cpu"), 60)
     try:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from archives import conversation, write_tar
@@ -374,6 +375,14 @@ def test_a_reader_that_leaves_is_no_error(folder):
     ran = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(writing)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("more", [(), ("--json",), ("--verify",)])
+def test_a_full_disk_behind_the_output_is_an_error(folder, more):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, str(TOOL), str(folder), *more]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ran.returncode == 2 and "error: standard output: No space left" in ran.stderr, ran.stderr
 
 
 def test_a_terminal_gets_lines_of_its_width(folder):

@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 from processes import Command, running, wait_for
 
+from mmtrain import launch as launch_module
 from mmtrain.config import load_config
+from mmtrain.errors import UserError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 LAUNCH = ("-m", "mmtrain.launch")
@@ -29,6 +31,16 @@ def launch(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *LAUNCH, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120
     )
+
+
+def test_many_shards_are_not_indexed_while_other_processes_wait(tiny, tmp_path, monkeypatch, make_tiny):
+    shards = make_tiny.make_tiny_shards(tmp_path, samples=8, shards=2)
+    config = load_config(tiny / "config.yaml", [f"data.shards={tmp_path}/*.tar"])
+    monkeypatch.setattr(launch_module, "INDEXED_WHILE_OTHERS_WAIT", 1000)
+    with pytest.raises(UserError, match=rf"2 of 2 shards .*index_shards\.py {shards[0]} {shards[1]} --tok"):
+        launch_module._check_data(config, others_wait=True)
+    launch_module._check_data(config, others_wait=False)
+    launch_module._check_data(config, others_wait=True)
 
 
 # ---- wrong input: exit code 2, a message, no traceback, nothing started

@@ -8,6 +8,7 @@ import os
 import pty
 import random
 import re
+import shlex
 import subprocess
 import tarfile
 import time
@@ -411,6 +412,7 @@ def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(too
         ("mkdir out && touch out/shard-000004.tar.tmp", r"holds shards already \(shard-000004\.tar\.tmp\)"),
         ("mkdir out && touch out/dataset.json", r"holds shards already \(dataset\.json\)"),
         ("ln -s /proc out", r"out/unfinished\.jsonl: "),
+        ("ln -s images out", r"--out \S+/out: is the folder of the images"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(tool, folder, capsys, prepare, message):
@@ -421,6 +423,22 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(tool, folder, capsys
     said = capsys.readouterr().err
     assert re.search(rf"\Aerror: .*{message}.*\n\Z", said) if message else said == ""
     assert sorted(path.name for path in folder.glob("*.tar*")) == before
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"inputs": 1, "shards": [], "samples": 3}'])
+def test_resuming_where_another_tool_left_a_dataset_json_is_refused(tool, folder, capsys, content):
+    (folder / "a.json").write_text(json.dumps([{"id": 1, "conversations": turns("Hi", "Yes.")}]))
+    (folder / "out").mkdir()
+    (folder / "out" / "dataset.json").write_text(content)
+    assert shard(tool, folder, "--resume") == 2
+    assert "out/dataset.json: is not of this tool, or damaged" in capsys.readouterr().err
+
+
+def test_the_hint_at_the_end_names_the_shards_whatever_the_folder_is_called(tool, folder, capsys):
+    (folder / "a.json").write_text(json.dumps([{"id": 1, "conversations": turns("Hi", "Yes.")}]))
+    assert shard(tool, folder, out="my [new] data") == 0
+    (hint,) = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("use it: "))
+    assert [path.name for path in expand_shards(hint.removeprefix("data.shards="))] == ["shard-000000.tar"]
 
 
 def test_a_broken_last_file_shows_before_anything_is_written(tool, folder, capsys):
@@ -440,6 +458,8 @@ def test_a_broken_last_file_shows_before_anything_is_written(tool, folder, capsy
         (["--samples-per-shard", "9", "--shard-bytes", "1GB"], "give one of the two"),
         (["--shard-bytes", "many"], "'many' is no size"),
         (["--shard-bytes", "1"], "--shard-bytes 1: at least 1MB"),
+        (["--shard-bytes", "1e400GB"], "'1e400GB' is no size"),
+        (["--out", ""], "--out: an empty name"),
         (["--workers", "0"], "--workers 0: at least 1"),
         (["--max-side", "0"], "--max-side 0: at least 1"),
         (["--max-pixels", "1000000001"], "at most 100000000"),

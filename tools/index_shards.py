@@ -25,7 +25,7 @@ from mmtrain.data.indexing import build_indexes, unready_shards, usable_cores
 from mmtrain.data.records import REASONS
 from mmtrain.data.shard_list import find_shards
 from mmtrain.errors import UserError
-from mmtrain.metrics import say, tell
+from mmtrain.metrics import tell
 from mmtrain.plan.model_files import model_folder
 
 EXAMPLES = """\
@@ -47,12 +47,12 @@ exit codes:
 
 def index_shards(options: argparse.Namespace) -> None:
     """Index the shards and print what they hold; raises UserError."""
-    tars = find_shards(options.shards, say)
+    tars = find_shards(options.shards, tell)
     folder = model_folder(options.tokenizer)
     fingerprint = text_fingerprint(folder, options.template)
     todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint)
     if len(todo) < len(tars):
-        say(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
+        tell(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
     if todo:
         build_indexes(
             todo,
@@ -60,7 +60,7 @@ def index_shards(options: argparse.Namespace) -> None:
             options.template,
             options.workers,
             rebuild=options.rebuild,
-            say=say,
+            say=tell,
             stream=sys.stdout,
         )
     _summarize(tars, fingerprint, f"{options.tokenizer}, {options.template}")

@@ -34,7 +34,7 @@ from mmtrain.data.shard_list import find_shards
 from mmtrain.data.survey import Survey, histogram, quantile, survey
 from mmtrain.data.verify import Damage, verify_shard
 from mmtrain.errors import UserError
-from mmtrain.metrics import harmless, say, tell
+from mmtrain.metrics import harmless, tell
 from mmtrain.plan.model_files import model_folder
 from mmtrain.plan.shapes import vision_shape
 from mmtrain.progress import Progress
@@ -100,7 +100,7 @@ class Report(NamedTuple):
 def inspect_shards(options: argparse.Namespace) -> int:
     """Print what the options ask for and return the exit code; raises UserError."""
     # With --json, stdout is one JSON value.
-    note, stream = (_say_aside, sys.stderr) if options.json else (say, sys.stdout)
+    note, stream = (_say_aside, sys.stderr) if options.json else (tell, sys.stdout)
     tars = find_shards(options.shards, note)
     if options.verify:
         return _verify(tars, note, stream, options.json)

@@ -189,10 +189,18 @@ def _index_shard(job: Job, count: TextCounter, report: Callable[[int], None]) ->
         index.texts[fingerprint] = measure_texts(tar, index, count, report)
     else:  # another process was faster
         return
-    with _locked(tar):  # a process that measures for another tokenizer may have written in between
-        if not rebuild and index_state(tar, fingerprint) is not IndexState.MISSING:
+    if rebuild:
+        write_index(tar, index)
+    else:
+        write_merged(tar, index)
+
+
+def write_merged(tar: Path, index: ShardIndex) -> None:
+    """Write an index with the lengths that another process, for another tokenizer, has written in the meantime."""
+    with _locked(tar):
+        with contextlib.suppress(UserError):  # none yet, or one that this one replaces
             written = read_index(tar)
-            if written.members == index.members:
+            if (written.keys, written.members) == (index.keys, index.members):
                 index.texts = {**written.texts, **index.texts}
         write_index(tar, index)
 

@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import tarfile
 
 import pytest
 
 from mmtrain.config import load_config
 from mmtrain.data.account import CountError, ReadAccount
 from mmtrain.data.loader import PackedBatches
+from mmtrain.errors import UserError
 
 
 def open_account(tiny, folder, *overrides):
@@ -58,3 +60,23 @@ def test_a_lost_or_repeated_micro_batch_ends_the_run_with_the_epoch(tiny, tmp_pa
     sign = "-" if lost else r"\+"
     with pytest.raises(CountError, match=rf"epoch 0: 96 samples were planned in 24 packs, \d+ were .*: {sign}[1-9]"):
         run_steps(account, account.watch(iter(batches)), 7)
+
+
+def test_samples_that_are_unusable_from_the_start_count_among_the_damaged_in_proportion(tiny, tmp_path, make_tiny):
+    (shard,) = make_tiny.make_tiny_shards(tmp_path / "shards", samples=40, shards=1, text_only_fraction=0)
+    with tarfile.open(shard) as archive:
+        text, image = archive.getmember("000003.json"), archive.getmembers()[2 * 7 + 1]
+    content = bytearray(shard.read_bytes())
+    content[text.offset_data] = ord("]")
+    shard.write_bytes(content)
+    shard.with_name(shard.name + ".index").unlink()
+    options = (f"data.shards={shard}", "data.max_quarantine_rate=0.03")
+    open_account(tiny, tmp_path, *options)  # 1 of 40 is 2.5%
+    content[image.offset_data + 100] ^= 1
+    shard.write_bytes(content)
+    packed, account, _ = open_account(tiny, tmp_path, *options)
+    stream = account.watch(iter(packed))
+    with pytest.raises(UserError, match=r"2 of \d+ samples read are quarantined"):
+        for step in range(20):
+            taken = list(itertools.islice(stream, 5))
+            account.end_step(step, sum(batch.samples for batch in taken), sum(len(batch.faults) for batch in taken))

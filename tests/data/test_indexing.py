@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from archives import conversation, picture, write_tar
 from transformers import AddedToken, AutoTokenizer
 
 from mmtrain.data.index import index_path, read_index, text_fingerprint
-from mmtrain.data.indexing import build_indexes, ensure_indexes, unready_shards
+from mmtrain.data.indexing import build_indexes, ensure_indexes, unready_shards, write_merged
 from mmtrain.errors import UserError
 from mmtrain.plan.model_files import model_folder
 
@@ -293,3 +294,28 @@ def test_a_worker_killed_from_outside_is_an_error_that_says_so(tmp_path):
         with pytest.raises(UserError, match="a worker was killed"):
             build_indexes(tars, LLM, "chat", workers=2)
         assert killer.wait(timeout=20) == 0
+
+
+def test_processes_that_index_for_two_templates_at_once_keep_each_others_lengths(tmp_path):
+    tars = [write_tar(tmp_path / f"s-{number}.tar", files(samples(number, 40))) for number in range(8)]
+    code = "from pathlib import Path; from mmtrain.data.indexing import build_indexes; import sys\n"
+    code += f"build_indexes([Path(p) for p in sys.argv[2:]], {LLM!r}, sys.argv[1], workers=1)"
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, template, *map(str, tars)]) for template in ("plain", "chat")
+    ]
+    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    for tar in tars:
+        assert set(read_index(tar).texts) == set(FINGERPRINTS.values())
+
+
+def test_lengths_that_another_process_wrote_meanwhile_are_kept_if_they_are_of_the_same_samples(tmp_path):
+    tar = write_tar(tmp_path / "s.tar", files(samples(0)))
+    build_indexes([tar], LLM, "plain", workers=1)
+    measured = read_index(tar)
+    build_indexes([tar], LLM, "chat", workers=1)
+    both = read_index(tar).texts
+    write_merged(tar, replace(measured, texts=dict(measured.texts)))
+    assert read_index(tar).texts == both and len(both) == 2
+    others = [f"{key}-" for key in measured.keys]
+    write_merged(tar, replace(measured, keys=others, texts=dict(measured.texts)))
+    assert read_index(tar).texts == measured.texts

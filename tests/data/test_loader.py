@@ -331,3 +331,26 @@ def test_workers_end_with_a_killed_rank(tiny):
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(map(alive, workers))
+
+
+def test_a_data_set_that_no_epoch_draws_from_is_refused(tiny, tmp_path, make_tiny):
+    make_tiny.make_tiny_shards(tmp_path, samples=20, shards=1)
+    sets = f"[{{name: a, shards: {tiny}/shards/*.tar}}, {{name: few, shards: {tmp_path}/*.tar, weight: 0.02}}]"
+    with pytest.raises(UserError, match=r"data\.sets: few is never drawn: weight 0\.02 of 20 samples"):
+        open_batches(tiny, f"data.sets={sets}")
+
+
+def test_shards_without_a_usable_sample_say_why(tiny, tmp_path):
+    with tarfile.open(tmp_path / "s.tar", "w") as tar:
+        for number in range(3):
+            tar.addfile(tarfile.TarInfo(f"{number}.txt"))
+    with pytest.raises(UserError, match=r"3 cannot be used at all \(3 no_json: a sample without KEY\.json"):
+        open_batches(tiny, f"data.shards={tmp_path}/s.tar")
+
+
+def test_images_of_workers_stay_as_they_are_while_others_are_made(tiny):
+    batches = iter(open_batches(tiny, "data.workers=1", "train.packs_per_microbatch=2"))
+    kept = first(batches, 12)  # more than a worker has places for
+    again = first(iter(open_batches(tiny, "train.packs_per_microbatch=2")), 12)
+    for one, other in zip(kept, again, strict=True):
+        same(one, other)
