@@ -5,6 +5,7 @@ tars --by hand: tarfile, json, stock tokenizer--> rows, against which every batc
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 from broken_shards import BEFORE, BETWEEN, Broken, SoundShard, key
+from PIL import Image
 
 from mmtrain.config import load_config
 from mmtrain.data.images import image_transform
@@ -63,7 +65,7 @@ def whole_epoch(packed: PackedBatches) -> list[PackedBatch]:
 
 def rows_by_hand(tiny: Path, tars: list[Path]) -> dict[str, Row]:
     """Each sample's row from tarfile, json, the stock tokenizer: images, the caption, EOS, labels shifted by one."""
-    tokenizer, decode = load_tokenizer(str(tiny / "llm")), image_transform(str(tiny / "vision")).decode
+    tokenizer, transform = load_tokenizer(str(tiny / "llm")), image_transform(str(tiny / "vision"))
     rows = {}
     for tar in tars:
         with tarfile.open(tar) as archive:
@@ -77,7 +79,8 @@ def rows_by_hand(tiny: Path, tars: list[Path]) -> dict[str, Row]:
                 ]
                 before = [tokenizer.bos_token_id] + [IMAGE_POSITION] * (TOKENS_PER_IMAGE * len(images))
                 labels = [IGNORE] * (len(before) - 1) + caption + [IGNORE]
-                rows[name[:6]] = Row(torch.tensor(before + caption), torch.tensor(labels), [*map(decode, images)])
+                pixels = [transform(Image.open(io.BytesIO(image))) for image in images]
+                rows[name[:6]] = Row(torch.tensor(before + caption), torch.tensor(labels), pixels)
     return rows
 
 

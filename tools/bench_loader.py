@@ -55,7 +55,7 @@ def race(folder: Path, pack_length: int, workers: int, repetitions: int) -> Time
         MMTRAIN: lambda: _drain(iter(batches), len(images), lambda batch: batch.keys),
         WEBDATASET: lambda: _drain(iter(plain), len(images), lambda batch: batch.keys),
         PILLOW_BOUND: lambda: _bare_loop(lambda content: plain_fit(_opened(content), transform), images, processes),
-        TRANSFORM_BOUND: lambda: _bare_loop(transform.decode, images, processes),
+        TRANSFORM_BOUND: lambda: _bare_loop(lambda content: transform(_opened(content)), images, processes),
     }
     return alternate(contestants, repetitions)
 

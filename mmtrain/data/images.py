@@ -1,6 +1,6 @@
 """An image's way from a file's bytes to the encoder's input.
 
-bytes --header: how many pixels?--> --Pillow--> RGB (height, width) --fit--> (S, S)
+bytes --header: how many pixels?--> --Pillow--> RGB (height, width) --fit--> (3, S, S) uint8
       --/255, minus mean, over std--> (3, S, S) float32
 
 fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspect_ratio: pad`). Price: the padding's
@@ -46,11 +46,26 @@ class ImageTransform:
     max_pixels: int = MAX_IMAGE_PIXELS  # of an image that `decode` takes
 
     def decode(self, content: bytes) -> torch.Tensor:
-        """An image file's bytes as (3, image_size, image_size) float32; raises Rejected, as `decode_image` does."""
-        return self(decode_image(content, self.max_pixels))
+        """An image file's bytes as (3, image_size, image_size) uint8; raises what `decode_image` and `fitted` raise.
+
+        Not normalised yet: that makes four times as many bytes, which need not travel between processes.
+        """
+        return self.fitted(decode_image(content, self.max_pixels))
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Turn an image of any size and mode into (3, image_size, image_size) float32.
+        """Turn an image of any size and mode into (3, image_size, image_size) float32; raises what `fitted` raises."""
+        return self.normalise(self.fitted(image)[None])[0]
+
+    def normalise(self, images: torch.Tensor) -> torch.Tensor:
+        """(N, 3, S, S) uint8 as float32: of 0..1, minus mean, over std."""
+        pixels = images.numpy().astype(np.float32)
+        pixels /= np.float32(255)
+        pixels -= np.float32(self.mean)[:, None, None]
+        pixels /= np.float32(self.std)[:, None, None]
+        return torch.from_numpy(pixels)
+
+    def fitted(self, image: Image.Image) -> torch.Tensor:
+        """Turn an image of any size and mode into (3, image_size, image_size) uint8.
 
         Raises Rejected where a side is longer than MAX_SIDE, or would be once the other one is the encoder's.
         """
@@ -59,11 +74,7 @@ class ImageTransform:
             raise Rejected("too_many_pixels", f"{image.width} x {image.height} pixels, too long and thin for a square")
         image = image if image.mode == "RGB" else image.convert("RGB")
         fitted = {"pad": self._pad, "resize": self._resize, "center_crop": self._center_crop}[self.fit](image)
-        pixels = np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1)).astype(np.float32)
-        pixels /= np.float32(255)
-        pixels -= np.float32(self.mean)[:, None, None]
-        pixels /= np.float32(self.std)[:, None, None]
-        return torch.from_numpy(pixels)
+        return torch.from_numpy(np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1)))
 
     def _pad(self, image: Image.Image) -> Image.Image:
         """What resizing the padded square gives, without making it.

@@ -7,6 +7,7 @@
 5. text     the template: turns -> input_ids and labels; a length that is not the planned one ends the run
 6. images   `make_batch`: decoded and resized
 7. ahead    with workers, steps 4-6 run in other processes, each making every n-th micro-batch
+8. normal   images become float32 in the rank itself
 
 The whole state is the number of the next step: nothing was drawn that it does not tell.
 """
@@ -21,7 +22,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -29,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mmtrain.config import RunConfig
-from mmtrain.data.catalog import Catalog, data_sets
+from mmtrain.data.catalog import Catalog, DataSet, data_sets
 from mmtrain.data.images import image_transform
 from mmtrain.data.index import text_fingerprint
 from mmtrain.data.indexing import ensure_indexes
@@ -65,7 +66,7 @@ class Documents:
         self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
         self.capacity = Capacity(config.data.pack_length, config.data.max_images_per_pack)
 
-    def catalog(self, sets: list, held_out_fraction: float | None = None) -> Catalog:
+    def catalog(self, sets: list[DataSet], held_out_fraction: float | None = None) -> Catalog:
         """The catalog of data sets, for this tokenizer and template; missing indexes are made."""
         data, llm = self.config.data, self.config.model.llm.path
         # The launcher has made them; a rank that has to, without one, shares its cores with others.
@@ -92,9 +93,17 @@ class Documents:
             )
         return document
 
-    def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
-        """A micro-batch of packs, images decoded, into `buffer` if there is one."""
+    def batch(self, packs: list[Pack]) -> PackedBatch:
+        """A micro-batch of packs."""
+        return self.normalised(self.decoded(packs))
+
+    def decoded(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
+        """A micro-batch of packs, its images uint8, in `buffer` if there is one."""
         return make_batch(packs, self.capacity.tokens, self.padding_id, self.transform.decode, buffer)
+
+    def normalised(self, batch: PackedBatch) -> PackedBatch:
+        """The micro-batch with its images as the encoder takes them, in memory of their own."""
+        return batch if batch.images is None else replace(batch, images=self.transform.normalise(batch.images))
 
     @property
     def most_images(self) -> int:
@@ -144,13 +153,10 @@ class PackedBatches:
         """What there is to train on, for people."""
         plan, capacity = self.order.epoch_plan(0), self.documents.capacity
         fill = self.catalog.lengths[plan.samples].sum() / (len(plan) * capacity.tokens)
-        left_out = {
-            "too long for a pack"
-            if capacity.images is None
-            else f"too long for a pack, or with more than {capacity.images} images": plan.overlong,
-            "unusable": plan.unusable,
-            "held out": len(self.catalog.held_out),
-        }
+        overlong = "too long for a pack"
+        if capacity.images is not None:
+            overlong += f" or with more than {capacity.images} images"
+        left_out = {overlong: plan.overlong, "unusable": plan.unusable, "held out": len(self.catalog.held_out)}
         without = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
         return (
             f"an epoch: {len(plan.samples):,} samples in {len(plan):,} packs of {capacity.tokens:,} tokens, "
@@ -166,7 +172,7 @@ class PackedBatches:
     def __iter__(self) -> Iterator[PackedBatch]:
         workers = self.config.data.workers
         if workers == 0:
-            yield from self._share(0, 1, itertools.repeat(None))
+            yield from map(self.documents.normalised, self._share(0, 1, itertools.repeat(None)))
             return
         images = self.config.train.packs_per_microbatch * self.documents.most_images
         slots = _shared_memory(workers, images, self.documents.transform.image_size)
@@ -181,10 +187,11 @@ class PackedBatches:
         for number, sent in enumerate(batches):
             if isinstance(sent, UserError):
                 raise sent
-            yield sent.received(slots[number % workers, number // workers % SLOTS])
+            # Normalising copies: the worker writes over the slot once the next micro-batch is asked for.
+            yield self.documents.normalised(sent.received(slots[number % workers, number // workers % SLOTS]))
 
     def _share(self, worker: int, workers: int, buffers: Iterable[torch.Tensor | None]) -> Iterator[PackedBatch]:
-        """Every `workers`-th micro-batch of this replica, from the `worker`-th on, each with the next buffer."""
+        """Every `workers`-th micro-batch of this replica, from the `worker`-th on, images uint8 in the next buffer."""
         buffers = iter(buffers)
         train = self.config.train
         mine = train.packs_per_step // self.replicas
@@ -194,7 +201,7 @@ class PackedBatches:
             for start in range(first, first + mine, train.packs_per_microbatch):
                 if next(numbers) % workers == worker:
                     packs = self.order.packs(start, train.packs_per_microbatch)
-                    yield self.documents.batch([self._read(pack) for pack in packs], next(buffers))
+                    yield self.documents.decoded([self._read(pack) for pack in packs], next(buffers))
 
     def _read(self, pack: PlannedPack) -> Pack:
         entries: list[Document | Gap] = []
@@ -205,13 +212,13 @@ class PackedBatches:
 
 
 def _shared_memory(workers: int, images: int, image_size: int) -> torch.Tensor:
-    """(workers, SLOTS, images, 3, S, S) float32 that forked processes share; a page takes no memory until it is used.
+    """(workers, SLOTS, images, 3, S, S) uint8 that forked processes share; a page takes no memory until it is used.
 
-    torch's queues make a file in /dev/shm of every tensor instead. Its new pages cost more than half a millisecond an
-    image of 336 pixels, and a container has 64 MB of it by default.
+    torch's queues make a file in /dev/shm of every tensor instead: new pages each time, which cost about as much as
+    copying the image, and a container has 64 MB of it by default.
     """
     shape = (workers, SLOTS, max(images, 1), 3, image_size, image_size)
-    return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=torch.float32).view(shape)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape)), dtype=torch.uint8).view(shape)
 
 
 @dataclass(frozen=True)
@@ -228,9 +235,7 @@ class _Sent:
 
     def received(self, slot: torch.Tensor) -> PackedBatch:
         tokens = {name: torch.from_numpy(value) for name, value in self.fields.items() if isinstance(value, np.ndarray)}
-        # A copy: the worker writes over the slot once the next micro-batch is asked for.
-        images = slot[: self.images].clone() if self.images else None
-        return PackedBatch(**{**self.fields, **tokens, "images": images})
+        return PackedBatch(**{**self.fields, **tokens, "images": slot[: self.images] if self.images else None})
 
 
 class _Worker(IterableDataset):

@@ -44,7 +44,7 @@ class PackedBatch:
     input_ids: torch.Tensor  # (B, L) int64, IMAGE_POSITION at image positions
     position_ids: torch.Tensor  # (B, L) int64
     labels: torch.Tensor  # (B, L) int64
-    images: torch.Tensor | None  # (N, 3, S, S) float32, normalised; None without images
+    images: torch.Tensor | None  # (N, 3, S, S) uint8, or normalised float32; None: there are none
     keys: tuple[str, ...]  # of the samples that are trained on, in row-major order
     tokens: int = 0  # without padding and gaps
     epochs: tuple[int, ...] = ()  # (B,) of each pack
@@ -67,7 +67,7 @@ def make_batch(
     """Turn B packs into one micro-batch; `decode` makes (3, S, S) of an image file or raises Rejected.
 
     A document with such an image becomes a gap. `buffer`, (M, 3, S, S) with M at least the number of images, takes
-    them; without one they get memory of their own.
+    them as they are; without one they get memory of their own.
     """
     shape = (len(packs), pack_length)
     # Filled by numpy: torch.tensor takes seven times as long for a tuple of integers.

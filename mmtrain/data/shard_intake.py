@@ -25,9 +25,7 @@ class ShardLimit:
     """When a shard is full; exactly one of the two is set."""
 
     samples: int | None = None  # candidates: records with sound text
-    bytes: int | None = (
-        None  # of the tar, by the files' sizes before --max-side; a larger sample has a shard of its own
-    )
+    bytes: int | None = None  # of the tar, by the files' sizes before --max-side; a larger sample is alone in its tar
 
 
 class Intake:

@@ -83,6 +83,7 @@ def tar_bytes(members: Iterable[int]) -> int:
 
 
 def shard_name(number: int, prefix: str = "shard") -> str:
+    """File name of a data set's shard `number`, from 0."""
     return f"{prefix}-{number:06d}.tar"
 
 
