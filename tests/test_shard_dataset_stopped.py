@@ -258,11 +258,14 @@ def test_a_full_disk_is_one_line_and_with_more_room_the_run_goes_on(folder, smal
     ran = run(folder, *options)
     assert ran.returncode == 2
     assert ran.stderr.startswith("error: out/") and "cannot be written (No space left on device)" in ran.stderr
-    assert "Free space" in ran.stderr and "go on with --resume" in ran.stderr and ran.stderr.count("\n") == 1
+    assert "Free space" in ran.stderr and ran.stderr.count("\n") == 1
     tars = list(small_disk.glob("*.tar"))
-    assert tars and all(len(keys_in(tar)) == 1 for tar in tars)
+    assert all(len(keys_in(tar)) == 1 for tar in tars)
+    # Of two workers one may fill the disk while the other is at the first shard: then nothing is left to go on with.
+    goes_on = "go on with --resume" in ran.stderr
+    assert goes_on == bool(tars) and (goes_on or workers == "2")
     assert not list(small_disk.glob("*.tmp")) and not (small_disk / "dataset.json").exists()
     subprocess.run(["mount", "-o", "remount,size=100m", small_disk], check=True)
-    assert run(folder, *options, "--resume").returncode == 0
+    assert run(folder, *options, *["--resume"] * goes_on).returncode == 0
     assert sorted(key for tar in small_disk.glob("*.tar") for key in keys_in(tar)) == sorted(map(str, range(24)))
     assert len(contents(small_disk)) == 2 * 24 + 2
