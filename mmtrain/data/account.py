@@ -79,6 +79,8 @@ class ReadAccount:
         plan = packed.order.epoch_plan(0)
         self._refuse_many(plan.unusable, plan.drawn, unusable[:LISTED])
         self.ledger = JsonLines(folder / "samples.jsonl" if self.writes and config.data.ledger else None)
+        if self.writes and config.data.ledger and (repeated := packed.catalog.repeated_keys()):
+            say(f"samples.jsonl cannot tell all samples apart: {repeated:,} have a key that an earlier one has, too")
 
     def watch(self, batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
         """The same micro-batches, each counted when it is taken."""

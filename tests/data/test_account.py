@@ -80,3 +80,13 @@ def test_samples_that_are_unusable_from_the_start_count_among_the_damaged_in_pro
         for step in range(20):
             taken = list(itertools.islice(stream, 5))
             account.end_step(step, sum(batch.samples for batch in taken), sum(len(batch.faults) for batch in taken))
+
+
+def test_a_ledger_that_cannot_tell_samples_apart_says_so(tiny, tmp_path, make_tiny):
+    for folder in ("a", "b"):
+        make_tiny.make_tiny_shards(tmp_path / folder, samples=10, shards=1)
+    *_, said = open_account(tiny, tmp_path, f"data.shards={tmp_path}/[ab]/*.tar")
+    assert said == ["samples.jsonl cannot tell all samples apart: 10 have a key that an earlier one has, too"]
+    sets = f"data.sets=[{{name: a, shards: {tmp_path}/a/*.tar}}, {{name: b, shards: {tmp_path}/b/*.tar}}]"
+    *_, said = open_account(tiny, tmp_path, sets)
+    assert said == []
