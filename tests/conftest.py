@@ -1,11 +1,16 @@
 """Shared fixtures: the tools as modules, and one tiny model folder made once a session."""
 
 import importlib.util
+import signal
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a job that a shell has put in the background: programs started here would ignore Ctrl-C, which tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TOOLS = Path(__file__).parent.parent / "tools"
 
