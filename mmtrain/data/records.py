@@ -31,7 +31,6 @@ IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_IMAGE_PIXELS = 100_000_000
 MAX_IMAGE_BYTES = 64 << 20
 MAX_JSON_BYTES = 16 << 20
-MAX_MEMBER_BYTES = max(MAX_IMAGE_BYTES, MAX_JSON_BYTES)
 # What Pillow's decoders raise on damaged files, beyond the OSError that they document.
 DECODE_ERRORS = (
     OSError,

@@ -111,8 +111,9 @@ def run_jobs(
     At most 2 x workers jobs are held at a time. `tick` is called several times a second. Close the iterator to stop the
     workers. Raises UserError: what a worker raised, and for a worker that was killed.
     """
-    run = _run_here if workers == 1 else _run_in_processes
-    return run(jobs, task, workers, finished, tick)
+    if workers == 1:
+        return _run_here(jobs, task, finished, tick)
+    return _run_in_processes(jobs, task, workers, finished, tick)
 
 
 def _known(job: ShardJob, task: ShardTask, finished: Mapping[int, FinishedShard]) -> FinishedShard | None:
@@ -126,13 +127,7 @@ def _known(job: ShardJob, task: ShardTask, finished: Mapping[int, FinishedShard]
     return known
 
 
-def _run_here(
-    jobs: Iterator[ShardJob],
-    task: ShardTask,
-    workers: int,
-    finished: Mapping[int, FinishedShard],
-    tick: Tick,
-) -> Results:
+def _run_here(jobs: Iterator[ShardJob], task: ShardTask, finished: Mapping[int, FinishedShard], tick: Tick) -> Results:
     meter, through = task.meter(), 0
 
     def next_one() -> None:

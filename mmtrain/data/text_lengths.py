@@ -35,4 +35,4 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UserError(f"model.llm.path: no tokenizer in {folder} ({str(error).splitlines()[0]})") from error
+        raise UserError(f"{path}: no tokenizer in {folder} ({str(error).splitlines()[0]})") from error
