@@ -101,9 +101,23 @@ class RankAudit:
                 raise UserError(f"{name} holds NaN or infinity: the model's files are damaged; download them again")
 
     def start(self) -> dict[str, Any]:
-        """What this rank begins with, for `check_replicas`."""
+        """What this rank begins with, for `check_replicas` and `model_fingerprint`."""
         frozen, trainable = _combined(self.before, self.frozen), _combined(self.before, self.masters)
-        return {"rank": self.plan.rank, "pipeline": self.plan.pipeline, "frozen": frozen, "trainable": trainable}
+        return {
+            "rank": self.plan.rank,
+            "pipeline": self.plan.pipeline,
+            "frozen": frozen,
+            "trainable": trainable,
+            "frozen_parameters": [self.before[name] for name, tensor in self.frozen.items() if _is_parameter(tensor)],
+        }
+
+    def notes(self, saw_gradient: Collection[str]) -> dict[str, dict[str, Any]]:
+        """For a checkpoint, of each trained tensor: its fingerprint as the run began, and whether it had a gradient."""
+        return {name: {"begin": self.before[name], "had_gradient": name in saw_gradient} for name in self.masters}
+
+    def begin_with(self, notes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take the beginning of a resumed run, from a checkpoint's `notes`, as that of the tensors that train."""
+        self.before |= {name: notes[name]["begin"] for name in self.masters}
 
     def check_versions(self) -> None:
         """Free check for every step: no in-place operation touched a frozen tensor (writes to `.data` are missed)."""
@@ -153,6 +167,16 @@ class RankAudit:
 def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
     lines = "\n".join(f"{name} {fingerprints[name]}" for name in sorted(names))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def model_fingerprint(starts: Sequence[dict[str, Any]]) -> str:
+    """Of all frozen parameters, whatever the layout: a tied matrix that two ranks hold counts once."""
+    parameters = {fingerprint for start in starts for fingerprint in start["frozen_parameters"]}
+    return hashlib.sha256("\n".join(sorted(parameters)).encode()).hexdigest()
 
 
 def check_replicas(starts: Sequence[dict[str, Any]]) -> None:

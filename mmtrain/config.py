@@ -73,6 +73,11 @@ class VisionSection(Section):
 
 class ProjectorSection(Section):
     type: Literal["linear", "mlp2x_gelu"] = Field("mlp2x_gelu", description="projector architecture")
+    init_from: str | None = Field(
+        None,
+        description="begin with a trained projector instead of a random one: a run or checkpoint of mmtrain, its "
+        "projector.safetensors, LLaVA's mm_projector.bin, or a Hugging Face LLaVA folder; null: random, by run.seed",
+    )
 
 
 class ModelSection(Section):
@@ -211,6 +216,11 @@ class TrainSection(Section):
     epochs: PositiveInt | None = Field(
         None, description="passes over the data instead; the last step is filled up from the pass that would follow"
     )
+    max_bad_steps: NonNegativeInt = Field(
+        0,
+        description="steps with a NaN or infinite loss or gradient that a run leaves out, without an update, before it "
+        "stops; each is written to bad_steps.jsonl",
+    )
 
     @model_validator(mode="after")
     def _one_end(self) -> Self:
@@ -265,6 +275,21 @@ class EvalSection(Section):
         return self.shards is not None or self.fraction is not None
 
 
+class CheckpointSection(Section):
+    every_steps: PositiveInt | None = Field(None, description="save after every so many steps; null: by time alone")
+    every_minutes: Annotated[Float, Field(gt=0)] | None = Field(
+        10.0, description="save when the last save is this long ago; null: by steps alone. The end is always saved"
+    )
+    keep_last: PositiveInt | None = Field(3, description="keep the newest so many checkpoints; null: all")
+    keep_best: Literal["loss", "token_accuracy", "exact_match"] | None = Field(
+        None, description="keep the checkpoint that is best by this score of the evaluations, too, and save at each"
+    )
+    asynchronous: bool = Field(True, description="write in the background: a step waits only for a save before")
+    max_failures: PositiveInt = Field(
+        3, description="saves in a row that may fail (a full disk, say) before the run stops"
+    )
+
+
 class RunConfig(Section):
     run: RunSection
     model: ModelSection
@@ -273,6 +298,7 @@ class RunConfig(Section):
     train: TrainSection
     optimizer: OptimizerSection = OptimizerSection()
     eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
 
     @model_validator(mode="after")
     def _steps_divide_into_microbatches(self) -> Self:
@@ -308,6 +334,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         problems = explain(RunConfig, error.errors(include_url=False), content)
     heading = f"{path}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
     raise UserError("\n  ".join([heading, *problems]))
+
+
+def restore_config(content: dict[str, Any], source: str) -> RunConfig:
+    """The configuration of which `model_dump(mode="json")` made this; keys that mmtrain did not have then get defaults.
+
+    Raises UserError, naming the source, where it has keys or values that this version does not know.
+    """
+    try:
+        return RunConfig.model_validate(_tuples(content))
+    except ValidationError as error:
+        problems = explain(RunConfig, error.errors(include_url=False), content)
+    raise UserError("\n  ".join([f"{source}: a configuration that this version of mmtrain does not know", *problems]))
 
 
 def dump_config(config: RunConfig) -> str:

@@ -4,9 +4,12 @@ import gc
 import sys
 
 from mmtrain.rank import die_with_parent
+from mmtrain.stop import ignore_in_worker
 
 # Ranks hold the pipe whose end this process waits for, so without this both would outlive a killed launcher.
 die_with_parent()
+# Slurm signals every process. Ranks, whose parent this is, would not outlive it; they answer for themselves.
+ignore_in_worker()
 sys.stdout = sys.stderr  # what imports print belongs in the log, and file descriptor 1 stays the console for rank 0
 
 # The first torch.optim.AdamW imports it: 2 s in every rank.

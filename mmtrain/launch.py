@@ -26,17 +26,20 @@ from mmtrain.data.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.errors import UserError
 from mmtrain.metrics import say
+from mmtrain.model.projector_files import refuse_unfit_init_from
 from mmtrain.plan.chat_template import refuse_missing_chat_template
 from mmtrain.plan.layout import Plan, render
 from mmtrain.plan.model_files import model_folder
 from mmtrain.plan.planner import make_plan
 from mmtrain.rank import Rank, run_rank, seconds_before_message
-from mmtrain.run_folder import claimed, contents_of_a_run, prepare_folder, run_folder, write_plan
-from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
+from mmtrain.resume import Start, is_complete
+from mmtrain.run_folder import AUTO, claimed, contents_of_a_run, find_start, prepare_folder, run_folder, write_plan
+from mmtrain.supervise import STOPPED, Job, output_to_log, run_ranks, start_fork_server
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GPU_DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
+ANEW = "To train anew choose another run.name, or set run.overwrite=true, which deletes it"
 SHOW_CURSOR = "\x1b[?25h"
 
 DESCRIPTION = """\
@@ -46,6 +49,9 @@ CONFIG is a YAML file; any key of it can be set on the command line. Ranks = par
 Results go to run.dir/run.name: config.yaml and plan.json (what runs), log.txt (everything that libraries say),
 metrics.jsonl (loss of every step, scores on held-out samples), quarantine.jsonl (damaged samples, if any),
 samples.jsonl (the keys of every step, with data.ledger), audit.json, checkpoints/.
+
+A run that was interrupted, however, goes on when the same command is given again: from its newest whole checkpoint,
+with the same samples in the same steps. What was recorded after that checkpoint moves to discarded.jsonl.
 """
 
 EXAMPLES = """\
@@ -58,6 +64,8 @@ examples:
     python -m mmtrain.launch configs/llava15_7b_pp4.yaml
   change keys for one run:
     python -m mmtrain.launch configs/llava_pp4.yaml run.name=try2 optimizer.lr=2e-4 parallel.pipeline=2
+  go on after a crash, a full disk or a signal: the same command again; or from an earlier checkpoint
+    python -m mmtrain.launch CONFIG --resume runs/NAME/checkpoints/step-00000100
   train on two machines; on the second one with --node-rank 1:
     python -m mmtrain.launch CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint first-machine:29500
   the same through torchrun:
@@ -67,7 +75,8 @@ exit codes:
   0    the run finished and its audit passed (or the plan was printed)
   1    a rank failed; the message names the rank, its stage, the step and the cause
   2    wrong input: configuration, model, data or layout; nothing of a traceback, the message says how to mend it
-  130  stopped by Ctrl-C     143  stopped by SIGTERM
+  3    stopped by SIGTERM or SIGUSR1 (Slurm: --signal=USR1@300) with everything saved: the same command goes on
+  130  stopped by Ctrl-C at once     143  by a second SIGTERM, or one before the ranks were started
 """
 
 
@@ -81,8 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_plan(config)
             return 0
         if rank is not None:
-            _join(config, options, rank)
-            return 0
+            return _join(config, options, rank)
         return _launch(config, options)
     except UserError as error:
         time.sleep(seconds_before_message(rank or 0))
@@ -103,6 +111,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. train.max_steps=100")
     parser.add_argument("--plan", action="store_true", help="print the plan, write it to plan.json, start nothing")
+    parser.add_argument(
+        "--resume",
+        metavar="auto|never|PATH",
+        default=AUTO,
+        help="auto (default): an existing run goes on; never: it is not touched; a step folder: go on from there, or, "
+        "if it is of another run, branch from it",
+    )
+    parser.add_argument(
+        "--allow-change",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="let a resumed run differ from its checkpoint in this key or section, e.g. optimizer.lr; may be repeated",
+    )
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines that share the run (default 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: a free port of machine 0")
@@ -139,8 +161,15 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
         endpoint=options.rdzv_endpoint,
     )
     with claimed(job.folder) if job.node == 0 else contextlib.nullcontext():
+        start = None
         if job.node == 0:
-            prepare_folder(config, plan)
+            start = find_start(config, options.resume, options.allow_change)
+            if start is not None and job.nodes == 1 and is_complete(job.folder, start.checkpoint, config):
+                say(f"complete: {job.folder} has made all its {start.checkpoint.step} steps. {ANEW}")
+                return 0
+            if start is None:
+                refuse_unfit_init_from(config, job.folder)
+            prepare_folder(config, plan, start)
             say(render(plan))
         else:
             job.folder.mkdir(parents=True, exist_ok=True)
@@ -149,19 +178,22 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
             if job.start_method == "forkserver":
                 start_fork_server()
             _probe(config, plan)
-            failure = run_ranks(functools.partial(_train, config, plan, job.nodes > 1), job)
+            failure = run_ranks(functools.partial(_train, config, plan, start, job.nodes > 1), job)
     if failure is None:
         if job.node == 0:
             say(f"results: {job.folder}")
         return 0
+    if failure.exit_code == STOPPED:
+        say(failure.message)
+        return STOPPED
     if sys.stdout.isatty():
         print(SHOW_CURSOR)  # a rank that was killed could not
     print(f"error: {failure.message}", file=sys.stderr)
     return failure.exit_code
 
 
-def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> None:
-    """Be the rank that torchrun has started."""
+def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
+    """Be the rank that torchrun has started; the exit code."""
     world_size = int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if options.nnodes != 1 or options.node_rank != 0 or options.rdzv_endpoint:
@@ -179,24 +211,34 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> None:
     threads = _threads(config, local_ranks)
     _set_environment(threads, gpus, one_node=local_ranks == world_size)
     with claimed(run_folder(config)) if rank == 0 else contextlib.nullcontext():
+        start = None
         if rank == 0:
-            prepare_folder(config, plan)
+            start = find_start(config, options.resume, options.allow_change)
+            if start is None:
+                refuse_unfit_init_from(config, run_folder(config))
+            prepare_folder(config, plan, start)
             _probe(config, plan)
             say(render(plan))
         store = _agree(config, plan, rank)  # and wait until rank 0 has prepared the folder
         job = Job(_places(plan), run_folder(config), threads, config.parallel.timeout_seconds)
-        run_rank(functools.partial(_train, config, plan, False), job.folder, threads=threads, describe=job.describe)
+        target = functools.partial(_train, config, plan, start, False)
+        stopped = run_rank(target, job.folder, threads=threads, describe=job.describe)
     del store  # it may be the one that all ranks meet at
+    if stopped is None:
+        return 0
+    if rank == 0:
+        say(stopped)
+    return STOPPED
 
 
-def _train(config: RunConfig, plan: Plan, several_nodes: bool, rank: Rank) -> None:
-    """What every rank runs."""
+def _train(config: RunConfig, plan: Plan, start: Start | None, several_nodes: bool, rank: Rank) -> str | None:
+    """What every rank runs; `start` is rank 0's."""
     if several_nodes:
         rank.progress.at(0, "comparing plans with rank 0")
         _agree(config, plan, rank.rank)
     from mmtrain.train import main as train
 
-    train(config, plan, rank)
+    return train(config, plan, rank, start if rank.rank == 0 else None)
 
 
 def _agree(config: RunConfig, plan: Plan, rank: int) -> Any:

@@ -80,7 +80,7 @@ class JsonLines:
         """Append one line with these keys; values are JSON types, nested as needed."""
         if self._file is None:
             return
-        line = (json.dumps(_without_nan(values), allow_nan=False) + "\n").encode()
+        line = (json.dumps(without_nan(values), allow_nan=False) + "\n").encode()
         size = os.fstat(self._file).st_size
         try:
             if os.write(self._file, line) < len(line):  # what fitted on a disk that is full now
@@ -101,13 +101,14 @@ class JsonLines:
         self.close()
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """The same with "nan", "inf" and "-inf" for numbers that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _without_nan(inner) for key, inner in value.items()}
+        return {key: without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
+        return [without_nan(inner) for inner in value]
     return value
 
 

@@ -25,12 +25,16 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Self, TextIO
+from typing import Literal, Self, TextIO, TypeVar
 
 from mmtrain.errors import UserError
+from mmtrain.stop import StopRequest
+
+Result = TypeVar("Result")
 
 PR_SET_PDEATHSIG = 1
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+STOP_FILE = "stop"  # among the launcher's records
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # at once; SIGTERM and SIGUSR1 are stop.STOP_SIGNALS
 
 # A failed rank stays this long, its connections open, so that the launcher can end its peers before they fail in turn.
 SECONDS_AFTER_FAILURE = 1.0
@@ -86,6 +90,7 @@ class Rank:
     folder: Path
     console: TextIO | None
     progress: Progress
+    stop: StopRequest
 
 
 @dataclass(frozen=True)
@@ -184,18 +189,18 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def run_rank(
-    target: Callable[[Rank], None],
+    target: Callable[[Rank], Result],
     folder: Path,
     *,
     threads: int,
     records: Path | None = None,
     describe: Callable[[ErrorRecord], str] | None = None,
-) -> None:
-    """Be one rank: RANK, WORLD_SIZE and LOCAL_RANK of the environment say which. Returns when `target` returns.
+) -> Result:
+    """Be one rank: RANK, WORLD_SIZE and LOCAL_RANK of the environment say which. Returns what `target` returns.
 
     A failure ends the process: exit code 2 for a UserError, 1 otherwise. `records` is where the launcher looks for
-    progress and error records; without it (torchrun is the launcher) `describe` makes the message that this rank prints
-    itself.
+    progress and error records, and where it asks to stop; without it (torchrun is the launcher) `describe` makes the
+    message that this rank prints itself.
     """
     die_with_parent()
     launcher = multiprocessing.parent_process()
@@ -205,6 +210,8 @@ def run_rank(
         # Python's handlers would wait for the main thread, which may hang in a collective. What nohup ignores stays so.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    stop = StopRequest(records / STOP_FILE if records else None)
+    stop.listen()
 
     rank = int(os.environ["RANK"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -219,9 +226,9 @@ def run_rank(
 
     progress = Progress(records / f"progress-{rank}" if records else None)
     try:
-        me = _rank(rank, folder, console, progress, threads)
+        me = _rank(rank, folder, console, progress, stop, threads)
         print(f"process {os.getpid()} on {socket.gethostname()}, {me.device}, threads {threads}")
-        target(me)
+        result = target(me)
     except BaseException as error:  # this is the process's outermost frame: nothing above could report it
         record = ErrorRecord.of(error, rank, progress)
         if records:
@@ -234,7 +241,10 @@ def run_rank(
             print(f"error: {describe(record)}\nlog: {log_path}", file=errors, flush=True)
         # Not sys.exit: handlers at exit may wait for a peer that is gone.
         os._exit(2 if record.kind == "user" else 1)
+    for child in multiprocessing.active_children():
+        child.kill()  # a data worker that hangs, and ignores SIGTERM: Python's exit would wait for it
     log.finish()
+    return result
 
 
 def seconds_before_message(rank: int) -> float:
@@ -250,10 +260,10 @@ def log_name(node: int) -> str:
     return "log.txt" if node == 0 else f"log-node{node}.txt"
 
 
-def _rank(rank: int, folder: Path, console: TextIO | None, progress: Progress, threads: int) -> Rank:
+def _rank(rank: int, folder: Path, console: TextIO | None, progress: Progress, stop: StopRequest, threads: int) -> Rank:
     import torch
 
     torch.set_num_threads(threads)
     local_rank = int(os.environ["LOCAL_RANK"])
     device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
-    return Rank(rank, int(os.environ["WORLD_SIZE"]), local_rank, device, folder, console, progress)
+    return Rank(rank, int(os.environ["WORLD_SIZE"]), local_rank, device, folder, console, progress, stop)

@@ -1,4 +1,4 @@
-"""A run's folder, run.dir/run.name: made for a new run, never mixed with an earlier one."""
+"""A run's folder, run.dir/run.name: made for a new run, or opened for one that goes on; two runs are never mixed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mmtrain.config import RunConfig, dump_config
 from mmtrain.errors import UserError
+from mmtrain.metrics import say
 from mmtrain.plan.layout import Plan
+from mmtrain.resume import Start, choose, go_back
 
+AUTO, NEVER = "auto", "never"  # what --resume takes besides a path
 BEFORE_THE_FIRST_STEP = ("log*.txt", "quarantine.jsonl")  # what a start that fails may leave
 
 
@@ -59,32 +62,56 @@ def _locked(path: Path) -> int | None:
         os.close(file)  # its last holder has just removed it: this lock would keep nobody out
 
 
-def prepare_folder(config: RunConfig, plan: Plan) -> None:
-    """Make the run's folder, which the caller has claimed, with config.yaml and plan.json.
+def find_start(
+    config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = (), say: Callable[[str], None] = say
+) -> Start | None:
+    """The checkpoint at which the run goes on, None where it begins with its first step; changes nothing.
 
-    Raises UserError rather than mix with an earlier run. What a start that failed before its first step has left is
-    replaced.
+    `resume` is what --resume says, `allowed` the keys of --allow-change. Raises UserError where going on would mix two
+    runs, or lose one.
     """
     folder = run_folder(config)
     contents = contents_of_a_run(folder)
-    if contents and not config.run.overwrite:
-        raise UserError(
-            f"{folder} holds an earlier run ({', '.join(contents[:3])}); choose another run.name, or set "
-            "run.overwrite=true to delete it"
-        )
+    listed = ", ".join(contents[:3])
+    path = None if resume in (AUTO, NEVER) else Path(resume)
     if contents and not all((folder / name).is_file() for name in ("config.yaml", "plan.json")):
+        raise UserError(f"{folder} holds {listed}, but no config.yaml or plan.json: not the folder of a run")
+    if config.run.overwrite:
+        if path is not None:
+            raise UserError(f"run.overwrite=true would delete {folder}; without it --resume {resume} can be followed")
+        return None
+    if contents and resume == NEVER:
         raise UserError(
-            f"run.overwrite=true would delete {folder}, which lacks config.yaml or plan.json: not the folder of a run"
+            f"{folder} holds an earlier run ({listed}); choose another run.name, or set run.overwrite=true to delete it"
         )
-    if contents:
+    start = choose(folder, config, path, allowed, say)
+    if contents and start is not None and not start.is_own:
+        raise UserError(
+            f"{folder} holds an earlier run ({listed}), and {start.checkpoint.path} is of another; choose a new "
+            "run.name"
+        )
+    return start
+
+
+def prepare_folder(config: RunConfig, plan: Plan, start: Start | None, say: Callable[[str], None] = say) -> None:
+    """Make the run's folder, which the caller has claimed, with config.yaml and plan.json, for a run from `start` on.
+
+    With `run.overwrite` an earlier run is deleted; without it the records of one are cut back to `start`.
+    """
+    folder = run_folder(config)
+    contents = contents_of_a_run(folder)
+    if contents and config.run.overwrite:
         # Under its own name no moment shows half of it, and another node may be opening its log here.
         discarded = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
         folder.rename(discarded)
         shutil.rmtree(discarded)
+    elif contents:
+        go_back(folder, None if start is None else start.checkpoint, say)
     write_plan(folder, plan)
-    for pattern in BEFORE_THE_FIRST_STEP:
-        for left in folder.glob(pattern):
-            left.unlink()
+    if start is None:
+        for pattern in BEFORE_THE_FIRST_STEP:
+            for left in folder.glob(pattern):
+                left.unlink()
     (folder / "config.yaml").write_text(dump_config(config))
 
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from mmtrain.rank import (
     ENDING_SIGNALS,
+    STOP_FILE,
     ErrorRecord,
     PrefixedLog,
     Progress,
@@ -32,8 +33,10 @@ from mmtrain.rank import (
     redirect_python_output,
     run_rank,
 )
+from mmtrain.stop import STOP_SIGNALS, Asked, StopFile
 
 PR_SET_CHILD_SUBREAPER = 36
+STOPPED = 3  # exit code of a run that a signal has ended in good order, everything saved
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a run ended that did not succeed: exit code of the launcher and the one message for the user."""
+    """How a run ended that did not reach its end: exit code of the launcher and the one message for the user."""
 
     exit_code: int
     message: str
@@ -102,10 +105,12 @@ def start_fork_server() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
-def run_ranks(target: Callable[[Rank], None], job: Job) -> Failure | None:
-    """Run `target`, which must be picklable, in every local rank of `job` until all return (None) or one fails.
+def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
+    """Run `target`, which must be picklable, in every local rank of `job` until all return or one fails.
 
-    No process that a rank started is left, however it ends.
+    `target` returns None at the run's end, or what there is to say of one that was stopped before. The first SIGTERM
+    or SIGUSR1 asks for that; a second SIGTERM ends the ranks at once. No process that a rank
+    started is left, however it ends.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -119,8 +124,31 @@ def run_ranks(target: Callable[[Rank], None], job: Job) -> Failure | None:
     if sys.platform == "linux":  # what a dead rank started becomes our child, to be ended below
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    with tempfile.TemporaryDirectory(prefix="mmtrain-") as name, _handlers_restored(signals):
+    with tempfile.TemporaryDirectory(prefix="mmtrain-") as name, _handlers_restored([*signals, *STOP_SIGNALS]):
         records = Path(name)
+        stop_file = StopFile(records / STOP_FILE)
+
+        def ask(number: int, frame: object) -> None:
+            if number == signal.SIGTERM and stop_file.read()[0] is not Asked.NOTHING:
+                stop_file.ask(Asked.END_NOW)
+                raise SignalException("a second SIGTERM", signal.SIGTERM)
+            if stop_file.read()[0] is Asked.NOTHING:
+                stop_file.ask(Asked.SAVE_AND_END)
+                text = f"{signal.Signals(number).name}: the run saves after the step it is in, and ends\n"
+                with contextlib.suppress(OSError):  # nobody may be reading
+                    os.write(1, text.encode())  # sys.stdout is the log
+
+        class Logs(DefaultLogsSpecs):
+            """torch asks it for the ranks' outputs right before it starts them: from then on they can be asked to stop.
+
+            Before, a signal ends this process at once: no Python handler runs while it waits in C++ for other nodes.
+            """
+
+            def reify(self, *arguments: Any, **options: Any) -> Any:
+                for number in STOP_SIGNALS:
+                    signal.signal(number, ask)
+                return super().reify(*arguments, **options)
+
         config = LaunchConfig(
             min_nodes=job.nodes,
             max_nodes=job.nodes,
@@ -129,13 +157,13 @@ def run_ranks(target: Callable[[Rank], None], job: Job) -> Failure | None:
             max_restarts=0,
             monitor_interval=0.1,
             start_method=job.start_method,
-            logs_specs=DefaultLogsSpecs(log_dir=str(records / "elastic")),
+            logs_specs=Logs(log_dir=str(records / "elastic")),
             signals_to_handle=",".join(number.name for number in signals),
             **_rendezvous(job),
         )
         entry = functools.partial(run_rank, target, job.folder, threads=job.threads, records=records)
         try:
-            elastic_launch(config, _call)(entry)
+            ends = elastic_launch(config, _call)(entry)
         except ChildFailedError as error:
             return _origin(job, records, {rank: failure.exitcode for rank, failure in error.failures.items()})
         except SignalException as error:
@@ -143,15 +171,16 @@ def run_ranks(target: Callable[[Rank], None], job: Job) -> Failure | None:
         except (RendezvousError, DistError) as error:
             return Failure(1, f"the {job.nodes} nodes did not come together at {job.endpoint}: {error}")
         finally:
-            for number in signals:
+            for number in (*signals, *STOP_SIGNALS):
                 signal.signal(number, signal.SIG_IGN)
             _end_children(earlier_children)
-    return None
+    stopped = next(iter(ends.values()))
+    return None if stopped is None else Failure(STOPPED, stopped)
 
 
-def _call(entry: Callable[[], None]) -> None:
+def _call(entry: Callable[[], str | None]) -> str | None:
     """The agent wants a function with a name."""
-    entry()
+    return entry()
 
 
 def _rendezvous(job: Job) -> dict[str, Any]:

@@ -10,7 +10,7 @@ Only what the engine has taken counts, never what workers have prepared ahead.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,12 @@ class ReadAccount:
         folder: Path,
         say: Callable[[str], None],
         held_out: Sequence[Fault] = (),
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         """Write down what is unusable from the start; raises UserError if that is too much already.
 
-        `held_out` are samples that are left out of the evaluation.
+        `held_out` are samples that are left out of the evaluation; `state` is what `state_dict` gave before the first
+        step of `packed`. Without it a run that does not begin at step 0 accounts for what it reads itself.
         """
         self.config = config
         self.packed = packed
@@ -74,15 +76,21 @@ class ReadAccount:
         self._quarantined: Counter[int] = Counter()
         self._read = self._lost = 0  # samples, over all replicas
         self._epoch = 0  # the first that is not complete
+        self._first_pack = packed.first_step * config.train.packs_per_step  # that is accounted for
         unusable = list(packed.catalog.faults.values())
-        self._write_faults([(None, 0, fault) for fault in [*unusable, *held_out]])
-        plan = packed.order.epoch_plan(0)
+        if state is not None:
+            self._load_state_dict(state)
+        else:
+            while packed.order.first_pack(self._epoch + 1) <= self._first_pack:
+                self._epoch += 1
+            self._write_faults([(None, self._epoch, fault) for fault in [*unusable, *held_out]])
+        plan = packed.order.epoch_plan(self._epoch)
         self._refuse_many(plan.unusable, plan.drawn, unusable[:LISTED])
         self.ledger = JsonLines(folder / "samples.jsonl" if self.writes and config.data.ledger else None)
         if self.writes and config.data.ledger and (repeated := packed.catalog.repeated_keys()):
             say(f"samples.jsonl cannot tell all samples apart: {repeated:,} have a key that an earlier one has, too")
 
-    def watch(self, batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
+    def watch(self, batches: Iterator[PackedBatch]) -> Generator[PackedBatch]:
         """The same micro-batches, each counted when it is taken."""
         for batch in batches:
             taken = self._taken
@@ -127,6 +135,26 @@ class ReadAccount:
             self._epoch += 1
         return records
 
+    def state_dict(self) -> dict[str, Any]:
+        """The counts so far, for a checkpoint: those of all replicas on rank 0; all of these ranks call it."""
+        self._gather()
+        return {
+            "first_pack": self._first_pack,
+            "epoch": self._epoch,
+            "read": self._read,
+            "lost": self._lost,
+            "trained": {str(epoch): count for epoch, count in self._trained.items()},
+            "quarantined": {str(epoch): count for epoch, count in self._quarantined.items()},
+        }
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting; whatever the number of replicas was, the counts of all are rank 0's now."""
+        self._first_pack, self._epoch = state["first_pack"], state["epoch"]
+        self._read, self._lost = state["read"], state["lost"]
+        if self.writes:
+            self._trained = Counter({int(epoch): count for epoch, count in state["trained"].items()})
+            self._quarantined = Counter({int(epoch): count for epoch, count in state["quarantined"].items()})
+
     def finish(self, steps: int) -> list[dict[str, Any]]:
         """Close the files, and the epoch that the last of `steps` has left incomplete; the same records as end_step."""
         self._gather()
@@ -150,13 +178,14 @@ class ReadAccount:
 
     def _close_epoch(self, plan: EpochPlan, packs: int) -> dict[str, Any]:
         """The record of the epoch that `packs` were taken of; raises CountError if it does not add up."""
-        epoch, complete = self._epoch, packs == len(plan)
+        epoch, begin = self._epoch, max(0, self._first_pack - self.packed.order.first_pack(self._epoch))
+        complete = begin == 0 and packs == len(plan)
         trained, damaged = self._trained.pop(epoch, 0), self._quarantined.pop(epoch, 0)
-        planned = int(plan.starts[packs])
+        planned = int(plan.starts[packs] - plan.starts[begin])
         if trained + damaged != planned:
             raise CountError(
-                f"epoch {epoch}: {planned} samples were planned in {packs} packs, {trained} were trained on and "
-                f"{damaged} quarantined: {trained + damaged - planned:+d}"
+                f"epoch {epoch}: {planned} samples were planned in {packs - begin} packs, {trained} were trained on "
+                f"and {damaged} quarantined: {trained + damaged - planned:+d}"
             )
         quarantined = damaged + (plan.unusable if complete else 0)
         overlong = plan.overlong if complete else 0
@@ -167,7 +196,7 @@ class ReadAccount:
         if complete:
             said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
             self.say(f"epoch {epoch} is complete: {read:,} samples read: {said}")
-        return {"kind": "epoch", "epoch": epoch, "complete": complete, "packs": packs, "read": read, **counts}
+        return {"kind": "epoch", "epoch": epoch, "complete": complete, "packs": packs - begin, "read": read, **counts}
 
     def _write_faults(self, faults: list[tuple[int | None, int, Fault]]) -> None:
         """Lines of quarantine.jsonl; a sample that is unusable from the start has no step."""

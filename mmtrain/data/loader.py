@@ -44,6 +44,7 @@ from mmtrain.data.text_lengths import load_tokenizer
 from mmtrain.errors import UserError
 from mmtrain.plan.shapes import llm_shape, model_folder, vision_shape
 from mmtrain.rank import die_with_parent
+from mmtrain.stop import ignore_in_worker
 
 PREFETCH = 2  # micro-batches that each worker makes ahead
 SLOTS = PREFETCH + 1  # micro-batches of a worker that keep their images: those ahead, and the one being copied out
@@ -258,7 +259,8 @@ def _live_with_parent(parent: int, worker: int) -> None:
     """Let a worker end when its rank does, however that ends.
 
     A worker outliving a killed rank would hold the rank's sockets open, and its peers would wait instead of failing;
-    torch's own watch takes up to 5 s. Ctrl-C reaches the whole process group: the rank alone answers it.
+    torch's own watch takes up to 5 s. Ctrl-C, and Slurm's signals, reach all processes: the rank alone answers them.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_in_worker()
     die_with_parent(parent)

@@ -1,0 +1,228 @@
+"""Where a run begins: anew, or at a checkpoint, with everything that was recorded after it cut off.
+
+run folder, configuration --> the newest whole checkpoint --> same meaning? --> records cut back --> its step folder
+
+The records (metrics, ledger, ...) only grow, and a checkpoint notes their lengths. What is cut off is kept in
+discarded.jsonl, with the step that the run went back to. No torch here: the launcher decides before ranks start.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmtrain.config import RunConfig
+from mmtrain.errors import UserError
+from mmtrain.step_folder import StepFolder, find, flush, newest, remove_unfinished, step_folders
+
+METRICS, BAD_STEPS = "metrics.jsonl", "bad_steps.jsonl"
+RECORDS = (METRICS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
+DISCARDED = "discarded.jsonl"
+AUDIT = "audit.json"
+
+# Keys that a resumed run may change: how it runs, not what it computes. The ranks compare data and frozen weights by
+# their content, so where these lie may change too.
+FREE = (
+    *("run.name", "run.dir", "run.overwrite", "parallel.*", "checkpoint.*"),
+    *("model.llm.path", "model.vision.name", "model.projector.init_from"),
+    *("data.shards", "data.sets.*.shards", "data.allow_pipe", "data.workers", "data.max_quarantine_rate"),
+    *("data.io_retry_seconds", "data.ledger", "data.expected_*"),
+    *("train.packs_per_microbatch", "train.max_bad_steps"),
+    *("eval.shards", "eval.every_steps", "eval.max_samples", "eval.show_answers", "eval.permuted_control"),
+)
+# Keys without whose values a checkpoint means nothing: its tensors have no place, or its cursor no meaning.
+FIXED = ("model.projector.type", "model.trainable", "train.packs_per_step")
+
+
+@dataclass(frozen=True)
+class Begin:
+    """What every rank knows of the checkpoint that the run goes on from."""
+
+    path: str
+    is_own: bool  # of this run, not of another one from which it branches
+    state: Mapping[str, Any]
+    allowed: tuple[str, ...]
+
+    @property
+    def step(self) -> int:
+        """The next step."""
+        return self.state["step"]
+
+    def refuse_other_contents(self, data: str, model: str, max_steps: int) -> None:
+        """Raise UserError unless data and frozen weights are, by their fingerprints, those that were trained with."""
+        if self.step > max_steps:
+            raise UserError(
+                f"{self.path}: {self.step} steps are made, and train.max_steps or train.epochs now mean {max_steps}"
+            )
+        for what, keys, was, now in (
+            ("data", ("data.shards", "data.sets"), self.state["data"]["fingerprint"], data),
+            ("frozen weights", ("model.llm.path", "model.vision.name"), self.state["frozen_fingerprint"], model),
+        ):
+            if was != now and not any(_allows(name, key) for name in self.allowed for key in keys):
+                raise UserError(
+                    f"{self.path}: the {what} are not those that it was trained with (fingerprint {was[:16]}, now "
+                    f"{now[:16]}); bring them back, or allow it: --allow-change {keys[0]}"
+                )
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run goes on from, and the changes that its user allows."""
+
+    checkpoint: StepFolder
+    is_own: bool
+    allowed: tuple[str, ...] = ()
+
+    @property
+    def begin(self) -> Begin:
+        return Begin(str(self.checkpoint.path), self.is_own, self.checkpoint.state, self.allowed)
+
+
+def choose(
+    folder: Path, config: RunConfig, path: Path | None, allowed: Sequence[str], say: Callable[[str], None]
+) -> Start | None:
+    """The checkpoint at which the run in `folder` goes on; None: there is none, it begins with its first step.
+
+    `path` names a checkpoint of this run, or one of another run, from which this one then branches; None takes the
+    run's newest whole one. Raises UserError where none can be used, and for keys that have changed but by `allowed`.
+    """
+    if path is not None:
+        start = find(path.expanduser(), say)
+    else:
+        start, damaged = newest(folder)
+        listed = "".join(f"\n  {damaged_one}: {why}" for damaged_one, why in damaged.items())
+        if start is None and damaged:
+            raise UserError(
+                f"no checkpoint of {folder} is whole:{listed}\nrestore one of them, or start anew: another run.name, "
+                "or run.overwrite=true, which deletes the folder"
+            )
+        if damaged:
+            say(f"passed over:{listed}")
+    if start is None:
+        return None
+    refuse_changes(start, config, allowed)
+    return Start(start, start.run.resolve() == folder.resolve(), tuple(allowed))
+
+
+def go_back(folder: Path, start: StepFolder | None, say: Callable[[str], None]) -> None:
+    """Cut the run's records back to this checkpoint of its own, None: to nothing, and set later checkpoints aside."""
+    try:
+        remove_unfinished(folder)
+        for later in step_folders(folder):
+            if start is not None and later.name == start.path.name:
+                break
+            say(f"set aside as {_set_aside(later)}")
+        lengths = {} if start is None else start.state["files"]
+        for name in RECORDS:
+            _cut_back(folder, name, lengths.get(name, 0), 0 if start is None else start.step, say)
+        (folder / AUDIT).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot go back to a checkpoint: {error}") from error
+
+
+def is_complete(folder: Path, start: StepFolder, config: RunConfig) -> bool:
+    """Whether this run, as configured, has reached its end after this checkpoint, final evaluation included."""
+    if any(changes(start.config, config)):
+        return False
+    try:
+        with (folder / METRICS).open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
+            last = json.loads(file.read().splitlines()[-1])
+    except (OSError, IndexError, ValueError):
+        return False
+    return isinstance(last, dict) and (last.get("kind"), last.get("step")) == ("end", start.step)
+
+
+def refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str] = ()) -> None:
+    """Raise UserError, with old and new values, for keys whose change would make another run of it.
+
+    `allowed` are keys, or sections, that may change all the same.
+    """
+    changed = dict(changes(start.config, config))
+    fixed = [key for key in changed if key in FIXED]
+    refused = fixed or [
+        key for key in changed if not any(key == name or key.startswith(name + ".") for name in allowed)
+    ]
+    if not refused:
+        return
+    lines = [f"{key}: was {_shown(changed[key][0])}, is now {_shown(changed[key][1])}" for key in refused]
+    if fixed:
+        mend = (
+            "its weights and its place in the data have no meaning then; for a new run that begins with its projector "
+        )
+        mend += f"set another run.name and model.projector.init_from={start.path}"
+    else:
+        mend = "set the old values, or allow it: " + " ".join(f"--allow-change {key}" for key in refused)
+        mend += "; for a new run set another run.name"
+    raise UserError("\n  ".join([f"{start.path} is of a run with another configuration:", *lines]) + f"\n{mend}")
+
+
+def changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Each key, but those of FREE, whose value differs, with both values."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    for key in dict.fromkeys([*before, *after]):
+        values = before.get(key), after.get(key)
+        if values[0] != values[1] and not any(fnmatch.fnmatchcase(key, free) for free in FREE):
+            yield key, values
+
+
+def _allows(name: str, key: str) -> bool:
+    """Whether --allow-change with this name, a key's or a section's, is about this key."""
+    return key == name or key.startswith(name + ".")
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; the elements of a list of sections by their number."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            value = {str(number): element for number, element in enumerate(value)}
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a step folder, since the run will come to this step again; its new path."""
+    target, number = path.with_name(path.name + ".discarded"), 1
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.discarded-{number}")
+    path.rename(target)
+    return target
+
+
+def _cut_back(folder: Path, name: str, length: int, step: int, say: Callable[[str], None]) -> None:
+    """Cut a record to its first `length` bytes; the rest goes into discarded.jsonl."""
+    path = folder / name
+    size = path.stat().st_size if path.exists() else 0
+    if size < length:
+        say(f"{path}: {length - size:,} bytes fewer than the checkpoint knew of; what they recorded is gone")
+    if size <= length:
+        return
+    content = path.read_bytes()
+    if length and content[length - 1 : length] != b"\n":
+        raise UserError(f"{path} was changed since the checkpoint was written: move it away, and start again")
+    with (folder / DISCARDED).open("a", encoding="utf-8") as discarded:
+        for line in content[length:].decode(errors="replace").splitlines():
+            discarded.write(json.dumps({"file": name, "back_to_step": step, "record": _parsed(line)}) + "\n")
+    flush(folder / DISCARDED)  # before the cut: a crash in between leaves a line twice rather than none
+    if length:
+        os.truncate(path, length)
+    else:
+        path.unlink()
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return line

@@ -1,0 +1,229 @@
+"""The step folder: what a checkpoint is on disk, and how it is known to be whole.
+
+RUN/checkpoints/step-00000120/     after 120 updates
+    projector.safetensors          every trained tensor, fp32, by global name
+    optimizer.safetensors          AdamW's state: NAME/exp_avg, NAME/exp_avg_sq, NAME/step
+    state.json                     where the run stands, what it was, with what it was made
+    manifest.json                  size and SHA-256 of each file, and of itself; written last
+
+Written as step-00000120.tmp, files, folder and parent fsynced, then renamed: a name without .tmp is a whole checkpoint,
+or one that was damaged later, which the manifest shows. Nothing is pickled. No torch here: the launcher decides by it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmtrain.config import RunConfig, restore_config
+from mmtrain.errors import UserError
+from mmtrain.metrics import say
+
+FORMAT = 1
+CHECKPOINTS = "checkpoints"
+TENSORS, OPTIMIZER, STATE, MANIFEST = "projector.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+UNFINISHED = ".tmp"
+NAME = re.compile(r"step-(\d{8,})")
+BLOCK = 1 << 20  # bytes hashed at a time
+
+
+@dataclass(frozen=True)
+class StepFolder:
+    """A checkpoint whose manifest was found right."""
+
+    path: Path
+
+    @functools.cached_property
+    def state(self) -> dict[str, Any]:
+        """The content of state.json."""
+        return json.loads((self.path / STATE).read_text())
+
+    @property
+    def step(self) -> int:
+        """Updates made before it was saved: the number of the next step."""
+        return self.state["step"]
+
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """The configuration of the run that saved it; raises UserError if this version does not know it."""
+        return restore_config(self.state["config"], str(self.path / STATE))
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run that saved it, if it still lies there."""
+        return self.path.parent.parent
+
+    @property
+    def tensors_file(self) -> Path:
+        return self.path / TENSORS
+
+    @property
+    def optimizer_file(self) -> Path:
+        return self.path / OPTIMIZER
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the manifest: of everything in the folder."""
+        return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
+
+
+def step_path(run: Path, step: int) -> Path:
+    """Where a run's checkpoint after `step` updates lies."""
+    return run / CHECKPOINTS / f"step-{step:08d}"
+
+
+def write_step_folder(target: Path, files: Mapping[str, Callable[[Path], None]]) -> int:
+    """Write a checkpoint's files, each by a function of its path, and the manifest; the bytes written.
+
+    The folder appears under its name only when all of it is on the disk. Raises FileExistsError rather than write into
+    an existing one, and OSError where the disk does not take it; what there is then of the folder is removed.
+    """
+    if target.exists():
+        raise FileExistsError(f"{target} exists; a checkpoint is never written into an existing folder")
+    unfinished = target.with_name(target.name + UNFINISHED)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+        entries = {}
+        for name, write in files.items():
+            write(unfinished / name)
+            flush(unfinished / name)
+            entries[name] = {"bytes": (unfinished / name).stat().st_size, "sha256": _sha256(unfinished / name)}
+        (unfinished / MANIFEST).write_text(_manifest(entries))
+        flush(unfinished / MANIFEST)
+        flush(unfinished)
+        unfinished.rename(target)
+    except OSError:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    flush(target.parent)
+    flush(target.parent.parent)
+    return sum(entry["bytes"] for entry in entries.values())
+
+
+def write_text(text: str) -> Callable[[Path], None]:
+    """A function that writes this text to a path."""
+
+    def write(path: Path) -> None:
+        path.write_text(text)
+
+    return write
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def why_damaged(path: Path) -> str | None:
+    """What is wrong with a step folder, naming the file; None if it is whole. Reads and hashes every byte."""
+    try:
+        manifest = (path / MANIFEST).read_text()
+        entries = json.loads(manifest)["files"]
+        if manifest != _manifest(entries):
+            return f"{MANIFEST} is damaged: its checksum is wrong"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except OSError as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    except (ValueError, KeyError, TypeError):  # ValueError: JSON and UTF-8 errors are
+        return f"{MANIFEST} is damaged: not what mmtrain writes"
+    found = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {MANIFEST}
+    if missing := sorted({TENSORS, OPTIMIZER, STATE, *entries} - found):
+        return f"{missing[0]} is missing"
+    if unknown := sorted(found - set(entries)):
+        return f"{unknown[0]} does not belong there: {MANIFEST} does not list it; move it away"
+    for name, entry in entries.items():
+        try:
+            size = (path / name).stat().st_size
+            if size != entry["bytes"]:
+                return f"{name} is damaged: {size:,} bytes, {entry['bytes']:,} were written"
+            if _sha256(path / name) != entry["sha256"]:
+                return f"{name} is damaged: its SHA-256 is not that of what was written"
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+    step = StepFolder(path).step
+    if (named := NAME.fullmatch(path.name)) and int(named[1]) != step:
+        return f"{STATE} is of step {step}: the folder was renamed"
+    return None
+
+
+def step_folders(run: Path) -> list[Path]:
+    """A run's checkpoints by their names, whole or not, newest first."""
+    numbered = [(int(m[1]), path) for path in (run / CHECKPOINTS).glob("step-*") if (m := NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered, reverse=True)]
+
+
+def newest(run: Path) -> tuple[StepFolder | None, dict[Path, str]]:
+    """A run's newest whole checkpoint, and what is wrong with each newer one."""
+    damaged = {}
+    for path in step_folders(run):
+        why = why_damaged(path)
+        if why is None:
+            return StepFolder(path), damaged
+        damaged[path] = why
+    return None, damaged
+
+
+def find(path: Path, say: Callable[[str], None] = say) -> StepFolder:
+    """The checkpoint that a path names: a step folder, or of a run's folder the newest whole one.
+
+    Says which damaged ones it passes over. Raises UserError where there is none.
+    """
+    if (path / CHECKPOINTS).is_dir():
+        found, damaged = newest(path)
+        if found is None:
+            listed = "".join(f"\n  {folder}: {why}" for folder, why in damaged.items())
+            raise UserError(f"{path}: has no whole checkpoint{listed}")
+        for folder, why in damaged.items():
+            say(f"passed over {folder}: {why}")
+        return found
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; needed is a run's folder or one of its checkpoints/step-...")
+    if not NAME.fullmatch(path.name) and not (path / MANIFEST).exists():
+        raise UserError(
+            f"{path}: neither the folder of a run, which has {CHECKPOINTS}/, nor a checkpoint, which has {MANIFEST}"
+        )
+    if (why := why_damaged(path)) is not None:
+        raise UserError(f"{path}: {why}")
+    return StepFolder(path)
+
+
+def remove_unfinished(run: Path) -> None:
+    """Delete what killed saves have left."""
+    for path in (run / CHECKPOINTS).glob(f"step-*{UNFINISHED}"):
+        shutil.rmtree(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a step folder; no moment shows a part of it under its name."""
+    doomed = path.with_name(path.name + UNFINISHED)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _manifest(entries: Mapping[str, Any]) -> str:
+    """The manifest's text, whose last line is the checksum of the rest."""
+    content = {"format": FORMAT, "files": dict(entries)}
+    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**content, "sha256": checksum}, indent=1) + "\n"
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
