@@ -10,8 +10,9 @@ clipping without parameters, a mean of micro-batch means), so this engine owns t
   carries them, matched by order alone;
 - micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all
   micro-batches and replicas;
-- loss, tokens, squared gradient norm and the count of non-finite values are reduced over every rank before the
-  optimizer runs, so that a rank that trains nothing and one that trains take the same decision.
+- loss, tokens, squared gradient norm, the count of non-finite values and what was requested of single ranks are
+  reduced over every rank before the optimizer runs, so that a rank that trains nothing and one that trains take the
+  same decision.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,18 +38,23 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mmtrain.bad_steps import NonFiniteError, RankReport, in_words, make_record
 from mmtrain.channels import Channels
 from mmtrain.config import RunConfig
 from mmtrain.data.packs import PackedBatch
+from mmtrain.metrics import JsonLines
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Chunk
-from mmtrain.optimizer import MasterWeights, clip_coefficient, learning_rate, make_optimizer
+from mmtrain.optimizer import (
+    MasterWeights,
+    adamw_state,
+    clip_coefficient,
+    learning_rate,
+    load_trained,
+    make_optimizer,
+)
 from mmtrain.plan.planner import Plan
 from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule
-
-
-class NonFiniteError(RuntimeError):
-    """Loss or gradient of a step is NaN or infinite; raised on every rank, before any update."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class StepResult:
     `epoch`, from 0, is that of the step's last pack; `loss` is in nats per supervised token of the whole step (None
     without any); `grad_norm` is the global L2 norm of that loss's gradient before clipping; `tokens` leaves padding
     out; `quarantined` counts samples that were damaged and left a gap; `no_update` says why no update was made, None
-    when one was.
+    when one was. `loss` and `grad_norm` of a step that was left out because they are not finite are as they came.
     """
 
     step: int
@@ -87,6 +95,25 @@ class Evaluation:
     exact_answers: int
 
 
+class _Statistics(NamedTuple):
+    """Sums over all ranks at the end of a step or an evaluation."""
+
+    loss_sum: float
+    supervised: float
+    square: float  # of the gradient's norm
+    bad: float  # ranks that hold a value that is not finite
+    correct: float
+    answers: float
+    exact: float
+    tokens: float
+    samples: float
+    images: float
+    quarantined: float
+    epoch: float  # of the last pack
+    save: float  # ranks that were asked to save
+    stop: float  # ranks that were asked to stop
+
+
 def join_process_group(device: torch.device, timeout_seconds: int) -> None:
     """Join the job described by the launcher's environment: NCCL on CUDA, gloo elsewhere."""
     # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on PATH. Through vars():
@@ -113,7 +140,8 @@ class FrozenPipelineEngine(PipelineEngine):
     """One rank of a pipeline x data grid that executes a plan.
 
     `chunks` holds this rank's stages; `on_instruction`, if given, is called with (step, instruction) right before each
-    instruction is executed.
+    instruction is executed. `first_step`, from 0, is the step that a resumed run goes on with. Rank 0 appends a line to
+    `bad_steps_file` for each step that is not finite (see mmtrain.bad_steps).
     """
 
     def __init__(
@@ -122,6 +150,9 @@ class FrozenPipelineEngine(PipelineEngine):
         plan: Plan,
         chunks: Mapping[int, Chunk],
         on_instruction: Callable[[int, Instruction], None] | None = None,
+        *,
+        first_step: int = 0,
+        bad_steps_file: Path | None = None,
     ) -> None:
         named = [pair for chunk in chunks.values() for pair in chunk.global_parameters()]
         self._masters = MasterWeights({name: p for name, p in named if p.requires_grad})
@@ -150,7 +181,13 @@ class FrozenPipelineEngine(PipelineEngine):
         self.plan = plan
         self.chunks = dict(chunks)
         self.on_instruction = on_instruction
-        self.step_index = 0
+        self.step_index = first_step
+        self.bad_steps = 0
+        """Steps of the run whose loss or gradient was not finite, the same on every rank; a resumed run sets it."""
+        self.requested_save = False
+        """Whether any rank was asked to save, as of the latest `train_step` or of an `evaluate` since."""
+        self.requested_stop = False
+        """Whether any rank was asked to stop, as of the latest `train_step` or `evaluate`."""
         self.saw_gradient: set[str] = set()
         """Trainable parameters that have had a non-zero gradient in an applied step: these must have moved."""
         self.predicted: dict[int, torch.Tensor] = {}
@@ -159,6 +196,9 @@ class FrozenPipelineEngine(PipelineEngine):
         timeout = timedelta(seconds=config.parallel.timeout_seconds)
         self.host_group = dist.new_group(backend="gloo", timeout=timeout) if self.device.type == "cuda" else None
         """All ranks, for CPU tensors and objects (None: the default group carries them)."""
+        self._bad_steps_file = bad_steps_file
+        self._wants_save = False
+        self._wants_stop = False
         self._training = True
         self._last_stage = plan.pipeline - 1
         self._forward_schedules: dict[int, Schedule] = {}  # by number of micro-batches
@@ -176,12 +216,38 @@ class FrozenPipelineEngine(PipelineEngine):
         DeepSpeed would send every frozen weight over the network.
         """
 
+    # ---- resuming
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """This rank's AdamW state by name, live tensors on its device; see `mmtrain.optimizer.adamw_state`."""
+        return adamw_state(self.optimizer, self.trainable)
+
+    def load_trained(self, weights: Mapping[str, torch.Tensor], optimizer_state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from copies of this rank's `trainable` and `optimizer_state()`, to the last bit.
+
+        Raises ValueError naming what is missing, unknown, or of another shape or type than what trains on this rank.
+        """
+        load_trained(self._masters, self.optimizer, weights, optimizer_state)
+
+    # ---- requests
+
+    def request(self, *, save: bool = False, stop: bool = False) -> None:
+        """Ask all ranks, from any one of them, to save or to stop; a signal handler may call this at any moment.
+
+        The next `train_step` or `evaluate` tells every rank the same, in `requested_save` and `requested_stop`.
+        """
+        if save:
+            self._wants_save = True
+        if stop:
+            self._wants_stop = True
+
     # ---- one step
 
     def train_step(self, batches: Iterator[PackedBatch] | None) -> StepResult:
         """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads them from `batches`.
 
-        Raises NonFiniteError on every rank when the loss or a gradient is not finite; no parameter has changed then.
+        A step whose loss or gradient is not finite changes no parameter; it is the last of the run, a NonFiniteError on
+        every rank, once the run has had more of them than `train.max_bad_steps`.
         """
         self._begin_step()
         self._batches = batches
@@ -202,8 +268,8 @@ class FrozenPipelineEngine(PipelineEngine):
         self._batches = batches
         self._training = False
         self._run(self._forward_schedules[microbatches][self.stage_id])
-        loss_sum, supervised, *_, correct, answers, exact = self._statistics.tolist()
-        return Evaluation(loss_sum, int(supervised), int(correct), int(answers), int(exact))
+        sums = self._statistics
+        return Evaluation(sums.loss_sum, int(sums.supervised), int(sums.correct), int(sums.answers), int(sums.exact))
 
     def _begin_step(self) -> None:
         self._batch: dict[int, PackedBatch] = {}
@@ -215,6 +281,8 @@ class FrozenPipelineEngine(PipelineEngine):
         self._supervised = torch.zeros((), dtype=torch.float64, device=self.device)
         self._counts = torch.zeros(4, dtype=torch.float64)  # tokens, samples, images, quarantined: by stage 0
         self._epoch = torch.zeros(1, dtype=torch.float64)  # of the last pack, on the rank that reads it; else 0
+        self._losses: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # last stage: loss sum, supervised tokens
+        self._keys: dict[int, tuple[str, ...]] = {}  # stage 0: of the samples, by micro-batch
         self._scores = torch.zeros(3, dtype=torch.float64, device=self.device)  # of an evaluation: see count_answers
         self.predicted = {}
 
@@ -234,6 +302,7 @@ class FrozenPipelineEngine(PipelineEngine):
         self._counts += torch.tensor([batch.tokens, batch.samples, images, len(batch.faults)])
         if self.global_rank == self.plan.data - 1:  # the last replica's share ends with the step's last pack
             self._epoch.fill_(batch.epochs[-1])
+        self._keys[microbatch] = batch.keys
         self._batch[microbatch] = replace(
             batch,
             input_ids=batch.input_ids.to(self.device),
@@ -265,6 +334,7 @@ class FrozenPipelineEngine(PipelineEngine):
                 self._integers[stage, microbatch] = integers
             elif self._training:
                 output, supervised = chunk.loss(output, integers[1])
+                self._losses[microbatch] = output.detach(), supervised
                 self._loss_sum += output.detach()
                 self._supervised += supervised
             else:
@@ -310,7 +380,7 @@ class FrozenPipelineEngine(PipelineEngine):
                 dist.all_reduce(parameter.grad, group=self.grid.get_data_parallel_group())
 
     def _reduce_statistics(self, stage: int, microbatch: int) -> None:
-        """Sum over ranks: loss, supervised tokens, squared gradient norm, non-finite ranks, data counts, scores.
+        """Sum `_Statistics` over ranks.
 
         Replicas hold the same reduced gradient, so each contributes 1 / data of its square.
         """
@@ -319,28 +389,30 @@ class FrozenPipelineEngine(PipelineEngine):
             for parameter in self.trainable.values():
                 square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square() / self.plan.data
         bad = ~(torch.isfinite(square) & torch.isfinite(self._loss_sum))
-        sums = torch.stack([self._loss_sum, self._supervised, square, bad.double()])
-        self._statistics = torch.cat([sums, self._counts.to(self.device), self._epoch.to(self.device), self._scores])
-        dist.all_reduce(self._statistics)
+        save, stop = self._wants_save, self._wants_stop
+        on_device = torch.stack([self._loss_sum, self._supervised, square, bad.double()])
+        on_host = torch.cat([self._counts, self._epoch, torch.tensor([save, stop], dtype=torch.float64)])
+        sums = torch.cat([on_device, self._scores, on_host.to(self.device)])
+        dist.all_reduce(sums)
+        self._statistics = _Statistics(*sums.tolist())
+        self.requested_stop = self._statistics.stop > 0
+        # An evaluation neither hides a request from who looks after it, nor takes it from who looks after steps alone.
+        self.requested_save = self._statistics.save > 0 or (self.requested_save and not self._training)
+        if save and self._training:  # not if one came in since the flag was read: it waits for the next step
+            self._wants_save = False
 
     def _optimizer_step(self, stage: int, microbatch: int) -> None:
-        config = self.run_config
-        loss_sum, supervised, square, bad, tokens, samples, images, quarantined, epoch, *_ = self._statistics.tolist()
+        config, sums = self.run_config, self._statistics
         lr = learning_rate(self.step_index, config.train.max_steps, config.optimizer)
-        if bad:
-            raise NonFiniteError(
-                f"step {self.step_index}: the loss sum is {loss_sum} and the squared gradient norm {square}: "
-                f"{int(bad)} rank(s) hold a value that is not finite; no update was made. "
-                + ("Lower optimizer.lr, or look" if self.step_index else "Look")
-                + " for damaged images or text in this step's data"
-            )
+        norm = math.sqrt(sums.square) / max(sums.supervised, 1)
         no_update = None
-        norm = 0.0
-        if supervised == 0:
+        if sums.bad:
+            self._report_bad_step()
+            no_update = "loss or gradient is not finite"
+        elif sums.supervised == 0:
             no_update = "no supervised token in the step"
         else:
-            norm = math.sqrt(square) / supervised
-            scale = clip_coefficient(norm, config.optimizer.clip_norm) / supervised
+            scale = clip_coefficient(norm, config.optimizer.clip_norm) / sums.supervised
             for name, parameter in self.trainable.items():
                 parameter.grad.mul_(scale)
                 if lr > 0 and name not in self.saw_gradient and bool(parameter.grad.any()):
@@ -352,17 +424,40 @@ class FrozenPipelineEngine(PipelineEngine):
         self._masters.zero_grad()
         self._result = StepResult(
             step=self.step_index,
-            epoch=int(epoch),
-            loss=loss_sum / supervised if supervised else None,
+            epoch=int(sums.epoch),
+            loss=sums.loss_sum / sums.supervised if sums.supervised else None,
             grad_norm=norm,
             lr=lr,
-            samples=int(samples),
-            images=int(images),
-            tokens=int(tokens),
-            supervised_tokens=int(supervised),
-            quarantined=int(quarantined),
+            samples=int(sums.samples),
+            images=int(sums.images),
+            tokens=int(sums.tokens),
+            supervised_tokens=int(sums.supervised),
+            quarantined=int(sums.quarantined),
             no_update=no_update,
         )
+
+    def _report_bad_step(self) -> None:
+        """Count and record the step; raises NonFiniteError when it is one more than the run may leave out."""
+        allowed = self.run_config.train.max_bad_steps
+        self.bad_steps += 1
+        replica = self.plan.ranks[self.global_rank].data
+        report = RankReport.of(self.global_rank, replica, self.trainable, self._losses, self._keys)
+        reports: list[RankReport | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, report, group=self.host_group)
+        record = make_record(self.step_index, self._statistics.loss_sum, self._statistics.square, reports)
+        said = in_words(record)
+        file = self._bad_steps_file
+        if file is not None:
+            try:
+                with JsonLines(file if self.global_rank == 0 else None) as lines:
+                    lines.write(**record)
+            except OSError as error:
+                raise NonFiniteError(f"{said} ({file} cannot be written: {error.strerror})") from error
+            said += f"; {file} lists its micro-batches with losses and samples"
+        if self.bad_steps > allowed:
+            if allowed:
+                said += f". It is bad step {self.bad_steps} of the run, and train.max_bad_steps={allowed}"
+            raise NonFiniteError(said)
 
     _EXECUTE: Mapping[Op, Callable[[FrozenPipelineEngine, int, int], None]] = {
         Op.LOAD: _load,

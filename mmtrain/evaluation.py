@@ -35,6 +35,7 @@ from mmtrain.data.shard_list import expand_shards
 from mmtrain.engine import Evaluation, FrozenPipelineEngine
 from mmtrain.errors import UserError
 from mmtrain.metrics import Answer, Scores
+from mmtrain.plan.schedule import Instruction
 from mmtrain.rank import Progress
 
 # Micro-batches of one `engine.evaluate`, per pipeline rank. The first stage may be so many ahead of the last one, so
@@ -252,8 +253,11 @@ class Evaluator:
                     f"{extent.samples}): the files must be the same on every machine"
                 )
 
-    def scores(self, *, permuted: bool = False) -> Scores:
-        """Evaluate all held-out samples once; `permuted`, as a control, with images permuted among them."""
+    def scores(self, *, permuted: bool = False) -> Scores | None:
+        """Evaluate all held-out samples once; `permuted`, as a control, with images permuted among them.
+
+        Returns None, on every rank, after the round in which the engine was requested to stop.
+        """
         start = time.perf_counter()
         batches = None
         if self.held_out is not None:
@@ -265,6 +269,8 @@ class Evaluator:
         for done in range(0, total, in_round):
             self.show(done, total)
             rounds.append(self._evaluate(f"{what}, {done} of {total} done", batches, min(in_round, total - done)))
+            if self.engine.requested_stop:
+                return None
         self.show(total, total)
         sums = Evaluation(*map(sum, zip(*map(astuple, rounds), strict=True)))
         return Scores(
@@ -281,11 +287,14 @@ class Evaluator:
 
         An answer ends at the token that ends the true one, at EOS, 16 tokens beyond the true one's length, after 64
         tokens, or where the pack ends. Price: one forward of all that are not finished for each token, nothing being
-        cached. Returns the answers on ranks that read data, an empty list elsewhere.
+        cached. Returns the answers on ranks that read data; an empty list elsewhere, and on every rank after the token
+        at which the engine was requested to stop.
         """
         if self.held_out is None:
             while microbatches := self._from_rank_0(None):
                 self._evaluate("answers", None, microbatches)
+                if self.engine.requested_stop:
+                    return []
                 self._predicted()
             return []
         source, length = self.held_out.packed.documents, self.held_out.capacity.tokens
@@ -300,6 +309,8 @@ class Evaluator:
             if not self._from_rank_0(len(share)):
                 return [writing.answer(tokenizer) for writing in all_writing]
             self._evaluate("answers", self.held_out.batches(share), len(share))
+            if self.engine.requested_stop:
+                return []
             asked = [document for pack in packs for document in pack.entries]
             for document, token in zip(asked, self._predicted(), strict=True):
                 next(writing for writing in all_writing if writing.asked is document).given.append(token)
@@ -308,7 +319,13 @@ class Evaluator:
         """engine.evaluate, whose instructions are recorded as part of `what`: a failure then is known to be in it."""
         engine = self.engine
         in_training = engine.on_instruction
-        engine.on_instruction = lambda step, instruction: self.progress.at(step, f"{what}: {instruction}")
+
+        def in_evaluation(step: int, instruction: Instruction) -> None:
+            if in_training is not None:  # it may listen for a request to stop: an evaluation can take long
+                in_training(step, instruction)
+            self.progress.at(step, f"{what}: {instruction}")
+
+        engine.on_instruction = in_evaluation
         try:
             return engine.evaluate(batches, microbatches)
         finally:

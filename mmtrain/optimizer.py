@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from mmtrain.config import OptimizerSection
+
+ADAMW_STATE = ("exp_avg", "exp_avg_sq", "step")  # torch's names for what AdamW keeps of each weight
+NAMES_SHOWN = 5  # of each kind, in an error
 
 
 class NoOpOptimizer(torch.optim.Optimizer):
@@ -84,6 +87,71 @@ def make_optimizer(
     return torch.optim.AdamW(
         trainable.values(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
     )
+
+
+def adamw_state(
+    optimizer: torch.optim.Optimizer, trainable: Mapping[str, torch.nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """AdamW's state by `NAME/exp_avg`, `NAME/exp_avg_sq` (the weight's shape) and `NAME/step` (no dimension), fp32.
+
+    Empty before the first update, and where nothing trains. The tensors are the optimizer's own: the next update
+    changes them.
+    """
+    updated = {name: optimizer.state[p] for name, p in trainable.items() if p in optimizer.state}
+    return {f"{name}/{part}": state[part] for name, state in updated.items() for part in ADAMW_STATE}
+
+
+def load_trained(
+    masters: MasterWeights,
+    optimizer: torch.optim.Optimizer,
+    weights: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+) -> None:
+    """Go on from copies of master weights, by name, and of what `adamw_state` returned with them (empty: no update).
+
+    Raises ValueError for what does not fit the names and shapes that train here, or is not in fp32, before any change.
+    """
+    shapes = {name: p.shape for name, p in masters.by_name.items()}
+    of_state = {
+        f"{name}/{part}": torch.Size() if part == "step" else shape
+        for name, shape in shapes.items()
+        for part in ADAMW_STATE
+    }
+    _check_fit("weights", shapes, weights)
+    _check_fit("optimizer states", of_state if state else {}, state)
+    optimizer.state.clear()
+    with torch.no_grad():
+        for name, master in masters.by_name.items():
+            master.copy_(weights[name])
+            if state:
+                moments = {part: torch.empty_like(master) for part in ("exp_avg", "exp_avg_sq")}
+                for part, moment in moments.items():
+                    moment.copy_(state[f"{name}/{part}"])
+                # The step stays on the CPU, where AdamW keeps it: on a GPU each update would wait for it.
+                optimizer.state[master] = {"step": state[f"{name}/step"].to("cpu", copy=True), **moments}
+    masters.write_back()
+
+
+def _check_fit(what: str, shapes: Mapping[str, torch.Size], found: Mapping[str, torch.Tensor]) -> None:
+    common = [name for name in shapes if name in found]
+    problems = {
+        "missing": [name for name in shapes if name not in found],
+        "not trained here": [name for name in found if name not in shapes],
+        "of another shape": [
+            f"{name} {tuple(found[name].shape)} instead of {tuple(shapes[name])}"
+            for name in common
+            if found[name].shape != shapes[name]
+        ],
+        "not in float32": [f"{name} {found[name].dtype}" for name in common if found[name].dtype != torch.float32],
+    }
+    if any(problems.values()):
+        said = (f"{problem}: {_first_few(names)}" for problem, names in problems.items() if names)
+        raise ValueError(f"{what} do not fit what trains on this rank; {'; '.join(said)}")
+
+
+def _first_few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 def learning_rate(step: int, max_steps: int, config: OptimizerSection) -> float:

@@ -1,16 +1,27 @@
-"""The engine around the parity tests: evaluation, non-finite steps, messages between stages."""
+"""The engine around the parity tests: evaluation, non-finite steps, resuming, requests, messages between stages."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from scenes import IMAGE_TOKEN, as_batch, make_config, make_document, save_parts, stock_gradients, stock_llava
+from scenes import (
+    IMAGE_TOKEN,
+    as_batch,
+    make_config,
+    make_document,
+    save_parts,
+    stock_gradients,
+    stock_llava,
+    stock_loss_sum,
+)
 
 from mmtrain.data.samples import IGNORE, IMAGE_POSITION
 from mmtrain.engine import FrozenPipelineEngine, NonFiniteError, join_process_group
@@ -29,16 +40,18 @@ def step(first_seed):
     return tuple([[make_document(first_seed + i, images=i % 3)]] for i in range(4))
 
 
-def build(config):
-    join_process_group(torch.device("cpu"), 60)
+def build(config, **arguments):
+    if not dist.is_initialized():
+        join_process_group(torch.device("cpu"), 60)
     plan = make_plan(config)
     mine = plan.ranks[dist.get_rank()]
     chunks = {stage.stage: build_chunk(config, stage) for stage in mine.stages}
-    engine = FrozenPipelineEngine(config, plan, chunks)
+    engine = FrozenPipelineEngine(config, plan, chunks, **arguments)
 
     def batches(microbatches, share=plan.microbatches_per_step):
-        local = microbatches[mine.data * share : (mine.data + 1) * share]
-        return iter([as_batch(m, config.data.pack_length) for m in local]) if mine.pipeline == 0 else None
+        local = [as_batch(m, config.data.pack_length) for m in microbatches[mine.data * share :][:share]]
+        named = [replace(b, keys=tuple(f"key-{mine.data}{k}{key}" for key in b.keys)) for k, b in enumerate(local)]
+        return iter(named) if mine.pipeline == 0 else None
 
     return engine, batches
 
@@ -146,6 +159,9 @@ def train_on_damage(config):
     return None
 
 
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
 @pytest.mark.parametrize("pipeline,data", [(2, 1), (1, 2)])
 def test_a_non_finite_loss_stops_every_rank_before_any_update(parts, pipeline, data):
     config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
@@ -186,3 +202,233 @@ def epochs_of_steps(config):
 def test_the_epoch_of_a_step_is_that_of_its_last_pack_on_every_rank(parts, pipeline, data):
     config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
     assert run_ranks(pipeline * data, epochs_of_steps, config) == [[1, 1, 3]] * 2
+
+
+def unlabelled_step(images):
+    return tuple([[make_document(90 + i, images=images, labelled=False)]] for i in range(4))
+
+
+def values(tensors):
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors.items()}
+
+
+def everything(engine):
+    """Masters, the weights that are computed with, and AdamW's state, of this rank."""
+    named = [pair for chunk in engine.chunks.values() for pair in chunk.global_parameters()]
+    stored = {name: p for name, p in named if p.requires_grad}
+    return values(engine.trainable), values(stored), values(engine.optimizer_state())
+
+
+def equal(found, expected):
+    return all(
+        one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def train_with_a_look(config, steps, before):
+    """Train all steps; what was there before step `before`, and what is there at the end."""
+    engine, batches = build(config)
+    results, seen = [], None
+    for number, microbatches in enumerate(steps):
+        if number == before:
+            seen = everything(engine)
+        results.append(engine.train_step(batches(microbatches)))
+    return results, seen, everything(engine)
+
+
+def train_on(config, steps, first, of_ranks, with_state):
+    engine, batches = build(config, first_step=first)
+    masters, _, state = of_ranks[dist.get_rank()]
+    tensors = [{n: torch.from_numpy(v) for n, v in kind.items()} for kind in (masters, state if with_state else {})]
+    engine.load_trained(*tensors)
+    loaded = everything(engine)
+    results = [engine.train_step(batches(microbatches)) for microbatches in steps[first:]]
+    return results, loaded, everything(engine)
+
+
+IN_BF16 = {"model__llm__dtype": "bfloat16", "model__trainable": ("projector", "llm.layers.3", "llm.norm")}
+
+
+@pytest.mark.parametrize("trained", [{}, IN_BF16], ids=["projector", "bf16 layers"])
+@pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(parts, pipeline, data, trained):
+    layout = {"parallel__pipeline": pipeline, "parallel__data": data, "optimizer__weight_decay": 0.1}
+    config, world = make_config(parts, **layout, **trained), pipeline * data
+    steps = [step(0), step(10), step(20), step(0), step(10)]
+    whole = run_ranks(world, train_with_a_look, config, steps, 3)
+    seen = [at_save for _, at_save, _ in whole]
+    resumed = run_ranks(world, train_on, config, steps, 3, seen, True)
+    for rank, (results, loaded, end) in enumerate(resumed):
+        assert equal(loaded, seen[rank]), "what was loaded"
+        assert [r.step for r in results] == [3, 4] and results == whole[rank][0][3:]
+        assert equal(end, whole[rank][2])
+    trains = [bool(masters) for masters, _, _ in seen]
+    assert trains == [True] * data + [bool(trained)] * (world - data)
+    assert [len(state) for *_, state in seen] == [3 * len(masters) for masters, _, _ in seen]
+    forgetful = run_ranks(world, train_on, config, steps, 3, seen, False)
+    assert not equal(forgetful[0][2], whole[0][2]), "the moments matter, so this test can fail"
+
+
+def test_a_run_is_resumed_bit_for_bit_before_its_first_update(parts):
+    config = make_config(parts, parallel__pipeline=2, optimizer__weight_decay=0.1)
+    steps = [unlabelled_step(1), unlabelled_step(0), step(10), step(20)]
+    whole = run_ranks(2, train_with_a_look, config, steps, 2)
+    seen = [at_save for _, at_save, _ in whole]
+    assert [state for *_, state in seen] == [{}, {}]
+    for found, expected in zip(run_ranks(2, train_on, config, steps, 2, seen, True), whole, strict=True):
+        assert found[0] == expected[0][2:] and equal(found[2], expected[2])
+
+
+def told_of_requests(config):
+    engine, batches = build(config)
+    mine = dist.get_rank() == dist.get_world_size() - 1
+    told = []
+
+    def note(run, **wanted):
+        if mine and wanted:
+            engine.request(**wanted)
+        batch = batches(step(0))
+        engine.train_step(batch) if run == "train" else engine.evaluate(batch, engine.plan.microbatches_per_step)
+        told.append((run, engine.requested_save, engine.requested_stop))
+
+    note("train")
+    note("train", save=True)
+    note("train")
+    note("evaluate", save=True)
+    note("evaluate")
+    note("train")
+    note("evaluate")
+    note("train")
+    note("evaluate", save=True, stop=True)
+    note("train")
+    note("train")
+    return told
+
+
+@pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
+def test_what_is_asked_of_one_rank_is_told_to_all_at_once(parts, pipeline, data):
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
+    told = run_ranks(pipeline * data, told_of_requests, config)
+    expected = [
+        ("train", False, False),
+        ("train", True, False),
+        ("train", False, False),
+        ("evaluate", True, False),  # a caller that looks here may save here
+        ("evaluate", True, False),
+        ("train", True, False),  # and one that looks after steps alone has not missed it
+        ("evaluate", True, False),
+        ("train", False, False),
+        ("evaluate", True, True),
+        ("train", True, True),
+        ("train", False, True),
+    ]
+    assert told == [expected] * (pipeline * data)
+
+
+def asked_during_the_reduction(config):
+    engine, batches = build(config)
+    reduce, told = dist.all_reduce, []
+
+    def interrupted(*arguments, **keywords):  # as by a signal, after the rank has said that nobody asked
+        engine.request(save=not told)
+        return reduce(*arguments, **keywords)
+
+    dist.all_reduce = interrupted
+    for _ in range(3):
+        engine.train_step(batches(step(0)))
+        told.append(engine.requested_save)
+    return told
+
+
+def test_a_request_that_comes_while_ranks_exchange_theirs_waits_for_the_next_step(parts):
+    assert run_ranks(1, asked_during_the_reduction, make_config(parts)) == [[False, True, False]]
+
+
+def train_past_bad_steps(config, steps, file, already=0):
+    """Results and whether each step left everything as it was, up to the error that ends the run."""
+    engine, batches = build(config, bad_steps_file=file)
+    engine.bad_steps = already
+    results, untouched, message = [], [], None
+    for microbatches in steps:
+        before = everything(engine)
+        try:
+            results.append(engine.train_step(batches(microbatches)))
+        except NonFiniteError as error:
+            message = str(error)
+        untouched.append(equal(everything(engine), before))
+    return results, untouched, message, everything(engine), engine.bad_steps
+
+
+@pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
+def test_a_bad_step_that_may_be_left_out_changes_nothing_and_is_recorded(parts, tmp_path, pipeline, data):
+    layout = {"parallel__pipeline": pipeline, "parallel__data": data, "optimizer__weight_decay": 0.1}
+    config = make_config(parts, **layout, train__max_bad_steps=1)
+    file = tmp_path / "bad_steps.jsonl"
+    steps = [step(0), damaged(step(10)), step(20), damaged(step(0))]
+    ranks = run_ranks(pipeline * data, train_past_bad_steps, config, steps, file)
+    # Any step without an update: the learning rate goes on, weights and moments do not.
+    instead = run_ranks(pipeline * data, train_with_a_look, config, [step(0), unlabelled_step(1), step(20)], 0)
+    share = 4 // data
+    for (results, untouched, message, end, count), (others, _, expected_end) in zip(ranks, instead, strict=True):
+        trains = bool(end[0])
+        assert untouched == ([False, True, False, True] if trains else [True] * 4)
+        assert [r.no_update for r in results] == [None, "loss or gradient is not finite", None]
+        assert math.isnan(results[1].loss) and math.isnan(results[1].grad_norm) and results[1].step == 1
+        assert [results[0], results[2]] == [others[0], others[2]] and equal(end, expected_end)
+        assert count == 2
+        assert message.startswith("step 3: the loss sum is nan and the squared gradient norm nan, with values")
+        where = f"micro-batch {1 % share} of replica {1 // share} (samples key-{1 // share}{1 % share}0)."
+        assert where in message and str(file) in message
+        assert message.endswith("bad step 2 of the run, and train.max_bad_steps=1")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 3]
+    for line, first_seed in zip(lines, (10, 0), strict=True):
+        assert (line["loss_sum"], line["squared_gradient_norm"]) == ("nan", "nan")
+        projectors = list(range(data))
+        assert line["ranks"] == sorted({*projectors, (pipeline - 1) * data + 1 // share})
+        assert line["parameters"] == [f"projector.linear_{i}.{part}" for i in (1, 2) for part in ("weight", "bias")]
+        places = [(m["replica"], m["microbatch"], m["keys"]) for m in line["microbatches"]]
+        assert places == [(i // share, i % share, [f"key-{i // share}{i % share}0"]) for i in range(4)]
+        documents = [make_document(first_seed + i, images=i % 3) for i in range(4)]
+        assert [m["supervised_tokens"] for m in line["microbatches"]] == [
+            sum(x >= 0 for x in d.labels) for d in documents
+        ]
+    model = stock_llava(parts, seed=0)  # whose first step is the first that is damaged
+    file.unlink()
+    run_ranks(pipeline * data, train_past_bad_steps, config, steps[1:2], file)
+    (line,) = map(json.loads, file.read_text().splitlines())
+    for i, found in enumerate(line["microbatches"]):
+        loss = float(stock_loss_sum(model, make_document(10 + i, images=i % 3)).detach()) / found["supervised_tokens"]
+        assert found["loss"] == ("nan" if i == 1 else pytest.approx(loss, rel=1e-5))
+
+
+@pytest.mark.parametrize(("pipeline", "data"), [(2, 1), (1, 2)])
+def test_a_gradient_alone_that_is_not_finite_is_a_bad_step_too(parts, tmp_path, pipeline, data):
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data, train__max_bad_steps=1)
+    without_labels = damaged(unlabelled_step(1))
+    partly = (*step(0)[:1], *without_labels[1:2], *step(0)[2:])
+    file = tmp_path / "bad_steps.jsonl"
+    for results, untouched, message, *_ in run_ranks(2, train_past_bad_steps, config, [without_labels, partly], file):
+        assert results[0].loss is None and math.isnan(results[0].grad_norm)
+        assert results[0].no_update == "loss or gradient is not finite" and untouched == [True, True]
+        assert "loss of each micro-batch is finite, the gradient of projector.linear_1.weight, " in message
+    first, second = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [m["loss"] for m in first["microbatches"]] == [None] * 4
+    assert math.isfinite(second["loss_sum"]) and second["squared_gradient_norm"] == "nan"
+    assert first["ranks"] == second["ranks"] == list(range(data))
+
+
+def test_bad_steps_before_a_resume_count_and_a_sound_run_writes_no_record(parts, tmp_path):
+    config, file = make_config(parts, train__max_bad_steps=1), tmp_path / "bad_steps.jsonl"
+    ((_, _, message, _, count),) = run_ranks(1, train_past_bad_steps, config, [step(0)], file, 1)
+    assert message is None and count == 1 and not file.exists()
+    ((_, _, message, _, count),) = run_ranks(1, train_past_bad_steps, config, [damaged(step(0))], file, 1)
+    assert "bad step 2 of the run" in message and count == 2 and file.exists()
+
+
+def test_a_record_that_a_full_disk_refuses_does_not_hide_the_cause(parts):
+    config = make_config(parts, train__max_bad_steps=5)
+    ((_, _, message, *_),) = run_ranks(1, train_past_bad_steps, config, [damaged(step(0))], "/dev/full")
+    assert message.startswith("step 0: the loss sum is nan")
+    assert message.endswith("(/dev/full cannot be written: No space left on device)")

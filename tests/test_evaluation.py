@@ -31,6 +31,7 @@ from mmtrain.errors import UserError
 from mmtrain.evaluation import Evaluator, HeldOut, permute_images
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
+from mmtrain.plan.schedule import Op
 from mmtrain.rank import Progress
 
 EOS = 110  # a token that the stock model, with these weights, says after many of the images
@@ -257,6 +258,37 @@ def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, 
     for place, rank in enumerate(by_rank):
         for result in rank[:2]:
             check_answers(scene, questions, result[2]) if place < data else check_answers(scene, [], result[2])
+
+
+def stop_on_the_way(config, at):
+    """The last rank is asked to stop in round `at` of scores, then of answers; all take a step after that."""
+    join_process_group(torch.device("cpu"), 60)
+    mine = dist.get_rank() == dist.get_world_size() - 1
+    found = []
+    for questions in (0, 12):
+        engine, batches, evaluator, _ = build(config)
+        rounds = []
+
+        def listen(step, instruction, engine=engine, rounds=rounds):
+            if instruction.op is Op.REDUCE_STATISTICS:
+                rounds.append(instruction)
+                if mine and len(rounds) == at:
+                    engine.request(stop=True)
+
+        engine.on_instruction = listen
+        outcome = evaluator.answers(questions) if questions else evaluator.scores()
+        found.append((outcome, len(rounds), engine.requested_stop, engine.train_step(batches).loss))
+    return found
+
+
+@pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
+def test_a_request_to_stop_ends_scores_and_answers_on_every_rank_in_the_same_round(scene, monkeypatch, pipeline, data):
+    monkeypatch.setattr(evaluation, "MICROBATCHES_PER_ROUND", 1)
+    by_rank = run_ranks(pipeline * data, stop_on_the_way, config_of(scene, pipeline, data), 2)
+    ((none, rounds, stopped, loss), (answers, tokens, stopped_too, _)) = by_rank[0]
+    assert none is None and answers == [] and stopped and stopped_too
+    assert rounds == tokens == 2
+    assert loss > 0 and all(found == by_rank[0] for found in by_rank), "all are in step after it"
 
 
 def asked_in(answers):

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "mmtrain"
 # Top to bottom: a module may import those before it. A new module gets its place here.
 TABLE = """
 errors  cache
-rank
+stop  rank
 data.records
 strict_yaml  config_problems  config
 geometry
@@ -24,6 +24,7 @@ plan.block_costs  plan.costs
 plan.schedule
 plan.layout  plan.cut  plan.refusals  plan.planner
 metrics  progress
+step_folder  resume
 data.samples  data.order  data.fill  data.index
 data.chat  data.templates  data.text_lengths
 data.archive  data.verify  data.scan  data.sharding
@@ -34,13 +35,16 @@ data.catalog  data.survey  data.reader  data.anatomy
 data.images  data.packs  data.loader  data.account
 model.weights  model.bookends  model.kernels  model.attention  model.language  model.tiny  model.parity  model.probe
 model.vision
+model.pickled  model.projector_files  model.init_from
 model.projector  model.fusion  model.loss  model.trainable
 model.stage
 optimizer
-channels  engine
+channels  bad_steps  engine
 audit
 checkpoint
 evaluation
+export.timm_vit  export.vision
+export.chat_template  export.image_processor  export.processor  export.processor_check
 train
 fork_server  supervise  run_folder  launch
 """
@@ -48,10 +52,11 @@ ORDER = TABLE.split()
 
 TORCH_FREE_TABLE = """
 errors  cache  strict_yaml  config_problems  config  geometry  metrics  rank  supervise  run_folder  launch
+step_folder  stop  resume
 progress  data.records  data.samples  data.order  data.index  data.archive  data.shard_list  data.scan  data.indexing
 data.catalog  data.reader  data.sharding  data.llava_json  data.shard_intake  data.shard_jobs
 data.shard_resume  data.fill  data.verify  data.survey  data.piped
-demo.names  demo.scene  demo.text  demo.pictures  demo.data
+demo.names  demo.scene  demo.text  demo.pictures  demo.data  model.projector_files
 """
 TORCH_FREE = [name for name in ORDER if name.startswith("plan.") or name in TORCH_FREE_TABLE.split()]
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}

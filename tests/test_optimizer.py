@@ -6,7 +6,15 @@ import torch
 from torch import nn
 
 from mmtrain.config import OptimizerSection
-from mmtrain.optimizer import MasterWeights, NoOpOptimizer, clip_coefficient, learning_rate, make_optimizer
+from mmtrain.optimizer import (
+    MasterWeights,
+    NoOpOptimizer,
+    adamw_state,
+    clip_coefficient,
+    learning_rate,
+    load_trained,
+    make_optimizer,
+)
 
 
 def frozen() -> nn.Module:
@@ -64,6 +72,92 @@ def test_master_weights_add_up_gradients_and_updates_that_bfloat16_would_lose():
     assert stored["a"].item() == 1 - 2**-8, "four updates of 2^-10, each below bf16's rounding at 1"
     masters.zero_grad()
     assert masters.by_name["a"].grad is None and stored["b"].grad is None
+
+
+def trained(updates):
+    """One weight in bf16 and one in fp32 after some updates."""
+    stored = {"a": nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)), "b": nn.Parameter(torch.ones(4))}
+    masters = MasterWeights(stored)
+    optimizer = make_optimizer(nn.Module(), masters.by_name, OptimizerSection(lr=0.1, weight_decay=0.1))
+    update(masters, optimizer, range(updates))
+    return stored, masters, optimizer
+
+
+def update(masters, optimizer, numbers):
+    for number in numbers:
+        for master in masters.by_name.values():
+            master.grad = torch.arange(1.0, master.numel() + 1).view_as(master) / (number + 3)
+        optimizer.step()
+        masters.write_back()
+
+
+def test_the_state_by_name_is_adamws_own():
+    _, masters, optimizer = trained(0)
+    assert adamw_state(optimizer, masters.by_name) == {}, "torch makes it at the first update"
+    update(masters, optimizer, range(2))
+    state = adamw_state(optimizer, masters.by_name)
+    assert sorted(state) == [f"{name}/{part}" for name in "ab" for part in ("exp_avg", "exp_avg_sq", "step")]
+    for number, name in enumerate("ab"):
+        for part, value in optimizer.state_dict()["state"][number].items():
+            assert state[f"{name}/{part}"] is value
+    assert state["a/step"].item() == 2 and state["a/exp_avg"].shape == (2, 3)
+    assert adamw_state(NoOpOptimizer(frozen()), {}) == {}
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_what_was_loaded_trains_on_to_the_same_bits_and_shares_no_memory(before):
+    stored, masters, optimizer = trained(before)
+    weights = {name: p.detach().clone() for name, p in masters.by_name.items()}
+    state = {name: tensor.clone() for name, tensor in adamw_state(optimizer, masters.by_name).items()}
+    kept = [{name: tensor.clone() for name, tensor in kind.items()} for kind in (weights, state)]
+    other_stored, other, other_optimizer = trained(7)  # whatever was there goes
+    load_trained(other, other_optimizer, weights, state)
+    assert all(torch.equal(stored[name], other_stored[name]) for name in stored), "also what is computed with"
+    for one, one_optimizer in ((masters, optimizer), (other, other_optimizer)):
+        update(one, one_optimizer, range(before, before + 2))
+    assert all(torch.equal(masters.by_name[name], other.by_name[name]) for name in stored)
+    assert all(torch.equal(stored[name], other_stored[name]) for name in stored)
+    for kind, before_loading in zip((weights, state), kept, strict=True):
+        assert all(torch.equal(kind[name], before_loading[name]) for name in kind), "updates left the copies alone"
+
+
+@pytest.mark.parametrize(
+    ("weights", "state", "message"),
+    [
+        ({"a": None}, {}, r"^weights do not fit what trains on this rank; missing: a$"),
+        ({"c": torch.ones(1)}, {}, r"; not trained here: c$"),
+        ({"a": torch.ones(3, 2)}, {}, r"; of another shape: a \(3, 2\) instead of \(2, 3\)$"),
+        ({"b": torch.ones(4, dtype=torch.bfloat16)}, {}, r"; not in float32: b torch\.bfloat16$"),
+        ({}, {"a/step": None}, r"^optimizer states do not fit what trains on this rank; missing: a/step$"),
+        ({}, {"b/step": torch.ones(1)}, r"; of another shape: b/step \(1,\) instead of \(\)$"),
+        (
+            {},
+            {"a/exp_avg": torch.ones(4), "x/step": torch.ones(())},
+            r"here: x/step; of another shape: a/exp_avg \(4,\)",
+        ),
+        ({}, {f"x{i}/step": torch.ones(()) for i in range(7)}, r"x0/step, .*, x4/step and 2 more$"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_loaded(weights, state, message):
+    _, masters, optimizer = trained(2)
+    given = [{n: t.clone() for n, t in masters.by_name.items()}, adamw_state(optimizer, masters.by_name)]
+    _, other, other_optimizer = trained(1)
+    kept = [{n: t.clone() for n, t in x.items()} for x in (other.by_name, adamw_state(other_optimizer, other.by_name))]
+    for kind, changes in zip(given, (weights, state), strict=True):
+        kind |= changes
+        for name in [name for name in kind if kind[name] is None]:
+            del kind[name]
+    with pytest.raises(ValueError, match=message):
+        load_trained(other, other_optimizer, *given)
+    for kind, found in zip(kept, (other.by_name, adamw_state(other_optimizer, other.by_name)), strict=True):
+        assert all(torch.equal(kind[name], found[name]) for name in kind)
+
+
+def test_a_rank_that_trains_nothing_loads_nothing_and_refuses_anything():
+    optimizer = NoOpOptimizer(frozen())
+    load_trained(MasterWeights({}), optimizer, {}, {})
+    with pytest.raises(ValueError, match=r"^optimizer states .* not trained here: a/step$"):
+        load_trained(MasterWeights({}), optimizer, {}, {"a/step": torch.ones(())})
 
 
 def test_learning_rate_warms_up_linearly_then_follows_half_a_cosine():
