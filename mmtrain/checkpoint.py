@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from mmtrain.bad_steps import NonFiniteError
 from mmtrain.config import CheckpointSection, RunConfig
 from mmtrain.errors import UserError
-from mmtrain.metrics import without_nan
+from mmtrain.metrics import Scores, without_nan
 from mmtrain.plan.planner import Plan
 from mmtrain.resume import METRICS, RECORDS
 from mmtrain.step_folder import (
@@ -70,16 +70,27 @@ class Saved:
 class Checkpointer:
     """Saves; constructed by every rank, and `save` is a collective of all of them. Rank 0 writes.
 
-    `group` carries CPU tensors; `contributes` says that this rank's tensors belong into the checkpoint: those of the
-    first replica. Price: while one save is being written its copy stays in memory, 12 bytes a trained parameter.
+    `contributes` says that this rank's tensors belong into the checkpoint: those of the first replica. `report` is
+    called on rank 0 with what became of each save, some time after it. `latest` is the step whose checkpoint the run
+    goes on from, if it is its own. `group` carries CPU tensors. Price: while one save is being written its copy stays
+    in memory, 12 bytes a trained parameter.
     """
 
     def __init__(
-        self, folder: Path, section: CheckpointSection, contributes: bool, group: dist.ProcessGroup | None = None
+        self,
+        folder: Path,
+        section: CheckpointSection,
+        contributes: bool,
+        report: Callable[[Saved], None],
+        latest: int | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.folder = folder
         self.section = section
         self.contributes = contributes
+        self.report = report
+        self.latest = latest
+        """Step of the latest `save`."""
         self.group = group
         self.writes = dist.get_rank() == 0
         every: list[bool] = [False] * dist.get_world_size()
@@ -110,10 +121,12 @@ class Checkpointer:
     ) -> None:
         """Copy this rank's trained tensors and their optimizer state and begin to write; waits for the save before.
 
-        `trained` notes something of each weight, by name; all ranks' notes go into `state`, which rank 0 gives.
+        `trained` notes something of each weight, by name; all ranks' notes go into `state`, which rank 0 gives. Raises
+        NonFiniteError rather than save a tensor that is not finite.
         """
         if self._pending is not None:
             self._pending.result()
+        self.latest = step
         self._saved_at = time.monotonic()
         tensors, notes = self._collect({**weights, **optimizer} if self.contributes else {}, trained)
         if not self.writes:
@@ -128,29 +141,26 @@ class Checkpointer:
         if not self.section.asynchronous:
             self._pending.result()
 
-    def finish(self) -> list[Saved]:
-        """Wait for the save that is being written; what `poll` returns."""
+    def finish(self) -> None:
+        """Wait for the save that is being written; raises UserError if it fails: there will be no later one."""
         if self._pending is not None:
             self._pending.result()
-        return self.poll()
+        self.poll()
+        if self._failures:
+            raise UserError(f"the state after the last step could not be saved: {self._error}. {self.kept()}")
 
-    def poll(self) -> list[Saved]:
-        """The saves that have ended since the last call; raises UserError once too many in a row have failed."""
+    def poll(self) -> None:
+        """Report the saves that have ended since the last call; raises UserError once too many in a row have failed."""
         ended, self._outcomes = self._outcomes, []
         for saved in ended:
             self._failures = 0 if saved.error is None else self._failures + 1
             self._error = saved.error
+            self.report(saved)
             if self._failures >= self.section.max_failures:
                 raise UserError(
                     f"{self._failures} checkpoint(s) in a row could not be saved (checkpoint.max_failures): "
                     f"{saved.error}. {self.kept()}"
                 )
-        return ended
-
-    def refuse_failure(self) -> None:
-        """Raise UserError if the latest save has failed: there will be no later one."""
-        if self._failures:
-            raise UserError(f"the state after the last step could not be saved: {self._error}. {self.kept()}")
 
     def __enter__(self) -> Self:
         return self
@@ -164,9 +174,9 @@ class Checkpointer:
         whole = next((path for path in step_folders(self.folder) if self._is_whole(path)), None)
         return "No checkpoint was saved before" if whole is None else f"The newest whole one is {whole}"
 
-    def scored(self, step: int, scores: Any) -> None:
-        """Note an evaluation after `step` updates, for `keep_best`."""
-        if self.section.keep_best is not None:
+    def scored(self, step: int, scores: Scores | None) -> None:
+        """Note an evaluation after `step` updates, if it came to its end, for `keep_best`."""
+        if self.section.keep_best is not None and scores is not None:
             self._scores[step] = getattr(scores, self.section.keep_best)
 
     @property

@@ -10,10 +10,18 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """`total` things to do, and how many samples a second that makes."""
+    """`total` things to do, and how many samples (or whatever is `counted`) a second that makes."""
 
-    def __init__(self, unit: str, total: int, say: Callable[[str], None], stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        unit: str,
+        total: int,
+        say: Callable[[str], None],
+        stream: TextIO | None = None,
+        counted: str = "samples",
+    ) -> None:
         """`unit` is the things' plural; `stream` carries the bar if it is a terminal, else `say` prints lines."""
+        self.counted = counted
         self.unit = unit
         self.total = total
         self.say = say
@@ -21,9 +29,9 @@ class Progress:
         self.bar = _open_bar(stream, unit, total) if stream is not None and stream.isatty() else None
 
     def show(self, done: int, samples: int, note: str = "") -> None:
-        """`done` things of all are done; `samples` went through since the start; `note` follows."""
+        """`done` things of all are done; so many `samples` went through since the start; `note` follows."""
         now = time.monotonic()
-        rate = f"{samples / max(now - self.started, 1e-9):,.0f} samples/s"
+        rate = f"{samples / max(now - self.started, 1e-9):,.0f} {self.counted}/s"
         if self.bar is not None:
             self.bar.update(0, completed=done, rate=rate, note=note)
         elif now - self.printed >= SECONDS_BETWEEN_LINES or done == self.total:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.config import RunConfig
+from mmtrain.config_problems import all_fields, nearest_key
 from mmtrain.errors import UserError
 from mmtrain.step_folder import StepFolder, find, flush, newest, remove_unfinished, step_folders
 
@@ -91,6 +92,11 @@ def choose(
     `path` names a checkpoint of this run, or one of another run, from which this one then branches; None takes the
     run's newest whole one. Raises UserError where none can be used, and for keys that have changed but by `allowed`.
     """
+    known = {".".join(key) for key, _ in all_fields(RunConfig)}
+    for name in allowed:
+        if name not in known:
+            near = ".".join(nearest_key(tuple(name.split(".")), [tuple(key.split(".")) for key in known]))
+            raise UserError(f"--allow-change {name}: no key or section of a configuration; the nearest is {near}")
     if path is not None:
         start = find(path.expanduser(), say)
     else:

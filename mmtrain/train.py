@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -108,13 +108,19 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None) 
     if config.eval.is_on:
         evaluator = Evaluator(engine, held_out, rank.progress, console.evaluating)
         console.line(evaluator.extent.summary)
-    saver = Checkpointer(rank.folder, config.checkpoint, contributes=mine.data == 0, group=host_group)
-    saved_step = first_step if begin is not None and begin.is_own else None
+
+    def report(saved: Saved) -> None:
+        metrics.write(**saved.record())
+        text = f"saved {saved.path}" if saved.error is None else f"checkpoint not saved: {saved.error}"
+        print(text)  # into the log
+        console.line(text)
+
+    latest = first_step if begin is not None and begin.is_own else None
+    saver = Checkpointer(rank.folder, config.checkpoint, mine.data == 0, report, latest, host_group)
     result = None
 
     def save(step: int) -> None:
-        nonlocal saved_step
-        if step != saved_step:  # else it was saved for another reason, or is where this run came from
+        if step != saver.latest:  # else it was saved for another reason, or is where this run came from
             state = {
                 **settings,
                 "max_steps": max_steps,
@@ -124,18 +130,11 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None) 
                 "data": {"fingerprint": data, "counts": None if account is None else account.state_dict()},
             }
             saver.save(step, engine.trainable, engine.optimizer_state(), audit.notes(engine.saw_gradient), state)
-            saved_step = step
-
-    def report(ended: Sequence[Saved]) -> None:
-        for saved in ended:
-            metrics.write(**saved.record())
-            console.line(f"saved {saved.path}" if saved.error is None else f"not saved: {saved.error}")
 
     def stopped(step: int) -> str:
         rank.progress.at(step, "saving")
         save(step)
-        report(saver.finish())
-        saver.refuse_failure()
+        saver.finish()
         return _leave(
             f"stopped after step {step} of {max_steps}, saved: the same command goes on", batches, metrics, console
         )
@@ -172,13 +171,12 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None) 
             evaluates = evaluator is not None and done % evaluate_every == 0
             if done < max_steps and (engine.requested_save or saver.is_due(done, evaluates)):
                 save(done)
-            report(saver.poll())
+            saver.poll()
 
         # The result first: nothing that can fail from here on may cost the trained weights.
         rank.progress.at(max_steps, "saving")
         save(max_steps)
-        report(saver.finish())
-        saver.refuse_failure()
+        saver.finish()
     if account is not None:
         for record in account.finish(max_steps):
             metrics.write(**record)

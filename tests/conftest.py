@@ -1,9 +1,13 @@
 """Shared fixtures: the tools as modules, and one tiny model folder made once a session."""
 
 import importlib.util
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TOOLS = Path(__file__).parent.parent / "tools"
+MAIN_JOB = Path(__file__).parent.parent / "configs" / "llava_pp4.yaml"
 
 
 def load_tool(name: str) -> ModuleType:
@@ -47,3 +52,27 @@ def tiny(make_tiny, tmp_path_factory) -> Path:
     make_tiny.make_tiny_shards(folder / "shards", two_image_fraction=0.125)
     make_tiny.make_config(folder, "tiny")
     return folder
+
+
+class DemoRun(NamedTuple):
+    """The main job, run once a session: a minute or two."""
+
+    folder: Path
+    ran: subprocess.CompletedProcess
+
+
+@pytest.fixture(scope="session")
+def demo_cache(tmp_path_factory) -> Path:
+    """A cache of its own, so that the demo's data are made from nothing, once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def demo_run(demo_cache, tmp_path_factory) -> DemoRun:
+    """configs/llava_pp4.yaml, as the README starts it; its folder is to be read."""
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "mmtrain.launch", str(MAIN_JOB), f"run.dir={folder}"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(demo_cache)}
+    environment.pop("OMP_NUM_THREADS", None)
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=1100)
+    return DemoRun(folder / "llava_pp4", ran)

@@ -43,8 +43,11 @@ channels  bad_steps  engine
 audit
 checkpoint
 evaluation
+export.tensors
 export.timm_vit  export.vision
 export.chat_template  export.image_processor  export.processor  export.processor_check
+export.folder  export.origin  export.projector_file  export.llava
+export.language  export.stock  export.card  export.hf  export.verify
 train
 fork_server  supervise  run_folder  launch
 """

@@ -14,17 +14,11 @@ from safetensors.torch import load_file
 CONFIG = Path(__file__).parent.parent / "configs" / "llava_pp4.yaml"
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    """A cache of its own, so that the data is made from nothing, once for all tests here."""
-    return tmp_path_factory.mktemp("cache")
-
-
-def train(folder: Path, cache: Path, *overrides: str, timeout: float = 240) -> subprocess.CompletedProcess:
+def train(folder: Path, cache: Path, *overrides: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "mmtrain.launch", str(CONFIG), f"run.dir={folder}", *overrides]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     environment.pop("OMP_NUM_THREADS", None)
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=timeout)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=240)
 
 
 def records(folder: Path, kind: str) -> list[dict]:
@@ -33,22 +27,21 @@ def records(folder: Path, kind: str) -> list[dict]:
 
 
 @pytest.mark.timeout(1200)
-def test_the_projector_learns_to_make_the_llm_read_handwriting_that_nothing_has_seen(tmp_path, cache):
-    ran = train(tmp_path, cache, timeout=1100)
+def test_the_projector_learns_to_make_the_llm_read_handwriting_that_nothing_has_seen(demo_run):
+    run, ran = demo_run
     assert ran.returncode == 0, ran.stderr
     assert "making demo:train: 6,400 pictures" in ran.stdout and "making demo:held-out" in ran.stdout
-    evaluations = records(tmp_path, "eval")
+    evaluations = records(run.parent, "eval")
     assert [record["step"] for record in evaluations] == list(range(0, 161, 20))
     assert all(record["answers"] >= 200 for record in evaluations)
     assert evaluations[0]["exact_match"] < 0.05
     assert evaluations[-1]["exact_match"] >= 0.90
     assert "6 held-out questions" in ran.stdout
-    (control,) = records(tmp_path, "eval_permuted")
+    (control,) = records(run.parent, "eval_permuted")
     assert control["answers"] == evaluations[-1]["answers"] and control["exact_match"] <= 0.15
-    losses = [record["loss"] for record in records(tmp_path, "train")]
+    losses = [record["loss"] for record in records(run.parent, "train")]
     assert len(losses) == 160 and sum(losses[-10:]) < 0.1 * sum(losses[:10])
 
-    run = tmp_path / "llava_pp4"
     ranks = json.loads((run / "plan.json").read_text())["ranks"]
     assert [rank["optimizer"] for rank in ranks] == ["AdamW", "NoOp", "NoOp", "NoOp"]
     assert all("frozen" in rank["reason"] for rank in ranks[1:])
@@ -60,13 +53,13 @@ def test_the_projector_learns_to_make_the_llm_read_handwriting_that_nothing_has_
 
 
 @pytest.mark.timeout(1000)
-def test_loss_and_gradient_norm_do_not_depend_on_the_layout(tmp_path, cache):
+def test_loss_and_gradient_norm_do_not_depend_on_the_layout(tmp_path, demo_cache):
     runs = {}
     for pipeline, data in ((1, 1), (2, 1), (4, 1), (2, 2)):
         folder = tmp_path / f"{pipeline}x{data}"
         folder.mkdir()
         layout = (f"parallel.pipeline={pipeline}", f"parallel.data={data}", "parallel.threads_per_rank=1")
-        ran = train(folder, cache, *layout, "train.max_steps=12", "eval.shards=null")
+        ran = train(folder, demo_cache, *layout, "train.max_steps=12", "eval.shards=null")
         assert ran.returncode == 0, ran.stderr
         runs[pipeline, data] = records(folder, "train")
     reference = runs[1, 1]
@@ -79,8 +72,8 @@ def test_loss_and_gradient_norm_do_not_depend_on_the_layout(tmp_path, cache):
                 assert step[same] == expected[same]
 
 
-def test_with_a_learning_rate_of_0_no_answer_changes(tmp_path, cache):
-    ran = train(tmp_path, cache, "optimizer.lr=0", "train.max_steps=3", "eval.permuted_control=false")
+def test_with_a_learning_rate_of_0_no_answer_changes(tmp_path, demo_cache):
+    ran = train(tmp_path, demo_cache, "optimizer.lr=0", "train.max_steps=3", "eval.permuted_control=false")
     assert ran.returncode == 0, ran.stderr
     before, after = records(tmp_path, "eval")
     del before["seconds"], after["seconds"]
@@ -88,7 +81,7 @@ def test_with_a_learning_rate_of_0_no_answer_changes(tmp_path, cache):
     assert before["exact_match"] < 0.05
 
 
-def test_nothing_to_train_is_refused(tmp_path, cache):
-    ran = train(tmp_path, cache, "model.trainable=[]")
+def test_nothing_to_train_is_refused(tmp_path, demo_cache):
+    ran = train(tmp_path, demo_cache, "model.trainable=[]")
     assert ran.returncode == 2 and "model.trainable" in ran.stderr
     assert not (tmp_path / "llava_pp4").exists()

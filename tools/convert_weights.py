@@ -1,14 +1,14 @@
 """Convert a model folder's pickled weights (pytorch_model*.bin) to safetensors, once.
 
 mmtrain reads tensor by tensor, which pickles do not allow. Values are unchanged and read back for comparison; memory is
-bounded by one shard. Pickles are opened with weights_only: they cannot run code. The original files are left alone.
+bounded by one shard. Pickles are read without running what they ask for (mmtrain/model/pickled.py); the original files
+are left alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mmtrain.errors import UserError
+from mmtrain.model.pickled import read_pickled
 from mmtrain.plan.model_files import model_folder, read_json
 
 EXAMPLES = """examples:
@@ -44,27 +45,6 @@ def find_shards(folder: Path) -> list[Path]:
         return [folder / "pytorch_model.bin"]
     found = sorted(file.name for file in folder.glob("*.bin"))
     raise UserError(f"{folder}: has neither pytorch_model.bin nor {index.name} (.bin files here: {found or 'none'})")
-
-
-def read_shard(file: Path) -> dict[str, torch.Tensor]:
-    """One shard's tensors, each alone in its storage; memory-mapped where the file's format allows it."""
-    with file.open("rb") as stream:
-        zipped = stream.read(4) == b"PK\x03\x04"  # since torch 1.6; older files are read as a whole
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:  # RuntimeError: torch's reader of damaged zips
-        raise UserError(f"{file}: not a file of plain tensors, or damaged ({str(error).splitlines()[0]})") from None
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise UserError(f"{file}: holds something other than named tensors; only state dicts can be converted")
-    tensors: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in content.items():
-        # safetensors stores no shared memory: tied weights are written twice, views without what surrounds them.
-        storage = tensor.untyped_storage()
-        alone = storage.data_ptr() not in storages and storage.nbytes() == tensor.numel() * tensor.element_size()
-        storages.add(storage.data_ptr())
-        tensors[name] = tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
-    return tensors
 
 
 def write_shard(tensors: dict[str, torch.Tensor], file: Path) -> int:
@@ -105,7 +85,7 @@ def convert(folder: Path, out: Path) -> None:
     total = 0
     for i, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        tensors = read_shard(shard)
+        tensors = read_pickled(shard)
         twice = sorted(tensors.keys() & weight_map.keys())
         if twice:
             raise UserError(f"{shard}: {twice[0]} is in {weight_map[twice[0]]} already")

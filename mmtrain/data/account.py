@@ -80,9 +80,9 @@ class ReadAccount:
         unusable = list(packed.catalog.faults.values())
         if state is not None:
             self._load_state_dict(state)
-        else:
-            while packed.order.first_pack(self._epoch + 1) <= self._first_pack:
-                self._epoch += 1
+        while packed.order.first_pack(self._epoch + 1) <= self._first_pack:
+            self._epoch += 1
+        if state is None or not self.quarantine_file.exists():  # else it has them, or goes on without any
             self._write_faults([(None, self._epoch, fault) for fault in [*unusable, *held_out]])
         plan = packed.order.epoch_plan(self._epoch)
         self._refuse_many(plan.unusable, plan.drawn, unusable[:LISTED])

@@ -85,7 +85,7 @@ class ChatTemplate:
                 f"({type(tokenizer).__name__}) has none; save a fast one (tokenizer.json) into the model's folder, or "
                 "set data.template=plain"
             )
-        self.tokenizer = _with_image_token(tokenizer)
+        self.tokenizer = with_image_token(tokenizer)
         self.tokens_per_image = tokens_per_image
         self.vocab_size = vocab_size
         self.image_id = self.tokenizer.convert_tokens_to_ids(IMAGE_MARK)
@@ -180,7 +180,7 @@ def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str
             )
 
 
-def _with_image_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def with_image_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """A copy that reads <image> as one token, added as transformers' LLaVA conversion adds it if it was none before."""
     copied = _own_copy(tokenizer)
     if IMAGE_MARK not in copied.added_tokens_encoder:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,9 +180,7 @@ def load_slice(
             model.all_tied_weights_keys = {}
 
     files = tensor_files(folder)
-    # Files saved from the model without its LM head, such as the published gpt2's, lack the first part of names.
-    complete = any(global_name(name).startswith("llm.layers.") for name in files)
-    prefix = "" if complete else stock.base_model_prefix + "."
+    prefix = missing_prefix(files, stock)
 
     def wanted(name: str) -> bool:
         _, part, *rest = global_name(prefix + name).split(".")
@@ -213,6 +211,15 @@ def load_slice(
     if matrix and not embedding:
         replace(model, model.get_input_embeddings(), nn.Identity())
     return LanguageSlice(model.to(device), first, last, embedding=embedding, head=head)
+
+
+def missing_prefix(names: Iterable[str], stock: type[PreTrainedModel]) -> str:
+    """What the names of tensors on disk lack to be names in the causal LM `stock`: "" or "transformer.".
+
+    Files saved from the model without its LM head, such as the published gpt2's, lack the first part of names.
+    """
+    complete = any(global_name(name).startswith("llm.layers.") for name in names)
+    return "" if complete else stock.base_model_prefix + "."
 
 
 def causal_config(folder: Path) -> PreTrainedConfig:

@@ -19,6 +19,7 @@ from mmtrain.config import RunConfig
 from mmtrain.data.packs import PackedBatch
 from mmtrain.data.samples import IMAGE_POSITION
 from mmtrain.model.fusion import fuse
+from mmtrain.model.init_from import read_projector
 from mmtrain.model.language import LanguageSlice, load_slice
 from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum
 from mmtrain.model.projector import make_projector
@@ -127,10 +128,11 @@ def build_chunk(
     if stage.front:
         vision_dtype = DTYPES[config.model.vision.dtype or config.model.llm.dtype]
         vision = load_vision(config.model.vision.name, config.model.vision.select_layer, vision_dtype, device)
-        projector = make_projector(config.model.projector.type, vision.width, language.hidden_size, config.run.seed).to(
-            device
-        )
-        front = Front(vision, projector)
+        kind, start = config.model.projector.type, config.model.projector.init_from
+        projector = make_projector(kind, vision.width, language.hidden_size, config.run.seed)
+        if start is not None:
+            projector.load_state_dict(read_projector(start, kind, vision.width, language.hidden_size))
+        front = Front(vision, projector.to(device))
     chunk = Chunk(language, front, dtype).eval()
     set_trainable(chunk.global_parameters(), config.model.trainable)
     return chunk

@@ -100,15 +100,27 @@ def load_vision(name: str, select_layer: int, dtype: torch.dtype, device: torch.
     transformers CLIP or SigLIP model, or the hub id of such a folder in the local cache. Nothing is downloaded.
     Raises UserError for a name, folder or layer that does not exist, weights that are not here, and other encoders.
     """
+    model = timm_model(name)
+    if model is not None:
+        return _cut_timm(model, name, select_layer, dtype).to(device)
+    folder = model_folder(name)
+    return _load_hf(folder, read_json(folder / "config.json")["model_type"], select_layer, dtype).to(device)
+
+
+def timm_model(name: str) -> nn.Module | None:
+    """A timm encoder with all its blocks, norms and heads, as published; None for a transformers CLIP or SigLIP.
+
+    Takes and refuses the names that `load_vision` does.
+    """
     if is_timm_name(name):
-        return _load_timm(name, timm_weights(name), select_layer, dtype).to(device)
+        return _create_timm(name, timm_weights(name))
     folder = model_folder(name)
     config = read_json(folder / "config.json")
     if "architecture" in config:
         refuse_wrong_activation(config)
-        return _load_timm(f"local-dir:{folder}", None, select_layer, dtype).to(device)
+        return _create_timm(f"local-dir:{folder}", None)
     if config.get("model_type") in HF_MODELS:
-        return _load_hf(folder, config["model_type"], select_layer, dtype).to(device)
+        return None
     raise UserError(
         f"model.vision.name: {name} has model_type {config.get('model_type')!r} in its config.json; needed is a timm "
         f"folder (config.json with an `architecture`) or one of {', '.join(HF_MODELS)}"
@@ -134,7 +146,7 @@ def timm_weights(name: str) -> Path:
     )
 
 
-def _load_timm(name: str, weights: Path | None, select_layer: int, dtype: torch.dtype) -> TimmTower:
+def _create_timm(name: str, weights: Path | None) -> nn.Module:
     # On the CPU, never on meta: EVA's and dinov3's rotary tables are in no checkpoint, only the constructor makes them.
     overlay = None if weights is None else {"file": str(weights)}
     try:
@@ -147,6 +159,11 @@ def _load_timm(name: str, weights: Path | None, select_layer: int, dtype: torch.
             f"model.vision.name: {name} is no plain vision transformer ({type(model).__name__}); "
             "its features are no grid of equal patches. Use a ViT, e.g. vit_base_patch16_clip_quickgelu_224.openai"
         )
+    return model
+
+
+def _cut_timm(model: nn.Module, name: str, select_layer: int, dtype: torch.dtype) -> TimmTower:
+    patches = model.patch_embed
     _check_layer(select_layer, len(model.blocks), name)
     image_size = _square(getattr(patches, "img_size", None) or model.pretrained_cfg["input_size"][1:], "images", name)
     patch_size = _square(patches.patch_size, "patches", name)

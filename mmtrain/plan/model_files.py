@@ -133,10 +133,12 @@ def read_header(file: Path) -> dict[str, Shape]:
         raw = stream.read(length)
     try:
         header = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+        complete = 8 + length + end == size
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # bytes that changed may leave valid JSON
         raise UserError(f"{file}: damaged safetensors header ({error}); download it again") from None
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if 8 + length + end != size:
+    if not complete:
         raise UserError(f"{file}: {size} bytes, but its header needs {8 + length + end}; download it again")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return shapes

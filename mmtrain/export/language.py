@@ -1,0 +1,145 @@
+"""The LLM of an exported Hugging Face LLaVA folder: its published tensors under new names, trained ones in their place.
+
+model.layers.3.X    -> language_model.model.layers.3.X
+lm_head.weight      -> language_model.lm_head.weight
+
+These are the names that transformers 4.57 and 5 both read. A tensor on disk keeps its content: what transformers does
+as it loads (fusing experts, tying) it does with the exported folder too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from mmtrain.errors import UserError
+from mmtrain.export.tensors import TensorSource, stored
+from mmtrain.model.language import causal_config, missing_prefix
+from mmtrain.model.weights import tensor_files
+from mmtrain.plan.families import global_name
+from mmtrain.plan.model_files import read_json
+
+MODEL = "language_model.model."
+HEAD = "language_model.lm_head.weight"
+WHAT_WORKS = "--format safetensors exports any projector, --format llava any that was trained alone"
+_ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
+_OLD_BUFFER = re.compile(r"rotary_emb\.inv_freq$")  # of every Llama saved before 2023; stock models compute it
+_ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class ExportedLanguage:
+    """The LLM's part of an exported folder."""
+
+    config: dict[str, Any]  # text_config
+    tensors: Mapping[str, TensorSource]  # by their names in the folder
+    added_rows: int  # that the embedding gained
+    left_out: tuple[str, ...]  # names on disk of what the stock model does not load either
+
+
+def language_for_export(
+    folder: Path, trained: Mapping[str, TensorSource], rows_needed: int, dtype: str
+) -> ExportedLanguage:
+    """The LLM in `folder` with `trained` tensors (by global name) in place of its own, and `rows_needed` token ids.
+
+    Rows that are missing are the mean of the others, in the embedding and in the head. Image features take the place of
+    the first, so it is never read. With the second, the new token's logit is the mean of the other logits: it never is
+    the largest. Raises UserError for a trained tensor that is no tensor of the files, and for heads with a bias.
+    """
+    config = causal_config(folder)
+    stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    files = tensor_files(folder)
+    prefix = missing_prefix(files, stock)
+    is_left_out = _unloaded(config, stock)
+    waiting = dict(trained)
+    tensors: dict[str, TensorSource] = {}
+    left_out: list[str] = []
+    rows = 0
+    for disk_name, file in files.items():
+        name = disk_name if global_name(disk_name).startswith("llm.head.") else prefix + disk_name
+        if is_left_out(name):
+            left_out.append(disk_name)
+            continue
+        source = stored(disk_name, file)
+        if (own := waiting.pop(global_name(name), None)) is not None:
+            if own.shape != source.shape:
+                raise UserError(
+                    f"{global_name(name)}: trained with shape {list(own.shape)}, and {folder} has "
+                    f"{list(source.shape)}: another model lies there than the run was trained with"
+                )
+            source = own
+        if global_name(name) in _ROWS:
+            rows = source.shape[0]
+            if rows_needed > rows:
+                source = _with_rows(source, rows_needed)
+        tensors[_exported_name(name, stock)] = source
+    if waiting:
+        raise UserError(
+            f"{sorted(waiting)[0]} was trained, and the files of {folder} have no one tensor of this name "
+            f"(transformers loads {config.model_type} by fusing or renaming some); --format safetensors exports it"
+        )
+    content = _text_config(folder, config, max(rows, rows_needed, config.vocab_size), dtype)
+    return ExportedLanguage(content, tensors, max(0, rows_needed - rows), tuple(left_out))
+
+
+def _exported_name(name: str, stock: type[PreTrainedModel]) -> str:
+    if global_name(name).startswith("llm.head."):
+        if not name.endswith(".weight"):
+            raise UserError(
+                f"the LLM's head has a bias ({name}), and LlavaForConditionalGeneration's has none; {WHAT_WORKS}"
+            )
+        return HEAD
+    return MODEL + name.removeprefix(stock.base_model_prefix + ".")
+
+
+def _unloaded(config: PreTrainedConfig, stock: type[PreTrainedModel]) -> Callable[[str], bool]:
+    """Says of a tensor on disk whether the stock causal LM passes over it in silence, which a stock LLaVA reports."""
+    with torch.device("meta"):
+        own = stock(config).state_dict().keys()
+    patterns = [_OLD_BUFFER, *map(re.compile, stock._keys_to_ignore_on_load_unexpected or ())]
+    return lambda name: name not in own and any(pattern.search(name) for pattern in patterns)
+
+
+def _with_rows(source: TensorSource, rows: int) -> TensorSource:
+    """The matrix (V, D) with rows up to `rows`, each the mean of the V there are."""
+    have, *rest = source.shape
+
+    def read() -> torch.Tensor:
+        matrix = source.read()
+        larger = torch.empty((rows, *rest), dtype=source.dtype)
+        total = torch.zeros(rest, dtype=torch.float64)
+        for first in range(0, have, _ROWS_AT_ONCE):
+            part = matrix[first : first + _ROWS_AT_ONCE]
+            larger[first : first + len(part)] = part
+            total += part.sum(0, dtype=torch.float64)
+        larger[have:] = (total / have).to(source.dtype)
+        return larger
+
+    return replace(source, shape=(rows, *rest), read=read)
+
+
+def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) -> dict[str, Any]:
+    """The LLM's own config.json, with the rows and the dtype that it has now."""
+    content = read_json(folder / "config.json")
+    for key in ("_name_or_path", "auto_map", "torch_dtype", "transformers_version"):
+        content.pop(key, None)
+    content |= _rope_of_transformers_4(content)
+    # A default in one version of transformers may be none in another: what decides about tensors is written down.
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    return {**content, "vocab_size": rows, "tie_word_embeddings": tied, "dtype": dtype}
+
+
+def _rope_of_transformers_4(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What version 5 saves as rope_parameters, in keys of version 4, which would use its defaults in silence."""
+    rope = content.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:  # by layer type: families that version 4 has no keys for
+        return {}
+    scaled = {} if rope.get("rope_type", "default") == "default" else {"rope_scaling": dict(rope)}
+    return {"rope_theta": rope["rope_theta"], **scaled}

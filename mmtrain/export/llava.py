@@ -1,0 +1,104 @@
+"""The projector as LLaVA's own code reads it: `mm_projector.bin` and the `mm_...` keys of config.json.
+
+    projector.linear_1.weight -> model.mm_projector.0.weight     mlp2x_gelu: nn.Sequential(Linear, GELU, Linear)
+    projector.linear_2.weight -> model.mm_projector.2.weight
+    projector.linear_1.weight -> model.mm_projector.weight       linear: nn.Linear
+
+Sources: build_vision_projector in LLaVA's llava/model/multimodal_projector/builder.py, initialize_vision_modules in
+llava_arch.py (--pretrain_mm_mlp_adapter) and load_pretrained_model in builder.py (--model-base). That code reads a
+pickle with torch.load, so this is the one place where mmtrain writes one: a plain dictionary of tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmtrain.errors import UserError
+from mmtrain.export.folder import new_folder, require_space
+from mmtrain.export.origin import PROJECTOR, Origin, origin, trained_tensors
+from mmtrain.model.pickled import read_pickled
+from mmtrain.plan.model_files import model_folder, read_json
+from mmtrain.plan.shapes import vision_shape
+from mmtrain.step_folder import StepFolder
+
+FILE = "mm_projector.bin"
+NAMES = {
+    "linear": {"linear_1": "model.mm_projector"},
+    "mlp2x_gelu": {"linear_1": "model.mm_projector.0", "linear_2": "model.mm_projector.2"},
+}
+# LLaVA's towers are OpenAI's CLIP under its names on the hub; these timm names are the same weights.
+CLIP_NAMES = {
+    "vit_base_patch32_clip_quickgelu_224.openai": "openai/clip-vit-base-patch32",
+    "vit_base_patch16_clip_quickgelu_224.openai": "openai/clip-vit-base-patch16",
+    "vit_large_patch14_clip_quickgelu_224.openai": "openai/clip-vit-large-patch14",
+    "vit_large_patch14_clip_quickgelu_336.openai": "openai/clip-vit-large-patch14-336",
+}
+MODEL_TYPES = {"llama": "llava_llama", "mistral": "llava_mistral", "mpt": "llava_mpt"}  # of LLaVA's own classes
+
+
+def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
+    """Write the folder `out`; raises UserError where more than the projector was trained, and what `new_folder` raises.
+
+    LLaVA's loader finds a projector by its folder's name, which must have `llava` in it.
+    """
+    about = origin(checkpoint)
+    others = [name for name in about.trained if not name.startswith(PROJECTOR)]
+    if others:
+        raise UserError(
+            f"{checkpoint.path}: {others[0]} was trained too ({len(others)} tensors besides the projector), and "
+            f"{FILE} has no place for it; use --format hf, or --format safetensors"
+        )
+    names = NAMES[about.projector_type]
+    tensors = {}
+    for name, source in trained_tensors(checkpoint).items():
+        layer, _, part = name.removeprefix(PROJECTOR).partition(".")
+        tensors[f"{names[layer]}.{part}"] = source.read().to(dtype)
+    content = io.BytesIO()  # a full disk is then an error of this module, not of torch's writer
+    torch.save(tensors, content)
+    config = json.dumps(_config(checkpoint, about), indent=2) + "\n"
+    with new_folder(out) as folder:
+        require_space(folder, content.tell())
+        (folder / FILE).write_bytes(content.getbuffer())
+        (folder / "config.json").write_text(config)
+        _check(folder / FILE, tensors)
+
+
+def _config(checkpoint: StepFolder, about: Origin) -> dict[str, Any]:
+    """The LLM's config.json, with what LLaVA adds; LLaVA's model classes exist for llama, mistral and mpt."""
+    vision = vision_shape(about.vision, about.vision_select_layer)
+    llm = read_json(model_folder(about.llm) / "config.json")
+    return {
+        **llm,
+        "model_type": MODEL_TYPES.get(llm["model_type"], llm["model_type"]),
+        "use_mm_proj": True,
+        "mm_projector_type": about.projector_type,
+        "mm_hidden_size": about.vision_width,
+        "mm_vision_tower": CLIP_NAMES.get(about.vision, about.vision),
+        "mm_vision_select_layer": about.vision_select_layer,
+        # "patch" drops the first token, which must then be a class token
+        "mm_vision_select_feature": "patch" if vision.prefix_tokens else "cls_patch",
+        "mm_use_im_start_end": False,
+        "mm_use_im_patch_token": False,  # LLaVA's loader takes a missing key for true, and adds a row
+        "image_aspect_ratio": "pad" if about.image_fit == "pad" else "square",  # LLaVA stretches no image
+        "tune_mm_mlp_adapter": True,
+        "mmtrain": about.as_json(),
+    }
+
+
+def _check(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise OSError where the file does not read back bit for bit."""
+    try:
+        found = read_pickled(file)
+    except UserError as error:
+        raise OSError(f"{file}: does not read back ({error}); check the disk") from error
+    same = found.keys() == tensors.keys() and all(
+        tensor.dtype == found[name].dtype and torch.equal(tensor.view(torch.uint8), found[name].view(torch.uint8))
+        for name, tensor in tensors.items()
+    )
+    if not same:
+        raise OSError(f"{file}: does not read back as written; check the disk")

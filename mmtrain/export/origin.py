@@ -1,0 +1,92 @@
+"""Where an exported projector comes from: what it must be used with, how far and on what it was trained, its scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mmtrain.errors import UserError
+from mmtrain.export.tensors import TensorSource, stored
+from mmtrain.plan.model_files import read_header
+from mmtrain.step_folder import StepFolder
+
+LAYERS = {"linear": ("linear_1", "linear_1"), "mlp2x_gelu": ("linear_1", "linear_2")}  # first and last, by type
+PROJECTOR = "projector."
+SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What every format says of the projector, in words of the run's configuration."""
+
+    llm: str  # model.llm.path
+    llm_width: int
+    llm_dtype: str  # in which it was trained against
+    vision: str  # model.vision.name
+    vision_select_layer: int
+    vision_width: int
+    projector_type: str
+    trained: tuple[str, ...]  # names of the tensors that were trained
+    template: str
+    image_fit: str
+    steps: int
+    max_steps: int | None
+    data_fingerprint: str
+    frozen_fingerprint: str
+    training_loss: float | None  # of the last step, nats per supervised token
+    evaluation: dict[str, Any] | None  # the run's scores after these steps, on samples it held out
+    versions: Mapping[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as a JSON object."""
+        return asdict(self)
+
+
+def origin(checkpoint: StepFolder) -> Origin:
+    """What a checkpoint, and the metrics of its run if they are still beside it, tell."""
+    config, state = checkpoint.config, checkpoint.state
+    shapes = read_header(checkpoint.tensors_file)
+    kind = config.model.projector.type
+    first, last = LAYERS[kind]
+    if f"{PROJECTOR}{first}.weight" not in shapes:
+        raise UserError(
+            f"{checkpoint.path}: the run did not train its projector (model.trainable: "
+            f"{', '.join(config.model.trainable)}), so there is none to export"
+        )
+    return Origin(
+        llm=config.model.llm.path,
+        llm_width=shapes[f"{PROJECTOR}{last}.weight"][0],
+        llm_dtype=config.model.llm.dtype,
+        vision=config.model.vision.name,
+        vision_select_layer=config.model.vision.select_layer,
+        vision_width=shapes[f"{PROJECTOR}{first}.weight"][1],
+        projector_type=kind,
+        trained=tuple(sorted(shapes)),
+        template=config.data.template,
+        image_fit=config.data.image_fit,
+        steps=checkpoint.step,
+        max_steps=state["max_steps"],
+        data_fingerprint=state["data"]["fingerprint"],
+        frozen_fingerprint=state["frozen_fingerprint"],
+        training_loss=state["loss"],
+        evaluation=_evaluation(checkpoint),
+        versions=state["versions"],
+    )
+
+
+def trained_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
+    """The trained tensors of a checkpoint, fp32, by global name."""
+    file = checkpoint.tensors_file
+    return {name: stored(name, file) for name in read_header(file)}
+
+
+def _evaluation(checkpoint: StepFolder) -> dict[str, Any] | None:
+    """The run's own scores after as many steps as the checkpoint has; None if it made none then."""
+    metrics = checkpoint.run / "metrics.jsonl"
+    if not metrics.is_file():
+        return None
+    lines = [json.loads(line) for line in metrics.read_text().splitlines() if '"eval"' in line]
+    found = [line for line in lines if line["kind"] == "eval" and line["step"] == checkpoint.step]
+    return {name: found[-1][name] for name in SCORES} if found else None

@@ -1,0 +1,31 @@
+"""What was trained, alone: one safetensors file, and a JSON that says what it belongs to.
+
+OUT/projector.safetensors   every trained tensor by its global name (projector.linear_1.weight, ...)
+OUT/projector.json          models, steps, data, scores, versions, and the file's SHA-256
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from mmtrain.export.folder import new_folder
+from mmtrain.export.origin import origin, trained_tensors
+from mmtrain.export.tensors import TensorWriter, check_written
+from mmtrain.step_folder import StepFolder
+
+TENSORS = "projector.safetensors"
+DESCRIPTION = "projector.json"
+
+
+def export_projector_file(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
+    """Write the folder `out`; raises what `new_folder` raises."""
+    tensors = trained_tensors(checkpoint)
+    description = origin(checkpoint).as_json()
+    with new_folder(out) as folder:
+        written = TensorWriter(dtype).write(folder / TENSORS, tensors)
+        description |= {"dtype": str(dtype).removeprefix("torch."), "sha256": {TENSORS: written.sha256}}
+        (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+        check_written(folder, {TENSORS: written})

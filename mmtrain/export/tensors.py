@@ -1,0 +1,195 @@
+"""Tensors that are read when they are written, and the safetensors files that they go to.
+
+names -> TensorSource --cast and written block by block--> model-00001-of-00003.safetensors, ..., index, SHA-256 of each
+
+Memory holds one tensor of the source and 64 MiB of the result, whatever the model's size. A file is 8 bytes of
+little-endian header length, the header (JSON: dtype, shape and place of each tensor), then the tensors' bytes; the
+header is padded so that these begin at a multiple of 8 (github.com/huggingface/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import safe_open
+
+from mmtrain.errors import UserError
+from mmtrain.plan.model_files import read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+BLOCK = 1 << 26  # bytes that are cast, hashed and written at a time
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor that is read when it is written: `read` gives it in this dtype and shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def in_memory(tensor: torch.Tensor) -> TensorSource:
+    """A tensor that is there already."""
+    return TensorSource(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+
+def stored(name: str, file: Path) -> TensorSource:
+    """A tensor of a safetensors file; raises UserError for a dtype that cannot be written (8-bit floats, say)."""
+    with safe_open(file, framework="pt") as opened:
+        view = opened.get_slice(name)
+        dtype, shape = DTYPES.get(view.get_dtype()), tuple(view.get_shape())
+    if dtype is None:
+        raise UserError(f"{file}: {name} is stored as {view.get_dtype()}; use a release in bf16, fp16 or fp32")
+
+    def read() -> torch.Tensor:
+        # Opened for each tensor: an open file's map keeps every page that was read, in the end the whole model.
+        with safe_open(file, framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    return TensorSource(dtype, shape, read)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A safetensors file, and what a reader must find in it."""
+
+    sha256: str
+    bytes: int
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]  # dtype as the format calls it, shape
+
+
+class TensorWriter:
+    """Writes tensors in `dtype` (whole numbers, and the names in `keep`, in their own; None: all in their own)."""
+
+    def __init__(
+        self, dtype: torch.dtype | None, keep: Collection[str] = (), show: Callable[[int], None] = lambda size: None
+    ) -> None:
+        """`show` is called with the bytes written so far."""
+        self.dtype = dtype
+        self.keep = frozenset(keep)
+        self.show = show
+        self.done = 0
+
+    def dtype_of(self, name: str, source: TensorSource) -> torch.dtype:
+        """The dtype in which a tensor is written."""
+        fixed = self.dtype is None or name in self.keep or not source.dtype.is_floating_point
+        return source.dtype if fixed else self.dtype
+
+    def bytes_of(self, name: str, source: TensorSource) -> int:
+        return source.elements * self.dtype_of(name, source).itemsize
+
+    def write(self, file: Path, tensors: Mapping[str, TensorSource]) -> Written:
+        """Write one file, and wait until it is on the disk; raises UserError for values that do not fit the dtype."""
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        listed: dict[str, tuple[str, tuple[int, ...]]] = {}
+        place = 0
+        for name, source in tensors.items():
+            listed[name] = (_NAMES[self.dtype_of(name, source)], source.shape)
+            end = place + self.bytes_of(name, source)
+            header[name] = {"dtype": listed[name][0], "shape": list(source.shape), "data_offsets": [place, end]}
+            place = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        digest = hashlib.sha256()
+        with file.open("wb") as stream:
+            _put(stream, digest, len(text).to_bytes(8, "little") + text)
+            for name, source in tensors.items():
+                for block in _blocks(name, source, self.dtype_of(name, source)):
+                    _put(stream, digest, block)
+                    self.done += block.nbytes
+                    self.show(self.done)
+            stream.flush()
+            os.fsync(stream.fileno())
+            # The check that follows then reads the disk, not the memory that has just been written.
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return Written(digest.hexdigest(), 8 + len(text) + place, listed)
+
+
+def write_shards(
+    folder: Path, tensors: Mapping[str, TensorSource], writer: TensorWriter, shard_bytes: int
+) -> dict[str, Written]:
+    """Write a model's tensors as transformers names its files: one, or several of `shard_bytes` at most and an index.
+
+    A tensor that is larger gets a file of its own. Returns what was written, by file name.
+    """
+    shards: list[dict[str, TensorSource]] = [{}]
+    filled = 0
+    for name, source in tensors.items():
+        size = writer.bytes_of(name, source)
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = source
+        filled += size
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    files = {file: writer.write(folder / file, shard) for file, shard in zip(names, shards, strict=True)}
+    if count > 1:
+        weight_map = {name: file for file, written in files.items() for name in written.tensors}
+        total = sum(writer.bytes_of(name, source) for name, source in tensors.items())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return files
+
+
+def check_written(folder: Path, files: Mapping[str, Written], show: Callable[[int], None] = lambda size: None) -> None:
+    """Read files again, by the library too; raises OSError for a byte, name, shape or dtype that is not as written."""
+    done = 0
+    for name, written in files.items():
+        file = folder / name
+        digest = hashlib.sha256()
+        with file.open("rb") as stream:
+            while block := stream.read(BLOCK // 16):
+                digest.update(block)
+                done += len(block)
+                show(done)
+        if file.stat().st_size != written.bytes or digest.hexdigest() != written.sha256:
+            raise OSError(f"{file}: does not read back as written; check the disk")
+        read_header(file)
+        with safe_open(file, framework="pt") as opened:
+            views = {tensor: opened.get_slice(tensor) for tensor in opened.keys()}  # noqa: SIM118 - no mapping
+            found = {tensor: (view.get_dtype(), tuple(view.get_shape())) for tensor, view in views.items()}
+        if found != written.tensors:
+            raise OSError(f"{file}: other tensors than were written; check the disk")
+
+
+def _blocks(name: str, source: TensorSource, dtype: torch.dtype) -> Iterator[memoryview]:
+    """A tensor's bytes in `dtype`, little-endian, row-major."""
+    tensor = source.read()
+    assert (tensor.dtype, tuple(tensor.shape)) == (source.dtype, source.shape), f"{name}: not what its source says"
+    flat = tensor.detach().contiguous().view(-1)
+    step = BLOCK // max(dtype.itemsize, source.dtype.itemsize)
+    for start in range(0, flat.numel(), step):
+        part = flat[start : start + step]
+        cast = part.to(dtype)
+        if dtype == torch.float16 and not torch.equal(cast.isfinite(), part.isfinite()):
+            raise UserError(
+                f"{name}: holds values up to {part[part.isfinite()].abs().max():.3g}, and float16 ends at 65,504; "
+                "export with --dtype bfloat16 or float32"
+            )
+        yield cast.view(torch.uint8).numpy().data
+
+
+def _put(stream: BinaryIO, digest: hashlib._Hash, block: bytes | memoryview) -> None:
+    stream.write(block)
+    digest.update(block)

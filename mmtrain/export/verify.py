@@ -1,0 +1,145 @@
+"""Does the exported folder compute what mmtrain computes? Both are asked about samples of the run, in full.
+
+documents --mmtrain: the whole model as one stage, trained tensors loaded--> logits at supervised positions
+          --stock LlavaForConditionalGeneration.from_pretrained(folder)----> the same logits, within BOUND
+
+Both compute in fp32, from weights that were rounded to the export's dtype on both sides: what rounding itself changes
+does not hide a tensor in the wrong place. Price: the whole model in fp32 memory, one side after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import LlavaForConditionalGeneration
+
+from mmtrain.config import RunConfig
+from mmtrain.data.catalog import DataSet, data_sets
+from mmtrain.data.loader import Documents
+from mmtrain.data.packs import Pack, PackedBatch, make_batch
+from mmtrain.data.reader import Reader
+from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document
+from mmtrain.data.shard_list import expand_shards
+from mmtrain.errors import UserError
+from mmtrain.export.hf import ExportedModel
+from mmtrain.export.language import MODEL
+from mmtrain.export.origin import trained_tensors
+from mmtrain.export.stock import quiet
+from mmtrain.model.stage import Chunk, build_chunk
+from mmtrain.plan.layout import StagePlan
+from mmtrain.plan.shapes import llm_shape
+from mmtrain.step_folder import StepFolder
+
+BOUND = 1e-4  # of a logit, or of the largest logit where that is above 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The exported model's logits beside mmtrain's."""
+
+    samples: int
+    tokens: int  # positions compared: those that predict an answer's tokens
+    difference: float  # the largest of all logits
+    largest: float  # logit, in magnitude
+    agreeing: int  # positions of which both say the same token
+
+    @property
+    def passed(self) -> bool:
+        """Whether no logit differs by more than rounding."""
+        return self.difference <= BOUND * max(1.0, self.largest)
+
+
+def compare_logits(
+    checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, count: int
+) -> Comparison:
+    """Compare on the first `count` held-out samples of the run (of its training data, if it holds out none).
+
+    Raises UserError where the stock model does not load without a remark, and for data that are not here.
+    """
+    batches = sample_batches(checkpoint.config, count)
+    own = _own_logits(checkpoint, batches, dtype, exported.kept_in_float32)
+    with quiet():
+        model, report = LlavaForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    if faults := {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}:
+        raise UserError(f"LlavaForConditionalGeneration loads the exported folder with remarks: {faults}")
+    model.eval()
+    difference = largest = 0.0
+    tokens = agreeing = 0
+    for batch, expected in zip(batches, own, strict=True):
+        ids = batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, exported.image_token_id)
+        with torch.no_grad():
+            found = model(input_ids=ids, pixel_values=batch.images, attention_mask=torch.ones_like(ids)).logits
+        found = found[batch.labels != IGNORE]
+        agreeing += int((found.argmax(-1) == expected.argmax(-1)).sum())
+        tokens += len(found)
+        difference = max(difference, float((found[:, : expected.shape[1]] - expected).abs().max()))
+        largest = max(largest, float(expected.abs().max()))
+    return Comparison(len(batches), tokens, difference, largest, agreeing)
+
+
+def sample_batches(config: RunConfig, count: int) -> list[PackedBatch]:
+    """The first `count` samples that evaluation would read, each alone and unpadded; damaged ones are passed over."""
+    documents = Documents(config)
+    section = config.eval
+    if section.shards is not None:
+        shards = expand_shards(section.shards, "eval.shards", allow_pipe=config.data.allow_pipe)
+        catalog = documents.catalog([DataSet(shards)])
+    else:
+        catalog = documents.catalog(data_sets(config.data), section.fraction)
+    numbers = range(len(catalog)) if section.fraction is None else catalog.held_out
+    reader = Reader(catalog, config.data.io_retry_seconds)
+    batches: list[PackedBatch] = []
+    for number in numbers:
+        if len(batches) == count:
+            break
+        found = catalog.faults.get(number) or documents.read(reader, number)
+        if isinstance(found, Document) and any(label != IGNORE for label in found.labels):
+            length = len(found.input_ids)
+            batch = make_batch([Pack((found,))], length, documents.padding_id, documents.transform.decode)
+            if batch.samples:
+                batches.append(documents.normalised(batch))
+    reader.close()
+    if not batches:
+        raise UserError("--verify: the run's data have no sample with an answer to compare on")
+    return batches
+
+
+def whole_model(checkpoint: StepFolder) -> Chunk:
+    """mmtrain's own model in fp32, all of it as one stage, with the checkpoint's trained tensors."""
+    config = checkpoint.config
+    llm = config.model.llm.model_copy(update={"dtype": "float32"})
+    vision = config.model.vision.model_copy(update={"dtype": "float32"})
+    model = config.model.model_copy(update={"llm": llm, "vision": vision})
+    layers = len(llm_shape(llm.path).decoder)
+    chunk = build_chunk(config.model_copy(update={"model": model}), StagePlan(0, 0, layers, front=True, head=True))
+    parameters = dict(chunk.global_parameters())
+    for name, source in trained_tensors(checkpoint).items():
+        parameters[name].data.copy_(source.read())
+    return chunk
+
+
+def _own_logits(
+    checkpoint: StepFolder, batches: list[PackedBatch], dtype: torch.dtype, kept: frozenset[str]
+) -> list[torch.Tensor]:
+    """mmtrain's logits (S, V) at the S supervised positions of each batch, with weights rounded to `dtype`."""
+    chunk = whole_model(checkpoint)
+    exact = {f"llm.{name.removeprefix(MODEL)}" for name in kept}
+    for name, parameter in chunk.global_parameters():
+        if name not in exact:
+            _round(parameter, dtype)
+    logits = []
+    with torch.no_grad():
+        for batch in batches:
+            hidden = chunk(chunk.start(batch), batch.position_ids)
+            logits.append(chunk.language.logits(hidden[batch.labels != IGNORE]))
+    return logits
+
+
+def _round(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    for part in parameter.data.view(-1).split(1 << 24):  # no second copy of a large matrix
+        part.copy_(part.to(dtype))

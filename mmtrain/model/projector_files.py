@@ -1,0 +1,178 @@
+"""Where a trained projector lies and whether it fits the run: `model.projector.init_from`, looked at without torch.
+
+path --what it is--> files --names and shapes, where headers tell them--> fits the run, or UserError
+
+| path                                         | tensors of the projector                                  |
+|----------------------------------------------|-----------------------------------------------------------|
+| run or step folder of mmtrain                | projector.linear_1.weight in projector.safetensors        |
+| projector.safetensors, or an export with it  | the same                                                  |
+| LLaVA's mm_projector.bin, or a folder of it  | model.mm_projector.0.weight; of a linear one .weight      |
+| Hugging Face LLaVA folder, or cached hub id  | multi_modal_projector.linear_1.weight, also below model.  |
+
+LLaVA's names: `build_vision_projector` in llava/model/multimodal_projector/builder.py, whose reader takes any prefix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from mmtrain.config import ProjectorSection, RunConfig
+from mmtrain.errors import UserError
+from mmtrain.metrics import harmless
+from mmtrain.plan.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
+from mmtrain.plan.shapes import llm_shape, projector_parameters, vision_shape
+from mmtrain.step_folder import CHECKPOINTS, MANIFEST, NAME, TENSORS, find
+
+KEY = "model.projector.init_from"
+LLAVA_FILE = "mm_projector.bin"
+PICKLED = {".bin", ".pt", ".pth"}
+KINDS = get_args(ProjectorSection.model_fields["type"].annotation)
+DISK_NAME = re.compile(
+    r"projector\.(?P<ours>.+)|(?:model\.)?multi_modal_projector\.(?P<hf>.+)|(?:.+\.)?mm_projector\.(?P<llava>.+)"
+)
+LLAVA_LAYERS = {"0": "linear_1", "2": "linear_2"}  # of its nn.Sequential, with the GELU between them
+NEEDED = (
+    f"needed is a run or checkpoint of mmtrain, its {TENSORS}, LLaVA's {LLAVA_FILE}, or a Hugging Face LLaVA folder"
+)
+
+
+@dataclass(frozen=True)
+class ProjectorFiles:
+    """Of safetensors files, headers were read; a pickled file was not opened."""
+
+    source: Path  # the file, or a folder of safetensors files
+    shapes: Mapping[str, Shape]  # by name on disk, of the projector's tensors alone; none of a pickled file
+    pickled: Path | None = None
+
+
+def find_projector(path: str) -> ProjectorFiles:
+    """What `path` names; of a run the newest checkpoint that verifies.
+
+    Raises UserError for a path that is nothing of what is in the table above, for damaged files, and for a projector of
+    another form than ours.
+    """
+    given = Path(path).expanduser()
+    if given.is_file():
+        return _in_file(given)
+    folder = find_model_folder(path)
+    if folder is None:
+        raise UserError(f"{KEY}: {path}: no such file or folder, and no hub id in the local cache; {NEEDED}")
+    if (folder / CHECKPOINTS).is_dir() or (folder / MANIFEST).exists() or NAME.fullmatch(folder.name):
+        return _in_safetensors(find(folder).tensors_file)
+    for name in (TENSORS, LLAVA_FILE):
+        if (folder / name).is_file():
+            return _in_file(folder / name)
+    shapes = tensor_shapes(folder)
+    if shapes is None:
+        found = ", ".join(sorted(harmless(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
+        raise UserError(f"{KEY}: {path}: holds no projector ({found}); {NEEDED}")
+    config_file = folder / "config.json"
+    activation = read_json(config_file).get("projector_hidden_act") if config_file.is_file() else None
+    if activation not in (None, "gelu"):  # the same tensors, another function of them
+        raise UserError(f"{KEY}: {path}: its projector uses {harmless(str(activation))} between its layers, ours gelu")
+    return ProjectorFiles(folder, _projector_alone(shapes, path))
+
+
+def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]:
+    """Name on disk of every projector tensor, by its name in our module (`linear_1.weight`); others are left out.
+
+    Raises UserError where there is none, or two for one.
+    """
+    found: dict[str, str] = {}
+    others = 0
+    for name in disk_names:
+        local = _local_name(name)
+        if local is None:
+            others += 1
+        elif local in found:
+            raise UserError(f"{KEY}: {source}: {found[local]} and {name} are two tensors for one place")
+        else:
+            found[local] = name
+    if not found:
+        raise UserError(f"{KEY}: {source}: holds {others:,} tensors and none of a projector; {NEEDED}")
+    return found
+
+
+def refuse_unfit(shapes: Mapping[str, Shape], kind: str, vision_width: int, llm_width: int, source: str | Path) -> None:
+    """Raises UserError unless `shapes`, by our module's names, are those of a `kind` projector of these widths."""
+    needed = _shapes_of(kind, vision_width, llm_width)
+    if shapes.keys() != needed.keys():
+        for other in KINDS:
+            if shapes.keys() == _shapes_of(other, 1, 1).keys():
+                raise UserError(
+                    f"{KEY}: {source}: holds a {other} projector, and model.projector.type is {kind}; set "
+                    f"model.projector.type={other}, or choose another file"
+                )
+        missing, extra = sorted(needed.keys() - shapes.keys()), sorted(shapes.keys() - needed.keys())
+        faults = [f"{', '.join(missing[:4])} missing"] if missing else []
+        faults += [f"{', '.join(map(harmless, extra[:4]))} unknown"] if extra else []
+        raise UserError(f"{KEY}: {source}: not the tensors of a {kind} projector: {'; '.join(faults)}")
+    for name, shape in shapes.items():
+        if tuple(shape) != needed[name]:
+            first, last = shapes["linear_1.weight"], shapes[sorted(shapes)[-1]]
+            widths = f"; it maps {first[1]:,} features to {last[0]:,}" if len(first) == 2 and last else ""
+            raise UserError(
+                f"{KEY}: {source}: {name} has shape {tuple(shape)}, needed is {needed[name]}{widths}; this run's "
+                f"encoder gives {vision_width:,} and its LLM takes {llm_width:,} (model.vision.name, model.llm.path)"
+            )
+
+
+def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
+    """Before a rank starts: raises UserError for a projector to begin with that is not there or does not fit.
+
+    `run` is this run's folder, which run.overwrite is about to delete. A pickled file is opened by its rank alone.
+    """
+    path = config.model.projector.init_from
+    if path is None:
+        return
+    files = find_projector(path)
+    if config.run.overwrite and run.resolve() in files.source.resolve().parents:
+        raise UserError(
+            f"{KEY}: {path} lies in {run}, which run.overwrite=true deletes before it is read; choose another run.name"
+        )
+    if files.pickled is None:
+        names = local_names(files.shapes, files.source)
+        vision = vision_shape(config.model.vision.name, config.model.vision.select_layer)
+        shapes = {local: files.shapes[name] for local, name in names.items()}
+        llm = llm_shape(config.model.llm.path)
+        refuse_unfit(shapes, config.model.projector.type, vision.width, llm.hidden_size, files.source)
+
+
+def _in_file(file: Path) -> ProjectorFiles:
+    if file.suffix in PICKLED:
+        return ProjectorFiles(file, {}, pickled=file)
+    if file.suffix != ".safetensors":
+        raise UserError(f"{KEY}: {file}: neither .safetensors nor {', '.join(sorted(PICKLED))}; {NEEDED}")
+    if file.name == TENSORS and (file.parent / MANIFEST).exists():
+        file = find(file.parent).tensors_file  # a bit that flipped in the file shows in the manifest alone
+    return _in_safetensors(file)
+
+
+def _in_safetensors(file: Path) -> ProjectorFiles:
+    return ProjectorFiles(file, _projector_alone(read_header(file), file))
+
+
+def _projector_alone(shapes: Mapping[str, Shape], source: str | Path) -> dict[str, Shape]:
+    return {name: shapes[name] for name in local_names(shapes, source).values()}
+
+
+def _local_name(name: str) -> str | None:
+    """The name in our module of a tensor on disk; one that a projector of another form has stays as it is."""
+    match = DISK_NAME.fullmatch(name)
+    if match is None:
+        return None
+    if match["llava"] is None:
+        return match["ours"] or match["hf"]
+    if match["llava"] in ("weight", "bias"):
+        return f"linear_1.{match['llava']}"
+    layer, _, rest = match["llava"].partition(".")
+    return f"{LLAVA_LAYERS.get(layer, layer)}.{rest}"
+
+
+def _shapes_of(kind: str, vision_width: int, llm_width: int) -> dict[str, Shape]:
+    parameters = projector_parameters(kind, vision_width, llm_width)
+    return {parameter.name.removeprefix("projector."): parameter.shape for parameter in parameters}

@@ -1,0 +1,101 @@
+"""The main job's result in stock transformers: the answers that the run itself counted."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import defaultdict
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import load_tool
+from PIL import Image
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from mmtrain.data.catalog import DataSet
+from mmtrain.data.loader import Documents
+from mmtrain.data.reader import Reader
+from mmtrain.data.records import IMAGE_MARK
+from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document
+from mmtrain.data.shard_list import expand_shards
+from mmtrain.step_folder import find
+
+ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+
+
+@pytest.fixture(scope="module")
+def exported(demo_run, demo_cache, tmp_path_factory) -> Path:
+    """The run as a Hugging Face folder, made by the tool, logits verified."""
+    assert demo_run.ran.returncode == 0, demo_run.ran.stderr
+    out = tmp_path_factory.mktemp("exported") / "demo"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(demo_cache))
+        options = ("--checkpoint", str(demo_run.folder), "--format", "hf", "--out", str(out), "--verify", "32")
+        assert load_tool("export_projector").main([*options]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def documents(demo_run, demo_cache) -> list[Document]:
+    """The run's held-out samples."""
+    config = find(demo_run.folder).config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(demo_cache))
+        source = Documents(config)
+        catalog = source.catalog([DataSet(expand_shards(config.eval.shards))])
+    reader = Reader(catalog, 0)
+    return [source.read(reader, number) for number in range(len(catalog))]
+
+
+def answers(document: Document) -> list[tuple[list[dict], list[int], list[int]]]:
+    """For each answer: the messages before it, the prompt's tokens, the answer's tokens with its end mark."""
+    found = []
+    turns = document.sample.turns
+    begins = [
+        t for t, label in enumerate(document.labels) if label != IGNORE and (t == 0 or document.labels[t - 1] == IGNORE)
+    ]
+    asked = [number for number, (speaker, _) in enumerate(turns) if speaker == "gpt"]
+    assert len(begins) == len(asked)
+    for begin, number in zip(begins, asked, strict=True):
+        messages = [{"role": ROLES[speaker], "content": text} for speaker, text in turns[:number]]
+        truth = list(takewhile(lambda label: label != IGNORE, document.labels[begin:]))
+        found.append((messages, list(document.input_ids[: begin + 1]), truth))
+    return found
+
+
+@pytest.mark.timeout(1300)
+def test_stock_greedy_answers_are_as_often_exact_as_the_run_counted(demo_run, exported, documents):
+    processor = AutoProcessor.from_pretrained(exported)
+    model, info = LlavaForConditionalGeneration.from_pretrained(exported, output_loading_info=True)
+    assert {kind: entries for kind, entries in info.items() if entries} == {}
+    by_lengths = defaultdict(list)  # so that no batch is padded
+    for document in documents:
+        image = Image.open(io.BytesIO(document.sample.images[0]))
+        for messages, prompt, truth in answers(document):
+            text = processor.apply_chat_template(messages, add_generation_prompt=True)
+            assert text.count(IMAGE_MARK) == 1
+            inputs = processor(images=image, text=text, return_tensors="pt")
+            trained_on = [model.config.image_token_id if token == IMAGE_POSITION else token for token in prompt]
+            assert inputs["input_ids"][0].tolist() == trained_on
+            by_lengths[len(prompt), len(truth)].append((inputs, truth))
+    right = total = 0
+    for (length, answer), batch in by_lengths.items():
+        inputs = {name: torch.cat([one[name] for one, _ in batch]) for name in batch[0][0]}
+        said = model.generate(**inputs, max_new_tokens=answer)[:, length:]
+        for tokens, (_, truth) in zip(said.tolist(), batch, strict=True):
+            right += tokens[:answer] == truth
+            total += 1
+    lines = map(json.loads, (demo_run.folder / "metrics.jsonl").read_text().splitlines())
+    last = [line for line in lines if line["kind"] == "eval"][-1]
+    assert total == last["answers"] >= 200
+    assert right == round(last["exact_match"] * last["answers"])
+
+
+def test_the_model_card_says_how_good_the_run_was(demo_run, exported):
+    card = (exported / "README.md").read_text()
+    last = [line for line in (demo_run.folder / "metrics.jsonl").read_text().splitlines() if '"eval"' in line][-1]
+    state = find(demo_run.folder).state
+    assert f"{json.loads(last)['exact_match']:.1%} of {json.loads(last)['answers']}" in card
+    assert "160 of 160" in card and state["data"]["fingerprint"] in card

@@ -1,0 +1,510 @@
+import io
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoProcessor, AutoTokenizer, ByT5Tokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from mmtrain.config import RunConfig, load_config
+from mmtrain.data.images import ImageTransform, decode_image
+from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Sample
+from mmtrain.data.templates import ChatTemplate, PlainTemplate
+from mmtrain.errors import UserError
+from mmtrain.export.image_processor import image_processor_config
+from mmtrain.export.processor import ExportedProcessor, write_processor
+from mmtrain.export.processor_check import check_processor
+
+
+@dataclass(frozen=True)
+class Tower:
+    image_size: int = 32
+    patch_size: int = 8
+    prefix_tokens: int = 0
+    select_strategy: str = "full"
+
+
+# As the published ones are written, shortened by what has nothing to do with contents.
+QWEN25 = """{%- if messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant") %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+LLAMA31 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+MISTRAL = """{{ bos_token }}{% for message in messages %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}{% endif %}{% endfor %}"""
+
+LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}\
+{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}\
+{% set system_message = false %}{% endif %}{% for message in loop_messages %}\
+{% if loop.index0 == 0 and system_message != false %}\
+{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}\
+{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}\
+{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}\
+{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
+
+VICUNA = """A chat. {% for message in messages %}{% if message['role'] == 'user' %}\
+{{ 'USER: ' + message['content'] + ' ' }}{% elif message['role'] == 'assistant' %}\
+{{ 'ASSISTANT: ' + message['content'] + eos_token }}{% else %}{{ message['content'] + ' ' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
+
+PARTS_OF_ITS_OWN = """{% for message in messages %}{{ '\\n[' + message.role + ']' }}{% if message.content is string %}\
+{{ message.content }}{% else %}{% for part in message.content %}{{ part.text or '<img/>' }}{% endfor %}{% endif %}\
+{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '\\n[assistant]' }}{% endif %}"""
+
+STYLES = {  # template, special tokens, kind of tokenizer, whether it takes a system turn
+    "qwen2.5": (QWEN25, ("<|im_start|>", "<|im_end|>"), "byte_level", True),
+    "llama3.1": (LLAMA31, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "byte_level", True),
+    "mistral": (MISTRAL, (), "sentencepiece", False),
+    "llama2": (LLAMA2, (), "sentencepiece", True),
+    "vicuna, whose tokenizer adds <s>": (VICUNA, (), "byte_level", True),
+    "a template that takes parts itself": (PARTS_OF_ITS_OWN, (), "byte_level", True),
+}
+IMAGE = {"type": "image"}
+
+
+def text(words: str) -> dict:
+    return {"type": "text", "text": words}
+
+
+# LLaVA's turns beside the same as messages with parts.
+CONVERSATIONS = {
+    "one image": (
+        [("human", "<image>\nWhat is this?"), ("gpt", "A red circle.")],
+        [[IMAGE, text("What is this?")], [text("A red circle.")]],
+    ),
+    "image behind the text": (
+        [("human", "What is this?\n<image>"), ("gpt", "A red circle.")],
+        [[text("What is this?"), IMAGE], [text("A red circle.")]],
+    ),
+    "two images": (
+        [("human", "<image>\n<image>\nTell them apart."), ("gpt", "No.")],
+        [[IMAGE, IMAGE, text("Tell them apart.")], [text("No.")]],
+    ),
+    "turns": (
+        [("human", "<image>\nWhat is  this?"), ("gpt", "A circle."), ("human", "Where? 😀"), ("gpt", "Left.")],
+        [[IMAGE, text("What is  this?")], "A circle.", [text("Where?"), text(" 😀")], [text("Left.")]],
+    ),
+    "a later image": (
+        [("human", "Hello"), ("gpt", "Hi."), ("human", "<image>\nThis?\n<image>"), ("gpt", "No.")],
+        ["Hello", "Hi.", [IMAGE, text("This?"), IMAGE], "No."],
+    ),
+    "image alone": ([("human", "<image>"), ("gpt", "A circle.")], [[IMAGE], "A circle."]),
+    "no image": ([("human", "Hello"), ("gpt", "Hi.")], [[text("Hello")], "Hi."]),
+    "a line break of one's own": (
+        [("human", "<image>\nThis?"), ("gpt", "No.")],
+        [[IMAGE, text("\nThis?")], "No."],
+    ),
+    "texts alone": (
+        [("human", "Look: <image>, and <image>!"), ("gpt", "Yes.")],
+        ["Look: <image>, and <image>!", "Yes."],
+    ),
+    "system": (
+        [("system", "Be brief."), ("human", "<image>\nWhat is this?"), ("gpt", "A circle.")],
+        [[text("Be brief.")], [IMAGE, text("What is this?")], [text("A circle.")]],
+    ),
+}
+ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Llama 2's kind: byte fallback, begins every stretch of text with a space, adds <s> by its post-processor."""
+    normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    trained.normalizer = normalizer
+    trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    trainer = trainers.BpeTrainer(vocab_size=150, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    trained.train_from_iterator(["[INST] What is this? [/INST] A red circle, left. Tell them apart."] * 3, trainer)
+    content = json.loads(trained.to_str())
+    vocabulary = content["model"]["vocab"]
+    vocabulary |= {f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)}
+    content["pre_tokenizer"] = None
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", padding_side="right"
+    )
+
+
+@pytest.fixture(scope="session")
+def llm_with(make_tiny, tiny, tmp_path_factory):
+    """Makes an LLM's folder with the tiny weights (320 rows) and another tokenizer."""
+
+    def make(template: str | None, marks: tuple[str, ...] = (), kind: str = "byte_level", **generation) -> Path:
+        folder = tmp_path_factory.mktemp("llm") / "llm"
+        shutil.copytree(tiny / "llm", folder)
+        tokenizer = sentencepiece_like() if kind == "sentencepiece" else make_tiny.make_tokenizer()
+        added = [AddedToken(mark, special=True, normalized=False) for mark in marks]
+        tokenizer.add_tokens(added, special_tokens=True)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        if generation:
+            (folder / "generation_config.json").write_text(json.dumps(generation))
+        return folder
+
+    return make
+
+
+def run_config(tiny: Path, llm: Path, *overrides: str) -> RunConfig:
+    return load_config(tiny / "config.yaml", [f"model.llm.path={llm}", *overrides])
+
+
+def export(config: RunConfig, folder: Path, tower: Tower = Tower()) -> ExportedProcessor:
+    folder.mkdir(exist_ok=True)
+    exported = write_processor(config, tower, folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    return exported
+
+
+@pytest.fixture(scope="module", params=STYLES)
+def chat(request, tiny, llm_with, tmp_path_factory):
+    """For each style: the run's tokenizer and template, the exported processor, whether it takes a system turn."""
+    template, marks, kind, takes_system = STYLES[request.param]
+    llm = llm_with(template, marks, kind)
+    folder = tmp_path_factory.mktemp("exported")
+    exported = export(run_config(tiny, llm, "data.template=chat"), folder)
+    trained = ChatTemplate(AutoTokenizer.from_pretrained(llm), exported.image_seq_length, sys.maxsize)
+    return trained, AutoProcessor.from_pretrained(folder), exported, takes_system
+
+
+def messages_of(turns, contents) -> list[dict]:
+    return [{"role": ROLES[speaker], "content": said} for (speaker, _), said in zip(turns, contents, strict=True)]
+
+
+def with_images(messages: list[dict], images: list[Image.Image]) -> list[dict]:
+    """The same messages with the pictures in their image parts, as apply_chat_template(tokenize=True) takes them."""
+    following = iter(images)
+    return [
+        message
+        if isinstance(message["content"], str)
+        else message
+        | {"content": [p | {"image": next(following)} if p["type"] == "image" else p for p in message["content"]]}
+        for message in messages
+    ]
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_the_stock_processor_makes_the_ids_that_training_makes_of_texts_and_of_parts(chat, name):
+    trained, processor, exported, takes_system = chat
+    turns, contents = CONVERSATIONS[name]
+    if name == "system" and not takes_system:
+        with pytest.raises(Exception, match="Conversation roles must alternate"):
+            processor.apply_chat_template(messages_of(turns, contents))
+        return
+    images = [Image.new("RGB", (40, 30))] * sum(said.count("<image>") for _, said in turns)
+    document = trained(Sample("k", "s.tar", tuple(turns), (b"",) * len(images)))
+    wanted = [exported.image_token_id if token == IMAGE_POSITION else token for token in document.input_ids]
+    assert wanted.count(exported.image_token_id) == 16 * len(images)
+    as_texts, as_parts = messages_of(turns, [said for _, said in turns]), messages_of(turns, contents)
+    for messages in (as_texts, as_parts):
+        prompt = processor.apply_chat_template(messages, tokenize=False)
+        assert list(processor(text=prompt, images=images or None)["input_ids"][0]) == wanted
+    if name != "texts alone":
+        shown = with_images(as_parts, images)
+        assert list(processor.apply_chat_template(shown, tokenize=True, return_dict=True)["input_ids"][0]) == wanted
+
+    learnt = [label != IGNORE for label in document.labels]
+    asked = [wanted[: t + 1] for t, now in enumerate(learnt) if now and not learnt[t - 1]]
+    given = []
+    for count in (i for i, (speaker, _) in enumerate(turns) if speaker == "gpt"):
+        prompt = processor.apply_chat_template(as_parts[:count], add_generation_prompt=True, tokenize=False)
+        shown = sum(said.count("<image>") for _, said in turns[:count])
+        given.append(list(processor(text=prompt, images=images[:shown] or None)["input_ids"][0]))
+    assert given == asked
+
+
+def test_a_folder_passes_its_own_check(tiny, llm_with, tmp_path):
+    for number, (template, marks, kind, _) in enumerate(STYLES.values()):
+        config = run_config(tiny, llm_with(template, marks, kind), "data.template=chat")
+        check_processor(config, export(config, tmp_path / str(number)), tmp_path / str(number))
+    config = run_config(tiny, tiny / "llm")
+    check_processor(config, export(config, tmp_path / "plain"), tmp_path / "plain")
+
+
+def changed(file: Path, **values) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_a_folder_that_differs_from_training_fails_its_check(tiny, llm_with, tmp_path):
+    config = run_config(tiny, llm_with(*STYLES["qwen2.5"][:2]), "data.template=chat")
+    exported = export(config, tmp_path)
+    pristine = {file: file.read_text() for file in tmp_path.iterdir()}
+
+    def restored() -> None:
+        for file, content in pristine.items():
+            file.write_text(content)
+
+    changed(tmp_path / "preprocessor_config.json", image_mean=[0.5, 0.5, 0.4])
+    with pytest.raises(UserError, match=r"pixel values differ by 0\.\d+; export with --format safetensors"):
+        check_processor(config, exported, tmp_path)
+    restored()
+    (tmp_path / "chat_template.jinja").write_text(pristine[tmp_path / "chat_template.jinja"].replace("helpful", "kind"))
+    with pytest.raises(UserError, match=r"becomes the tokens .* training has "):
+        check_processor(config, exported, tmp_path)
+    restored()
+    changed(tmp_path / "processor_config.json", num_additional_image_tokens=1)
+    with pytest.raises(UserError, match=r"becomes the tokens .* training has "):
+        check_processor(config, exported, tmp_path)
+    restored()
+    adding_bos = json.loads(Path(config.model.llm.path, "tokenizer.json").read_text())["post_processor"]
+    changed(tmp_path / "tokenizer.json", post_processor=adding_bos)
+    with pytest.raises(UserError, match=r"becomes the tokens .* training has "):
+        check_processor(config, exported, tmp_path)
+
+
+def test_the_template_writes_the_date_that_training_wrote_and_not_todays(tiny, llm_with, tmp_path):
+    template, marks, *_ = STYLES["llama3.1"]
+    exported = export(run_config(tiny, llm_with(template, marks), "data.template=chat"), tmp_path)
+    written = AutoProcessor.from_pretrained(tmp_path).apply_chat_template([{"role": "user", "content": "hi"}])
+    assert "Today Date: 26 Jul 2024\n" in written
+    assert datetime.now().strftime("%d %b %Y") not in written
+    assert any("26 Jul 2024" in note for note in exported.notes)
+
+
+def test_an_unfinished_answer_can_be_continued_and_other_parts_are_refused_by_name(tiny, llm_with, tmp_path):
+    export(run_config(tiny, llm_with(*STYLES["qwen2.5"][:2]), "data.template=chat"), tmp_path)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    messages = [
+        {"role": "user", "content": [IMAGE, text("What?")]},
+        {"role": "assistant", "content": [text("A red")]},
+    ]
+    written = processor.apply_chat_template(messages, continue_final_message=True)
+    assert written.endswith("<|im_start|>user\n<image>\nWhat?<|im_end|>\n<|im_start|>assistant\nA red")
+    with pytest.raises(Exception, match="this model takes text and images, not video"):
+        processor.apply_chat_template([{"role": "user", "content": [{"type": "video"}]}])
+
+
+def test_plain_prompts_are_bos_and_images_then_what_the_caption_begins_with(tiny, tmp_path):
+    exported = export(run_config(tiny, tiny / "llm"), tmp_path)
+    trained = PlainTemplate(AutoTokenizer.from_pretrained(tiny / "llm"), exported.image_seq_length, sys.maxsize)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    picture = Image.new("RGB", (50, 20))
+    for count in (1, 2):
+        turns = (("human", "<image>\n" * count + "Describe."), ("gpt", "a red circle"))
+        document = trained(Sample("k", "s.tar", turns, (b"",) * count))
+        wanted = [exported.image_token_id if token == IMAGE_POSITION else token for token in document.input_ids]
+        messages = [{"role": "user", "content": [IMAGE] * count}]
+        prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
+        assert prompt == "<image>" * count
+        given = list(processor(text=prompt, images=[picture] * count)["input_ids"][0])
+        assert given == [1, *[exported.image_token_id] * 16 * count] == wanted[: len(given)]
+        shown = with_images(messages, [picture] * count)
+        asked = processor.apply_chat_template(shown, add_generation_prompt=True, tokenize=True, return_dict=True)
+        assert list(asked["input_ids"][0]) == given
+        answered = [*messages, {"role": "assistant", "content": "a red circle"}]
+        whole = processor(text=processor.apply_chat_template(answered), images=[picture] * count)
+        assert list(whole["input_ids"][0]) == wanted
+    beside = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [text("A photo of "), IMAGE]}]
+    assert processor.apply_chat_template(beside) == "<image>A photo of "
+    assert processor.apply_chat_template([{"role": "user", "content": "<image>\nA photo"}]) == "<image>A photo"
+
+
+def test_an_image_takes_as_many_tokens_as_in_training_whatever_the_tower_keeps_before_them(tiny, make_tiny, tmp_path):
+    vision = make_tiny.make_tiny_vision(tmp_path / "clip", class_token=True)
+    config = run_config(tiny, tiny / "llm", f"model.vision.name={vision}")
+    exported = export(config, tmp_path / "out", Tower(prefix_tokens=1, select_strategy="default"))
+    processor = AutoProcessor.from_pretrained(tmp_path / "out")
+    ids = list(processor(text="<image>", images=Image.new("RGB", (9, 9)))["input_ids"][0])
+    assert ids.count(exported.image_token_id) == exported.image_seq_length == 16
+    assert processor._get_num_multimodal_tokens(image_sizes=[(9, 9)])["num_image_tokens"] == [16]
+
+
+def test_a_spare_row_becomes_the_image_token_and_a_missing_one_is_asked_for_and_never_said(tiny, make_tiny, tmp_path):
+    length = len(AutoTokenizer.from_pretrained(tiny / "llm"))
+    spare = export(run_config(tiny, tiny / "llm"), tmp_path / "spare")
+    assert (spare.image_token_id, spare.rows_needed, spare.added_row) == (length, 320, False)
+    assert GenerationConfig.from_pretrained(tmp_path / "spare").suppress_tokens is None
+
+    make_tiny.make_tiny_llm(tmp_path / "full", layers=1, vocab_size=length)
+    full = export(run_config(tiny, tmp_path / "full"), tmp_path / "out")
+    assert (full.image_token_id, full.rows_needed, full.added_row) == (length, length + 1, True)
+    assert GenerationConfig.from_pretrained(tmp_path / "out").suppress_tokens == [length]
+
+
+def test_an_image_token_that_the_tokenizer_has_keeps_its_id(tiny, llm_with, tmp_path):
+    llm = llm_with(QWEN25, ("<image>", "<|im_start|>", "<|im_end|>"))
+    own = AutoTokenizer.from_pretrained(llm).convert_tokens_to_ids("<image>")
+    exported = export(run_config(tiny, llm, "data.template=chat"), tmp_path)
+    assert exported.image_token_id == own == AutoProcessor.from_pretrained(tmp_path).image_token_id
+
+
+def test_answers_end_at_the_end_mark_and_where_the_llm_ends_and_nothing_is_sampled(tiny, llm_with, tmp_path):
+    sampling = {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.05, "max_new_tokens": 99}
+    llm = llm_with(*STYLES["qwen2.5"][:2], eos_token_id=[2, 0], bos_token_id=1, **sampling)
+    exported = export(run_config(tiny, llm, "data.template=chat"), tmp_path)
+    mark = AutoTokenizer.from_pretrained(llm).convert_tokens_to_ids("<|im_end|>")
+    generation = GenerationConfig.from_pretrained(tmp_path)
+    assert generation.eos_token_id == list(exported.eos_token_ids) == [mark, 2, 0]
+    assert (generation.do_sample, generation.max_new_tokens, generation.pad_token_id) == (False, 99, 0)
+    assert not {"temperature", "repetition_penalty"} & set(generation.to_diff_dict())
+    assert any("temperature 0.7, repetition_penalty 1.05" in note for note in exported.notes)
+
+
+def test_a_tokenizer_that_its_family_builds_anew_is_exported_as_it_was_built(tiny, llm_with, tmp_path):
+    llm = llm_with(*STYLES["qwen2.5"][:2])
+    changed(llm / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    built = AutoTokenizer.from_pretrained(llm)
+    hard = "cafe\u0301 2024:  12345\n\n tabs\tand   spaces"
+    as_stored = PreTrainedTokenizerFast(tokenizer_file=str(llm / "tokenizer.json"))
+    assert built(hard, add_special_tokens=False).input_ids != as_stored(hard, add_special_tokens=False).input_ids
+    export(run_config(tiny, llm, "data.template=chat"), tmp_path)
+    exported = AutoProcessor.from_pretrained(tmp_path).tokenizer
+    assert exported(hard).input_ids == built(hard, add_special_tokens=False).input_ids
+    # the one name that transformers 4 and 5 both take for "tokenizer.json as it stands"
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_a_batch_of_prompts_is_padded_on_the_left(tiny, llm_with, tmp_path):
+    export(run_config(tiny, llm_with(MISTRAL, (), "sentencepiece"), "data.template=chat"), tmp_path)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    batch = processor(text=["What?", "What is this? What is this?"], padding=True, return_tensors="pt")
+    assert batch["attention_mask"][:, -1].tolist() == [1, 1] and batch["attention_mask"][0, 0] == 0
+
+
+def test_a_tokenizer_whose_special_tokens_cannot_be_switched_off_is_refused(tiny, tmp_path):
+    llm = tmp_path / "llm"
+    shutil.copytree(tiny / "llm", llm, ignore=shutil.ignore_patterns("tokenizer*"))
+    ByT5Tokenizer().save_pretrained(llm)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match=r"\(ByT5Tokenizer\) adds special tokens .* --format safetensors or llava"):
+        write_processor(run_config(tiny, llm), Tower(), tmp_path / "out")
+
+
+def test_the_demo_export_loads_and_is_right(tmp_path):
+    config = load_config(Path(__file__).parents[2] / "configs" / "llava_pp4.yaml", [])
+    exported = export(config, tmp_path, Tower(image_size=64, patch_size=16))
+    check_processor(config, exported, tmp_path)
+    assert not exported.added_row and exported.rows_needed == 384
+
+
+# ---- pixels
+
+SIZES = ((32, 32), (64, 48), (48, 64), (100, 37), (37, 100), (5, 3), (1, 1), (33, 32), (400, 20), (640, 480))
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def photograph(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Smooth colours with some grain."""
+    draw = np.random.default_rng(seed)
+    coarse = draw.integers(0, 256, (max(height // 8, 2), max(width // 8, 2), 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16)
+    return Image.fromarray(np.clip(smooth + draw.integers(-8, 9, smooth.shape), 0, 255).astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def processor_for(tiny, tmp_path_factory):
+    """AutoProcessor, with a backend, for a transform: the files of an exported folder, other pixels."""
+    folder = tmp_path_factory.mktemp("pixels")
+    export(run_config(tiny, tiny / "llm"), folder)
+
+    def make(transform: ImageTransform, backend: str):
+        (folder / "preprocessor_config.json").write_text(json.dumps(image_processor_config(transform)))
+        processor = AutoProcessor.from_pretrained(folder, backend=backend)
+        assert processor.image_processor.backend == backend
+        return processor.image_processor
+
+    return make
+
+
+@pytest.mark.parametrize("fit", ["pad", "resize", "center_crop"])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "lanczos", "box"])
+def test_the_pillow_backend_makes_the_pixels_of_training_to_the_bit(processor_for, fit, interpolation):
+    transform = ImageTransform(32, CLIP_MEAN, CLIP_STD, interpolation, fit)
+    pictures = processor_for(transform, "pil")
+    for seed, size in enumerate(SIZES):
+        picture = photograph(*size, seed)
+        assert torch.equal(pictures(picture, return_tensors="pt").pixel_values[0], transform(picture)), size
+
+
+@pytest.mark.parametrize("fit", ["pad", "resize", "center_crop"])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_the_default_backend_is_two_levels_off_at_most_and_exact_at_the_encoders_size(
+    processor_for, fit, interpolation
+):
+    transform = ImageTransform(32, CLIP_MEAN, CLIP_STD, interpolation, fit)
+    pictures = processor_for(transform, "torchvision")
+    for seed, size in enumerate(SIZES):
+        picture = photograph(*size, seed)
+        made = pictures(picture, return_tensors="pt").pixel_values[0]
+        levels = ((made - transform(picture)).abs() * torch.tensor(CLIP_STD)[:, None, None] * 255).max()
+        assert levels < (1e-4 if size == (32, 32) else 2.01), (size, levels)
+
+
+def stored(picture: Image.Image, file_format: str, **options) -> bytes:
+    stream = io.BytesIO()
+    picture.save(stream, file_format, **options)
+    return stream.getvalue()
+
+
+def test_files_of_every_mode_give_the_pixels_of_training_once_they_are_decoded_as_it_does(processor_for):
+    transform = ImageTransform(32, (0.5,) * 3, (0.5,) * 3, "bicubic", "pad")
+    pictures = processor_for(transform, "pil")
+    draw = np.random.default_rng(0)
+    clear = Image.fromarray(draw.integers(0, 256, (30, 40, 4), dtype=np.uint8))
+    colours = clear.convert("RGB")
+    opaque = [
+        *(stored(colours.convert(mode), "PNG") for mode in ("RGB", "L", "1")),
+        *(stored(colours.convert(mode), "JPEG") for mode in ("RGB", "L", "CMYK")),
+        stored(colours.quantize(16), "PNG"),
+    ]
+    for content in opaque:  # as they are opened
+        opened = Image.open(io.BytesIO(content))
+        assert torch.equal(pictures(opened, return_tensors="pt").pixel_values[0], transform(decode_image(content)))
+    others = [
+        stored(clear, "PNG"),
+        stored(clear.convert("LA"), "PNG"),
+        stored(colours.quantize(16), "PNG", transparency=3),
+        stored(Image.fromarray(draw.integers(0, 65536, (30, 40)).astype(np.uint16)), "PNG"),
+    ]
+    for content in others:
+        opened = Image.open(io.BytesIO(content))
+        wanted = transform(decode_image(content))
+        assert not torch.equal(pictures(opened, return_tensors="pt").pixel_values[0], wanted)  # the card's note
+        decoded = np.asarray(decode_image(content))  # a Pillow image may remember that it was transparent
+        assert torch.equal(pictures(decoded, return_tensors="pt").pixel_values[0], wanted)

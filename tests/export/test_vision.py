@@ -1,0 +1,302 @@
+"""Exported encoders in stock LLaVA: loaded from disk, then compared where the projector takes its input."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaForConditionalGeneration,
+    SiglipConfig,
+    SiglipModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from mmtrain.config import load_config
+from mmtrain.errors import UserError
+from mmtrain.export.vision import ExportedEncoder, encoder_for_export
+from mmtrain.model.vision import load_vision
+
+CONFIG = Path(__file__).parents[2] / "configs" / "llava_pp4.yaml"
+SMALL = {"img_size": 28, "patch_size": 7, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 0}
+SMALL_HF = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+SMALL_TEXT = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 50,
+}
+
+# Architecture, what differs from SMALL, and the stock model that computes it.
+TIMM = {
+    "siglip": ("vit_base_patch16_siglip_224", {}, "siglip_vision_model"),
+    "siglip with tanh": ("vit_base_patch16_siglip_224", {"act_layer": "gelu_tanh"}, "siglip_vision_model"),
+    "siglip with a rest of pixels": ("vit_base_patch16_siglip_224", {"img_size": 33}, "siglip_vision_model"),
+    "clip": ("vit_base_patch16_clip_224", {}, "clip_vision_model"),
+    "quickgelu clip": ("vit_base_patch16_clip_quickgelu_224", {}, "clip_vision_model"),
+    "clip with an apart class token": ("vit_base_patch16_clip_224", {"no_embed_class": True}, "clip_vision_model"),
+    "averaging vit": ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"}, "siglip_vision_model"),
+    "vit without biases and norm": (
+        "vit_tiny_patch16_224",
+        {"class_token": False, "global_pool": "avg", "qkv_bias": False, "proj_bias": False, "final_norm": False},
+        "siglip_vision_model",
+    ),
+    "vit": ("vit_tiny_patch16_224", {}, "dinov2"),
+    "dinov2": ("vit_small_patch14_dinov2", {}, "dinov2"),
+    "deit3": ("deit3_small_patch16_224", {}, "dinov2"),
+}
+HF = ("hf clip_vision", "hf clip", "hf siglip_vision", "hf siglip", "hf siglip without head")
+
+
+def perturb(model: nn.Module) -> nn.Module:
+    """Random weights everywhere: fresh norms, biases and layer scales would hide one that is lost or misplaced."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def save_timm(folder: Path, architecture: str, changes: dict) -> Path:
+    folder.mkdir(parents=True)
+    arguments = SMALL | changes
+    model = perturb(timm.create_model(architecture, pretrained=False, **arguments))
+    facts = {"input_size": [3, arguments["img_size"], arguments["img_size"]], "num_classes": 0}
+    config = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": facts}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    return folder
+
+
+def save_hf(folder: Path, kind: str) -> Path:
+    if kind.endswith("_vision"):
+        models = {
+            "hf clip_vision": (CLIPVisionConfig, CLIPVisionModel),
+            "hf siglip_vision": (SiglipVisionConfig, SiglipVisionModel),
+        }
+        config_class, model_class = models[kind]
+        model = model_class(config_class(**SMALL_HF, hidden_act="gelu"))
+    elif kind == "hf clip":
+        model = CLIPModel(CLIPConfig(vision_config=SMALL_HF, text_config=SMALL_TEXT, projection_dim=16))
+    else:
+        model = SiglipModel(SiglipConfig(vision_config=SMALL_HF, text_config=SMALL_TEXT))
+    perturb(model).save_pretrained(folder)
+    if kind == "hf siglip without head":
+        weights = load_file(folder / "model.safetensors")
+        kept = {name: tensor for name, tensor in weights.items() if "vision_model.head." not in name}
+        assert len(kept) < len(weights)
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory) -> dict[str, str]:
+    """A folder of every kind, and the demo's own encoder."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("encoders")
+    made = {kind: save_timm(folder / kind, *TIMM[kind][:2]) for kind in TIMM}
+    made |= {kind: save_hf(folder / kind, kind) for kind in HF}
+    return {kind: str(path) for kind, path in made.items()} | {"demo": "demo:vision"}
+
+
+def exported(name: str, select_layer: int = -2, trained: dict | None = None) -> ExportedEncoder:
+    choices = [f"model.vision.name={name}", f"model.vision.select_layer={select_layer}"]
+    return encoder_for_export(load_config(CONFIG, choices), trained)
+
+
+def images(size: int) -> torch.Tensor:
+    return torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def stock_llava(encoder: ExportedEncoder, folder: Path) -> LlavaForConditionalGeneration:
+    """A LLaVA folder with this vision tower, as stock transformers loads it; nothing may be missing or left over."""
+    width = encoder.config["hidden_size"]
+    text = LlamaConfig(**SMALL_TEXT)
+    config = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "vision_config": encoder.config,
+        "text_config": text.to_dict(),
+        "image_token_index": 49,
+        "vision_feature_layer": encoder.feature_layer,
+        "vision_feature_select_strategy": encoder.select_strategy,
+    }
+    tensors = {f"vision_tower.{name}": source.read().clone() for name, source in encoder.tensors.items()}
+    tensors |= {f"language_model.{name}": tensor for name, tensor in LlamaForCausalLM(text).state_dict().items()}
+    for layer, shape in (("linear_1", (16, width)), ("linear_2", (16, 16))):
+        tensors |= {
+            f"multi_modal_projector.{layer}.weight": torch.randn(shape),
+            f"multi_modal_projector.{layer}.bias": torch.randn(16),
+        }
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model, info = LlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert {key: list(found) for key, found in info.items() if found} == {}
+    return model.eval()
+
+
+def features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torch.Tensor:
+    """What stock LLaVA hands to its projector."""
+    seen = []
+    projector = model.model.multi_modal_projector
+    with projector.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0])), torch.no_grad():
+        model.model.get_image_features(
+            pixels,
+            vision_feature_layer=model.config.vision_feature_layer,
+            vision_feature_select_strategy=model.config.vision_feature_select_strategy,
+        )
+    return seen[0]
+
+
+@pytest.mark.parametrize("select_layer", [-1, -2])
+@pytest.mark.parametrize("kind", [*TIMM, *HF, "demo"])
+def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(encoders, tmp_path, kind, select_layer):
+    tower = load_vision(encoders[kind], select_layer, torch.float32)
+    encoder = exported(encoders[kind], select_layer)
+    expected = tower(images(tower.image_size))
+    got = features(stock_llava(encoder, tmp_path), images(tower.image_size))
+    assert got.shape == expected.shape == (3, tower.tokens_per_image, tower.width)
+    assert torch.allclose(got, expected, rtol=0, atol=1e-5)
+    assert encoder.image_size == tower.image_size
+    assert (encoder.image_size // encoder.patch_size) ** 2 == tower.tokens_per_image
+    assert (encoder.prefix_tokens, encoder.select_strategy) in [(0, "full"), (1, "default")]
+    if kind in TIMM:
+        assert encoder.config["model_type"] == TIMM[kind][2]
+
+
+@pytest.mark.parametrize("kind", ["siglip", "quickgelu clip", "dinov2", "hf clip", "hf siglip_vision"])
+def test_trained_weights_take_the_place_of_the_encoders_own(encoders, tmp_path, kind):
+    tower = load_vision(encoders[kind], -2, torch.float32)
+    before = tower(images(28))
+    perturb(tower)
+    trained = {name: parameter.detach().clone() for name, parameter in tower.global_parameters()}
+    encoder = exported(encoders[kind], trained=trained)
+    expected = tower(images(28))
+    assert not torch.allclose(before, expected, atol=0.01)
+    assert torch.allclose(features(stock_llava(encoder, tmp_path), images(28)), expected, rtol=0, atol=1e-5)
+
+
+def test_one_trained_tensor_changes_nothing_else(encoders):
+    own, changed = exported(encoders["siglip"]), torch.full((96, 32), 0.5)
+    encoder = exported(encoders["siglip"], trained={"vision.blocks.1.attn.qkv.weight": changed})
+    different = {
+        name.removeprefix("vision_model.encoder.layers.")
+        for name in own.tensors
+        if not torch.equal(own.tensors[name].read(), encoder.tensors[name].read())
+    }
+    assert different == {f"1.self_attn.{part}_proj.weight" for part in "qkv"}
+
+
+@pytest.mark.parametrize("kind", ["siglip", "hf clip"])
+def test_a_trained_tensor_that_the_encoder_does_not_have_is_refused(encoders, kind):
+    for name, shape in (("vision.blocks.9.norm1.weight", 32), ("vision.encoder.layers.1.layer_norm1.weight", 5)):
+        with pytest.raises(UserError, match=rf"{name}: trained with shape \({shape},\), .* has no such tensor"):
+            exported(encoders[kind], trained={name: torch.zeros(shape)})
+    with pytest.raises(UserError, match=r"projector\.linear_1\.weight: .* no place in a vision encoder"):
+        exported(encoders[kind], trained={"projector.linear_1.weight": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("kind", ["quickgelu clip", "dinov2", "siglip", "hf clip", "hf siglip_vision", "demo"])
+def test_what_the_encoder_has_itself_is_exported_bit_for_bit(encoders, kind):
+    sources = exported(encoders[kind]).tensors
+    pieces = {source.read().numpy().tobytes() for source in sources.values()}
+    tower = load_vision(encoders[kind], -1, torch.float32)
+    for name, parameter in tower.global_parameters():
+        parts = parameter.chunk(3) if "qkv" in name else [parameter]
+        assert all(part.detach().numpy().tobytes() in pieces for part in parts), name
+
+
+def test_tensors_are_in_the_precision_that_they_are_stored_in_and_read_late(encoders, tmp_path):
+    model = perturb(CLIPVisionModel(CLIPVisionConfig(**SMALL_HF))).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    sources = exported(str(tmp_path)).tensors
+    assert {source.dtype for source in sources.values()} == {torch.bfloat16}
+    source = sources["vision_model.encoder.layers.1.mlp.fc1.weight"]
+    stored = next(t for name, t in model.state_dict().items() if name.endswith("encoder.layers.1.mlp.fc1.weight"))
+    assert source.shape == (48, 32) and torch.equal(source.read(), stored)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError):
+        source.read()
+
+
+def test_what_is_filled_in_is_said(encoders):
+    notes = {kind: " ".join(exported(name).notes) for kind, name in encoders.items()}
+    assert "layer_scale1 and layer_scale2 are 1" in notes["vit"]
+    assert "post_layernorm is 1 and 0" in notes["vit without biases and norm"]
+    assert "18 biases are 0" in notes["vit without biases and norm"]
+    assert "vision_use_head is false" in notes["hf siglip without head"]
+    told = {"vit", "vit without biases and norm", "hf siglip without head"}
+    assert {kind for kind, note in notes.items() if note} == told
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "why"),
+    [
+        ("vit_small_patch14_reg4_dinov2", {}, "has 4 register tokens, which LLaVA would take for patches"),
+        ("vit_tiny_patch16_224", {"act_layer": "silu"}, "has a SiLU as blocks.0.mlp.act"),
+        ("vit_tiny_patch16_224", {"qk_norm": True}, "has a LayerNorm as blocks.0.attn.q_norm"),
+        ("vit_tiny_patch16_224", {"scale_attn_norm": True}, "has a LayerNorm as blocks.0.attn.norm"),
+        ("vit_tiny_patch16_224", {"scale_mlp_norm": True}, "has a LayerNorm as blocks.0.mlp.norm"),
+        ("vit_tiny_patch16_224", {"norm_layer": "rmsnorm"}, "has a RmsNorm as blocks.0.norm1"),
+        ("vit_tiny_patch16_224", {"embed_norm_layer": "layernorm"}, "has a LayerNorm as patch_embed.norm"),
+        ("vit_tiny_patch16_224", {"attn_layer": "diff"}, "has a DiffAttention as blocks.0.attn"),
+        ("vit_tiny_patch16_224", {"pos_embed": "none"}, "has no learned position embeddings"),
+        ("vit_tiny_patch16_224", {"mlp_ratio": 2.5}, "has MLPs of 80 in blocks of 32"),
+        ("vit_base_patch16_siglip_224", {"pre_norm": True}, "has a norm before its blocks, no class token"),
+        ("vit_base_patch16_siglip_224", {"init_values": 0.1}, "has layer scales, no class token"),
+        (
+            "vit_base_patch16_clip_224",
+            {"init_values": 0.1},
+            "has layer scales, a norm before its blocks, a class token",
+        ),
+        ("vit_giant_patch14_dinov2", {}, "has a GluMlp as blocks.0.mlp"),
+        ("eva02_tiny_patch14_224", {}, "is a Eva, no plain ViT"),
+        ("vit_small_patch16_dinov3", {}, "is a Eva, no plain ViT"),
+        ("deit_tiny_distilled_patch16_224", {}, "is a VisionTransformerDistilled, no plain ViT"),
+        ("beit_base_patch16_224", {}, "is a Beit, no plain ViT"),
+    ],
+)
+def test_what_no_stock_model_computes_is_refused_with_the_formats_that_work(tmp_path, architecture, changes, why):
+    folder = save_timm(tmp_path / "encoder", architecture, changes)
+    load_vision(str(folder), -2, torch.float32)  # it trains
+    with pytest.raises(UserError) as refused:
+        exported(str(folder))
+    assert why in str(refused.value)
+    assert "--format safetensors" in str(refused.value) and "--format llava" in str(refused.value)
+
+
+def test_incomplete_and_pickled_encoders_are_refused(encoders, tmp_path):
+    source = Path(encoders["hf siglip_vision"])
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    weights = load_file(source / "model.safetensors")
+    # A layer behind the selected one: training never reads it, a stock model would fill it at random.
+    last = next(name for name in weights if name.endswith("encoder.layers.2.mlp.fc1.weight"))
+    save_file(weights | {last: torch.zeros(4, 32)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"mlp\.fc1\.weight with shape \(4, 32\), but .* asks for \(48, 32\)"):
+        exported(str(tmp_path))
+    del weights[last]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks the encoder's tensor encoder\.layers\.2\.mlp\.fc1\.weight"):
+        exported(str(tmp_path))
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="only pickled weights"):
+        exported(str(tmp_path))

@@ -1,0 +1,66 @@
+"""Step folders of runs that were never trained, with random projectors, and random encoders of any kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import timm
+import torch
+from conftest import load_tool
+from safetensors.torch import save_file
+
+from mmtrain.config import RunConfig
+from mmtrain.model.projector import make_projector
+from mmtrain.plan.shapes import llm_shape, vision_shape
+from mmtrain.step_folder import OPTIMIZER, STATE, TENSORS, StepFolder, step_path, write_step_folder, write_text
+
+VERSIONS = {"python": "3.11", "torch": "2", "transformers": "5", "timm": "1", "deepspeed": "0", "mmtrain": "0.1.0"}
+
+
+def make_checkpoint(
+    run: Path, config: RunConfig, others: Mapping[str, torch.Tensor] | None = None, step: int = 20
+) -> StepFolder:
+    """A checkpoint in `run` after `step` updates: the config's projector at its start, and `others` by global name."""
+    vision = vision_shape(config.model.vision.name, config.model.vision.select_layer)
+    projector = make_projector(
+        config.model.projector.type, vision.width, llm_shape(config.model.llm.path).hidden_size, config.run.seed
+    )
+    tensors = {f"projector.{name}": tensor.detach().clone() for name, tensor in projector.named_parameters()}
+    tensors |= others or {}
+    state = {
+        "format": 1,
+        "step": step,
+        "max_steps": step,
+        "config": config.model_dump(mode="json"),
+        "data": {"fingerprint": "d" * 64},
+        "frozen_fingerprint": "f" * 64,
+        "loss": 1.25,
+        "versions": VERSIONS,
+        "topology": {"pipeline": 1, "data": 1, "threads": 1},
+        "files": {},
+    }
+    files = {
+        TENSORS: lambda path: save_file(tensors, path),
+        OPTIMIZER: lambda path: save_file({"projector.linear_1.bias/step": torch.tensor(float(step))}, path),
+        STATE: write_text(json.dumps(state)),
+    }
+    path = step_path(run, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_step_folder(path, files)
+    return StepFolder(path)
+
+
+def make_tower(folder: Path, architecture: str, changes: Mapping[str, object]) -> Path:
+    """A small random ViT of a timm architecture: 28 x 28 pixels, 16 patches, 3 blocks of 32; every tensor is random."""
+    sizes = {"img_size": 28, "patch_size": 7, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 0}
+    arguments = sizes | dict(changes)
+    model = timm.create_model(architecture, pretrained=False, **arguments)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    folder.mkdir(parents=True)
+    load_tool("timm_folder").save_timm_folder(model, folder, architecture, arguments)
+    return folder
