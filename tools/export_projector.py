@@ -96,6 +96,12 @@ def _export_model(checkpoint: StepFolder, dtype: torch.dtype, options: argparse.
                     f"{line}: the exported model is not the one that was trained; nothing was exported"
                 )
             tell(line)
+            if not found.frozen_as_trained:
+                versions = checkpoint.state["versions"]
+                tell(
+                    "whether LLM and encoder are those that the run was trained with is open: it had transformers "
+                    f"{versions['transformers']} and timm {versions['timm']}"
+                )
 
 
 class _Bars:

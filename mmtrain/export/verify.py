@@ -4,18 +4,24 @@ documents --mmtrain: the whole model as one stage, trained tensors loaded--> log
           --stock LlavaForConditionalGeneration.from_pretrained(folder)----> the same logits, within BOUND
 
 Both compute in fp32, from weights that were rounded to the export's dtype on both sides: what rounding itself changes
-does not hide a tensor in the wrong place. Price: the whole model in fp32 memory, one side after the other.
+does not hide a tensor in the wrong place. The frozen weights must be those that the run was trained with. Price: the
+whole model in fp32 memory, one side after the other.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import timm
 import torch
+import transformers
 from torch import nn
 from transformers import LlavaForConditionalGeneration
 
+from mmtrain.audit import fingerprint, model_fingerprint
 from mmtrain.config import RunConfig
 from mmtrain.data.catalog import DataSet, data_sets
 from mmtrain.data.loader import Documents
@@ -27,9 +33,10 @@ from mmtrain.errors import UserError
 from mmtrain.export.hf import ExportedModel
 from mmtrain.export.language import MODEL
 from mmtrain.export.origin import trained_tensors
-from mmtrain.export.stock import quiet
-from mmtrain.model.stage import Chunk, build_chunk
+from mmtrain.export.stock import kept_in_float32, quiet
+from mmtrain.model.stage import DTYPES, Chunk, build_chunk
 from mmtrain.plan.layout import StagePlan
+from mmtrain.plan.model_files import read_json
 from mmtrain.plan.shapes import llm_shape
 from mmtrain.step_folder import StepFolder
 
@@ -45,6 +52,7 @@ class Comparison:
     difference: float  # the largest of all logits
     largest: float  # logit, in magnitude
     agreeing: int  # positions of which both say the same token
+    frozen_as_trained: bool  # whether the frozen weights are known to be those of training, bit for bit
 
     @property
     def passed(self) -> bool:
@@ -57,10 +65,14 @@ def compare_logits(
 ) -> Comparison:
     """Compare on the first `count` held-out samples of the run (of its training data, if it holds out none).
 
-    Raises UserError where the stock model does not load without a remark, and for data that are not here.
+    Raises UserError where the stock model does not load without a remark, for other frozen weights than the run's, and
+    for data that are not here.
     """
     batches = sample_batches(checkpoint.config, count)
-    own = _own_logits(checkpoint, batches, dtype, exported.kept_in_float32)
+    chunk = whole_model(checkpoint)
+    frozen_as_trained = _compare_frozen(checkpoint, chunk, folder)
+    own = _own_logits(chunk, batches, dtype, _own_names(exported.kept_in_float32))
+    del chunk
     with quiet():
         model, report = LlavaForConditionalGeneration.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
@@ -77,9 +89,10 @@ def compare_logits(
         found = found[batch.labels != IGNORE]
         agreeing += int((found.argmax(-1) == expected.argmax(-1)).sum())
         tokens += len(found)
-        difference = max(difference, float((found[:, : expected.shape[1]] - expected).abs().max()))
+        differences = (found[:, : expected.shape[1]] - expected).abs()
+        difference = max(difference, float(differences.nan_to_num(nan=math.inf).max()))
         largest = max(largest, float(expected.abs().max()))
-    return Comparison(len(batches), tokens, difference, largest, agreeing)
+    return Comparison(len(batches), tokens, difference, largest, agreeing, frozen_as_trained)
 
 
 def sample_batches(config: RunConfig, count: int) -> list[PackedBatch]:
@@ -123,12 +136,42 @@ def whole_model(checkpoint: StepFolder) -> Chunk:
     return chunk
 
 
+def _compare_frozen(checkpoint: StepFolder, chunk: Chunk, folder: Path) -> bool:
+    """Whether the frozen weights are those of training; False where other versions of libraries leave that open.
+
+    Raises UserError where they are others: the models' files were replaced since.
+    """
+    section, state = checkpoint.config.model, checkpoint.state
+    dtypes = {"llm": DTYPES[section.llm.dtype], "vision": DTYPES[section.vision.dtype or section.llm.dtype]}
+    config = read_json(folder / "config.json")
+    names = [name for name, parameter in chunk.global_parameters() if not parameter.requires_grad]
+    exported = (name.replace("llm.", MODEL, 1) for name in names)
+    exact = _own_names(kept_in_float32(config, exported, dtypes["llm"]))
+    found = [
+        fingerprint(parameter if name in exact else parameter.to(dtypes[name.partition(".")[0]]))
+        for name, parameter in chunk.global_parameters()
+        if not parameter.requires_grad
+    ]
+    if model_fingerprint([{"frozen_parameters": found}]) == state["frozen_fingerprint"]:
+        return True
+    here = {"transformers": transformers.__version__, "timm": timm.__version__}
+    if any(state["versions"][name] != version for name, version in here.items()):
+        return False  # which may hold the same weights in other tensors
+    raise UserError(
+        f"the LLM in {section.llm.path} or the encoder {section.vision.name} has other weights now than the run was "
+        "trained with; bring the models back that it was trained with"
+    )
+
+
+def _own_names(exported: Iterable[str]) -> set[str]:
+    """Names of the LLM's decoder layers in a folder as global names."""
+    return {name.replace(MODEL, "llm.", 1) for name in exported}
+
+
 def _own_logits(
-    checkpoint: StepFolder, batches: list[PackedBatch], dtype: torch.dtype, kept: frozenset[str]
+    chunk: Chunk, batches: list[PackedBatch], dtype: torch.dtype, exact: Collection[str]
 ) -> list[torch.Tensor]:
     """mmtrain's logits (S, V) at the S supervised positions of each batch, with weights rounded to `dtype`."""
-    chunk = whole_model(checkpoint)
-    exact = {f"llm.{name.removeprefix(MODEL)}" for name in kept}
     for name, parameter in chunk.global_parameters():
         if name not in exact:
             _round(parameter, dtype)

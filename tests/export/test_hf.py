@@ -1,0 +1,158 @@
+"""The Hugging Face folder: every tensor in its place, and stock transformers computing what mmtrain computes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from untrained_runs import config_of, export, load_stock, make_checkpoint, make_tower, weights
+
+from mmtrain.errors import UserError
+from mmtrain.export.tensors import INDEX
+from mmtrain.export.verify import compare_logits
+from mmtrain.step_folder import StepFolder
+
+TOWERS = {
+    "siglip": ("vit_base_patch16_siglip_224", {}),
+    "quickgelu clip": ("vit_base_patch16_clip_quickgelu_224", {}),
+    "averaging vit": ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"}),
+    "vit with a class token": ("vit_tiny_patch16_224", {}),
+}
+FAMILIES = {
+    "llama": {},
+    "tied qwen2": {"tied": True},
+    "tied gemma3_text": {"tied": True},
+    "qwen3_moe": {},
+    "mixtral": {},
+    "gpt_oss": {},
+    "phi3": {},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny, tmp_path_factory) -> StepFolder:
+    return make_checkpoint(tmp_path_factory.mktemp("run") / "tiny", config_of(tiny))
+
+
+@pytest.mark.parametrize("tower", TOWERS)
+@pytest.mark.parametrize("select_layer", [-1, -2])
+def test_stock_logits_are_mmtrains_whatever_the_encoder(tiny, tmp_path, tower, select_layer):
+    vision = make_tower(tmp_path / "vision", *TOWERS[tower])
+    config = config_of(tiny, f"model.vision.name={vision}", f"model.vision.select_layer={select_layer}")
+    checkpoint = make_checkpoint(tmp_path / "run", config)
+    exported = export(checkpoint, tmp_path / "out")
+    load_stock(tmp_path / "out")
+    found = compare_logits(checkpoint, tmp_path / "out", exported, torch.float32, 8)
+    assert found.samples == 8 and found.tokens >= 40
+    assert found.difference <= 1e-4 and found.agreeing == found.tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_logits_are_mmtrains_whatever_the_llm(tiny, make_tiny, tmp_path, family):
+    *_, name = family.split()
+    make_tiny.make_tiny_llm(tmp_path / "llm", name, layers=3, max_shard_size="150KB", **FAMILIES[family])
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, f"model.llm.path={tmp_path / 'llm'}"))
+    exported = export(checkpoint, tmp_path / "out", shard_bytes=200_000)
+    assert exported.files > 1 and (tmp_path / "out" / INDEX).is_file()
+    load_stock(tmp_path / "out")
+    found = compare_logits(checkpoint, tmp_path / "out", exported, torch.float32, 4)
+    assert found.difference <= 1e-4 and found.agreeing == found.tokens > 20
+
+
+def test_every_tensor_is_the_published_one_and_the_projector_is_bitwise_the_trained_one(tiny, checkpoint, tmp_path):
+    export(checkpoint, tmp_path / "out")
+    found = weights(tmp_path / "out")
+    trained = load_file(checkpoint.tensors_file)
+    expected = {f"multi_modal_{name}": tensor for name, tensor in trained.items()}
+    for name, tensor in load_file(tiny / "llm" / "model.safetensors").items():
+        expected[f"language_model.{name}"] = tensor
+    assert expected.keys() == {name for name in found if not name.startswith("vision_tower.")}
+    assert all(torch.equal(found[name].view(torch.int32), expected[name].view(torch.int32)) for name in expected)
+
+
+def test_what_was_trained_besides_the_projector_lies_in_its_place(tiny, tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    llm = load_file(tiny / "llm" / "model.safetensors")
+    places = {
+        "llm.layers.7.mlp.down_proj.weight": "model.layers.7.mlp.down_proj.weight",
+        "llm.norm.weight": "model.norm.weight",
+        "llm.head.weight": "lm_head.weight",
+    }
+    others = {name: torch.randn(llm[place].shape, generator=generator) for name, place in places.items()}
+    vision = load_file(tiny / "vision" / "model.safetensors")
+    others["vision.blocks.2.attn.qkv.weight"] = torch.randn(vision["blocks.2.attn.qkv.weight"].shape)
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny), others)
+    exported = export(checkpoint, tmp_path / "out")
+    found = weights(tmp_path / "out")
+    for name, place in places.items():
+        assert torch.equal(found[f"language_model.{place}"], others[name])
+    untouched = "model.layers.6.mlp.down_proj.weight"
+    assert torch.equal(found[f"language_model.{untouched}"], llm[untouched])
+    compared = compare_logits(checkpoint, tmp_path / "out", exported, torch.float32, 4)
+    assert compared.difference <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "name,why",
+    [
+        ("llm.layers.0.mlp.experts.gate_up_proj", "no one tensor of this name"),
+        ("llm.layers.9.mlp.down_proj.weight", "no one tensor of this name"),
+        ("llm.norm.weight", "another model lies there"),
+        ("vision.blocks.77.norm1.weight", "vision.blocks.77"),
+    ],
+)
+def test_a_trained_tensor_without_a_place_is_refused(tiny, tmp_path, name, why):
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny), {name: torch.ones(3, 3)})
+    with pytest.raises(UserError, match=why):
+        export(checkpoint, tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_dtype_is_a_cast_of_every_tensor_and_logits_are_those_of_rounded_weights(checkpoint, tmp_path, dtype):
+    exported = export(checkpoint, tmp_path / "cast", dtype)
+    export(checkpoint, tmp_path / "exact")
+    exact = weights(tmp_path / "exact")
+    for name, tensor in weights(tmp_path / "cast").items():
+        assert torch.equal(tensor, exact[name].to(dtype)), name
+    assert load_stock(tmp_path / "cast", dtype="auto").dtype == dtype
+    found = compare_logits(checkpoint, tmp_path / "cast", exported, dtype, 4)
+    assert found.difference <= 1e-4 and found.passed
+
+
+def test_what_transformers_keeps_in_float32_is_not_rounded(tiny, make_tiny, tmp_path):
+    make_tiny.make_tiny_llm(tmp_path / "llm", "deepseek_v3", layers=2)
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, f"model.llm.path={tmp_path / 'llm'}"))
+    exported = export(checkpoint, tmp_path / "out", torch.bfloat16)
+    found = weights(tmp_path / "out")
+    kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+    assert kept == set(exported.kept_in_float32) and len(kept) == 1
+    assert "e_score_correction_bias" in kept.pop()
+    load_stock(tmp_path / "out", dtype="auto")
+
+
+def test_a_projector_that_the_stock_model_does_not_have_is_refused_with_the_formats_that_work(tiny, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, "model.projector.type=linear"))
+    with pytest.raises(UserError, match=r"two layers.*linear; --format safetensors .*--format llava"):
+        export(checkpoint, tmp_path / "out")
+
+
+def test_a_run_that_did_not_train_its_projector_has_none_to_export(tiny, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, "model.trainable=[llm.norm]"))
+    save_file({"llm.norm.weight": torch.ones(64)}, checkpoint.tensors_file)
+    with pytest.raises(UserError, match="did not train its projector"):
+        export(checkpoint, tmp_path / "out")
+
+
+def test_the_code_in_the_model_card_runs_as_it_stands(checkpoint, tmp_path):
+    export(checkpoint, tmp_path / "out")
+    (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "out" / "README.md").read_text(), re.DOTALL)
+    Image.new("RGB", (50, 40), (200, 30, 30)).save(tmp_path / "out" / "picture.png")
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "out", capture_output=True, text=True, timeout=100
+    )
+    assert ran.returncode == 0 and ran.stdout.strip(), ran.stderr

@@ -1,0 +1,141 @@
+"""The LLM in an exported folder: names, rows, settings, and the families that a stock LLaVA cannot hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from untrained_runs import config_of, export, load_stock, make_checkpoint, weights
+
+from mmtrain.errors import UserError
+from mmtrain.export.language import language_for_export
+from mmtrain.export.stock import refuse_loading_faults, refuse_unfit_family
+from mmtrain.export.tensors import in_memory
+from mmtrain.export.verify import compare_logits
+from mmtrain.step_folder import StepFolder
+
+UNFIT = {
+    "gemma2": ({}, "logits differ"),
+    "cohere2": ({}, "logits differ"),
+    "granite": ({"logits_scaling": 8.0}, "logits differ"),
+    "gpt2": ({}, "does not fit"),
+    "phi": ({}, "head has a bias"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny, tmp_path_factory) -> StepFolder:
+    return make_checkpoint(tmp_path_factory.mktemp("run") / "tiny", config_of(tiny))
+
+
+@pytest.mark.parametrize("family", UNFIT)
+def test_a_family_that_the_stock_model_would_compute_wrongly_is_refused(make_tiny, tmp_path, family):
+    values, why = UNFIT[family]
+    make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=2, **values)
+    with pytest.raises(UserError, match=f"{why}.*--format safetensors exports any"):
+        refuse_unfit_family(tmp_path / "llm")
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma", "glm4", "granite", "smollm3", "olmo2", "starcoder2"])
+def test_families_that_fit_are_not_refused(make_tiny, tmp_path, family):
+    make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=2)
+    refuse_unfit_family(tmp_path / "llm")
+
+
+def test_a_tensor_too_many_too_few_or_of_another_shape_is_found_before_anything_is_written(checkpoint, tmp_path):
+    export(checkpoint, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    tensors = {name: in_memory(tensor) for name, tensor in weights(tmp_path / "out").items()}
+    refuse_loading_faults(config, tensors)
+    norm = "language_model.model.norm.weight"
+    with pytest.raises(UserError, match=r"missing_keys: model\.language_model\.norm\.weight"):
+        refuse_loading_faults(config, {name: source for name, source in tensors.items() if name != norm})
+    with pytest.raises(UserError, match=r"unexpected_keys: .*extra"):
+        refuse_loading_faults(config, {**tensors, "language_model.model.extra": tensors[norm]})
+    with pytest.raises(UserError, match=r"mismatched_keys: .*norm"):
+        refuse_loading_faults(config, {**tensors, norm: in_memory(torch.ones(3))})
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def without_spare_row(request, tiny, make_tiny, tmp_path_factory):
+    """An LLM whose embedding is full, and its export."""
+    folder = tmp_path_factory.mktemp("full")
+    size = len(make_tiny.make_tokenizer())
+    make_tiny.make_tiny_llm(folder / "llm", "llama", layers=2, tied=request.param, vocab_size=size)
+    checkpoint = make_checkpoint(folder / "run", config_of(tiny, f"model.llm.path={folder / 'llm'}"))
+    return checkpoint, export(checkpoint, folder / "out"), folder / "out", size, request.param
+
+
+def test_a_full_embedding_gains_a_row_and_all_else_stays(without_spare_row):
+    checkpoint, exported, out, size, tied = without_spare_row
+    assert (exported.added_rows, exported.image_token_id) == (1, size)
+    model = load_stock(out)
+    own = AutoModelForCausalLM.from_pretrained(checkpoint.config.model.llm.path)
+    for matrix, before in (
+        (model.get_input_embeddings().weight, own.get_input_embeddings().weight),
+        (model.get_output_embeddings().weight, own.get_output_embeddings().weight),
+    ):
+        assert torch.equal(matrix[:size], before)
+        assert torch.allclose(matrix[size], before.mean(0), atol=1e-6) and len(matrix) == size + 1
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    found = compare_logits(checkpoint, out, exported, torch.float32, 4)
+    assert found.difference <= 1e-4 and found.agreeing == found.tokens
+    assert "gained 1" in (out / "README.md").read_text()
+
+
+def test_the_new_row_is_never_said_whatever_the_hidden_state(without_spare_row):
+    _, exported, out, size, _ = without_spare_row
+    model = load_stock(out)
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1e-2, 1.0, 100.0):
+        # Among them the states for which a row of zeros would win: all other logits below 0.
+        hidden = torch.randn(20_000, model.lm_head.in_features, generator=generator) * scale
+        hidden = torch.cat([hidden, -model.lm_head.weight[:size].mean(0, keepdim=True) * scale])
+        assert not (model.lm_head(hidden).argmax(-1) == exported.image_token_id).any()
+    ids = torch.randint(0, size, (16, 4), generator=generator)
+    torch.manual_seed(0)
+    said = model.generate(ids, do_sample=True, temperature=5.0, max_new_tokens=60)[:, 4:]
+    assert not (said == exported.image_token_id).any()
+    assert len(said.unique()) > 100, "the temperature makes everything else likely"
+
+
+def test_a_spare_row_is_used_before_one_is_added(checkpoint, tmp_path):
+    exported = export(checkpoint, tmp_path / "out")
+    assert exported.added_rows == 0
+    text = json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]
+    own = json.loads((Path(checkpoint.config.model.llm.path) / "config.json").read_text())
+    assert exported.image_token_id < text["vocab_size"] == own["vocab_size"]
+    assert "gained" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_buffers_of_old_files_are_left_out_and_named(tiny, make_tiny, tmp_path):
+    make_tiny.make_tiny_llm(tmp_path / "llm", "llama", layers=2)
+    tensors = load_file(tmp_path / "llm" / "model.safetensors")
+    tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(2)}
+    save_file(tensors, tmp_path / "llm" / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, f"model.llm.path={tmp_path / 'llm'}"))
+    export(checkpoint, tmp_path / "out")
+    load_stock(tmp_path / "out")
+    assert "2 tensors of the LLM's files were left out" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_files_saved_without_the_head_get_their_full_names(make_tiny, tmp_path):
+    make_tiny.make_tiny_llm(tmp_path / "llm", "llama", layers=2, tied=True)
+    tensors = load_file(tmp_path / "llm" / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, tmp_path / "llm" / "model.safetensors", metadata={"format": "pt"})
+    found = language_for_export(tmp_path / "llm", {}, 0, "float32").tensors
+    assert found.keys() == {f"language_model.{name}" for name in tensors}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rotary_settings_that_only_version_5_reads_are_also_written_for_version_4(make_tiny, tmp_path, scaled):
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5} if scaled else {"rope_theta": 5e5}
+    make_tiny.make_tiny_llm(tmp_path / "llm", "llama", layers=1, rope_parameters={"rope_type": "default", **rope})
+    written = language_for_export(tmp_path / "llm", {}, 0, "float32").config
+    assert written["rope_theta"] == 5e5
+    assert ("rope_scaling" in written) == scaled and (not scaled or written["rope_scaling"]["factor"] == 2.0)

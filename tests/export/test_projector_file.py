@@ -1,0 +1,104 @@
+"""The projector alone, for mmtrain and for LLaVA's own code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+from conftest import load_tool
+from safetensors.torch import load_file
+from torch import nn
+from untrained_runs import config_of, make_checkpoint
+
+from mmtrain.step_folder import StepFolder
+
+TOOL = load_tool("export_projector")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny, tmp_path_factory) -> StepFolder:
+    return make_checkpoint(tmp_path_factory.mktemp("run") / "tiny", config_of(tiny))
+
+
+def test_the_projector_file_says_what_it_belongs_to(checkpoint, tmp_path):
+    options = ["--checkpoint", str(checkpoint.path), "--format", "safetensors", "--out", str(tmp_path / "out")]
+    assert TOOL.main(options) == 0
+    content = (tmp_path / "out" / "projector.safetensors").read_bytes()
+    about = json.loads((tmp_path / "out" / "projector.json").read_text())
+    assert about["sha256"] == {"projector.safetensors": hashlib.sha256(content).hexdigest()}
+    trained, found = load_file(checkpoint.tensors_file), load_file(tmp_path / "out" / "projector.safetensors")
+    assert found.keys() == trained.keys() == set(about["trained"])
+    assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
+    config = checkpoint.config
+    assert (about["llm"], about["vision"]) == (config.model.llm.path, config.model.vision.name)
+    assert (about["llm_width"], about["vision_width"], about["vision_select_layer"]) == (64, 48, -2)
+    assert (about["projector_type"], about["dtype"], about["steps"]) == ("mlp2x_gelu", "float32", 20)
+    assert about["data_fingerprint"] == "d" * 64 and about["versions"]["torch"] == "2"
+
+
+def test_all_that_was_trained_is_in_the_projector_file_in_the_dtype_asked_for(tiny, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny), {"llm.norm.weight": torch.linspace(0, 1, 64)})
+    options = ["--checkpoint", str(checkpoint.path), "--format", "safetensors", "--out", str(tmp_path / "out")]
+    assert TOOL.main([*options, "--dtype", "float16"]) == 0
+    found = load_file(tmp_path / "out" / "projector.safetensors")
+    assert torch.equal(found["llm.norm.weight"], torch.linspace(0, 1, 64).half())
+    assert {tensor.dtype for tensor in found.values()} == {torch.float16}
+
+
+def llava_module(kind: str, vision_width: int, llm_width: int) -> nn.Module:
+    """As LLaVA's build_vision_projector makes it."""
+    if kind == "linear":
+        return nn.Linear(vision_width, llm_width)
+    return nn.Sequential(nn.Linear(vision_width, llm_width), nn.GELU(), nn.Linear(llm_width, llm_width))
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp2x_gelu"])
+def test_llavas_own_way_of_loading_gets_the_trained_projector_bit_for_bit(tiny, tmp_path, kind):
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, f"model.projector.type={kind}"))
+    options = ["--checkpoint", str(checkpoint.path), "--format", "llava", "--out", str(tmp_path / "llava")]
+    assert TOOL.main(options) == 0
+    content = torch.load(tmp_path / "llava" / "mm_projector.bin", map_location="cpu", weights_only=True)
+    assert type(content) is dict and all(name.startswith("model.mm_projector.") for name in content)
+    config = json.loads((tmp_path / "llava" / "config.json").read_text())
+    module = llava_module(config["mm_projector_type"], config["mm_hidden_size"], config["hidden_size"])
+    # initialize_vision_modules takes what follows `mm_projector.` in each name
+    module.load_state_dict({name.split("mm_projector.")[1]: tensor for name, tensor in content.items()})
+    trained = load_file(checkpoint.tensors_file)
+    features = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(0))
+    layers = [module] if kind == "linear" else [module[0], module[2]]
+    for number, layer in enumerate(layers, 1):
+        for part in ("weight", "bias"):
+            expected = trained[f"projector.linear_{number}.{part}"]
+            assert torch.equal(getattr(layer, part).view(torch.int32), expected.view(torch.int32))
+    assert module(features).shape == (3, 5, 64)
+
+
+def test_the_llava_config_says_what_llavas_code_asks_for(checkpoint, tiny, tmp_path):
+    options = ["--checkpoint", str(checkpoint.path), "--format", "llava", "--out", str(tmp_path / "llava")]
+    assert TOOL.main([*options, "--dtype", "bfloat16"]) == 0
+    config = json.loads((tmp_path / "llava" / "config.json").read_text())
+    expected = {
+        "model_type": "llava_llama",
+        "use_mm_proj": True,
+        "mm_projector_type": "mlp2x_gelu",
+        "mm_hidden_size": 48,
+        "mm_vision_tower": str(tiny / "vision"),
+        "mm_vision_select_layer": -2,
+        "mm_vision_select_feature": "cls_patch",  # the tiny encoder has no class token to drop
+        "mm_use_im_start_end": False,
+        "mm_use_im_patch_token": False,
+        "image_aspect_ratio": "pad",
+    }
+    assert expected.items() <= config.items()
+    content = torch.load(tmp_path / "llava" / "mm_projector.bin", weights_only=True)
+    assert {tensor.dtype for tensor in content.values()} == {torch.bfloat16}
+
+
+def test_llavas_file_has_no_place_for_other_trained_tensors(tiny, tmp_path, capsys):
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny), {"llm.norm.weight": torch.ones(64)})
+    options = ["--checkpoint", str(checkpoint.path), "--format", "llava", "--out", str(tmp_path / "llava")]
+    assert TOOL.main(options) == 2
+    error = capsys.readouterr().err
+    assert "llm.norm.weight was trained too" in error and "--format hf" in error
