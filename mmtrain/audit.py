@@ -10,17 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mmtrain.config import RunConfig
+from mmtrain.data.images import image_transform, is_timm_name
 from mmtrain.errors import UserError
 from mmtrain.model.stage import Chunk
 from mmtrain.optimizer import NoOpOptimizer
+from mmtrain.plan.model_files import model_folder, read_json
 from mmtrain.plan.planner import Plan, RankPlan
 
 ROW_BYTES = 8192
+UNMEANT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # of config.json: they change nothing here
 
 
 class AuditError(RuntimeError):
@@ -177,6 +182,15 @@ def model_fingerprint(starts: Sequence[dict[str, Any]]) -> str:
     """Of all frozen parameters, whatever the layout: a tied matrix that two ranks hold counts once."""
     parameters = {fingerprint for start in starts for fingerprint in start["frozen_parameters"]}
     return hashlib.sha256("\n".join(sorted(parameters)).encode()).hexdigest()
+
+
+def settings_fingerprint(config: RunConfig) -> str:
+    """Of what the folders of the frozen models say beside their weights, and of the encoder's pixel statistics."""
+    llm = read_json(model_folder(config.model.llm.path) / "config.json")
+    name = config.model.vision.name
+    vision: Any = name if is_timm_name(name) else read_json(model_folder(name) / "config.json")
+    said = [{key: value for key, value in llm.items() if key not in UNMEANT}, vision, asdict(image_transform(name))]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def check_replicas(starts: Sequence[dict[str, Any]]) -> None:

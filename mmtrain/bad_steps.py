@@ -27,6 +27,10 @@ class NonFiniteError(RuntimeError):
     """Loss or gradient of a step is NaN or infinite; raised on every rank, before any update."""
 
 
+class UnrecordedError(NonFiniteError):
+    """The same, on rank 0 alone: what there is to know of the step could not be written down."""
+
+
 @dataclass(frozen=True)
 class RankReport:
     """What one rank knows; `losses` is (loss sum in nats, supervised tokens) by micro-batch of its replica."""

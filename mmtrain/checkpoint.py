@@ -1,7 +1,6 @@
-"""Saves the state of a run while it goes on, and brings it back.
+"""Saves the state of a run while it goes on; `restore` brings it back.
 
 ranks that train --copies, on rank 0--> a thread --step_folder--> RUN/checkpoints/step-00000120/ --> old ones deleted
-step folder --rank 0 reads--> each rank gets the tensors that it trains, whatever the layout was that saved them
 
 There is no state of random generators: every draw is a function of seed, purpose and step.
 """
@@ -9,12 +8,11 @@ There is no state of random generators: every draw is a function of seed, purpos
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
-import platform
+import math
 import time
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,31 +20,29 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mmtrain.bad_steps import NonFiniteError
-from mmtrain.config import CheckpointSection, RunConfig
+from mmtrain.config import CheckpointSection
 from mmtrain.errors import UserError
 from mmtrain.metrics import Scores, without_nan
-from mmtrain.plan.planner import Plan
 from mmtrain.resume import METRICS, RECORDS
 from mmtrain.step_folder import (
     FORMAT,
     OPTIMIZER,
     STATE,
     TENSORS,
-    StepFolder,
     flush,
     remove,
     step_folders,
+    step_of,
     step_path,
     why_damaged,
     write_step_folder,
     write_text,
 )
 
-PACKAGES = ("torch", "transformers", "timm", "deepspeed", "mmtrain")
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -71,9 +67,9 @@ class Checkpointer:
     """Saves; constructed by every rank, and `save` is a collective of all of them. Rank 0 writes.
 
     `contributes` says that this rank's tensors belong into the checkpoint: those of the first replica. `report` is
-    called on rank 0 with what became of each save, some time after it. `latest` is the step whose checkpoint the run
-    goes on from, if it is its own. `group` carries CPU tensors. Price: while one save is being written its copy stays
-    in memory, 12 bytes a trained parameter.
+    called on rank 0 with what became of each save. `begun` is the step whose checkpoint the run goes on from, if it is
+    its own. `group` carries CPU tensors. Price: while one save is being written its copy stays in memory, 12 bytes a
+    trained parameter.
     """
 
     def __init__(
@@ -82,31 +78,30 @@ class Checkpointer:
         section: CheckpointSection,
         contributes: bool,
         report: Callable[[Saved], None],
-        latest: int | None = None,
+        begun: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.folder = folder
         self.section = section
         self.contributes = contributes
         self.report = report
-        self.latest = latest
-        """Step of the latest `save`."""
+        self.begun = begun
+        """Step of the latest `save`, whatever became of it."""
         self.group = group
         self.writes = dist.get_rank() == 0
         every: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(every, contributes, group=group)
         self._others = [rank for rank, sends in enumerate(every) if sends and rank]
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
-        self._outcomes: list[Saved] = []
+        self._job: Callable[[], Saved] | None = None  # the latest
+        self._pending: Future[Saved] | None = None
         self._failures = 0  # in a row
-        self._error: str | None = None  # of the latest
         self._whole: set[Path] = set()  # step folders that need not be hashed again
         self._scores = _recorded_scores(folder, section.keep_best) if self.writes and section.keep_best else {}
-        self._saved_at = time.monotonic()
+        self._begun_at = time.monotonic()
 
     def is_due(self, step: int, evaluates: bool) -> bool:
-        """Whether to save after `step` updates by their number, `evaluates` saying that an evaluation follows."""
+        """Whether to save after `step` updates: their number says so, or an evaluation follows that may be the best."""
         every = self.section.every_steps
         return (every is not None and step % every == 0) or (evaluates and self.section.keep_best is not None)
 
@@ -114,7 +109,7 @@ class Checkpointer:
     def time_is_up(self) -> bool:
         """Whether the last save is `every_minutes` ago, by rank 0's clock."""
         minutes = self.section.every_minutes
-        return self.writes and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
+        return self.writes and minutes is not None and time.monotonic() - self._begun_at > 60 * minutes
 
     def save(
         self, step: int, weights: Tensors, optimizer: Tensors, trained: Mapping[str, Any], state: Mapping[str, Any]
@@ -122,52 +117,66 @@ class Checkpointer:
         """Copy this rank's trained tensors and their optimizer state and begin to write; waits for the save before.
 
         `trained` notes something of each weight, by name; all ranks' notes go into `state`, which rank 0 gives. Raises
-        NonFiniteError rather than save a tensor that is not finite.
+        ValueError on rank 0 rather than save a tensor that is not finite.
         """
-        if self._pending is not None:
-            self._pending.result()
-        self.latest = step
-        self._saved_at = time.monotonic()
+        self._wait()
+        self.begun = step
+        self._begun_at = time.monotonic()
         tensors, notes = self._collect({**weights, **optimizer} if self.contributes else {}, trained)
-        if not self.writes:
-            return
-        if bad := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
-            raise NonFiniteError(f"{bad[0]} is not finite after {step} updates: not saved. {self.kept()}")
-        records = {name: (self.folder / name).stat().st_size for name in RECORDS if (self.folder / name).exists()}
-        content = {"format": FORMAT, "step": step, **state, "trained": notes, "files": records}
-        self._pending = self._executor.submit(
-            self._write, step, tensors, json.dumps(without_nan(content), indent=1) + "\n"
-        )
+        if self.writes:
+            if bad := [name for name, tensor in tensors.items() if not _is_finite(tensor)]:
+                raise ValueError(f"{bad[0]} is not finite after {step} updates: not saved. {self.kept()}")
+            records = {name: (self.folder / name).stat().st_size for name in RECORDS if (self.folder / name).exists()}
+            content = {"format": FORMAT, "step": step, **state, "trained": notes, "files": records}
+            text = json.dumps(without_nan(content), indent=1) + "\n"
+            self._job = functools.partial(self._write, step, tensors, text)
+            self._pending = self._executor.submit(self._job)
         if not self.section.asynchronous:
-            self._pending.result()
+            self._wait()
 
     def finish(self) -> None:
-        """Wait for the save that is being written; raises UserError if it fails: there will be no later one."""
-        if self._pending is not None:
-            self._pending.result()
-        self.poll()
-        if self._failures:
-            raise UserError(f"the state after the last step could not be saved: {self._error}. {self.kept()}")
+        """Wait for the save that is being written, the last one; while it fails it is tried again.
+
+        Raises UserError on rank 0 after `max_failures` in a row.
+        """
+        self._wait()
+        while self._rank_0_says(self._failures > 0):
+            if self.writes:
+                self._pending = self._executor.submit(self._job)
+            self._wait()
 
     def poll(self) -> None:
-        """Report the saves that have ended since the last call; raises UserError once too many in a row have failed."""
-        ended, self._outcomes = self._outcomes, []
-        for saved in ended:
-            self._failures = 0 if saved.error is None else self._failures + 1
-            self._error = saved.error
-            self.report(saved)
-            if self._failures >= self.section.max_failures:
-                raise UserError(
-                    f"{self._failures} checkpoint(s) in a row could not be saved (checkpoint.max_failures): "
-                    f"{saved.error}. {self.kept()}"
-                )
+        """Report the save that has ended, if one has; raises UserError once too many in a row have failed."""
+        if self._pending is None or not self._pending.done():
+            return
+        saved = self._pending.result()
+        self._pending = None
+        self.report(saved)
+        self._failures = 0 if saved.error is None else self._failures + 1
+        if self._failures >= self.section.max_failures:
+            raise UserError(
+                f"{self._failures} save(s) in a row have failed (checkpoint.max_failures): {saved.error}. {self.kept()}"
+            )
+
+    def _wait(self) -> None:
+        """Wait until nothing is being written; with all ranks, which else would take rank 0 for dead on a slow disk."""
+        while self._rank_0_says(self._pending is not None and not wait([self._pending], timeout=1).done):
+            pass
+        self.poll()
+
+    def _rank_0_says(self, value: bool) -> bool:
+        said = torch.tensor([value], dtype=torch.int32)
+        dist.broadcast(said, 0, group=self.group)
+        return bool(said)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        """A save that is being written when the run fails is worth waiting for."""
-        self._executor.shutdown()
+        """A run that ends with numbers that are not finite, on all ranks, first finishes the save from before them."""
+        if kind is NonFiniteError:
+            self._wait()
+        self._executor.shutdown(wait=False)
 
     def kept(self) -> str:
         """Which checkpoint is there to go on from, for a message."""
@@ -182,9 +191,10 @@ class Checkpointer:
     @property
     def best(self) -> tuple[int, float] | None:
         """Step and score of the best evaluation of which there is a checkpoint; of equal ones the latest."""
-        steps = [int(path.name.removeprefix("step-")) for path in step_folders(self.folder)]
+        steps = [step_of(path) for path in step_folders(self.folder)]
         sign = -1 if self.section.keep_best == "loss" else 1
-        found = [(sign * score, step) for step in steps if (score := self._scores.get(step)) is not None]
+        scores = {step: score for step in steps if (score := self._scores.get(step)) is not None}
+        found = [(sign * score, step) for step, score in scores.items() if math.isfinite(score)]
         return None if not found else (max(found)[1], sign * max(found)[0])
 
     def _collect(self, mine: Tensors, trained: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -211,8 +221,8 @@ class Checkpointer:
                 dist.recv(tensors[name], source, group=self.group)
         return tensors, notes
 
-    def _write(self, step: int, tensors: Tensors, state: str) -> None:
-        """Write a step folder and delete what is not to be kept; notes how it went."""
+    def _write(self, step: int, tensors: Tensors, state: str) -> Saved:
+        """Write a step folder and delete what is not to be kept."""
         start = time.monotonic()
         target = step_path(self.folder, step)
         weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
@@ -223,12 +233,11 @@ class Checkpointer:
                 if (self.folder / name).exists():
                     flush(self.folder / name)
             size = write_step_folder(target, files)
-            self._whole.add(target)
-            self._delete_old()
         except OSError as error:
-            self._outcomes.append(Saved(step, target, 0, time.monotonic() - start, f"{target}: {error}"))
-        else:
-            self._outcomes.append(Saved(step, target, size, time.monotonic() - start))
+            return Saved(step, target, 0, time.monotonic() - start, f"{target}: {error}")
+        self._whole.add(target)
+        self._delete_old()
+        return Saved(step, target, size, time.monotonic() - start)
 
     def _delete_old(self) -> None:
         """Delete whole checkpoints but the newest ones and the best; damaged ones neither count nor go."""
@@ -237,7 +246,10 @@ class Checkpointer:
         best = self.best
         for path in [path for path in step_folders(self.folder) if self._is_whole(path)][self.section.keep_last :]:
             if best is None or path != step_path(self.folder, best[0]):
-                remove(path)
+                try:
+                    remove(path)
+                except OSError as error:  # somebody is reading it: no reason to call the save a failure
+                    print(f"cannot delete {path}: {error}")
 
     def _is_whole(self, path: Path) -> bool:
         if path not in self._whole and why_damaged(path) is None:
@@ -245,94 +257,24 @@ class Checkpointer:
         return path in self._whole
 
 
-def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device) -> dict[str, Any]:
-    """What a checkpoint says of the run that saves it, the same at every step."""
-    return {
-        "config": config.model_dump(mode="json"),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in PACKAGES},
-        },
-        "topology": {
-            "pipeline": plan.pipeline,
-            "data": plan.data,
-            "boundaries": list(plan.boundaries),
-            "threads": threads,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        },
-    }
-
-
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Versions and topology that are not those of the checkpoint: results agree to rounding then, not bit for bit."""
-    return [
-        f"{name} {saved[part].get(name)} -> {value}"
-        for part in ("versions", "topology")
-        for name, value in now[part].items()
-        if saved[part].get(name) != value
-    ]
-
-
-def load(
-    start: StepFolder | None, names: Collection[str], group: dist.ProcessGroup | None = None
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights of this rank's trained `names`, and their optimizer state, on the CPU; a collective of every rank.
-
-    Rank 0 alone gives `start` and reads: the folder need not be visible to other machines. Raises UserError on rank 0
-    where the checkpoint holds other tensors than all ranks together train.
-    """
-    rank = dist.get_rank()
-    wanted: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(wanted, sorted(names), group=group)
-    if rank == 0:
-        stored = {**_opened(start.tensors_file), **_opened(start.optimizer_file)}
-        trained = {name for one in wanted for name in one}
-        if odd := sorted(trained ^ {name for name in stored if "/" not in name}):
-            raise UserError(
-                f"{start.path}: {odd[0]} is {'not in it' if odd[0] in trained else 'not trained by this run'} "
-                f"({len(odd)} such tensor(s)): it was saved by a run that trains something else"
-            )
-        for other, theirs in enumerate(wanted[1:], start=1):
-            shapes = {name: read().shape for name, read in _of(theirs, stored).items()}
-            if theirs:
-                dist.send_object_list([shapes], other, group=group)
-                for name in shapes:
-                    dist.send(stored[name](), other, group=group)
-        mine = {name: read() for name, read in _of(wanted[0], stored).items()}
-    elif names:
-        received: list[Any] = [None]
-        dist.recv_object_list(received, 0, group=group)
-        mine = {name: torch.empty(shape, dtype=torch.float32) for name, shape in received[0].items()}
-        for tensor in mine.values():
-            dist.recv(tensor, 0, group=group)
-    else:
-        mine = {}
-    weights = {name: tensor for name, tensor in mine.items() if "/" not in name}
-    return weights, {name: tensor for name, tensor in mine.items() if "/" in name}
-
-
-def _of(names: list[str], stored: Mapping[str, Callable[[], torch.Tensor]]) -> dict[str, Callable[[], torch.Tensor]]:
-    """What is stored of these weights, their optimizer state included."""
-    wanted = set(names)
-    return {name: read for name, read in stored.items() if name.rpartition("/")[0] in wanted or name in wanted}
-
-
-def _opened(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
-    """Functions that read a file's tensors, by name."""
-    opened = safe_open(file, framework="pt")
-    return {name: functools.partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118, no mapping
-
-
 def _tensor_file(tensors: Tensors) -> Callable[[Path], None]:
     """A function that writes tensors to a path; raises OSError."""
 
     def write(path: Path) -> None:
+        path.touch()
+        mode = path.stat().st_mode
         try:
             save_file(dict(tensors), path)
         except SafetensorError as error:
             raise OSError(f"{path.name}: {error}") from error
+        path.chmod(mode)  # safetensors' file is its owner's alone, whatever the umask
 
     return write
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are; a finite sum says so in a fraction of the time, an infinite one may have overflowed."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -343,8 +285,9 @@ def _recorded_scores(folder: Path, metric: str) -> dict[int, float | None]:
     """The scores of the run's evaluations so far, by step."""
     scores: dict[int, float | None] = {}
     if (folder / METRICS).exists():
-        for line in (folder / METRICS).read_text().splitlines():
-            record = json.loads(line)
-            if record["kind"] == "eval":
-                scores[record["step"]] = None if isinstance(record[metric], str) else record[metric]
+        with (folder / METRICS).open() as file:
+            for line in file:
+                record = json.loads(line)
+                if record["kind"] == "eval":
+                    scores[record["step"]] = None if isinstance(record[metric], str) else record[metric]
     return scores

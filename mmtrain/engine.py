@@ -38,7 +38,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mmtrain.bad_steps import NonFiniteError, RankReport, in_words, make_record
+from mmtrain.bad_steps import NonFiniteError, RankReport, UnrecordedError, in_words, make_record
 from mmtrain.channels import Channels
 from mmtrain.config import RunConfig
 from mmtrain.data.packs import PackedBatch
@@ -452,7 +452,7 @@ class FrozenPipelineEngine(PipelineEngine):
                 with JsonLines(file if self.global_rank == 0 else None) as lines:
                     lines.write(**record)
             except OSError as error:
-                raise NonFiniteError(f"{said} ({file} cannot be written: {error.strerror})") from error
+                raise UnrecordedError(f"{said} ({file} cannot be written: {error.strerror})") from error
             said += f"; {file} lists its micro-batches with losses and samples"
         if self.bad_steps > allowed:
             if allowed:

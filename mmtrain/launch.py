@@ -74,7 +74,7 @@ examples:
 exit codes:
   0    the run finished and its audit passed (or the plan was printed)
   1    a rank failed; the message names the rank, its stage, the step and the cause
-  2    wrong input: configuration, model, data or layout; nothing of a traceback, the message says how to mend it
+  2    what the user can mend: configuration, model, data, layout, a full disk; the message says how, without traceback
   3    stopped by SIGTERM or SIGUSR1 (Slurm: --signal=USR1@300) with everything saved: the same command goes on
   130  stopped by Ctrl-C at once     143  by a second SIGTERM, or one before the ranks were started
 """
@@ -184,7 +184,7 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
             say(f"results: {job.folder}")
         return 0
     if failure.exit_code == STOPPED:
-        say(failure.message)
+        say(f"{failure.message}. {_how_to_go_on(config, options)}")
         return STOPPED
     if sys.stdout.isatty():
         print(SHOW_CURSOR)  # a rank that was killed could not
@@ -221,14 +221,16 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
             say(render(plan))
         store = _agree(config, plan, rank)  # and wait until rank 0 has prepared the folder
         job = Job(_places(plan), run_folder(config), threads, config.parallel.timeout_seconds)
-        target = functools.partial(_train, config, plan, start, False)
+        target = functools.partial(_train_and_say, config, plan, start, _how_to_go_on(config, options))
         stopped = run_rank(target, job.folder, threads=threads, describe=job.describe)
     del store  # it may be the one that all ranks meet at
-    if stopped is None:
-        return 0
-    if rank == 0:
-        say(stopped)
-    return STOPPED
+    return 0 if stopped is None else STOPPED
+
+
+def _how_to_go_on(config: RunConfig, options: argparse.Namespace) -> str:
+    in_the_way = [f"--resume {options.resume}"] if options.resume != AUTO else []
+    in_the_way += ["run.overwrite=true"] if config.run.overwrite else []
+    return f"The same command{' without ' + ' and '.join(in_the_way) if in_the_way else ''} goes on from there"
 
 
 def _train(config: RunConfig, plan: Plan, start: Start | None, several_nodes: bool, rank: Rank) -> str | None:
@@ -239,6 +241,15 @@ def _train(config: RunConfig, plan: Plan, start: Start | None, several_nodes: bo
     from mmtrain.train import main as train
 
     return train(config, plan, rank, start if rank.rank == 0 else None)
+
+
+def _train_and_say(config: RunConfig, plan: Plan, start: Start | None, how: str, rank: Rank) -> str | None:
+    """`_train` under torchrun: this process's own stdout is the log by now, and no launcher says how the run ended."""
+    stopped = _train(config, plan, start, False, rank)
+    if stopped is not None and rank.console is not None:
+        with contextlib.suppress(OSError):  # nobody may be reading
+            print(f"{stopped}. {how}", file=rank.console, flush=True)
+    return stopped
 
 
 def _agree(config: RunConfig, plan: Plan, rank: int) -> Any:

@@ -7,7 +7,9 @@ fails it writes an error record. Both outlive the process, so the launcher can s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import faulthandler
 import io
 import json
@@ -41,6 +43,7 @@ SECONDS_AFTER_FAILURE = 1.0
 # A rank that only lost a peer stays longer: the launcher must find that peer first, not this victim.
 SECONDS_AFTER_LOST_PEER = 3.0
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 LOST_PEER = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process exited|"
     r"socket (closed|error)|gloo.*(timed? ?out|timeout)|timed out waiting for (recv|send)|nccl.*(timeout|remote error)",
@@ -110,6 +113,10 @@ class ErrorRecord:
         name = type(error).__name__
         if isinstance(error, UserError):
             kind, cause = "user", str(error)
+        elif isinstance(error, OSError) and error.errno in FULL_DISK:
+            kind = "user"
+            cause = f"{error.filename or 'a file'} cannot be written: {error.strerror}; free space, and start again: a "
+            cause += "run goes on from its newest checkpoint"
         else:
             lost_peer = isinstance(error, ConnectionError) or (
                 # torch.distributed's DistNetworkError and kin, by name: this module imports no torch
@@ -233,8 +240,9 @@ def run_rank(
         record = ErrorRecord.of(error, rank, progress)
         if records:
             record.write(records / f"error-{rank}")
-        traceback.print_exc()
-        log.finish()
+        with contextlib.suppress(OSError):  # the disk of the log is full
+            traceback.print_exc()
+            log.finish()
         time.sleep(SECONDS_AFTER_LOST_PEER if record.kind == "peer" else SECONDS_AFTER_FAILURE)
         if describe:
             time.sleep(seconds_before_message(rank))

@@ -19,7 +19,17 @@ from typing import Any
 from mmtrain.config import RunConfig
 from mmtrain.config_problems import all_fields, nearest_key
 from mmtrain.errors import UserError
-from mmtrain.step_folder import StepFolder, find, flush, newest, remove_unfinished, step_folders
+from mmtrain.step_folder import (
+    CHECKPOINTS,
+    StepFolder,
+    find,
+    flush,
+    flush_folder,
+    newest,
+    remove_unfinished,
+    step_folders,
+    step_of,
+)
 
 METRICS, BAD_STEPS = "metrics.jsonl", "bad_steps.jsonl"
 RECORDS = (METRICS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
@@ -48,21 +58,27 @@ class Begin:
     is_own: bool  # of this run, not of another one from which it branches
     state: Mapping[str, Any]
     allowed: tuple[str, ...]
+    branched_from: str | None  # fingerprint of the other run's checkpoint that this run began with
 
     @property
     def step(self) -> int:
         """The next step."""
         return self.state["step"]
 
-    def refuse_other_contents(self, data: str, model: str, max_steps: int) -> None:
-        """Raise UserError unless data and frozen weights are, by their fingerprints, those that were trained with."""
+    def refuse_other_contents(self, data: str, model: str, settings: str, max_steps: int) -> None:
+        """Raise UserError unless data and frozen models are, by their fingerprints, those that were trained with.
+
+        `model` is of the frozen weights, `settings` of what else the models' folders say.
+        """
         if self.step > max_steps:
             raise UserError(
                 f"{self.path}: {self.step} steps are made, and train.max_steps or train.epochs now mean {max_steps}"
             )
+        models = ("model.llm.path", "model.vision.name")
         for what, keys, was, now in (
             ("data", ("data.shards", "data.sets"), self.state["data"]["fingerprint"], data),
-            ("frozen weights", ("model.llm.path", "model.vision.name"), self.state["frozen_fingerprint"], model),
+            ("frozen weights", models, self.state["frozen_fingerprint"], model),
+            ("models' config.json", models, self.state["settings_fingerprint"], settings),
         ):
             if was != now and not any(_allows(name, key) for name in self.allowed for key in keys):
                 raise UserError(
@@ -81,7 +97,9 @@ class Start:
 
     @property
     def begin(self) -> Begin:
-        return Begin(str(self.checkpoint.path), self.is_own, self.checkpoint.state, self.allowed)
+        state = self.checkpoint.state
+        branched_from = state["branched_from"] if self.is_own else self.checkpoint.fingerprint
+        return Begin(str(self.checkpoint.path), self.is_own, state, self.allowed, branched_from)
 
 
 def choose(
@@ -110,9 +128,30 @@ def choose(
         if damaged:
             say(f"passed over:{listed}")
     if start is None:
+        _refuse_lost_checkpoints(folder)
         return None
     refuse_changes(start, config, allowed)
-    return Start(start, start.run.resolve() == folder.resolve(), tuple(allowed))
+    # By the folder's own name for it: the path may be a link, or relative to somewhere inside the run.
+    own = next((one for one in step_folders(folder) if one.resolve() == start.path.resolve()), None)
+    if own is None and start.path.resolve().parent == (folder / CHECKPOINTS).resolve():
+        raise UserError(
+            f"{start.path} was set aside, or is not finished; to go on from it name it step-{start.step:08d} again"
+        )
+    return Start(start if own is None else StepFolder(own), own is not None, tuple(allowed))
+
+
+def _refuse_lost_checkpoints(folder: Path) -> None:
+    """Raise UserError where a run without checkpoints has had some: beginning anew would cost what it trained."""
+    lost = any((folder / CHECKPOINTS).glob("step-*.discarded*"))
+    if (folder / METRICS).exists():
+        with (folder / METRICS).open() as file:
+            kinds = (record.get("kind") for line in file if isinstance(record := _parsed(line), dict))
+            lost = lost or any(kind in ("checkpoint", "resume", "end") for kind in kinds)
+    if lost:
+        raise UserError(
+            f"{folder} has had checkpoints, and none is in {CHECKPOINTS}/ any more; put one back, or start anew: "
+            "another run.name, or run.overwrite=true, which deletes the folder"
+        )
 
 
 def go_back(folder: Path, start: StepFolder | None, say: Callable[[str], None]) -> None:
@@ -120,9 +159,11 @@ def go_back(folder: Path, start: StepFolder | None, say: Callable[[str], None]) 
     try:
         remove_unfinished(folder)
         for later in step_folders(folder):
-            if start is not None and later.name == start.path.name:
+            if start is not None and step_of(later) <= start.step:
                 break
             say(f"set aside as {_set_aside(later)}")
+        if (folder / CHECKPOINTS).exists():
+            flush_folder(folder / CHECKPOINTS)  # else a power cut might bring them back beside records that are cut
         lengths = {} if start is None else start.state["files"]
         for name in RECORDS:
             _cut_back(folder, name, lengths.get(name, 0), 0 if start is None else start.step, say)
@@ -151,20 +192,18 @@ def refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str] 
     """
     changed = dict(changes(start.config, config))
     fixed = [key for key in changed if key in FIXED]
-    refused = fixed or [
-        key for key in changed if not any(key == name or key.startswith(name + ".") for name in allowed)
-    ]
+    refused = fixed or [key for key in changed if not any(_allows(name, key) for name in allowed)]
     if not refused:
         return
     lines = [f"{key}: was {_shown(changed[key][0])}, is now {_shown(changed[key][1])}" for key in refused]
     if fixed:
         mend = (
             "its weights and its place in the data have no meaning then; for a new run that begins with its projector "
+            f"set another run.name and model.projector.init_from={start.path}"
         )
-        mend += f"set another run.name and model.projector.init_from={start.path}"
     else:
-        mend = "set the old values, or allow it: " + " ".join(f"--allow-change {key}" for key in refused)
-        mend += "; for a new run set another run.name"
+        allow = " ".join(f"--allow-change {key}" for key in refused)
+        mend = f"set the old values, or allow it: {allow}; for a new run set another run.name"
     raise UserError("\n  ".join([f"{start.path} is of a run with another configuration:", *lines]) + f"\n{mend}")
 
 
@@ -212,14 +251,16 @@ def _cut_back(folder: Path, name: str, length: int, step: int, say: Callable[[st
     size = path.stat().st_size if path.exists() else 0
     if size < length:
         say(f"{path}: {length - size:,} bytes fewer than the checkpoint knew of; what they recorded is gone")
+        length = _whole_lines(path) if size else 0
     if size <= length:
         return
-    content = path.read_bytes()
-    if length and content[length - 1 : length] != b"\n":
-        raise UserError(f"{path} was changed since the checkpoint was written: move it away, and start again")
-    with (folder / DISCARDED).open("a", encoding="utf-8") as discarded:
-        for line in content[length:].decode(errors="replace").splitlines():
-            discarded.write(json.dumps({"file": name, "back_to_step": step, "record": _parsed(line)}) + "\n")
+    with path.open("rb") as file, (folder / DISCARDED).open("a", encoding="utf-8") as discarded:
+        file.seek(max(length - 1, 0))
+        if length and file.read(1) != b"\n":
+            raise UserError(f"{path} was changed since the checkpoint was written: move it away, and start again")
+        for line in file:
+            record = _parsed(line.decode(errors="replace"))
+            discarded.write(json.dumps({"file": name, "back_to_step": step, "record": record}) + "\n")
     flush(folder / DISCARDED)  # before the cut: a crash in between leaves a line twice rather than none
     if length:
         os.truncate(path, length)
@@ -227,8 +268,13 @@ def _cut_back(folder: Path, name: str, length: int, step: int, say: Callable[[st
         path.unlink()
 
 
+def _whole_lines(path: Path) -> int:
+    """Bytes up to the end of the last whole line."""
+    return path.read_bytes().rfind(b"\n") + 1
+
+
 def _parsed(line: str) -> Any:
     try:
         return json.loads(line)
     except ValueError:
-        return line
+        return line.rstrip("\n")

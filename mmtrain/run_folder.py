@@ -15,9 +15,11 @@ from mmtrain.config import RunConfig, dump_config
 from mmtrain.errors import UserError
 from mmtrain.metrics import say
 from mmtrain.plan.layout import Plan
-from mmtrain.resume import Start, choose, go_back
+from mmtrain.resume import METRICS, Start, choose, go_back
+from mmtrain.step_folder import flush_folder, newest
 
 AUTO, NEVER = "auto", "never"  # what --resume takes besides a path
+CONFIG, PLAN = "config.yaml", "plan.json"
 BEFORE_THE_FIRST_STEP = ("log*.txt", "quarantine.jsonl")  # what a start that fails may leave
 
 
@@ -32,6 +34,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
     The kernel lets go when this process dies, however it dies. Raises UserError if another run holds it.
     """
+    folder = folder.resolve()  # whatever it is called
     path = folder.with_name(f".{folder.name}.lock")  # beside the folder, which run.overwrite deletes
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +77,7 @@ def find_start(
     contents = contents_of_a_run(folder)
     listed = ", ".join(contents[:3])
     path = None if resume in (AUTO, NEVER) else Path(resume)
-    if contents and not all((folder / name).is_file() for name in ("config.yaml", "plan.json")):
+    if contents and not all((folder / name).is_file() for name in (CONFIG, PLAN)):
         raise UserError(f"{folder} holds {listed}, but no config.yaml or plan.json: not the folder of a run")
     if config.run.overwrite:
         if path is not None:
@@ -85,45 +88,80 @@ def find_start(
             f"{folder} holds an earlier run ({listed}); choose another run.name, or set run.overwrite=true to delete it"
         )
     start = choose(folder, config, path, allowed, say)
-    if contents and start is not None and not start.is_own:
+    if start is None or start.is_own or not contents:
+        return start
+    own, _ = newest(folder)
+    if own is not None and own.state["branched_from"] == start.checkpoint.fingerprint:
+        say(f"{folder} has branched from {start.checkpoint.path} already")
+        return choose(folder, config, None, allowed, say)
+    if own is not None or ((folder / METRICS).exists() and (folder / METRICS).stat().st_size):
         raise UserError(
             f"{folder} holds an earlier run ({listed}), and {start.checkpoint.path} is of another; choose a new "
             "run.name"
         )
-    return start
+    return start  # the branch died before it had saved where it begins
 
 
 def prepare_folder(config: RunConfig, plan: Plan, start: Start | None, say: Callable[[str], None] = say) -> None:
-    """Make the run's folder, which the caller has claimed, with config.yaml and plan.json, for a run from `start` on.
+    """Make the run's folder, which the caller has claimed; for a run that begins, as `find_start` said, at `start`.
 
-    With `run.overwrite` an earlier run is deleted; without it the records of one are cut back to `start`.
+    For a new run it then has config.yaml and plan.json, what a start that failed has left being replaced; with
+    `run.overwrite` an earlier run is deleted. One that goes on is left alone until `take_over`.
     """
     folder = run_folder(config)
     contents = contents_of_a_run(folder)
     if contents and config.run.overwrite:
         # Under its own name no moment shows half of it, and another node may be opening its log here.
-        discarded = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-        folder.rename(discarded)
+        whole = folder.resolve()
+        for left in whole.parent.glob(f".{whole.name}.{'[0-9a-f]' * 8}"):  # of a launcher that was killed here
+            shutil.rmtree(left)
+        discarded = whole.with_name(f".{whole.name}.{secrets.token_hex(4)}")
+        whole.rename(discarded)
         shutil.rmtree(discarded)
-    elif contents:
-        go_back(folder, None if start is None else start.checkpoint, say)
+    if start is not None:
+        _make(folder)
+        return
+    if contents and not config.run.overwrite:
+        say(f"{folder} has no checkpoint yet: the run begins with its first step again")
+        go_back(folder, None, say)
+    for pattern in BEFORE_THE_FIRST_STEP:
+        for left in folder.glob(pattern):
+            left.unlink()
     write_plan(folder, plan)
-    if start is None:
-        for pattern in BEFORE_THE_FIRST_STEP:
-            for left in folder.glob(pattern):
-                left.unlink()
-    (folder / "config.yaml").write_text(dump_config(config))
+    _write(folder / CONFIG, dump_config(config))
+
+
+def take_over(folder: Path, config: RunConfig, plan: Plan, start: Start, say: Callable[[str], None]) -> None:
+    """Go back to `start` if it is the run's own; from now on the folder's config.yaml and plan.json are these.
+
+    To be called when all that could keep the run from going on has been checked.
+    """
+    if start.is_own:
+        go_back(folder, start.checkpoint, say)
+    write_plan(folder, plan)
+    _write(folder / CONFIG, dump_config(config))
 
 
 def write_plan(folder: Path, plan: Plan) -> Path:
     """Write plan.json into the run's folder, making that; its path."""
-    path = folder / "plan.json"
+    _make(folder)
+    _write(folder / PLAN, json.dumps(plan.as_dict(), indent=1) + "\n")
+    return folder / PLAN
+
+
+def _make(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(plan.as_dict(), indent=1) + "\n")
+        folder.resolve().mkdir(parents=True, exist_ok=True)  # behind a link, where it is one
+        flush_folder(folder.resolve().parent)
+    except OSError as error:
+        raise UserError(f"cannot make {folder}: {error}; run.dir and run.name say where a run goes") from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error}; run.dir and run.name say where a run goes") from error
-    return path
 
 
 def contents_of_a_run(folder: Path) -> list[str]:
@@ -133,5 +171,5 @@ def contents_of_a_run(folder: Path) -> list[str]:
     return sorted(
         entry.name
         for entry in folder.iterdir()
-        if not any(entry.match(pattern) for pattern in ("config.yaml", "plan.json", *BEFORE_THE_FIRST_STEP))
+        if not any(entry.match(pattern) for pattern in (CONFIG, PLAN, *BEFORE_THE_FIRST_STEP))
     )

@@ -12,6 +12,7 @@ or one that was damaged later, which the manifest shows. Nothing is pickled. No 
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
@@ -58,8 +59,8 @@ class StepFolder:
 
     @property
     def run(self) -> Path:
-        """The folder of the run that saved it, if it still lies there."""
-        return self.path.parent.parent
+        """Where the folder of the run that saved it is, if this one was not moved."""
+        return self.path.resolve().parent.parent
 
     @property
     def tensors_file(self) -> Path:
@@ -73,6 +74,11 @@ class StepFolder:
     def fingerprint(self) -> str:
         """SHA-256 of the manifest: of everything in the folder."""
         return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
+
+
+def step_of(path: Path) -> int:
+    """The step that a step folder's name tells."""
+    return int(NAME.fullmatch(path.name)[1])
 
 
 def step_path(run: Path, step: int) -> Path:
@@ -99,13 +105,13 @@ def write_step_folder(target: Path, files: Mapping[str, Callable[[Path], None]])
             entries[name] = {"bytes": (unfinished / name).stat().st_size, "sha256": _sha256(unfinished / name)}
         (unfinished / MANIFEST).write_text(_manifest(entries))
         flush(unfinished / MANIFEST)
-        flush(unfinished)
+        flush_folder(unfinished)
         unfinished.rename(target)
     except OSError:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    flush(target.parent)
-    flush(target.parent.parent)
+    flush_folder(target.parent)
+    flush_folder(target.parent.parent)
     return sum(entry["bytes"] for entry in entries.values())
 
 
@@ -118,8 +124,17 @@ def write_text(text: str) -> Callable[[Path], None]:
     return write
 
 
+def flush_folder(path: Path) -> None:
+    """Wait until a folder's names are on the disk; some network file systems cannot be asked for that."""
+    try:
+        flush(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
 def flush(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    """Wait until a file's bytes are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -131,7 +146,10 @@ def why_damaged(path: Path) -> str | None:
     """What is wrong with a step folder, naming the file; None if it is whole. Reads and hashes every byte."""
     try:
         manifest = (path / MANIFEST).read_text()
-        entries = json.loads(manifest)["files"]
+        content = json.loads(manifest)
+        entries = content["files"]
+        if content["format"] > FORMAT:
+            return f"{MANIFEST} is of format {content['format']}: written by a later mmtrain, which can read it"
         if manifest != _manifest(entries):
             return f"{MANIFEST} is damaged: its checksum is wrong"
     except FileNotFoundError:
@@ -210,6 +228,7 @@ def remove_unfinished(run: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a step folder; no moment shows a part of it under its name."""
     doomed = path.with_name(path.name + UNFINISHED)
+    shutil.rmtree(doomed, ignore_errors=True)  # what an earlier try has left
     path.rename(doomed)
     shutil.rmtree(doomed)
 

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-SECONDS_TOGETHER = 1.0  # between the launcher's and a rank's SIGTERM, if one sender meant both
+SECONDS_TOGETHER = 1.0  # between two signals of which one sender meant the same
 
 
 class Asked(enum.IntEnum):
@@ -54,17 +54,17 @@ class StopFile:
 class StopRequest:
     """Whether this rank has been asked to save and end: by its launcher, or by a signal of its own.
 
-    `path` is the file of the launcher, None where torchrun is the launcher: then the first SIGTERM asks, and torchrun
-    kills after 30 s what does not end.
+    `path` is the file of the launcher, None where torchrun is the launcher: then the first SIGTERM asks, a later one
+    ends the rank, and torchrun kills after 30 s what does not end.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._file = None if path is None else StopFile(path)
-        self._signalled = False
+        self._signalled_at: float | None = None
 
     @property
     def asked(self) -> bool:
-        return self._signalled or (self._file is not None and self._file.read()[0] != Asked.NOTHING)
+        return self._signalled_at is not None or (self._file is not None and self._file.read()[0] != Asked.NOTHING)
 
     def listen(self) -> None:
         """From now on answer SIGTERM and SIGUSR1; only the main thread may call it."""
@@ -80,13 +80,13 @@ class StopRequest:
             for number in os.read(signals, 64):
                 if number == signal.SIGTERM and self._ends_this_rank():
                     os._exit(128 + number)
-                if number in STOP_SIGNALS:
-                    self._signalled = True
+                if number in STOP_SIGNALS and self._signalled_at is None:
+                    self._signalled_at = time.monotonic()
 
     def _ends_this_rank(self) -> bool:
         """Whether a SIGTERM comes from one who does not wait."""
-        if self._file is None:
-            return self._signalled
+        if self._file is None:  # torchrun hands on the signal that its ranks may have had themselves
+            return self._signalled_at is not None and time.monotonic() - self._signalled_at > SECONDS_TOGETHER
         deadline = time.monotonic() + SECONDS_TOGETHER
         while True:
             asked, seconds = self._file.read()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import multiprocessing.forkserver
 import os
 import signal
@@ -33,7 +34,7 @@ from mmtrain.rank import (
     redirect_python_output,
     run_rank,
 )
-from mmtrain.stop import STOP_SIGNALS, Asked, StopFile
+from mmtrain.stop import SECONDS_TOGETHER, STOP_SIGNALS, Asked, StopFile
 
 PR_SET_CHILD_SUBREAPER = 36
 STOPPED = 3  # exit code of a run that a signal has ended in good order, everything saved
@@ -118,6 +119,9 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    for handler in logging.getLogger("torch.distributed").handlers:
+        # torch's own formatter imports torch._dynamo to write down that a rank has died: 2 to 6 s before the job ends.
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     # A signal that the caller ignores stays ignored: nohup's SIGHUP would end the run when the terminal closes.
     signals = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     earlier_children = set(_children(os.getpid()))
@@ -129,10 +133,11 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
         stop_file = StopFile(records / STOP_FILE)
 
         def ask(number: int, frame: object) -> None:
-            if number == signal.SIGTERM and stop_file.read()[0] is not Asked.NOTHING:
+            asked, seconds = stop_file.read()
+            if number == signal.SIGTERM and asked is not Asked.NOTHING and seconds > SECONDS_TOGETHER:
                 stop_file.ask(Asked.END_NOW)
                 raise SignalException("a second SIGTERM", signal.SIGTERM)
-            if stop_file.read()[0] is Asked.NOTHING:
+            if asked is Asked.NOTHING:
                 stop_file.ask(Asked.SAVE_AND_END)
                 text = f"{signal.Signals(number).name}: the run saves after the step it is in, and ends\n"
                 with contextlib.suppress(OSError):  # nobody may be reading

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mmtrain.audit import RankAudit, check_replicas, model_fingerprint, write_audit
-from mmtrain.checkpoint import Checkpointer, Saved, differences, load, run_state
+from mmtrain.audit import RankAudit, check_replicas, model_fingerprint, settings_fingerprint, write_audit
+from mmtrain.checkpoint import Checkpointer, Saved
 from mmtrain.config import RunConfig
 from mmtrain.data.account import ReadAccount
 from mmtrain.data.loader import PackedBatches
@@ -25,7 +26,9 @@ from mmtrain.plan.planner import Plan
 from mmtrain.plan.schedule import Instruction
 from mmtrain.plan.shapes import matches, projector_parameters
 from mmtrain.rank import Rank
+from mmtrain.restore import differences, load, run_state
 from mmtrain.resume import AUDIT, BAD_STEPS, METRICS, Begin, Start
+from mmtrain.run_folder import take_over
 
 
 def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None) -> str | None:
@@ -53,7 +56,8 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None) 
             held_out = HeldOut(packed)
     rank.progress.at(first_step, "comparing the data with the other ranks")
     data, max_steps, readers = _agree_on_data(packed, plan, config.parallel.timeout_seconds, host_group)
-    settings = run_state(config, plan, torch.get_num_threads(), device)
+    about = run_state(config, plan, torch.get_num_threads(), device) | {"max_steps": max_steps}
+    as_given = config
     config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": max_steps})})
     console = Console(rank.console, max_steps, first_step)
     if packed is not None:
@@ -81,33 +85,33 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None) 
     starts = [None] * dist.get_world_size()
     dist.all_gather_object(starts, audit.start(), group=host_group)
     check_replicas(starts)
-    model = model_fingerprint(starts)
+    about |= {"frozen_fingerprint": model_fingerprint(starts)}
+    if rank.rank == 0:
+        about |= {"settings_fingerprint": settings_fingerprint(config)}
 
-    # Where it goes on: the trained weights as they were, the data and the frozen weights known to be the same.
-    metrics = JsonLines(rank.folder / METRICS if rank.rank == 0 else None)
+    # Where it goes on: known to be the same run, the trained tensors as they were; only then the records are cut back.
     counts = None
     if begin is not None:
         rank.progress.at(first_step, "loading the checkpoint")
-        begin.refuse_other_contents(data, model, max_steps)
+        if start is not None:
+            begin.refuse_other_contents(data, about["frozen_fingerprint"], about["settings_fingerprint"], max_steps)
         engine.load_trained(*load(None if start is None else start.checkpoint, engine.trainable, host_group))
         engine.saw_gradient |= {name for name in engine.trainable if begin.state["trained"][name]["had_gradient"]}
         engine.bad_steps = begin.state["bad_steps"]
         audit.begin_with(begin.state["trained"])
         counts = begin.state["data"]["counts"] if begin.state["data"]["fingerprint"] == data else None
-        changed = differences(begin.state, settings)
-        console.line(f"going on after step {first_step} of {max_steps}, from {begin.path}")
-        if changed:
-            console.line(f"other than when it was saved, so equal to rounding only: {', '.join(changed)}")
-        metrics.write(kind="resume", step=first_step, checkpoint=begin.path, changed=changed)
+        if start is not None:
+            take_over(rank.folder, as_given, plan, start, console.line)
+    metrics = JsonLines(rank.folder / METRICS if rank.rank == 0 else None)
     account = None
     if packed is not None:
         left_out = held_out.faults if held_out is not None else []
         account = ReadAccount(config, packed, readers, rank.folder, console.line, left_out, counts)
-    batches = None if account is None else account.watch(iter(packed))
     evaluator = None
     if config.eval.is_on:
         evaluator = Evaluator(engine, held_out, rank.progress, console.evaluating)
         console.line(evaluator.extent.summary)
+    about |= {"branched_from": None if begin is None else begin.branched_from}
 
     def report(saved: Saved) -> None:
         metrics.write(**saved.record())
@@ -115,67 +119,34 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None) 
         print(text)  # into the log
         console.line(text)
 
-    latest = first_step if begin is not None and begin.is_own else None
-    saver = Checkpointer(rank.folder, config.checkpoint, mine.data == 0, report, latest, host_group)
-    result = None
-
-    def save(step: int) -> None:
-        if step != saver.latest:  # else it was saved for another reason, or is where this run came from
-            state = {
-                **settings,
-                "max_steps": max_steps,
-                "loss": None if result is None else result.loss,
-                "bad_steps": engine.bad_steps,
-                "frozen_fingerprint": model,
-                "data": {"fingerprint": data, "counts": None if account is None else account.state_dict()},
-            }
-            saver.save(step, engine.trainable, engine.optimizer_state(), audit.notes(engine.saw_gradient), state)
-
-    def stopped(step: int) -> str:
-        rank.progress.at(step, "saving")
-        save(step)
-        saver.finish()
-        return _leave(
-            f"stopped after step {step} of {max_steps}, saved: the same command goes on", batches, metrics, console
-        )
+    begun = first_step if begin is not None and begin.is_own else None
+    saver = Checkpointer(rank.folder, config.checkpoint, mine.data == 0, report, begun, host_group)
+    batches = None if account is None else account.watch(iter(packed))
+    run = _Run(rank, config, engine, audit, saver, account, batches, evaluator, metrics, console, data, about)
 
     # The steps. Every rank runs its own list of instructions; the result of a step is the same on all of them.
     evaluate_every = config.eval.every_steps or max_steps
-    pack_tokens = config.train.packs_per_step * config.data.pack_length
     with saver:
+        if begin is not None:
+            run.go_on(begin)
         for step in range(first_step, max_steps):
             if evaluator is not None and step % evaluate_every == 0:
-                saver.scored(step, _evaluate(evaluator, step, metrics, console))
+                run.evaluate(step)
                 if engine.requested_stop:
-                    return stopped(step)
+                    return run.stop(step)
             if saver.time_is_up:
                 engine.request(save=True)
-            began = time.perf_counter()
-            result = engine.train_step(batches)
-            audit.check_versions()
-            seconds = time.perf_counter() - began
-            metrics.write(
-                kind="train",
-                **asdict(result),
-                pack_fill=result.tokens / pack_tokens,
-                seconds=seconds,
-                tokens_per_second=result.tokens / seconds,
-            )
-            console.step(step, result.loss, result.tokens / seconds, note=result.no_update or "")
-            if account is not None:
-                for record in account.end_step(step, result.samples, result.quarantined):
-                    metrics.write(**record)
+            run.train(step)
             done = step + 1
             if engine.requested_stop and done < max_steps:
-                return stopped(done)
+                return run.stop(done)
             evaluates = evaluator is not None and done % evaluate_every == 0
             if done < max_steps and (engine.requested_save or saver.is_due(done, evaluates)):
-                save(done)
+                run.save(done)
             saver.poll()
 
         # The result first: nothing that can fail from here on may cost the trained weights.
-        rank.progress.at(max_steps, "saving")
-        save(max_steps)
+        run.save(max_steps)
         saver.finish()
     if account is not None:
         for record in account.finish(max_steps):
@@ -191,34 +162,113 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None) 
 
     # What it can do now, whether it needs to look for that, and what it says.
     if evaluator is not None:
-        scores = _evaluate(evaluator, max_steps, metrics, console)
-        saver.scored(max_steps, scores)
+        scores = run.evaluate(max_steps)
         if config.eval.permuted_control and scores is not None:
-            _control(evaluator, scores, max_steps, metrics, console)
+            run.control(scores)
         if config.eval.show_answers and not engine.requested_stop:
             console.line("answering held-out questions: one forward of the pipeline for each token")
             answers = evaluator.answers(config.eval.show_answers)
             if answers:
                 console.answers(answers)
         if engine.requested_stop:
-            return _leave("stopped in the last evaluation, after all steps, which are saved", batches, metrics, console)
+            return run.leave("stopped in the last evaluation, after all steps; they are saved")
     if rank.rank == 0 and (best := saver.best) is not None:
         console.line(f"best checkpoint by {config.checkpoint.keep_best}: step {best[0]}, {best[1]:.4f}")
     metrics.write(kind="end", step=max_steps)
-    return _leave(None, batches, metrics, console)
+    return run.leave()
 
 
-def _leave(
-    message: str | None, batches: Generator[PackedBatch] | None, metrics: JsonLines, console: Console
-) -> str | None:
-    """Close everything, together with all ranks; returns the message."""
-    if batches is not None:
-        batches.close()
-    metrics.close()
-    console.close()
-    dist.barrier()
-    dist.destroy_process_group()
-    return message
+@dataclass
+class _Run:
+    """What all acts of a run share on one rank, and what each of its steps consists of."""
+
+    rank: Rank
+    config: RunConfig  # train.max_steps is known
+    engine: FrozenPipelineEngine
+    audit: RankAudit
+    saver: Checkpointer
+    account: ReadAccount | None
+    batches: Generator[PackedBatch] | None
+    evaluator: Evaluator | None
+    metrics: JsonLines
+    console: Console
+    data: str  # fingerprint
+    about: dict[str, Any]  # what every checkpoint says of the run
+    loss: float | None = None  # of the latest step
+
+    def go_on(self, begin: Begin) -> None:
+        """Say where the run goes on; one that branches from another begins with a checkpoint of its own."""
+        changed = differences(begin.state, self.about)
+        self.console.line(f"going on after step {begin.step} of {self.config.train.max_steps}, from {begin.path}")
+        if changed:
+            self.console.line(f"other than when it was saved, so equal to rounding only: {', '.join(changed)}")
+        if not begin.is_own:
+            self.save(begin.step)
+            self.saver.finish()
+        self.metrics.write(kind="resume", step=begin.step, checkpoint=begin.path, changed=changed)
+
+    def train(self, step: int) -> None:
+        """Make one step and record it."""
+        start = time.perf_counter()
+        result = self.engine.train_step(self.batches)
+        self.audit.check_versions()
+        seconds = time.perf_counter() - start
+        self.loss = result.loss
+        rate = result.tokens / seconds
+        fill = result.tokens / (self.config.train.packs_per_step * self.config.data.pack_length)
+        self.metrics.write(kind="train", **asdict(result), pack_fill=fill, seconds=seconds, tokens_per_second=rate)
+        self.console.step(step, result.loss, rate, note=result.no_update or "")
+        if self.account is not None:
+            for record in self.account.end_step(step, result.samples, result.quarantined):
+                self.metrics.write(**record)
+
+    def save(self, step: int) -> None:
+        """Begin to save the state after `step` updates."""
+        if step == self.saver.begun:  # for another reason, or it is where this run came from
+            return
+        self.rank.progress.at(step, "saving")
+        engine = self.engine
+        counts = None if self.account is None else self.account.state_dict()
+        now = {"loss": self.loss, "bad_steps": engine.bad_steps, "data": {"fingerprint": self.data, "counts": counts}}
+        trained = self.audit.notes(engine.saw_gradient)
+        self.saver.save(step, engine.trainable, engine.optimizer_state(), trained, self.about | now)
+
+    def evaluate(self, step: int) -> Scores | None:
+        """Evaluate and record after `step` updates; None if the run is to stop."""
+        scores = self.evaluator.scores()
+        if scores is not None:
+            self.metrics.write(kind="eval", step=step, **asdict(scores))
+            self.console.evaluation(step, scores)
+            self.saver.scored(step, scores)
+        return scores
+
+    def control(self, scores: Scores) -> None:
+        """Evaluate with the images permuted among the samples, and record that beside the true `scores`."""
+        extent = self.evaluator.extent
+        if extent.permuted == 0:
+            self.console.line("no control: no held-out samples have other images to permute")
+            return
+        control = self.evaluator.scores(permuted=True)
+        if control is not None:
+            step, permuted = self.config.train.max_steps, extent.permuted
+            self.metrics.write(kind="eval_permuted", step=step, **asdict(control), permuted_samples=permuted)
+            self.console.control(control, scores, permuted)
+
+    def stop(self, step: int) -> str:
+        """Save and end after `step` updates, as a signal has asked; what to tell the user."""
+        self.save(step)
+        self.saver.finish()
+        return self.leave(f"stopped after step {step} of {self.config.train.max_steps}; it is saved")
+
+    def leave(self, message: str | None = None) -> str | None:
+        """Close everything, together with all ranks; returns the message."""
+        if self.batches is not None:
+            self.batches.close()
+        self.metrics.close()
+        self.console.close()
+        dist.barrier()
+        dist.destroy_process_group()
+        return message
 
 
 def _join(device: torch.device, timeout_seconds: int) -> dist.ProcessGroup | None:
@@ -266,26 +316,3 @@ def _agree_on_data(
                 "be the same on every machine"
             )
     return *seen[readers[0]], group
-
-
-def _evaluate(evaluator: Evaluator, step: int, metrics: JsonLines, console: Console) -> Scores | None:
-    """Evaluate and record after `step` updates; None if the run is to stop."""
-    scores = evaluator.scores()
-    if scores is None:
-        return None
-    metrics.write(kind="eval", step=step, **asdict(scores))
-    console.evaluation(step, scores)
-    return scores
-
-
-def _control(evaluator: Evaluator, scores: Scores, step: int, metrics: JsonLines, console: Console) -> None:
-    """Evaluate and record with the images permuted among the samples, beside the true `scores`."""
-    extent = evaluator.extent
-    if extent.permuted == 0:
-        console.line("no control: no held-out samples have other images to permute")
-        return
-    control = evaluator.scores(permuted=True)
-    if control is None:
-        return
-    metrics.write(kind="eval_permuted", step=step, **asdict(control), permuted_samples=extent.permuted)
-    console.control(control, scores, extent.permuted)

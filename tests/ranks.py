@@ -36,14 +36,17 @@ def _child(function: Callable, rank: int, world: int, port: int, args: tuple, pi
     os._exit(0)  # a failing peer would leave this rank in a collective at exit
 
 
-def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
-    """Results of `function(*args)` from ranks 0 .. world - 1; AssertionError with the first failing traceback."""
+def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 120, daemons: bool = True) -> list[Any]:
+    """Results of `function(*args)` from ranks 0 .. world - 1; AssertionError with the first failing traceback.
+
+    Ranks that are no daemons may have data workers.
+    """
     context = multiprocessing.get_context("fork")
     port = free_port()
     pipes, processes = [], []
     for rank in range(world):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(function, rank, world, port, args, sender), daemon=True)
+        process = context.Process(target=_child, args=(function, rank, world, port, args, sender), daemon=daemons)
         process.start()
         sender.close()
         pipes.append(receiver)

@@ -140,6 +140,9 @@ def test_a_section_with_all_keys_commented_out_is_an_empty_section(tmp_path):
         ("run.sed=1", "1", "run.seed"),
         ("model.llm_path=x", "'x'", "model.llm.path"),
         ("optimiser.lr=0.1", "{'lr': 0.1}", "optimizer"),
+        ("train.every_minutes=5", "5", "checkpoint.every_minutes"),
+        ("checkpoint.keep=2", "2", "checkpoint.keep_last"),
+        ("model.init_from=a.bin", "'a.bin'", "model.projector.init_from"),
         ("parallel.recompute=2", "2", "parallel.recompute_layers"),
         ("data.packs_per_step=4", "4", "train.packs_per_step"),
         ("seed=4", "4", "run.seed"),
@@ -154,9 +157,9 @@ def test_an_unknown_key_names_the_nearest_valid_one(minimal, override, value, ne
 
 def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
     _, line = problems(minimal, "train.lr=1")
-    assert line.endswith("keys of train: packs_per_step, packs_per_microbatch, max_steps, epochs")
+    assert line.endswith("keys of train: packs_per_step, packs_per_microbatch, max_steps, epochs, max_bad_steps")
     _, line = problems(minimal, "seed=4")
-    assert line.endswith("keys of the top level: run, model, parallel, data, train, optimizer, eval")
+    assert line.endswith("keys of the top level: run, model, parallel, data, train, optimizer, eval, checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +189,19 @@ def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
         ("data.shards=[]", "data.shards: [] is not allowed; needs text, a non-empty list of texts or null (webdataset"),
         ("eval.every_steps=0", "eval.every_steps: 0 is not allowed; needs an integer >= 1 or null (steps between two"),
         ("eval.shards=[]", "eval.shards: [] is not allowed; needs text, a non-empty list of texts or null (held-out"),
+        (
+            "checkpoint.every_steps=0",
+            "checkpoint.every_steps: 0 is not allowed; needs an integer >= 1 or null (save after every so many steps",
+        ),
+        ("checkpoint.every_minutes=0", "checkpoint.every_minutes: 0 is not allowed; needs a number > 0 or null (save"),
+        ("checkpoint.keep_last=0", "checkpoint.keep_last: 0 is not allowed; needs an integer >= 1 or null (keep the"),
+        (
+            "checkpoint.keep_best=accuracy",
+            "checkpoint.keep_best: 'accuracy' is not allowed; needs one of loss, token_accuracy, exact_match or null (",
+        ),
+        ("checkpoint.max_failures=0", "checkpoint.max_failures: 0 is not allowed; needs an integer >= 1 (saves in a"),
+        ("train.max_bad_steps=-1", "train.max_bad_steps: -1 is not allowed; needs an integer >= 0 (steps with a NaN"),
+        ("model.projector.init_from=[a]", "model.projector.init_from: ['a'] is not allowed; needs text or null (begin"),
         ("run.overwrite=1", "run.overwrite: 1 is not allowed; needs true or false (true: delete"),
         ("run.name=../x", "run.name: '../x' is not allowed; needs text matching ^[A-Za-z0-9]"),
         (
@@ -279,7 +295,9 @@ def test_a_yaml_mistake_names_file_line_and_column(tmp_path, text, where, proble
 def test_a_file_that_is_no_configuration_is_refused(tmp_path):
     assert problems(tmp_path / "absent.yaml") == [f"{tmp_path}/absent.yaml: no such configuration file"]
     (line,) = problems(written(tmp_path, "- a\n- b\n"))
-    assert line.endswith("holds a list; needs the sections run, model, parallel, data, train, optimizer, eval")
+    assert line.endswith(
+        "holds a list; needs the sections run, model, parallel, data, train, optimizer, eval, checkpoint"
+    )
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     (line,) = problems(tmp_path / "binary.yaml")
     assert "cannot be read as text" in line

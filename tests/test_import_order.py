@@ -24,7 +24,7 @@ plan.block_costs  plan.costs
 plan.schedule
 plan.layout  plan.cut  plan.refusals  plan.planner
 metrics  progress
-step_folder  resume
+step_folder  resume  run_folder
 data.samples  data.order  data.fill  data.index
 data.chat  data.templates  data.text_lengths
 data.archive  data.verify  data.scan  data.sharding
@@ -41,7 +41,7 @@ model.stage
 optimizer
 channels  bad_steps  engine
 audit
-checkpoint
+checkpoint  restore
 evaluation
 export.tensors
 export.timm_vit  export.vision
@@ -49,7 +49,7 @@ export.chat_template  export.image_processor  export.processor  export.processor
 export.folder  export.origin  export.projector_file  export.llava
 export.language  export.stock  export.card  export.hf  export.verify
 train
-fork_server  supervise  run_folder  launch
+fork_server  supervise  launch
 """
 ORDER = TABLE.split()
 

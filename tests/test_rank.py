@@ -35,6 +35,8 @@ def test_progress_of_a_rank_that_never_started_is_unknown(tmp_path):
     ("error", "kind"),
     [
         (UserError("no such model"), "user"),
+        (OSError(28, "No space left on device", "metrics.jsonl"), "user"),
+        (OSError(5, "Input/output error", "metrics.jsonl"), "error"),
         (ValueError("connection closed by peer"), "error"),
         (RuntimeError("CUDA out of memory"), "error"),
         (ConnectionResetError("reset"), "peer"),
@@ -44,8 +46,13 @@ def test_progress_of_a_rank_that_never_started_is_unknown(tmp_path):
         (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation"), "peer"),
     ],
 )
-def test_the_loss_of_a_peer_is_told_apart_from_an_own_error(error, kind):
+def test_the_loss_of_a_peer_is_told_apart_from_an_own_error_and_from_what_the_user_can_mend(error, kind):
     assert record_of(error).kind == kind
+
+
+def test_a_full_disk_is_said_with_the_file_and_how_to_go_on():
+    said = record_of(OSError(28, "No space left on device", "runs/x/metrics.jsonl")).cause
+    assert said.startswith("runs/x/metrics.jsonl cannot be written: No space left on device; free space, and start")
 
 
 def test_a_distributed_error_of_torch_is_the_loss_of_a_peer():

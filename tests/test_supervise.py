@@ -91,12 +91,22 @@ def test_a_hanging_rank_is_shown_beside_the_one_that_waited_for_it(outcomes):
     assert "rank 1 (stage 1) was in step 5 (counted from 0), at ALL_REDUCE\n" in failed.stderr
 
 
+def test_a_dead_rank_is_written_down_without_importing_half_of_torch(outcomes):
+    """torch's formatter would; the job would end seconds later."""
+    assert "[launcher] ERROR torch.distributed.elastic.multiprocessing.api: failed (exitcode" in outcomes["exit"].log
+
+
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
 def test_a_signal_ends_deadlocked_ranks_within_10_seconds(tmp_path, number, name):
     with running([SCRIPT, "stuck", tmp_path / "run"], tmp_path) as command:
         wait_for(lambda: command.stdout, 60, "the first step")
         time.sleep(1)  # by now both wait for each other, where Python runs no signal handler
         assert len(command.family()) >= 4  # launcher, fork server, two ranks
+        if number == signal.SIGTERM:  # the first one asks them to save, which these cannot
+            os.kill(command.process.pid, signal.SIGTERM)
+            wait_for(lambda: "SIGTERM: the run saves" in command.stdout, 10, "the answer")
+            time.sleep(1.5)
+            assert command.process.poll() is None and len(command.family()) >= 4
         os.kill(command.process.pid, number)
         assert command.seconds_until_gone(timeout=20) < 10
         assert command.wait() == 128 + number

@@ -1,4 +1,4 @@
-"""Step folders of runs that were never trained, with random projectors, and random encoders of any kind."""
+"""Step folders of runs that were never trained, with random projectors and encoders, and what their exports hold."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 import timm
 import torch
 from conftest import load_tool
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import LlavaForConditionalGeneration
 
-from mmtrain.config import RunConfig
+from mmtrain.config import RunConfig, load_config
+from mmtrain.export.hf import ExportedModel, export_hf
 from mmtrain.model.projector import make_projector
 from mmtrain.plan.shapes import llm_shape, vision_shape
 from mmtrain.step_folder import OPTIMIZER, STATE, TENSORS, StepFolder, step_path, write_step_folder, write_text
@@ -20,9 +22,12 @@ VERSIONS = {"python": "3.11", "torch": "2", "transformers": "5", "timm": "1", "d
 
 
 def make_checkpoint(
-    run: Path, config: RunConfig, others: Mapping[str, torch.Tensor] | None = None, step: int = 20
+    run: Path, config: RunConfig, others: Mapping[str, torch.Tensor] | None = None, step: int = 20, **more: object
 ) -> StepFolder:
-    """A checkpoint in `run` after `step` updates: the config's projector at its start, and `others` by global name."""
+    """A checkpoint in `run` after `step` updates: the config's projector at its start, and `others` by global name.
+
+    `more` goes into its state.
+    """
     vision = vision_shape(config.model.vision.name, config.model.vision.select_layer)
     projector = make_projector(
         config.model.projector.type, vision.width, llm_shape(config.model.llm.path).hidden_size, config.run.seed
@@ -36,10 +41,12 @@ def make_checkpoint(
         "config": config.model_dump(mode="json"),
         "data": {"fingerprint": "d" * 64},
         "frozen_fingerprint": "f" * 64,
+        "branched_from": None,
         "loss": 1.25,
         "versions": VERSIONS,
         "topology": {"pipeline": 1, "data": 1, "threads": 1},
         "files": {},
+        **more,
     }
     files = {
         TENSORS: lambda path: save_file(tensors, path),
@@ -64,3 +71,28 @@ def make_tower(folder: Path, architecture: str, changes: Mapping[str, object]) -
     folder.mkdir(parents=True)
     load_tool("timm_folder").save_timm_folder(model, folder, architecture, arguments)
     return folder
+
+
+def config_of(tiny: Path, *overrides: str) -> RunConfig:
+    """The configuration in the tiny folder, with overrides."""
+    return load_config(tiny / "config.yaml", overrides)
+
+
+def export(
+    checkpoint: StepFolder, folder: Path, dtype: torch.dtype = torch.float32, shard_bytes: int = 5 * 10**9
+) -> ExportedModel:
+    """The checkpoint as a Hugging Face folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return export_hf(checkpoint, folder, dtype, shard_bytes)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, by their names on disk."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def load_stock(folder: Path, **options: object) -> LlavaForConditionalGeneration:
+    """The stock model of a folder; nothing may be missing, unexpected or mismatched."""
+    model, info = LlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True, **options)
+    assert {kind: set(entries) for kind, entries in info.items() if entries} == {}
+    return model.eval()

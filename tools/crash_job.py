@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mmtrain.rank import Progress
@@ -124,17 +124,21 @@ class Start:
                 ranks = self.ranks()  # now: at the moment itself reading the log would take too long
             time.sleep(POLL)
         time.sleep(kill.delay)
+        if self.process.poll() is not None:
+            return None
         if kill.who in ("rank", "stop"):
             ranks = ranks or self.ranks()
-        rank = draw.choice(sorted(ranks)) if ranks and kill.who in ("rank", "stop") else None
+        if kill.who in ("rank", "stop") and not ranks:  # there are none yet
+            kill = replace(kill, who="all")
+        rank = draw.choice(sorted(ranks)) if kill.who in ("rank", "stop") else None
         try:
             if rank is not None:
                 os.kill(ranks[rank], signal.SIGKILL if kill.who == "rank" else signal.SIGSTOP)
             elif kill.who == "launcher":
                 self.process.kill()
-            else:  # all; or before there are ranks
+            else:
                 os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
+        except ProcessLookupError:  # that rank has just ended
             self.process.wait()
             return None
         struck, at = time.monotonic(), self.progress()
@@ -150,7 +154,7 @@ class Start:
             seconds=seconds,
             exit_code=self.process.returncode,
             message=self.stderr,
-            expected_message=None if rank is None else _message(rank, kill.who),
+            expected_message=None if rank is None else expected_message(rank, kill.who),
         )
 
     def end(self) -> None:
@@ -186,8 +190,8 @@ class Start:
         return saving
 
 
-def _message(rank: int, who: str) -> str:
-    """What the launcher must say of a rank: that it was killed, or, where it hangs, what it was at."""
+def expected_message(rank: int, who: str) -> str:
+    """The launcher's message, as a regular expression: that a rank was killed, or, if stopped, what it was at."""
     at = r"(in step \d+ \(counted from 0\), at \S.*|before its first step)"
     named = rf"rank {rank} \(stage [^)]*\) "
     if who == "rank":

@@ -27,7 +27,7 @@ from typing import Any
 
 from crash_job import SECONDS_TO_END, Kill, Killed, Start
 
-from mmtrain.config import RunConfig, load_config
+from mmtrain.config import load_config
 from mmtrain.errors import UserError
 from mmtrain.metrics import tell
 from mmtrain.resume import METRICS
@@ -60,8 +60,8 @@ exit codes:
 DEMO = Path(__file__).parent.parent / "configs" / "llava_pp4.yaml"
 SHORT = ("train.max_steps=30", "checkpoint.every_steps=3", "checkpoint.keep_last=2", "eval.shards=null")
 FULL = ("checkpoint.every_steps=10",)
-# What each trial of a round is killed at; "resume" is a start after a kill.
-ROUND = (("step",), ("save",), ("step", "load"), ("save", "save"), ("start", "step"))
+# What each trial of a round is killed at: one start after the other.
+ROUND = (("save", "load"), ("step",), ("save",), ("step", "load"), ("save", "save"), ("start", "step"))
 VICTIMS = ("rank", "all", "launcher")
 EXIT_DIFFERENT = 1
 HANG_TIMEOUT = 10  # parallel.timeout_seconds of a start in which a rank is stopped
@@ -83,11 +83,25 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Job:
+    """What is run, and where."""
+
+    config: Path
+    overrides: Sequence[str]
+    folder: Path  # of all runs
+    scratch: Path
+
+    def start(self, name: str, number: int = 0, *more: str) -> Start:
+        """Start the run of this name, the `number`-th time."""
+        arguments = [str(self.config), *self.overrides, f"run.dir={self.folder}", f"run.name={name}", *more]
+        return Start(arguments, self.folder / name, self.scratch / f"{name}-{number}")
+
+
+@dataclass(frozen=True)
 class Reference:
     """The undisturbed run."""
 
     folder: Path
-    config: RunConfig
     start_seconds: float  # until its first step
 
 
@@ -95,22 +109,24 @@ def crash_test(options: argparse.Namespace) -> int:
     """Run all trials, print a row of each and what they found together; the exit code."""
     overrides = [*(FULL if options.full else SHORT if options.config == DEMO else ()), *options.overrides]
     overrides += ["data.ledger=true"]
-    config = load_config(options.config, overrides)
-    work = Path(tempfile.mkdtemp(prefix="crash_test-", dir=options.folder))
+    load_config(options.config, overrides)  # or say what is wrong with it before anything is made
+    # A socket's path, below TMPDIR, must not have more than 107 characters: not in the folder, whose path may be long.
+    scratch = Path(tempfile.mkdtemp(prefix="crash-"))
+    job = Job(options.config, overrides, Path(tempfile.mkdtemp(prefix="crash_test-", dir=options.folder)), scratch)
     keep, trials = True, []
     try:
-        reference = _undisturbed(options.config, overrides, config, work)
-        tell(f"undisturbed: {reference.folder.name} made its steps; its first one came after "
-             f"{reference.start_seconds:.1f} s")
-        for trial in _trials(reference, options, overrides, work):
+        reference = _undisturbed(job)
+        tell(f"undisturbed: {_last_step(reference)} steps; the first one came after {reference.start_seconds:.1f} s")
+        for trial in _trials(reference, job, options):
             trials.append(trial)
             _print_row(trial)
         keep = any(trial.problems for trial in trials)
     finally:
+        shutil.rmtree(scratch)
         if keep:
-            tell(f"kept: {work}")
+            tell(f"kept: {job.folder}")
         else:
-            shutil.rmtree(work)
+            shutil.rmtree(job.folder)
     summary = _summary(trials)
     if options.json is not None:
         options.json.write_text(json.dumps({"summary": summary, "trials": [asdict(trial) for trial in trials]}) + "\n")
@@ -118,10 +134,9 @@ def crash_test(options: argparse.Namespace) -> int:
     return EXIT_DIFFERENT if keep else 0
 
 
-def _undisturbed(config_file: Path, overrides: Sequence[str], config: RunConfig, work: Path) -> Reference:
-    arguments = [str(config_file), *overrides, f"run.dir={work}", "run.name=undisturbed"]
+def _undisturbed(job: Job) -> Reference:
     began = time.monotonic()
-    start, seconds = Start(arguments, work / "undisturbed", work / "scratch"), None
+    start, seconds = job.start("undisturbed"), None
     try:
         while start.process.poll() is None:
             if seconds is None and any(doing[0].isupper() for _, doing in start.progress().values()):
@@ -131,12 +146,10 @@ def _undisturbed(config_file: Path, overrides: Sequence[str], config: RunConfig,
         start.end()
     if start.process.returncode:
         raise UserError(f"the undisturbed run fails: {start.stderr.strip().removeprefix('error: ')}")
-    return Reference(work / "undisturbed", config, seconds or 0.0)
+    return Reference(start.run, seconds or 0.0)
 
 
-def _trials(
-    reference: Reference, options: argparse.Namespace, overrides: Sequence[str], work: Path
-) -> Iterator[Trial]:
+def _trials(reference: Reference, job: Job, options: argparse.Namespace) -> Iterator[Trial]:
     """Trials in which at least one kill found its moment: `--trials` of them, then `--hang` of the other kind."""
     draw = random.Random(options.seed)
     steps = range(1, _last_step(reference) - 1)
@@ -152,59 +165,50 @@ def _trials(
                 else Kill.draw(when, next(victims), steps, reference.start_seconds, draw)
                 for when in kind
             ]
-            trial = _run_trial(number, kills, reference, options.config, overrides, work, draw)
+            trial = _run_trial(number, kills, reference, job, draw)
             if trial.kills or trial.problems:
                 break
         yield trial
 
 
-def _run_trial(
-    number: int,
-    kills: Sequence[Kill],
-    reference: Reference,
-    config_file: Path,
-    overrides: Sequence[str],
-    work: Path,
-    draw: random.Random,
-) -> Trial:
+def _run_trial(number: int, kills: Sequence[Kill], reference: Reference, job: Job, draw: random.Random) -> Trial:
     """A run that is killed as said, each kill in a start of its own, and then left to its end."""
     trial, began = Trial(number), time.monotonic()
-    run = work / f"trial-{number}"
-    shutil.rmtree(run, ignore_errors=True)
-    scratch = work / "scratch"
-    for kill in [*kills, None]:
-        shutil.rmtree(scratch)
-        arguments = [str(config_file), *overrides, f"run.dir={work}", f"run.name={run.name}"]
-        limit = SECONDS_TO_END
+    name = f"trial-{number}"
+    run = job.folder / name
+    for start_number, kill in enumerate([*kills, None]):
+        more, limit = [], SECONDS_TO_END
         if kill is not None and kill.who == "stop":
-            arguments.append(f"parallel.timeout_seconds={HANG_TIMEOUT}")
-            limit = HANG_TIMEOUT + SECONDS_AFTER_TIMEOUT
-        expected = newest(run)[0]
-        start = Start(arguments, run, scratch)
+            more, limit = [f"parallel.timeout_seconds={HANG_TIMEOUT}"], HANG_TIMEOUT + SECONDS_AFTER_TIMEOUT
+        whole = newest(run)[0]
+        expected = 0 if whole is None else whole.step
+        start, killed = job.start(name, start_number, *more), None
         try:
             if kill is None:
                 start.process.wait()
-            else:
-                killed = start.strike(kill, draw, limit + 30)
-                if killed is not None:
-                    trial.kills.append(killed)
-                    trial.problems += _wrong_after_kill(killed, run, limit)
+            elif (killed := start.strike(kill, draw, limit + 30)) is not None:
+                trial.kills.append(killed)
+                trial.problems += _wrong_after_kill(killed, run, limit)
         finally:
             start.end()
-        if trial.kills and (begun := re.findall(r"^going on after step (\d+) of", start.stdout, re.M)):
-            trial.resumed_at.append(int(begun[0]))
-            if expected is None or expected.step != trial.resumed_at[-1]:
-                trial.problems.append(f"went on after step {begun[0]}, and the newest whole checkpoint was {expected}")
-        if start.process.returncode not in (0, None) and (kill is None or not trial.kills):
-            trial.problems.append(f"exit code {start.process.returncode}: {start.stderr.strip()}")
-            break
-        if start.process.returncode == 0:
+        begun = re.search(r"^(?:going on after step|complete: .* has made all its) (\d+) ", start.stdout, re.M)
+        if begun or (killed is None and start.process.returncode == 0):  # else it ended before it said so
+            trial.resumed_at.append(int(begun[1]) if begun else 0)
+            if trial.resumed_at[-1] != expected:
+                trial.problems.append(
+                    f"went on after step {trial.resumed_at[-1]}, not from the newest whole {expected}"
+                )
+        if killed is None:  # it came to an end of its own
+            if start.process.returncode:
+                trial.problems.append(f"exit code {start.process.returncode}: {start.stderr.strip()}")
             break
     if not trial.problems:
         _compare(trial, run, reference)
     trial.seconds = time.monotonic() - began
     if not trial.problems:
         shutil.rmtree(run)
+        for used in job.scratch.glob(f"{name}-*"):
+            shutil.rmtree(used)
     return trial
 
 
@@ -264,12 +268,12 @@ def _last_step(reference: Reference) -> int:
 
 
 def _print_row(trial: Trial) -> None:
-    resumed = [*trial.resumed_at, *[None] * (len(trial.kills) - len(trial.resumed_at))]
     for number, killed in enumerate(trial.kills):
         first = f"{trial.number:>3}" if number == 0 else "   "
-        torn = ", a torn save left" if killed.tore_a_save else ""
-        tell(f"{first}  killed {killed.kill}; in step {killed.step}, {killed.doing}{torn}; gone in {killed.seconds:.2f} s")
-    said = ", ".join(map(str, trial.resumed_at)) or "the beginning"
+        torn = "  torn save" if killed.tore_a_save else ""
+        met = f"step {killed.step}, {killed.doing}{torn}"
+        tell(f"{first}  {killed.kill!s:<45}  {met:<62}  gone in {killed.seconds:5.2f} s")
+    said = ", ".join(map(str, trial.resumed_at)) or "-"
     verdict = "DIFFERENT" if trial.problems else "equal"
     tell(f"     resumed at {said}; {trial.lost} lost, {trial.repeated} repeated: {verdict} ({trial.seconds:.0f} s)")
     for problem in trial.problems:

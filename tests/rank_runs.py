@@ -1,0 +1,66 @@
+"""Whole runs without a launcher's start-up: `mmtrain.train.main` on forked ranks, from where `--resume` would begin."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ranks import run_ranks
+
+from mmtrain.config import RunConfig, load_config
+from mmtrain.engine import join_process_group  # noqa: F401 - imported once, before ranks are forked
+from mmtrain.plan.planner import Plan, make_plan
+from mmtrain.rank import Progress, Rank
+from mmtrain.resume import Start
+from mmtrain.run_folder import AUTO, find_start, prepare_folder, run_folder
+from mmtrain.step_folder import StepFolder, find, step_path, why_damaged
+from mmtrain.stop import StopRequest
+from mmtrain.train import main
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder and what rank 0 printed."""
+
+    folder: Path
+    printed: str
+
+    def lines(self, name: str, *kinds: str) -> list[dict[str, Any]]:
+        """Records of a file of the run, of these kinds if there are any."""
+        path = self.folder / name
+        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [record for record in records if not kinds or record["kind"] in kinds]
+
+    def losses(self) -> dict[int, float]:
+        """Loss by step, as last recorded."""
+        steps = self.lines("metrics.jsonl", "train")
+        assert [line["step"] for line in steps] == list(range(len(steps))), "each step once, in order"
+        return {line["step"]: line["loss"] for line in steps}
+
+    def checkpoint(self, step: int) -> StepFolder:
+        path = step_path(self.folder, step)
+        assert why_damaged(path) is None
+        return find(path)
+
+
+def _be_rank(config: RunConfig, plan: Plan, start: Start | None) -> str | None:
+    rank, folder = int(os.environ["RANK"]), run_folder(config)
+    with (folder / f"console-{rank}.txt").open("w") as console:
+        me = Rank(rank, len(plan.ranks), rank, "cpu", folder, console if rank == 0 else None, Progress(), StopRequest())
+        return main(config, plan, me, start if rank == 0 else None)
+
+
+def train(file: Path, *overrides: str, resume: str | Path = AUTO) -> Run:
+    """Run to the end what `python -m mmtrain.launch FILE OVERRIDES --resume RESUME` would."""
+    config = load_config(file, overrides)
+    said: list[str] = []
+    plan, start = make_plan(config), find_start(config, str(resume), (), said.append)
+    prepare_folder(config, plan, start, said.append)
+    world = len(plan.ranks)
+    stopped = run_ranks(world, _be_rank, config, plan, start, timeout=200, daemons=config.data.workers == 0)
+    assert stopped == [None] * world
+    folder = run_folder(config)
+    return Run(folder, "\n".join([*said, (folder / "console-0.txt").read_text()]))
