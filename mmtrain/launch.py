@@ -50,7 +50,7 @@ Results go to run.dir/run.name: config.yaml and plan.json (what runs), log.txt (
 metrics.jsonl (loss of every step, scores on held-out samples), quarantine.jsonl (damaged samples, if any),
 samples.jsonl (the keys of every step, with data.ledger), audit.json, checkpoints/.
 
-A run that was interrupted, however, goes on when the same command is given again: from its newest whole checkpoint,
+A run that was interrupted goes on when the same command is given again: from its newest whole checkpoint,
 with the same samples in the same steps. What was recorded after that checkpoint moves to discarded.jsonl.
 """
 
