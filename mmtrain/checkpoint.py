@@ -93,7 +93,7 @@ class Checkpointer:
         dist.all_gather_object(every, contributes, group=group)
         self._others = [rank for rank, sends in enumerate(every) if sends and rank]
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._job: Callable[[], Saved] | None = None  # the latest
+        self._job: Callable[[], Saved] | None = None  # the latest, until it has succeeded
         self._pending: Future[Saved] | None = None
         self._failures = 0  # in a row
         self._whole: set[Path] = set()  # step folders that need not be hashed again
@@ -152,7 +152,10 @@ class Checkpointer:
         saved = self._pending.result()
         self._pending = None
         self.report(saved)
-        self._failures = 0 if saved.error is None else self._failures + 1
+        if saved.error is None:
+            self._failures, self._job = 0, None  # which holds the copies
+        else:
+            self._failures += 1
         if self._failures >= self.section.max_failures:
             raise UserError(
                 f"{self._failures} save(s) in a row have failed (checkpoint.max_failures): {saved.error}. {self.kept()}"
@@ -183,9 +186,9 @@ class Checkpointer:
         whole = next((path for path in step_folders(self.folder) if self._is_whole(path)), None)
         return "No checkpoint was saved before" if whole is None else f"The newest whole one is {whole}"
 
-    def scored(self, step: int, scores: Scores | None) -> None:
-        """Note an evaluation after `step` updates, if it came to its end, for `keep_best`."""
-        if self.section.keep_best is not None and scores is not None:
+    def scored(self, step: int, scores: Scores) -> None:
+        """Note an evaluation after `step` updates, for `keep_best`."""
+        if self.section.keep_best is not None:
             self._scores[step] = getattr(scores, self.section.keep_best)
 
     @property

@@ -152,13 +152,13 @@ def why_damaged(path: Path) -> str | None:
             return f"{MANIFEST} is of format {content['format']}: written by a later mmtrain, which can read it"
         if manifest != _manifest(entries):
             return f"{MANIFEST} is damaged: its checksum is wrong"
+        found = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {MANIFEST}
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except OSError as error:
         return f"{MANIFEST} cannot be read: {error}"
     except (ValueError, KeyError, TypeError):  # ValueError: JSON and UTF-8 errors are
         return f"{MANIFEST} is damaged: not what mmtrain writes"
-    found = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {MANIFEST}
     if missing := sorted({TENSORS, OPTIMIZER, STATE, *entries} - found):
         return f"{missing[0]} is missing"
     if unknown := sorted(found - set(entries)):
