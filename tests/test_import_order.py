@@ -43,7 +43,7 @@ channels  bad_steps  engine
 audit
 checkpoint  restore
 evaluation
-export.tensors
+export.formats  export.tensors
 export.timm_vit  export.vision
 export.chat_template  export.image_processor  export.processor  export.processor_check
 export.folder  export.origin  export.projector_file  export.llava

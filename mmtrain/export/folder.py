@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmtrain.errors import UserError
-from mmtrain.step_folder import flush
+from mmtrain.step_folder import flush, flush_folder
 
 
 @contextlib.contextmanager
@@ -29,9 +29,9 @@ def new_folder(out: Path) -> Iterator[Path]:
             yield unfinished
             for file in sorted(unfinished.rglob("*")):
                 flush(file)
-            flush(unfinished)
+            flush_folder(unfinished)
             unfinished.rename(out)
-            flush(out.parent)
+            flush_folder(out.parent)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise

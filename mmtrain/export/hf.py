@@ -22,7 +22,8 @@ import transformers
 from mmtrain.errors import UserError
 from mmtrain.export.card import write_card
 from mmtrain.export.folder import require_space
-from mmtrain.export.language import WHAT_WORKS, ExportedLanguage, language_for_export
+from mmtrain.export.formats import WHAT_WORKS
+from mmtrain.export.language import ExportedLanguage, language_for_export
 from mmtrain.export.origin import PROJECTOR, origin, trained_tensors
 from mmtrain.export.processor import ExportedProcessor, write_processor
 from mmtrain.export.processor_check import check_processor

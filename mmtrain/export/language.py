@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mmtrain.errors import UserError
+from mmtrain.export.formats import WHAT_WORKS
 from mmtrain.export.tensors import TensorSource, stored
 from mmtrain.model.language import causal_config, missing_prefix
 from mmtrain.model.weights import tensor_files
@@ -28,7 +29,6 @@ from mmtrain.plan.model_files import read_json
 
 MODEL = "language_model.model."
 HEAD = "language_model.lm_head.weight"
-WHAT_WORKS = "--format safetensors exports any projector, --format llava any that was trained alone"
 _ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
 _OLD_BUFFER = re.compile(r"rotary_emb\.inv_freq$")  # of every Llama saved before 2023; stock models compute it
 _ROWS_AT_ONCE = 4096

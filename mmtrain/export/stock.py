@@ -18,7 +18,8 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedM
 from transformers.utils import logging
 
 from mmtrain.errors import UserError
-from mmtrain.export.language import WHAT_WORKS, language_for_export
+from mmtrain.export.formats import WHAT_WORKS
+from mmtrain.export.language import language_for_export
 from mmtrain.export.tensors import TensorSource
 from mmtrain.model.language import causal_config
 from mmtrain.model.tiny import tiny_model

@@ -19,8 +19,7 @@ from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import nn
 
 from mmtrain.errors import UserError
-
-WHAT_WORKS = "--format safetensors exports any projector, --format llava any that was trained alone"
+from mmtrain.export.formats import WHAT_WORKS
 
 # What features may come from: each computes what its stock counterpart does, or in eval mode nothing.
 KNOWN_MODULES = {
