@@ -4,6 +4,10 @@ A block is a list of parts (a matrix, a norm, attention itself), each with its p
 an input gradient only if something trainable lies before it, in this block or upstream; a weight gradient is counted
 for trainable matrices only. So freezing attention alone, or training the last layer alone, is costed as it runs.
 
+The last decoder layer runs for the tokens whose output is used, the supervised ones (`rows`): keys and values of all
+tokens, the rest for these rows alone. The layer's own code is run for that, so some of what runs is thrown away
+(`wasted`), as model/last_layer.py does it.
+
 FLOPs count matrix products (2 per multiply-add), as torch.utils.flop_counter does; norms, activations and rotary
 positions count 0. Bytes follow what torch saves for a llama-like layer with fused attention: Llama 7B in bf16 saves
 132 KB per token and layer frozen and 187 KB trained (195 with the copy that packed attention makes).
@@ -33,6 +37,9 @@ class Flops:
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.forward + other.forward, self.dgrad + other.dgrad, self.wgrad + other.wgrad)
 
+    def __sub__(self, other: Flops) -> Flops:
+        return Flops(self.forward - other.forward, self.dgrad - other.dgrad, self.wgrad - other.wgrad)
+
     def __mul__(self, times: int) -> Flops:
         return Flops(self.forward * times, self.dgrad * times, self.wgrad * times)
 
@@ -45,6 +52,7 @@ class Part:
     flops: float = 0.0  # forward
     dgrad_factor: float = 1.0  # input gradient's FLOPs, times the forward's
     trained: bool = False
+    wasted: Flops = Flops()  # what runs besides and is thrown away, each part where its kind of work runs at all
     saved_for_dgrad: float = 0.0  # bytes kept if an input gradient flows through it
     saved_for_wgrad: float = 0.0  # bytes kept if it is trained
 
@@ -74,23 +82,31 @@ class Attention:
     context: float
 
 
-def mean_context(document: int, window: int | None) -> float:
+def mean_context(document: float, window: int | None) -> float:
     """Keys that a token of a causal document sees on average: token i sees min(i, window), i from 1."""
     seen = min(document, window or document)
     return (seen * (seen + 1) / 2 + (document - seen) * seen) / document
 
 
-def total(parts: Sequence[Part], upstream: bool) -> tuple[Flops, int]:
+def last_context(document: float, last: float, window: int | None) -> float:
+    """The same for the last tokens of a document alone: what all see, less what those before them see."""
+    last = min(max(last, 1.0), document)
+    before = document - last
+    seen = document * mean_context(document, window)
+    return (seen - (before * mean_context(before, window) if before else 0.0)) / last
+
+
+def total(parts: Sequence[Part], upstream: bool, *, with_waste: bool = True) -> tuple[Flops, int]:
     """FLOPs and saved bytes of a layer; `upstream` says whether anything before the layer trains."""
     first = min((part.place for part in parts if part.trained), default=None)
     forward = dgrad = wgrad = saved = 0.0
     for part in parts:
-        forward += part.flops
+        forward += part.flops + with_waste * part.wasted.forward
         if upstream or (first is not None and first < part.place):
-            dgrad += part.flops * part.dgrad_factor
+            dgrad += part.flops * part.dgrad_factor + with_waste * part.wasted.dgrad
             saved += part.saved_for_dgrad
         if part.trained:
-            wgrad += part.flops
+            wgrad += part.flops + with_waste * part.wasted.wgrad
             saved += part.saved_for_wgrad
     return Flops(round(forward), round(dgrad), round(wgrad)), round(saved)
 
@@ -106,24 +122,27 @@ def block_parts(
     *,
     experts: int = 0,
     experts_per_token: int = 0,
+    rows: float | None = None,
 ) -> list[Part]:
     """Parts of one transformer block of hidden width `width` over `tokens` tokens, stored in `size` bytes an element.
 
     Parameters are recognised by their stock names below `prefix` (see `place_of`); those in `trained` train. A token
-    passes `experts_per_token` of the `experts` routed experts.
+    passes `experts_per_token` of the `experts` routed experts. `rows` is the number of tokens whose output is used
+    (None: all); `attention.context` is then what one of those sees.
     """
     query = attention.heads * attention.head_dim
     key = attention.kv_heads * attention.head_dim
+    asked = tokens if rows is None else rows
     parts = [
         Part(
             Place.ATTENTION,
-            4 * query * attention.context * tokens,  # scores, and values weighted by them
+            4 * query * attention.context * asked,  # scores, and values weighted by them
             dgrad_factor=2.0,
             # query, key, value, result and the softmax's log-sum (fp32): fused attention keeps no scores
-            saved_for_dgrad=tokens * (size * (2 * query + 2 * key) + 4 * attention.heads),
+            saved_for_dgrad=size * (2 * query * asked + 2 * key * tokens) + 4 * attention.heads * asked,
         )
     ]
-    shared_inputs: dict[tuple[Place, int], bool] = {}  # what several matrices read is kept once
+    shared_inputs: dict[tuple[Place, int, float], bool] = {}  # what several matrices read is kept once
     mlps: dict[str, dict[Place, float]] = {}  # inner widths, by module
     for parameter in parameters:
         local = parameter.name.removeprefix(prefix)
@@ -136,35 +155,65 @@ def block_parts(
             elements = parameter.numel
             if place == Place.INNER_NORM and elements == attention.head_dim:  # one norm for all heads
                 elements *= attention.heads if "q" in local else attention.kv_heads
+            seen = asked
+            if place == Place.INNER_NORM and not local.split(".")[-2].startswith("q"):
+                seen = tokens
+            elif place == Place.INPUT_NORM and rows is not None:  # once for the keys, once for the rows
+                seen = tokens + rows
             # A norm keeps its input in fp32 and one factor per row; training its weight keeps the normed input too.
             kept, kept_trained = 4 * elements + 4, size * elements
-            parts.append(Part(place, 0.0, 1.0, is_trained, tokens * kept, tokens * kept_trained))
+            parts.append(
+                Part(place, trained=is_trained, saved_for_dgrad=seen * kept, saved_for_wgrad=seen * kept_trained)
+            )
             continue
         routed = ".experts." in parameter.name
         share = experts_per_token / experts if routed and experts_per_token else 1.0
         copies = max(1, experts_per_token) if routed else 1  # of a token, one for each of its experts
         inner = parameter.numel * share / width  # of a matrix between `width` and something else: that something
+        matrix = 2 * parameter.numel * share  # FLOPs of one token
+        seen, wasted = asked, Flops()
+        if rows is not None and place in (Place.PROJECT_IN, Place.PROJECT_LATENT):
+            seen, wasted = _projected(local, matrix, query / (query + 2 * key), tokens, rows)
         if place in (Place.PROJECT_OUT, Place.MLP_OUT):
-            own_input = tokens * size * (query if place == Place.PROJECT_OUT else inner)
+            own_input = asked * size * (query if place == Place.PROJECT_OUT else inner)
         else:
             own_input = 0.0
-            reads = (place, parameter.shape[-1] if place == Place.PROJECT_LATENT else width * copies)
+            reads = (place, parameter.shape[-1] if place == Place.PROJECT_LATENT else width * copies, seen)
             shared_inputs[reads] = shared_inputs.get(reads, False) or is_trained
-        parts.append(Part(place, 2 * parameter.numel * share * tokens, 1.0, is_trained, 0.0, own_input))
+        parts.append(Part(place, matrix * seen, 1.0, is_trained, wasted, 0.0, own_input))
         if place in (Place.MLP_IN, Place.MLP_OUT):
             mlp = mlps.setdefault(local.removesuffix(".weight").rpartition(".")[0], {})
             mlp[place] = mlp.get(place, 0.0) + inner
         if routed and place == Place.MLP_OUT:  # an expert's result is kept for the gradient of its routing weight
-            parts.append(Part(Place.OUTPUT_NORM, saved_for_dgrad=tokens * size * width * copies))
-    for (place, elements), is_trained in shared_inputs.items():
-        parts.append(Part(place, trained=is_trained, saved_for_wgrad=tokens * size * elements))
+            parts.append(Part(Place.OUTPUT_NORM, saved_for_dgrad=asked * size * width * copies))
+    for (place, elements, seen), is_trained in shared_inputs.items():
+        parts.append(Part(place, trained=is_trained, saved_for_wgrad=seen * size * elements))
     for mlp in mlps.values():
         up, down = mlp.get(Place.MLP_IN, 0.0), mlp.get(Place.MLP_OUT, 0.0)
         gated = up > 1.5 * down  # gate and up against down: the activated gate is kept too, for the product
-        parts.append(Part(Place.MLP_OUT, saved_for_dgrad=tokens * size * (up + down * gated)))
+        parts.append(Part(Place.MLP_OUT, saved_for_dgrad=asked * size * (up + down * gated)))
     return parts
 
 
+def _projected(local_name: str, matrix: float, query_share: float, tokens: float, rows: float) -> tuple[float, Flops]:
+    """(tokens that one of the matrices before attention is needed for, what runs besides) where only `rows` are asked.
+
+    The layer runs as far as its keys and values for all tokens, then once more for the rows. One matrix for query, key
+    and value is needed for a share of both, and its gradients are made for all of both.
+    """
+    module = local_name.removesuffix(".weight").rpartition(".")[2]
+    if module in _QUERY:
+        return rows, Flops(forward=0 if module in _LEFT_OUT else round(matrix * tokens))
+    if module not in _FUSED:
+        return tokens, Flops(forward=0 if module in _LEFT_OUT else round(matrix * rows))
+    needed = query_share * rows + (1 - query_share) * tokens
+    unneeded = round(matrix * (tokens + rows - needed))
+    return needed, Flops(unneeded, unneeded, unneeded)
+
+
+_LEFT_OUT = {"q_proj", "q_b_proj", "k_proj", "v_proj"}  # of the run that does not need them, by model/last_layer.py
+_QUERY = {"q_proj", "q_a_proj", "q_b_proj", "query"}
+_FUSED = {"qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv"}
 _OUT = {"o_proj", "out_proj", "dense", "c_proj", "proj", "wo"}
 _LATENT = {"q_b_proj", "kv_b_proj"}
 _DOWN = {"down_proj", "fc2", "c_proj", "w2", "dense_4h_to_h", "output_linear"}

@@ -1,28 +1,32 @@
-"""The contiguous cut of layers into stages that makes the slowest stage as fast as possible within a memory limit.
+"""What any stage of any cut takes, in seconds and bytes, and the best cut for one stage a rank.
 
-Work of a stage is forward + dgrad + wgrad of its layers, plus one more forward of each layer that recomputes its
-activations. Memory of a stage is weights + optimizer state + what in-flight micro-batches keep + workspace. Stage s of
-p has at most p - s micro-batches in flight, so early stages have less room than late ones; recomputing the first r of
-a stage's decoder layers buys room, and the search uses the smallest r that fits.
+A cut is contiguous: stage s holds layers [cut[s], cut[s + 1]), layer 0 being the front and the last one the head. A
+rank's memory is weights, optimizer state and the peak of its schedule (`memory`). Recomputing decoder layers, those of
+the rank's earliest stage first, since what they keep is kept longest, buys room for time; as few as fit are taken.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from mmtrain.config import RunConfig
-from mmtrain.plan.costs import BYTES, LayerCost, Models, layer_costs, workload
+from mmtrain.plan.calibration import Device, cpu_device, find_calibration
+from mmtrain.plan.costs import FP32, LayerCost, Models, RunCosts, run_costs
+from mmtrain.plan.memory import Buffers, Moment, StageBytes, moments, peak
+from mmtrain.plan.schedule import training_schedule
+from mmtrain.plan.timings import CPU, GPU, Timings, assumed_timings, calibrated
 
 RESERVED_SHARE = 0.06
 """Share of a memory limit left to what is not counted: CUDA context, fragmentation, communication buffers."""
 
-Cut = tuple[int, ...]  # p + 1 borders: stage s holds layers [cut[s], cut[s + 1])
+Cut = tuple[int, ...]  # one border more than stages: stage s holds layers [cut[s], cut[s + 1])
+Span = tuple[int, int]  # layers [begin, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,144 +35,252 @@ class Setting:
 
     pipeline: int
     microbatches_per_step: int
-    boundary_bytes: int  # what crosses a border between stages, per micro-batch
     memory_bytes: int | None  # a rank's limit
     recompute_layers: Literal["auto"] | tuple[int, ...]  # per pipeline rank
-    shared_ends_bytes: int = 0  # weights that front and head share if they are on one stage (tied embeddings)
+    polls_sends: bool = True  # see `memory.moments`
+
+
+class Stage(NamedTuple):
+    """One stage, for one micro-batch."""
+
+    forward: float  # seconds, the encoder left out
+    backward: float  # seconds; 0 where nothing runs backward
+    bytes: StageBytes
 
 
 @dataclass(frozen=True, slots=True)
-class StageNeed:
-    """Work (FLOPs per micro-batch) and memory (bytes) of one stage."""
+class RankNeed:
+    """What the stages of one rank take; seconds for one micro-batch, the encoder included."""
 
-    work: int
-    recomputed_work: int  # part of `work`
-    recompute_layers: int
+    stages: tuple[Stage, ...]
+    recompute_layers: tuple[int, ...]  # of each stage
+    seconds: float
     weight_bytes: int
     state_bytes: int
     activation_bytes: int
-    workspace_bytes: int
+    working_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.state_bytes + self.activation_bytes + self.workspace_bytes
+        """The most bytes that lie on the device at once."""
+        return self.weight_bytes + self.state_bytes + self.activation_bytes + self.working_bytes
 
 
 class StageCosts:
-    """What any stage of any cut needs; layer 0 is the front, the last one the head."""
+    """What any stage of any cut, and any rank of any schedule, takes."""
 
-    def __init__(self, layers: Sequence[LayerCost], setting: Setting) -> None:
-        self.layers = layers
+    def __init__(self, costs: RunCosts, timings: Timings, setting: Setting) -> None:
+        self.costs = costs
+        self.timings = timings
         self.setting = setting
-        self.count = len(layers)
-        self.first_trainable = next(i for i, layer in enumerate(layers) if layer.trainable_names)
+        self.layers = costs.layers
+        self.count = len(costs.layers)
+        self.first_trainable = next(i for i, layer in enumerate(costs.layers) if layer.trainable_names)
         self.usable_bytes = (
-            None if setting.memory_bytes is None else math.floor(setting.memory_bytes * (1 - RESERVED_SHARE))
+            math.inf if setting.memory_bytes is None else math.floor(setting.memory_bytes * (1 - RESERVED_SHARE))
         )
-        self._work = _sums(layer.flops.total for layer in layers)
-        # A layer without backward keeps nothing, so recomputing it changes nothing.
-        self._forward_again = _sums(layer.flops.forward if layer.saved_bytes else 0 for layer in layers)
-        self._weights = _sums(layer.weight_bytes for layer in layers)
-        self._state = _sums(layer.state_bytes for layer in layers)
-        self._saved = _sums(layer.saved_bytes for layer in layers)
-        self._recomputed = _sums(layer.recomputed_bytes for layer in layers)
-        self._workspace = [layer.workspace_bytes for layer in layers]
+        self.buffers = Buffers(
+            costs.hidden_bytes, costs.integer_bytes, costs.encoder.feature_bytes, costs.encoder.batch_bytes
+        )
+        self._weights = _sums(layer.weight_bytes for layer in costs.layers)
+        self._state = _sums(layer.state_bytes for layer in costs.layers)
+        self._trainable = _sums(layer.trainable for layer in costs.layers)
+        self._forward = _sums(x.forward for x in timings.layers)
+        self._backward = _sums(x.backward for x in timings.layers)
+        self._run_begins = self._equal_runs()
+        self.stage = functools.cache(self._stage)
+        self._one_stage_moments = functools.cache(self._find_one_stage_moments)
+        self._one_stage_needs: dict[tuple[int, int, Span, bool], RankNeed] = {}
 
-    def least_work(self, begin: int, end: int) -> float:
-        """Work of layers [begin, end) if nothing is recomputed; infinite if their weights alone do not fit.
+    # ---- stages
+
+    def _equal_runs(self) -> list[int]:
+        """For each layer where the run of layers begins that cost what it costs, on the same side of what trains."""
+        begins: list[int] = []
+        for i, (layer, seconds) in enumerate(zip(self.layers, self.timings.layers, strict=True)):
+            same = 1 < i != self.first_trainable + 1 and (
+                seconds == self.timings.layers[i - 1]
+                and replace(layer, name="", trainable_names=())
+                == replace(self.layers[i - 1], name="", trainable_names=())
+            )
+            begins.append(begins[-1] if same else i)
+        return begins
+
+    def same_span(self, begin: int, end: int) -> Span:
+        """The first span of layers that takes exactly what [begin, end) takes: most decoder layers are alike."""
+        first = self._run_begins[begin]
+        if first == begin or end >= self.count - 1 or self._run_begins[end - 1] != first:
+            return begin, end
+        return first, first + end - begin
+
+    def layers_of(self, begin: int, end: int) -> tuple[LayerCost, ...]:
+        """Layers [begin, end) as one stage; without the head the last decoder layer runs for all tokens."""
+        if end == self.count - 1:
+            return (*self.layers[begin : end - 1], self.costs.whole_last)
+        return self.layers[begin:end]
+
+    def recomputed_layers(self, begin: int, end: int, count: int) -> tuple[LayerCost, ...]:
+        """Those of a stage that run forward once more if its first `count` decoder layers recompute."""
+        first = 1 if begin == 0 else 0
+        return tuple(layer for layer in self.layers_of(begin, end)[first : first + count] if layer.kept_bytes)
+
+    def decoder_layers(self, span: Span) -> int:
+        """How many of the layers are decoder layers."""
+        return max(0, min(span[1], self.count - 1) - max(span[0], 1))
+
+    def least_seconds(self, begin: int, end: int) -> float:
+        """Seconds of layers [begin, end) if nothing is recomputed; infinite if their weights alone do not fit.
 
         Grows as `begin` falls or `end` rises.
         """
-        if self.usable_bytes is not None and self.least_bytes(begin, end) > self.usable_bytes:
+        if self.least_bytes(begin, end) > self.usable_bytes:
             return math.inf
-        return self._work[end] - self._work[begin]
+        return self.compute_seconds(begin, end)
+
+    def compute_seconds(self, begin: int, end: int) -> float:
+        """Seconds of layers [begin, end), nothing recomputed; a lower bound also where rounding differs."""
+        sums = self._forward[end] - self._forward[begin] + self._backward[end] - self._backward[begin]
+        return sums * (1 - 1e-12)
 
     def least_bytes(self, begin: int, end: int) -> int:
         """Weights and optimizer state of layers [begin, end)."""
-        return self._weight_bytes(begin, end) + self._state[end] - self._state[begin]
+        return self._weight_bytes([(begin, end)]) + self._state[end] - self._state[begin]
 
-    def need(self, stage: int, begin: int, end: int, *, smallest: bool = False) -> StageNeed:
-        """Work and memory of layers [begin, end) as one stage.
+    def _weight_bytes(self, spans: Iterable[Span]) -> int:
+        spans = list(spans)
+        both_ends = any(begin == 0 for begin, _ in spans) and any(end == self.count for _, end in spans)
+        shared = self.costs.shared_ends_bytes if both_ends else 0
+        return sum(self._weights[end] - self._weights[begin] for begin, end in spans) - shared
 
-        With "auto" recompute, the fewest layers that fit, or all decoder layers if nothing fits or `smallest`.
-        """
-        first, last = max(begin, 1), min(end, self.count - 1)  # its decoder layers
-        decoder_layers = max(0, last - first)
-        setting = self.setting
-        if setting.recompute_layers == "auto":
-            if smallest:
-                count = decoder_layers
-            elif self.usable_bytes is None:
-                count = 0
+    def _stage(self, begin: int, end: int, recompute: int) -> Stage:
+        """Layers [begin, end) of which the first `recompute` decoder layers recompute their activations."""
+        costs, timings = self.costs, self.timings
+        seconds_of = list(timings.layers[begin:end])
+        if end == self.count - 1:
+            seconds_of[-1] = timings.whole_last
+        runs_backward = end > self.first_trainable
+        forward, backward = timings.call, timings.call if runs_backward else 0.0
+        has_input = costs.keeps_input and begin > self.first_trainable
+        kept = costs.hidden_bytes if has_input else 0
+        most_forward = most_backward = 0
+        for i, (cost, seconds) in enumerate(zip(self.layers_of(begin, end), seconds_of, strict=True), begin):
+            recomputes = 0 <= i - max(begin, 1) < recompute and i < self.count - 1
+            forward += seconds.forward
+            backward += seconds.recomputing if recomputes else seconds.backward
+            if recomputes and cost.kept_bytes:
+                kept += cost.kept_bytes_recomputing
+                made = cost.forward_working_bytes + cost.kept_bytes - cost.kept_bytes_recomputing
+                most_forward = max(most_forward, kept + min(made, cost.recomputing_working_bytes))
+                most_backward = max(most_backward, kept + cost.recomputing_working_bytes)
             else:
-                room = self.usable_bytes - self.least_bytes(begin, end) - max(self._workspace[begin:end])
-                count = bisect_left(
-                    range(decoder_layers), True, key=lambda r: self._activations(stage, begin, end, first, r) <= room
-                )
-        else:
-            count = min(setting.recompute_layers[stage], decoder_layers)
-        again = self._forward_again[first + count] - self._forward_again[first] if count else 0
-        return StageNeed(
-            work=self._work[end] - self._work[begin] + again,
-            recomputed_work=again,
-            recompute_layers=count,
-            weight_bytes=self._weight_bytes(begin, end),
-            state_bytes=self._state[end] - self._state[begin],
-            activation_bytes=self._activations(stage, begin, end, first, count),
-            workspace_bytes=max(self._workspace[begin:end]),
+                kept += cost.kept_bytes
+                most_forward = max(most_forward, kept + cost.forward_working_bytes)
+                most_backward = max(most_backward, kept + cost.backward_working_bytes)
+        return Stage(forward, backward, StageBytes(kept, most_forward, most_backward if runs_backward else 0))
+
+    # ---- ranks
+
+    def need(self, rank: int, spans: Sequence[Span], found: Sequence[Moment]) -> RankNeed:
+        """What a rank with these stages takes, at the moments of its schedule.
+
+        With "auto" recompute the fewest layers that fit, or, where nothing does, as many as take the least memory.
+        """
+        layers = [self.decoder_layers(span) for span in spans]
+        if self.setting.recompute_layers == "auto":
+            # Stages without backward keep nothing that could be recomputed.
+            layers = [n if span[1] > self.first_trainable else 0 for n, span in zip(layers, spans, strict=True)]
+            needs = (self.need_of(spans, _split(count, layers), found) for count in range(sum(layers) + 1))
+            best = None
+            for need in needs:
+                if best is None or need.total_bytes < best.total_bytes:
+                    best = need
+                if self.fits(need):
+                    return need
+            assert best is not None
+            return best
+        return self.need_of(spans, _split(self.setting.recompute_layers[rank], layers), found)
+
+    def need_of(self, spans: Sequence[Span], recompute: Sequence[int], found: Sequence[Moment]) -> RankNeed:
+        """The same where so many decoder layers of each stage recompute, the first ones."""
+        stages = tuple(self.stage(*span, count) for span, count in zip(spans, recompute, strict=True))
+        end_working = FP32 * sum(self._trainable[end] - self._trainable[begin] for begin, end in spans)  # AdamW's root
+        most = peak(found, [stage.bytes for stage in stages], self.costs.encoder.working_bytes, end_working)
+        seconds = sum(stage.forward + stage.backward for stage in stages)
+        return RankNeed(
+            stages,
+            tuple(recompute),
+            seconds + (self.timings.encode if spans[0][0] == 0 else 0.0),
+            self._weight_bytes(spans),
+            sum(self._state[end] - self._state[begin] for begin, end in spans),
+            most.activations,
+            most.working,
         )
 
-    def fits(self, need: StageNeed) -> bool:
-        return self.usable_bytes is None or need.total_bytes <= self.usable_bytes
+    def smallest(self, rank: int, spans: Sequence[Span], found: Sequence[Moment]) -> RankNeed:
+        """The need with none or all decoder layers recomputing, whatever takes less, or with as many as asked for."""
+        if self.setting.recompute_layers != "auto":
+            return self.need(rank, spans, found)
+        layers = [self.decoder_layers(span) for span in spans]
+        counts = (_split(count, layers) for count in {0, sum(layers)})
+        return min((self.need_of(spans, count, found) for count in counts), key=lambda need: need.total_bytes)
 
-    def _weight_bytes(self, begin: int, end: int) -> int:
-        both_ends = begin == 0 and end == self.count
-        return self._weights[end] - self._weights[begin] - (self.setting.shared_ends_bytes if both_ends else 0)
+    def fits(self, need: RankNeed) -> bool:
+        """Whether a rank may take so much."""
+        return need.total_bytes <= self.usable_bytes
 
-    def _activations(self, stage: int, begin: int, end: int, first: int, recompute: int) -> int:
-        """Bytes kept by all in-flight micro-batches when `recompute` decoder layers from `first` on recompute."""
-        setting = self.setting
-        borders = (stage > 0) + (stage < setting.pipeline - 1)
+    # ---- one stage a rank
+
+    def one_stage_need(self, rank: int, begin: int, end: int, *, smallest: bool = False) -> RankNeed:
+        """The need of a rank of 1F1B that holds layers [begin, end) as its only stage.
+
+        What its schedule keeps depends on the rest of the cut in one way only: whether anything before it trains.
+        """
         if end <= self.first_trainable:
-            # Forward only: nothing holds such a rank back, so the outputs of a whole step may wait to be received.
-            waiting = setting.microbatches_per_step if stage < setting.pipeline - 1 else 0
-            return (waiting + (stage > 0)) * setting.boundary_bytes
-        saved = self._saved[end] - self._saved[begin]
-        if recompute:
-            saved -= self._saved[first + recompute] - self._saved[first]
-            saved += self._recomputed[first + recompute] - self._recomputed[first]
-        in_flight = min(setting.pipeline - stage, setting.microbatches_per_step)
-        return in_flight * (saved + borders * setting.boundary_bytes)
+            first = rank + 1
+        else:
+            first = rank if begin <= self.first_trainable else 0
+        span = self.same_span(begin, end)
+        key = rank, first, span, smallest
+        if key not in self._one_stage_needs:
+            found = self._one_stage_moments(first)[rank]
+            self._one_stage_needs[key] = (self.smallest if smallest else self.need)(rank, [span], found)
+        return self._one_stage_needs[key]
+
+    def _find_one_stage_moments(self, first: int) -> tuple[tuple[Moment, ...], ...]:
+        setting = self.setting
+        schedule = training_schedule(setting.pipeline, setting.microbatches_per_step, first)
+        return moments(schedule, 1, first, self.buffers, polls=setting.polls_sends)
 
 
-def stage_costs(config: RunConfig, models: Models, memory_bytes: int | None) -> StageCosts:
-    """Costs of any stage of this run; `memory_bytes` is what a rank may use (None: no limit)."""
-    layers = layer_costs(config, models)
-    size = BYTES[config.model.llm.dtype]
-    tokens = workload(config, models.vision).tokens
-    head = sum(size * p.numel for p in models.llm.head if p.name == "llm.head.weight")
+def stage_costs(
+    config: RunConfig, models: Models, memory_bytes: int | None, device: Device | None = None
+) -> StageCosts:
+    """Costs of any stage of this run; `memory_bytes` is what a rank may use (None: no limit).
+
+    Measured, where there is a calibration for the run on `device` (None: this machine's CPU). Raises UserError for a
+    `parallel.calibration` that does not fit.
+    """
+    calibration = find_calibration(config, models, device or cpu_device(config))
+    costs = run_costs(config, models)
+    # Only GPUs have a limit, also where a laptop plans for them.
+    is_gpu = memory_bytes is not None
+    if calibration is None:
+        timings = assumed_timings(costs, config.parallel.data, GPU if is_gpu else CPU)
+    else:
+        costs, timings = calibrated(costs, calibration)
     recompute = config.parallel.recompute_layers
     return StageCosts(
-        layers,
+        costs,
+        timings,
         Setting(
             pipeline=config.parallel.pipeline,
             microbatches_per_step=config.train.packs_per_step
             // (config.parallel.data * config.train.packs_per_microbatch),
-            boundary_bytes=tokens * (size * models.llm.hidden_size + 2 * 8),  # hidden states, position ids, labels
             memory_bytes=memory_bytes,
             recompute_layers=(recompute,) * config.parallel.pipeline if isinstance(recompute, int) else recompute,
-            shared_ends_bytes=head if models.llm.tied else 0,
+            polls_sends=is_gpu,  # gloo, for CPUs, cannot tell what has gone
         ),
     )
-
-
-def find_cut(config: RunConfig, costs: StageCosts) -> Cut | None:
-    """The cut the config asks for, or the best one; None if it does not fit."""
-    if config.parallel.boundaries is None:
-        return best_cut(costs)
-    cut = given_cut(config, costs)
-    fits = all(costs.fits(costs.need(s, cut[s], cut[s + 1])) for s in range(costs.setting.pipeline))
-    return cut if fits else None
 
 
 def given_cut(config: RunConfig, costs: StageCosts) -> Cut:
@@ -176,76 +288,103 @@ def given_cut(config: RunConfig, costs: StageCosts) -> Cut:
     return (0, *(boundary + 1 for boundary in config.parallel.boundaries or ()), costs.count)
 
 
-def best_cut(costs: StageCosts) -> Cut | None:
-    """The cut whose slowest stage has the least work, all stages within the memory limit; None if none fits.
+def _split(count: int, layers: Sequence[int]) -> tuple[int, ...]:
+    """`count` layers over a rank's stages, its earliest stage first."""
+    result = []
+    for available in layers:
+        result.append(min(count, available))
+        count -= result[-1]
+    return tuple(result)
 
-    Exact. Of several such cuts the one with the smallest sum of squared work, then the one whose late stages hold the
-    most layers: the answer is a function of the costs alone.
+
+def spans_of(cut: Cut, rank: int, pipeline: int) -> tuple[Span, ...]:
+    """The stages of a rank, as layers [begin, end)."""
+    return tuple((cut[s], cut[s + 1]) for s in range(rank, len(cut) - 1, pipeline))
+
+
+def first_trainable_stage(costs: StageCosts, cut: Cut) -> int:
+    """The stage that holds the first layer in which anything trains."""
+    return next(stage for stage, end in enumerate(cut[1:]) if costs.first_trainable < end)
+
+
+def uniform_cut(decoder_layers: int, stages: int) -> Cut:
+    """The decoder layers in equal parts, front and head on top; as many stages as decoder layers at most."""
+    return (0, *(round(decoder_layers * stage / stages) + 1 for stage in range(1, stages)), decoder_layers + 2)
+
+
+# ---- the best cut for one stage a rank
+
+
+def best_cut(costs: StageCosts) -> Cut | None:
+    """The cut whose slowest rank takes the fewest seconds, all ranks within the memory limit; None if none fits.
+
+    Exact, for one stage a rank. Of several such cuts the one with the smallest sum of squared seconds, then the one
+    whose late stages hold the most layers: the answer is a function of the costs alone.
     """
 
-    def work(stage: int, begin: int, end: int) -> int | None:
-        need = costs.need(stage, begin, end)
-        return need.work if costs.fits(need) else None
+    def seconds(stage: int, begin: int, end: int) -> float | None:
+        need = costs.one_stage_need(stage, begin, end)
+        return need.seconds if costs.fits(need) else None
 
-    slowest = _search(costs, work, max, costs.least_work)
+    slowest = _search(costs.count, costs.setting.pipeline, seconds, max, costs.least_seconds)
     if slowest is None:
         return None
     bound = slowest[0]
 
-    def square(stage: int, begin: int, end: int) -> int | None:
-        amount = work(stage, begin, end)
+    def square(stage: int, begin: int, end: int) -> float | None:
+        amount = seconds(stage, begin, end)
         return None if amount is None or amount > bound else amount * amount
 
     def least_square(begin: int, end: int) -> float:
-        least = costs.least_work(begin, end)
+        least = costs.least_seconds(begin, end)
         return math.inf if least > bound else least * least
 
-    balanced = _search(costs, square, operator.add, least_square)
+    balanced = _search(costs.count, costs.setting.pipeline, square, operator.add, least_square)
     assert balanced is not None
     return balanced[1]
 
 
-def smallest_cut(costs: StageCosts) -> Cut:
-    """The cut whose largest stage needs the least memory, all decoder layers recomputing where that is allowed."""
+def even_cut(costs: StageCosts, stages: int) -> Cut:
+    """The cut into any number of stages whose slowest takes the fewest seconds, memory and recomputation left out."""
 
-    def size(stage: int, begin: int, end: int) -> int:
-        return costs.need(stage, begin, end, smallest=True).total_bytes
+    def seconds(stage: int, begin: int, end: int) -> float:
+        found = costs.stage(begin, end, 0)
+        return found.forward + found.backward + (costs.timings.encode if begin == 0 else 0.0)
 
-    found = _search(costs, size, max, costs.least_bytes)
+    found = _search(costs.count, stages, seconds, max, costs.compute_seconds)
     assert found is not None
     return found[1]
 
 
-def can_fit(costs: StageCosts) -> bool:
-    """Whether some cut fits, found quickly: each stage takes as many layers as it can hold."""
-    stages, end = costs.setting.pipeline, 0
-    for stage in range(stages):
-        begin, last_end = end, costs.count - (stages - 1 - stage)
-        while end < last_end and costs.fits(costs.need(stage, begin, end + 1, smallest=True)):
-            end += 1
-        if end == begin:
-            return False
-    return end == costs.count
+def smallest_cut(costs: StageCosts) -> Cut:
+    """The cut, one stage a rank, whose largest rank needs the least memory, recomputing where that is allowed."""
+
+    def size(stage: int, begin: int, end: int) -> int:
+        return costs.one_stage_need(stage, begin, end, smallest=True).total_bytes
+
+    found = _search(costs.count, costs.setting.pipeline, size, max, costs.least_bytes)
+    assert found is not None
+    return found[1]
 
 
 def _search(
-    costs: StageCosts,
-    amount: Callable[[int, int, int], int | None],
-    join: Callable[[int, int], int],
+    layers: int,
+    stages: int,
+    amount: Callable[[int, int, int], float | None],
+    join: Callable[[float, float], float],
     least: Callable[[int, int], float],
-) -> tuple[int, Cut] | None:
+) -> tuple[float, Cut] | None:
     """Dynamic programming over (stage, end): minimises the joined amounts of all stages.
 
     `amount(stage, begin, end)` is None where that stage may not be; `least(begin, end)` is a lower bound of it that
     grows as `begin` falls, so that the scan over `begin` can stop.
     """
-    layers, stages = costs.count, costs.setting.pipeline
-    best: list[dict[int, tuple[int, int]]] = []  # per stage: end -> (joined amount, begin)
+    best: list[dict[int, tuple[float, int]]] = []  # per stage: end -> (joined amount, begin)
     for stage in range(stages):
-        row: dict[int, tuple[int, int]] = {}
+        row: dict[int, tuple[float, int]] = {}
         last_end = layers - (stages - 1 - stage)
         for end in range(layers if stage == stages - 1 else stage + 1, last_end + 1):
-            found: tuple[int, int] | None = None
+            found: tuple[float, int] | None = None
             if stage == 0:
                 value = amount(0, 0, end)
                 found = None if value is None else (value, 0)
@@ -273,5 +412,5 @@ def _search(
     return best[-1][layers][0], tuple(reversed(borders))
 
 
-def _sums(values: Iterable[int]) -> list[int]:
+def _sums(values: Iterable[float]) -> list:
     return list(itertools.accumulate(values, initial=0))

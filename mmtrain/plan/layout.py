@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.schedule import Schedule
+from mmtrain.plan.simulate import StageSeconds
 
 COLUMNS = 120  # of a printed plan
 
@@ -22,6 +23,7 @@ class StagePlan:
     last: int
     front: bool
     head: bool
+    recompute_layers: int = 0  # of its decoder layers, from the first on
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -40,15 +42,15 @@ class StagePlan:
         return " + ".join(parts + ["head"] * self.head)
 
 
-def stage_of(cut: Sequence[int], stage: int) -> StagePlan:
+def stage_of(cut: Sequence[int], stage: int, recompute_layers: int = 0) -> StagePlan:
     """Stage `stage` of a cut, whose borders count the front as layer 0 and the head as the last layer."""
     begin, end, head = cut[stage], cut[stage + 1], cut[-1] - 1
-    return StagePlan(stage, max(begin, 1) - 1, min(end, head) - 1, front=begin == 0, head=end > head)
+    return StagePlan(stage, max(begin, 1) - 1, min(end, head) - 1, begin == 0, end > head, recompute_layers)
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One process. Bytes are estimates of what lies on its device; flops are those of one step."""
+    """One process. Bytes are those of its fullest moment; flops are those of one step, what recomputes left out."""
 
     rank: int  # pipeline * data degree + data
     pipeline: int
@@ -58,15 +60,19 @@ class RankPlan:
     trainable: int  # elements
     optimizer: Literal["AdamW", "NoOp"]
     reason: str
-    recompute_layers: int  # of its decoder layers, from the first on
     weight_bytes: int
     optimizer_bytes: int  # master weights, gradients and moments
-    activation_bytes: int  # what all in-flight micro-batches keep
-    workspace_bytes: int
+    activation_bytes: int  # kept for backwards, messages, features, loaded batches
+    workspace_bytes: int  # of what runs at that moment
     flops: Flops
     recompute_flops: int  # forward again, for recomputed layers
-    work_share: float  # of its replica's work
+    work_share: float  # of the seconds that its replica's ranks compute
     idle_share: float  # of the step
+
+    @property
+    def recompute_layers(self) -> int:
+        """Decoder layers that recompute their activations in backward, over all its stages."""
+        return sum(stage.recompute_layers for stage in self.stages)
 
     @property
     def total_bytes(self) -> int:
@@ -75,7 +81,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class UniformCut:
-    """What cutting the decoder layers evenly, front and head on top, would give."""
+    """What cutting the decoder layers evenly would give: front and head on top, one stage a rank, no run-ahead."""
 
     boundaries: tuple[int, ...]
     fits: bool
@@ -93,16 +99,24 @@ class Plan:
     vision: str
     trainable: tuple[str, ...]  # patterns
     pipeline: int
+    chunks_per_rank: int
     data: int
     decoder_layers: int
     boundaries: tuple[int, ...]  # decoder layer at which stage 1, 2, ... begins
     first_trainable_stage: int
     microbatches_per_step: int  # of one replica
+    encode_ahead: int  # micro-batches whose features are at hand when a step begins
     packs_per_microbatch: int
     pack_length: int
     memory_limit_bytes: int | None
+    costs: str  # "assumed", or "calibrated on DEVICE"
+    step_seconds: float | None  # predicted; None where costs are assumed
     idle_share: float  # of a step, over all ranks
-    uniform: UniformCut | None  # None with one stage, or with fewer decoder layers than stages
+    minimal_flops_share: float  # of what a step computes: what every exact way of training must compute
+    uniform: UniformCut | None  # None with one rank, or with fewer decoder layers than ranks
+    fewer_chunks_time_ratio: float | None  # a step of the best plan with fewer chunks a rank over this one's
+    no_run_ahead_time_ratio: float | None  # of this plan without run-ahead over this one's
+    seconds: StageSeconds  # what was simulated; see `costs`
     ranks: tuple[RankPlan, ...]
     schedule: Schedule  # per pipeline rank
 
@@ -110,10 +124,15 @@ class Plan:
         """The content of plan.json: everything but the instructions."""
         content = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("ranks", "schedule")}
         content["uniform"] = None if self.uniform is None else asdict(self.uniform)
+        content["seconds"] = asdict(self.seconds)
         content["ranks"] = []
         for rank in self.ranks:
             entry = asdict(rank)
-            entry["stages"] = [{"stage": s.stage, "layers": list(s.layers)} for s in rank.stages]
+            entry["stages"] = [
+                {"stage": s.stage, "layers": list(s.layers), "recompute_layers": s.recompute_layers}
+                for s in rank.stages
+            ]
+            entry["recompute_layers"] = rank.recompute_layers
             entry["total_bytes"] = rank.total_bytes
             content["ranks"].append(entry)
         return content
@@ -138,7 +157,7 @@ def render(plan: Plan) -> str:
             [
                 _ranks(plan, rank),
                 ",".join(str(stage.stage) for stage in rank.stages),
-                ", ".join(stage.summary for stage in rank.stages),
+                _held(rank),
                 f"{rank.trainable:,}" if rank.trainable < 1e8 else f"{rank.trainable / 1e6:,.1f}M",
                 rank.optimizer,
                 bytes_text(rank.weight_bytes),
@@ -168,6 +187,13 @@ def render(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _held(rank: RankPlan) -> str:
+    """The layers of a rank: `front + llm.layers.0-7`; of several stages the decoder layers' numbers alone."""
+    if len(rank.stages) == 1:
+        return rank.stages[0].summary
+    return ", ".join(stage.summary.replace("llm.layers.", "") for stage in rank.stages)
+
+
 def _wrapped(*texts: str) -> list[str]:
     options = {"subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
     return [line for text in texts for line in textwrap.wrap(text, COLUMNS, **options)]
@@ -192,10 +218,23 @@ def _headline(plan: Plan) -> tuple[str, str]:
 def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
     total = sum(rank.flops.total + rank.recompute_flops for rank in replica) / 1e12
     slowest = max(replica, key=lambda rank: rank.work_share)
+    took = "" if plan.step_seconds is None else f"{plan.step_seconds:,.3g} s, "
     yield (
-        f"step: {total:,.{0 if total >= 100 else 3}f} TFLOP per replica; slowest rank {_ranks(plan, slowest)} with "
-        f"{slowest.work_share:.1%} of it; idle {plan.idle_share:.1%}"
+        f"step: {took}{total:,.{0 if total >= 100 else 3}f} TFLOP per replica, {plan.minimal_flops_share:.1%} of them "
+        f"needed; slowest rank {_ranks(plan, slowest)} with {slowest.work_share:.1%} of the work; idle "
+        f"{plan.idle_share:.1%}"
     )
+    if plan.step_seconds is None:
+        yield "costs: assumed, from FLOPs and bytes, which gives shares and ratios but no seconds; --calibrate measures"
+    else:
+        yield f"costs: {plan.costs}"
+    if plan.fewer_chunks_time_ratio is not None:
+        longer = plan.fewer_chunks_time_ratio - 1
+        yield f"{plan.chunks_per_rank} chunks a rank, interleaved: with fewer a step takes {longer:.1%} longer"
+    if plan.no_run_ahead_time_ratio is not None:
+        batches = "micro-batch" if plan.encode_ahead == 1 else "micro-batches"
+        ahead = f"a step begins with {plan.encode_ahead} {batches} encoded" if plan.encode_ahead else "inside a step"
+        yield f"encoder run-ahead: {ahead}; without, a step takes {plan.no_run_ahead_time_ratio - 1:.1%} longer"
     uniform = plan.uniform
     if uniform is None:
         return

@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mmtrain.config import RunConfig
 from mmtrain.errors import UserError
+from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models
-from mmtrain.plan.cut import RESERVED_SHARE, StageCosts, can_fit, find_cut, given_cut, smallest_cut, stage_costs
+from mmtrain.plan.cut import RESERVED_SHARE, best_cut, given_cut, stage_costs
 from mmtrain.plan.layout import bytes_text, stage_of
+from mmtrain.plan.search import Search
 from mmtrain.plan.shapes import matches
 
 _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.weight$")
@@ -20,10 +23,15 @@ _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.w
 def check_layout(config: RunConfig, models: Models) -> None:
     """Raises UserError for more stages than layers, boundaries past the last layer, unfit packs."""
     decoder = len(models.llm.decoder)
-    if config.parallel.pipeline > decoder + 2:
+    pipeline, chunks = config.parallel.pipeline, config.parallel.chunks_per_rank
+    model = config.model.llm.path
+    placed = f"there are only {decoder + 2} layers to place: front, {decoder} decoder layers of {model}, head"
+    if pipeline > decoder + 2:
+        raise UserError(f"parallel.pipeline: {pipeline} stages, but {placed}; at most {decoder + 2} stages")
+    if chunks != "auto" and pipeline * chunks > decoder + 2:
         raise UserError(
-            f"parallel.pipeline: {config.parallel.pipeline} stages, but there are only {decoder + 2} layers to place: "
-            f"front, {decoder} decoder layers of {config.model.llm.path}, head; at most {decoder + 2} stages"
+            f"parallel.chunks_per_rank: {pipeline} ranks of {chunks} stages, but {placed}; at most "
+            f"{(decoder + 2) // pipeline}"
         )
     boundaries = config.parallel.boundaries
     if boundaries and boundaries[-1] > decoder:
@@ -44,6 +52,25 @@ def check_layout(config: RunConfig, models: Models) -> None:
         raise UserError(
             f"data.pack_length: {config.data.pack_length} tokens, but an image of {config.model.vision.name} takes "
             f"{image}; packs must hold an image and its text, e.g. {2 ** image.bit_length()}"
+        )
+
+
+def check_run_ahead(config: RunConfig, models: Models) -> None:
+    """Raises UserError for an encoder that is told to run ahead though it trains, or further than a step is long."""
+    ahead = config.parallel.encoder_run_ahead
+    if ahead in ("auto", 0):
+        return
+    trained = next((p.name for p in models.vision.parameters if matches(p.name, config.model.trainable)), None)
+    if trained is not None:
+        raise UserError(
+            f"parallel.encoder_run_ahead: {ahead}, but {trained} trains: an encoder that trains cannot run ahead of "
+            "its own update; use auto or 0"
+        )
+    microbatches = config.train.packs_per_step // (config.parallel.data * config.train.packs_per_microbatch)
+    if ahead > microbatches:
+        raise UserError(
+            f"parallel.encoder_run_ahead: {ahead}, but a step of one replica has {microbatches} micro-batches: at most "
+            f"{microbatches}"
         )
 
 
@@ -79,31 +106,38 @@ def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
     return difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.6)
 
 
-def does_not_fit(config: RunConfig, models: Models, costs: StageCosts, limit: int | None) -> str:
+def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int | None, device: Device | None) -> str:
     """The message for a plan beyond the memory limit: what each rank needs, and what was planned and would fit."""
     assert limit is not None
+    pipeline, chunks = config.parallel.pipeline, config.parallel.chunks_per_rank
     by_hand = config.parallel.boundaries is not None
-    cut = given_cut(config, costs) if by_hand else smallest_cut(costs)
+    if by_hand:
+        cut = given_cut(config, search.costs)
+        needs = search.smallest_needs(cut)
+    else:
+        cut, needs = search.least_memory(1 if chunks == "auto" else chunks)
     source = "parallel.device_memory_gib" if config.parallel.device_memory_gib is not None else "the GPU's memory"
     lines = [
         f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it left to the "
         f"CUDA context and fragmentation; {'the given boundaries need' if by_hand else 'the smallest cut needs'}"
     ]
-    for stage in range(costs.setting.pipeline):
-        need = costs.need(stage, cut[stage], cut[stage + 1], smallest=True)
-        layers = stage_of(cut, stage)
-        recomputing = f" ({need.recompute_layers} layers recomputing)" if need.recompute_layers else ""
+    for rank, need in enumerate(needs):
+        stages = range(rank, len(cut) - 1, pipeline)
+        layers = ", ".join(stage_of(cut, stage).summary for stage in stages)
+        name = f"stage {rank}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+        again = sum(need.recompute_layers)
         lines.append(
-            f"  stage {stage} ({layers.summary}): {bytes_text(need.total_bytes)} = weights "
-            f"{bytes_text(need.weight_bytes)} + optimizer {bytes_text(need.state_bytes)} + activations "
-            f"{bytes_text(need.activation_bytes)}{recomputing} + workspace {bytes_text(need.workspace_bytes)}"
-            f"{'' if costs.fits(need) else '  <- too much'}"
+            f"  {name} ({layers}): {bytes_text(need.total_bytes)} = weights {bytes_text(need.weight_bytes)} + "
+            f"optimizer {bytes_text(need.state_bytes)} + activations {bytes_text(need.activation_bytes)}"
+            f"{f' ({again} layers recomputing)' if again else ''} + workspace {bytes_text(need.working_bytes)}"
+            f"{'' if search.costs.fits(need) else '  <- too much'}"
         )
-    options = [_option_text(config, changes) for changes in _single_changes(config, models, limit)]
+    trial = _Trial(config, models, limit, device)
+    options = [_option_text(config, changes) for changes in trial.single_changes()]
     if options:
         lines.append("What would fit, each planned by itself:")
     else:
-        together = _all_changes(config, models, limit)
+        together = trial.all_changes()
         if together is None:
             lines.append("No change that was tried fits, nor all of them together; use devices with more memory")
             return "\n".join(lines)
@@ -112,18 +146,67 @@ def does_not_fit(config: RunConfig, models: Models, costs: StageCosts, limit: in
     return "\n".join(lines + [f"  {option}" for option in options])
 
 
-def _single_changes(config: RunConfig, models: Models, limit: int) -> Iterator[dict[str, Any]]:
-    """For each kind of change the smallest one that fits."""
-    if config.parallel.boundaries is not None and _fits(config, models, limit, {"parallel.boundaries": None}):
-        yield {"parallel.boundaries": None}
-    if config.parallel.recompute_layers != "auto":
-        changes = {"parallel.recompute_layers": "auto"}
-        if _fits(config, models, limit, changes):
-            yield changes
-    for kind in (_more_stages, _fewer_packs, _shorter_packs, _half_precision):
-        found = next((c for c in kind(config, models) if _fits(config, models, limit, c)), None)
-        if found is not None:
-            yield found
+@dataclass(frozen=True)
+class _Trial:
+    """Looks for changes to a config with which it would fit."""
+
+    config: RunConfig
+    models: Models
+    limit: int
+    device: Device | None
+
+    def single_changes(self) -> Iterator[dict[str, Any]]:
+        """For each kind of change the smallest one that fits."""
+        parallel = self.config.parallel
+        freed: list[dict[str, Any]] = []
+        if parallel.boundaries is not None:
+            freed.append({"parallel.boundaries": None})
+        if parallel.recompute_layers != "auto":
+            freed.append({"parallel.recompute_layers": "auto"})
+        if parallel.chunks_per_rank not in ("auto", 1):
+            freed.append(
+                {"parallel.chunks_per_rank": 1, **({"parallel.boundaries": None} if parallel.boundaries else {})}
+            )
+        if parallel.encoder_run_ahead not in ("auto", 0):
+            freed.append({"parallel.encoder_run_ahead": "auto"})
+        yield from (changes for changes in freed if self.fits(changes))
+        for kind in (_more_stages, _fewer_packs, _shorter_packs, _half_precision):
+            found = next((changes for changes in kind(self.config, self.models) if self.fits(changes)), None)
+            if found is not None:
+                yield found
+
+    def all_changes(self) -> dict[str, Any] | None:
+        """Everything that saves memory at once, at the smallest pipeline degree that then fits."""
+        parallel = self.config.parallel
+        changes: dict[str, Any] = {}
+        if parallel.boundaries is not None:
+            changes["parallel.boundaries"] = None
+        if parallel.recompute_layers != "auto":
+            changes["parallel.recompute_layers"] = "auto"
+        if parallel.chunks_per_rank not in ("auto", 1):
+            changes["parallel.chunks_per_rank"] = 1
+        if parallel.encoder_run_ahead not in ("auto", 0):
+            changes["parallel.encoder_run_ahead"] = "auto"
+        for kind in (_half_precision, _fewer_packs, _shorter_packs):
+            for last in kind(self.config, self.models):
+                changes |= last
+        smaller = _changed(self.config, changes)
+        for more in ({}, *_more_stages(smaller, self.models)):
+            if self.fits(changes | more):
+                return changes | more
+        return None
+
+    def fits(self, changes: Mapping[str, Any]) -> bool:
+        """Whether the changed config can be planned; a calibration that was named is for the config as it is."""
+        changed = _changed(self.config, {**changes, "parallel.calibration": None})
+        costs = stage_costs(changed, self.models, self.limit, self.device)
+        parallel = changed.parallel
+        search = Search(costs, parallel.encoder_run_ahead)
+        if parallel.boundaries is not None:
+            return search.fits(search.with_encodes(given_cut(changed, costs)))
+        if parallel.encoder_run_ahead in ("auto", 0) and parallel.chunks_per_rank in ("auto", 1):
+            return best_cut(costs) is not None
+        return bool(search.find(parallel.chunks_per_rank))
 
 
 def _more_stages(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
@@ -149,31 +232,6 @@ def _shorter_packs(config: RunConfig, models: Models) -> Iterator[dict[str, Any]
 def _half_precision(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
     if config.model.llm.dtype == "float32":
         yield {"model.llm.dtype": "bfloat16"}
-
-
-def _all_changes(config: RunConfig, models: Models, limit: int) -> dict[str, Any] | None:
-    """Everything that saves memory at once, at the smallest pipeline degree that then fits."""
-    changes: dict[str, Any] = {}
-    if config.parallel.boundaries is not None:
-        changes["parallel.boundaries"] = None
-    if config.parallel.recompute_layers != "auto":
-        changes["parallel.recompute_layers"] = "auto"
-    for kind in (_half_precision, _fewer_packs, _shorter_packs):
-        for last in kind(config, models):
-            changes |= last
-    smaller = _changed(config, changes)
-    for more in ({}, *_more_stages(smaller, models)):
-        if _fits(config, models, limit, changes | more):
-            return changes | more
-    return None
-
-
-def _fits(config: RunConfig, models: Models, limit: int, changes: Mapping[str, Any]) -> bool:
-    changed = _changed(config, changes)
-    costs = stage_costs(changed, models, limit)
-    if changed.parallel.boundaries is None and not can_fit(costs):
-        return False
-    return find_cut(changed, costs) is not None
 
 
 def _changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:

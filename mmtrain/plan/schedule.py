@@ -1,19 +1,25 @@
-"""The order of work of every rank in one step, as lists of instructions: what the engine runs and estimates simulate.
+"""The order of work of every rank in one step, as lists of instructions: what the engine runs and is simulated.
 
-Stage `s` lives on pipeline rank `s % pipeline`. Training runs 1F1B: rank r first runs `pipeline - r - 1` forwards, then
-one forward and one backward in turn, so it never keeps more than `pipeline - r` micro-batches for backward. Stages
-upstream of the first trainable one run forwards only: nothing there needs a gradient.
+A rank holds `chunks_per_rank` stages: stage `s` lives on pipeline rank `s % pipeline`. With one stage a rank, training
+is 1F1B: rank r first runs `pipeline - r - 1` forwards, then one forward and one backward in turn, so it never keeps
+more than `pipeline - r` micro-batches for backward. With several it is interleaved 1F1B: micro-batches go round the
+ranks in groups of `pipeline`, and the idle share falls from (p - 1) / (m + p - 1) towards (p - 1) / (v m + p - 1) for v
+stages a rank, at the price of v times the messages. Stages upstream of the first trainable one run forwards only:
+nothing there needs a gradient.
+
+The vision encoder has instructions of its own, LOAD and ENCODE: while it is frozen it may run ahead of stage 0's
+forwards, into the next step too, wherever rank 0 would wait (`Encodes`).
 
 Messages are part of the lists. A receive is posted one compute (FORWARD or BACKWARD) ahead of its use and waited for at
 that use; a send is asynchronous and waited for at the step's end (waiting inside the step deadlocked 175 of 2,528
 schedules of a prototype). Messages of one (source rank, destination rank, kind) arrive in the order they were sent, so
-both sides must list them in the same order: `check_schedule` proves that, and that every rank reaches its end.
+both sides must list them in the same order: `schedule_check` proves that, and that every rank reaches its end.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -25,7 +31,8 @@ class Op(StrEnum):
     """What a rank can be told to do; `stage` and `microbatch` of the instruction say where and for which data."""
 
     LOAD = "load"  # stage 0: read a micro-batch
-    FORWARD = "forward"
+    ENCODE = "encode"  # stage 0: the vision encoder's forward, right after LOAD
+    FORWARD = "forward"  # all but the encoder
     BACKWARD = "backward"
     SEND_ACTIVATION = "send_activation"  # output of `stage`, to stage + 1
     RECEIVE_ACTIVATION = "receive_activation"  # post the receive of the input of `stage`, from stage - 1
@@ -36,6 +43,7 @@ class Op(StrEnum):
     OPTIMIZER_STEP = "optimizer_step"
 
 
+COMPUTES = frozenset({Op.FORWARD, Op.BACKWARD})
 SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
 RECEIVES = frozenset({Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT})
 # Every rank ends a step with these, also one with nothing to train: it takes part in the same collectives.
@@ -45,7 +53,10 @@ EVALUATION_END = (Op.REDUCE_STATISTICS,)
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One piece of work; stage and micro-batch are -1 where the whole rank is meant."""
+    """One piece of work; stage and micro-batch are -1 where the whole rank is meant.
+
+    Micro-batches count from 0 in each step; in LOAD and ENCODE, `microbatches_per_step` + k is the k-th of the next.
+    """
 
     op: Op
     stage: int = -1
@@ -58,7 +69,20 @@ class Instruction:
 Schedule = tuple[tuple[Instruction, ...], ...]
 
 
-class _Message(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Encodes:
+    """Where rank 0 runs the encoder: `before[i]` micro-batches right before its i-th compute, `before[-1]` at the end.
+
+    A step begins with the features of its first `ahead` micro-batches at hand, and leaves as many of the next.
+    """
+
+    ahead: int
+    before: tuple[int, ...]
+
+
+class Message(NamedTuple):
+    """What crosses from one rank to another."""
+
     source: int  # rank
     destination: int  # rank
     kind: str  # "activation" or "gradient"
@@ -67,16 +91,43 @@ class _Message(NamedTuple):
 
     @property
     def channel(self) -> tuple[int, int, str]:
+        """Messages of one channel arrive in the order in which they were sent."""
         return self.source, self.destination, self.kind
 
 
-def training_schedule(pipeline: int, microbatches: int, first_trainable_stage: int) -> Schedule:
-    """One training step of 1F1B, one list of instructions per pipeline rank.
+def training_schedule(
+    pipeline: int,
+    microbatches: int,
+    first_trainable_stage: int,
+    chunks_per_rank: int = 1,
+    encodes: Encodes | None = None,
+) -> Schedule:
+    """One training step, one list of instructions per pipeline rank.
 
     Backward runs on stages >= first_trainable_stage only; gradients are sent by stages > first_trainable_stage only.
-    Source of the order: PipeDream-flush (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    `encodes` None: each micro-batch is encoded right before stage 0's forward of it. Sources of the orders:
+    PipeDream-flush and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
     """
-    assert pipeline >= 1 and microbatches >= 1 and 0 <= first_trainable_stage < pipeline
+    stages = pipeline * chunks_per_rank
+    assert microbatches >= 1 and 0 <= first_trainable_stage < stages
+    if chunks_per_rank == 1:
+        orders = _one_stage_orders(pipeline, microbatches, first_trainable_stage)
+    else:
+        orders = _interleaved_orders(pipeline, microbatches, first_trainable_stage, chunks_per_rank)
+    orders[0] = _with_encodes(orders[0], microbatches, encodes)
+    return _with_messages(orders, stages, first_trainable_stage, TRAINING_END)
+
+
+def forward_schedule(pipeline: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:
+    """One evaluation pass: forwards only, then the statistics are reduced."""
+    assert pipeline >= 1 and microbatches >= 1
+    stages = pipeline * chunks_per_rank
+    orders = [_in_groups(rank, pipeline, stages, microbatches, Op.FORWARD) for rank in range(pipeline)]
+    orders[0] = _with_encodes(orders[0], microbatches, None)
+    return _with_messages(orders, stages, stages, EVALUATION_END)
+
+
+def _one_stage_orders(pipeline: int, microbatches: int, first_trainable_stage: int) -> list[list[Instruction]]:
     orders = []
     for rank in range(pipeline):
         forwards = [Instruction(Op.FORWARD, rank, k) for k in range(microbatches)]
@@ -89,26 +140,109 @@ def training_schedule(pipeline: int, microbatches: int, first_trainable_stage: i
             order += forwards[warmup + k : warmup + k + 1]
             order.append(Instruction(Op.BACKWARD, rank, k))
         orders.append(order)
-    return _with_messages(orders, pipeline, first_trainable_stage, TRAINING_END)
+    return orders
 
 
-def forward_schedule(pipeline: int, microbatches: int) -> Schedule:
-    """One evaluation pass: forwards only, then the statistics are reduced."""
-    assert pipeline >= 1 and microbatches >= 1
-    orders = [[Instruction(Op.FORWARD, rank, k) for k in range(microbatches)] for rank in range(pipeline)]
-    return _with_messages(orders, pipeline, pipeline, EVALUATION_END)
+def _in_groups(rank: int, pipeline: int, stages: int, microbatches: int, op: Op, first: int = 0) -> list[Instruction]:
+    """A rank's computes of one kind, stages from `first` on: groups of `pipeline` micro-batches, stage by stage."""
+    mine = range(rank, stages, pipeline)
+    order = []
+    for begin in range(0, microbatches, pipeline):
+        group = range(begin, min(begin + pipeline, microbatches))
+        for stage in reversed(mine) if op is Op.BACKWARD else mine:
+            order += [Instruction(op, stage, k) for k in group if stage >= first]
+    return order
+
+
+def _interleaved_orders(pipeline: int, microbatches: int, first: int, chunks: int) -> list[list[Instruction]]:
+    """Records a run in which every compute takes one tick and every rank does the first of its rules that it can.
+
+    1. A backward, once warmed up; but after a backward a forward, if one may run. 2. A forward, if fewer computes are
+    kept for backward than the rank's limit. Recorded, not written as a formula: Megatron's closed form holds for
+    multiples of `pipeline` micro-batches only, and not where a rank mixes frozen and trained stages.
+    """
+    stages = pipeline * chunks
+    forwards = [_in_groups(rank, pipeline, stages, microbatches, Op.FORWARD) for rank in range(pipeline)]
+    backwards = [_in_groups(rank, pipeline, stages, microbatches, Op.BACKWARD, first) for rank in range(pipeline)]
+    limit = [2 * (pipeline - rank - 1) + (chunks - 1) * pipeline + 1 for rank in range(pipeline)]
+    orders: list[list[Instruction]] = [[] for _ in range(pipeline)]
+    kept = [0] * pipeline
+    done: dict[Instruction, int] = {}  # the tick after which it is done
+    tick = 0
+
+    def ready(compute: Instruction) -> bool:
+        op, stage, k = compute.op, compute.stage, compute.microbatch
+        if op is Op.FORWARD:
+            needed = [Instruction(op, stage - 1, k)] if stage else []
+        else:
+            needed = [Instruction(Op.FORWARD, stage, k)]
+            needed += [Instruction(op, stage + 1, k)] if stage + 1 < stages else []
+        return all(done.get(x, tick) < tick for x in needed)
+
+    def may_forward(rank: int) -> bool:
+        return (
+            bool(forwards[rank])
+            and ready(forwards[rank][0])
+            and (forwards[rank][0].stage < first or kept[rank] < limit[rank])
+        )
+
+    def choose(rank: int) -> Instruction | None:
+        order = orders[rank]
+        warm = not forwards[rank] or kept[rank] >= limit[rank] or len(order) >= limit[rank] - 1
+        may_backward = warm and bool(backwards[rank]) and ready(backwards[rank][0])
+        just_went_back = bool(order) and order[-1].op is Op.BACKWARD
+        if may_backward and not (just_went_back and may_forward(rank) and kept[rank] < limit[rank]):
+            return backwards[rank].pop(0)
+        return forwards[rank].pop(0) if may_forward(rank) else None
+
+    while any(forwards) or any(backwards):
+        chosen = [choose(rank) for rank in range(pipeline)]
+        for rank, compute in enumerate(chosen):
+            if compute is not None:
+                orders[rank].append(compute)
+                done[compute] = tick
+                if compute.stage >= first:
+                    kept[rank] += 1 if compute.op is Op.FORWARD else -1
+        if not any(chosen) and tick > max(done.values()):
+            # A last group smaller than `pipeline` can leave all limits reached: the deepest forward may go on.
+            waiting = [(forwards[rank][0].stage, rank) for rank in range(pipeline) if forwards[rank]]
+            waiting = [(stage, rank) for stage, rank in waiting if ready(forwards[rank][0])]
+            assert waiting, "the recorded run cannot go on"
+            limit[max(waiting)[1]] += 1
+        tick += 1
+    return orders
+
+
+def _with_encodes(order: list[Instruction], microbatches: int, encodes: Encodes | None) -> list[Instruction]:
+    """Rank 0's computes with ENCODE among them."""
+    if encodes is None:
+        encodes = immediate_encodes(order)
+    result, encoded = [], encodes.ahead
+    for compute, count in zip([*order, None], encodes.before, strict=True):
+        result += [Instruction(Op.ENCODE, 0, encoded + i) for i in range(count)]
+        encoded += count
+        if compute is not None:
+            result.append(compute)
+    assert encoded == encodes.ahead + microbatches, "a step encodes as many micro-batches as it uses"
+    return result
+
+
+def immediate_encodes(instructions: Sequence[Instruction]) -> Encodes:
+    """No run-ahead: each micro-batch is encoded right before stage 0's forward of it."""
+    computes = [x for x in instructions if x.op in COMPUTES]
+    return Encodes(0, (*(int(x.op is Op.FORWARD and x.stage == 0) for x in computes), 0))
 
 
 def _with_messages(
     orders: Sequence[Sequence[Instruction]], stages: int, first_trainable_stage: int, end: Sequence[Op]
 ) -> Schedule:
-    """Adds LOAD, sends, receives and the step's end to each rank's computes; holds for several stages a rank."""
+    """Adds LOAD, sends, receives and the step's end to each rank's computes."""
     ranks = len(orders)
-    sent: dict[tuple[int, int, str], list[_Message]] = defaultdict(list)
-    place: dict[_Message, int] = {}
+    sent: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
+    place: dict[Message, int] = {}
     for order in orders:
         for compute in order:
-            message = _sent_after(compute, ranks, stages, first_trainable_stage)
+            message = sent_after(compute, ranks, stages, first_trainable_stage)
             if message is not None:
                 place[message] = len(sent[message.channel])
                 sent[message.channel].append(message)
@@ -118,8 +252,8 @@ def _with_messages(
         posted: dict[tuple[int, int, str], int] = defaultdict(int)
         instructions = []
         for i, compute in enumerate(order):
-            for soon in order[i : i + 1 + MESSAGES_POSTED_AHEAD]:
-                needed = _needed_before(soon, ranks, stages)
+            for soon in _soon(order, i):
+                needed = needed_before(soon, ranks, stages)
                 if needed is None:
                     continue
                 # A channel is first in, first out: whatever was sent before the needed message is received before it.
@@ -128,10 +262,10 @@ def _with_messages(
                     posted[needed.channel] += 1
                     op = Op.RECEIVE_ACTIVATION if message.kind == "activation" else Op.RECEIVE_GRADIENT
                     instructions.append(Instruction(op, message.consumer, message.microbatch))
-            if compute.op is Op.FORWARD and compute.stage == 0:
+            if compute.op is Op.ENCODE:
                 instructions.append(Instruction(Op.LOAD, 0, compute.microbatch))
             instructions.append(compute)
-            if _sent_after(compute, ranks, stages, first_trainable_stage) is not None:
+            if sent_after(compute, ranks, stages, first_trainable_stage) is not None:
                 op = Op.SEND_ACTIVATION if compute.op is Op.FORWARD else Op.SEND_GRADIENT
                 instructions.append(Instruction(op, compute.stage, compute.microbatch))
         instructions += [Instruction(op) for op in end]
@@ -139,177 +273,35 @@ def _with_messages(
     return tuple(schedule)
 
 
-def _sent_after(compute: Instruction, ranks: int, stages: int, first_trainable_stage: int) -> _Message | None:
-    """The message another rank needs from this compute; None where the next stage is here or needs nothing."""
+def _soon(order: Sequence[Instruction], i: int) -> list[Instruction]:
+    """The computes whose messages are to be expected at place i: MESSAGES_POSTED_AHEAD beyond the next one."""
+    computes: list[Instruction] = []
+    while i < len(order) and len(computes) <= MESSAGES_POSTED_AHEAD:
+        if order[i].op in COMPUTES:
+            computes.append(order[i])
+        i += 1
+    return computes
+
+
+def sent_after(compute: Instruction, ranks: int, stages: int, first_trainable_stage: int) -> Message | None:
+    """The message another rank needs from this instruction; None where the next stage is here or needs nothing."""
     stage, k = compute.stage, compute.microbatch
     if compute.op is Op.FORWARD and stage + 1 < stages:
-        message = _Message(stage % ranks, (stage + 1) % ranks, "activation", stage + 1, k)
+        message = Message(stage % ranks, (stage + 1) % ranks, "activation", stage + 1, k)
     elif compute.op is Op.BACKWARD and stage > first_trainable_stage:
-        message = _Message(stage % ranks, (stage - 1) % ranks, "gradient", stage - 1, k)
+        message = Message(stage % ranks, (stage - 1) % ranks, "gradient", stage - 1, k)
     else:
         return None
     return message if message.source != message.destination else None
 
 
-def _needed_before(compute: Instruction, ranks: int, stages: int) -> _Message | None:
-    """The message from another rank that this compute waits for."""
+def needed_before(compute: Instruction, ranks: int, stages: int) -> Message | None:
+    """The message from another rank that this instruction waits for."""
     stage, k = compute.stage, compute.microbatch
     if compute.op is Op.FORWARD and stage > 0:
-        message = _Message((stage - 1) % ranks, stage % ranks, "activation", stage, k)
+        message = Message((stage - 1) % ranks, stage % ranks, "activation", stage, k)
     elif compute.op is Op.BACKWARD and stage + 1 < stages:
-        message = _Message((stage + 1) % ranks, stage % ranks, "gradient", stage, k)
+        message = Message((stage + 1) % ranks, stage % ranks, "gradient", stage, k)
     else:
         return None
     return message if message.source != message.destination else None
-
-
-def check_schedule(
-    schedule: Schedule, microbatches: int, first_trainable_stage: int | None, *, chunks_per_rank: int = 1
-) -> None:
-    """Raises ValueError, naming rank and instruction, unless the schedule is one that every rank can finish.
-
-    Proves: each FORWARD once, each BACKWARD once from the first trainable stage on and none before it (None: an
-    evaluation, no BACKWARD at all); LOAD right before each FORWARD of stage 0; the sends and receives of each channel
-    are the same messages in the same order; nothing is sent before it is computed; all ranks reach their end with sends
-    asynchronous and a message arriving once both sides have posted it; every rank ends with the same collectives.
-    """
-    ranks, stages = len(schedule), len(schedule) * chunks_per_rank
-    first_backward = stages if first_trainable_stage is None else first_trainable_stage
-    end = EVALUATION_END if first_trainable_stage is None else TRAINING_END
-    for rank, instructions in enumerate(schedule):
-        _check_places(rank, instructions, ranks, stages, end)
-    _check_computes(schedule, microbatches, stages, first_backward)
-    _check_channels(schedule, ranks, stages, first_backward)
-    _check_progress(schedule, ranks, stages)
-
-
-def _place(rank: int, index: int, instruction: Instruction) -> str:
-    return f"rank {rank}, instruction {index}, {instruction}"
-
-
-def _check_places(rank: int, instructions: Sequence[Instruction], ranks: int, stages: int, end: Sequence[Op]) -> None:
-    """Stages are on their ranks, LOAD stands right before its FORWARD, the end is the agreed one and comes last."""
-    body, tail = instructions[: -len(end)], instructions[-len(end) :]
-    if tuple(tail) != tuple(Instruction(op) for op in end):
-        raise ValueError(f"rank {rank} must end with {', '.join(op.name for op in end)}")
-    for i, instruction in enumerate(body):
-        if instruction.op in TRAINING_END:
-            raise ValueError(f"{_place(rank, i, instruction)}: belongs to the end of the step")
-        if not 0 <= instruction.stage < stages or instruction.stage % ranks != rank:
-            raise ValueError(f"{_place(rank, i, instruction)}: this stage is not on this rank")
-        after = body[i + 1] if i + 1 < len(body) else None
-        if instruction.op is Op.LOAD and after != Instruction(Op.FORWARD, 0, instruction.microbatch):
-            raise ValueError(f"{_place(rank, i, instruction)}: must stand right before that micro-batch's FORWARD")
-        if instruction.op is Op.FORWARD and instruction.stage == 0:
-            before = body[i - 1] if i else None
-            if before != Instruction(Op.LOAD, 0, instruction.microbatch):
-                raise ValueError(f"{_place(rank, i, instruction)}: no LOAD right before it")
-
-
-def _check_computes(schedule: Schedule, microbatches: int, stages: int, first_backward: int) -> None:
-    """Each compute once, a backward after its forward, and no backward upstream of the first trainable stage."""
-    done: set[Instruction] = set()
-    for rank, instructions in enumerate(schedule):
-        for i, instruction in enumerate(instructions):
-            op, stage, k = instruction.op, instruction.stage, instruction.microbatch
-            if op not in (Op.FORWARD, Op.BACKWARD):
-                continue
-            if instruction in done:
-                raise ValueError(f"{_place(rank, i, instruction)}: runs a second time")
-            if op is Op.BACKWARD and stage < first_backward:
-                raise ValueError(f"{_place(rank, i, instruction)}: nothing at or before this stage trains")
-            if op is Op.BACKWARD and Instruction(Op.FORWARD, stage, k) not in done:
-                raise ValueError(f"{_place(rank, i, instruction)}: comes before its FORWARD")
-            done.add(instruction)
-    expected = {Instruction(Op.FORWARD, s, k) for s in range(stages) for k in range(microbatches)}
-    expected |= {Instruction(Op.BACKWARD, s, k) for s in range(first_backward, stages) for k in range(microbatches)}
-    for what, found in (("missing", expected - done), ("not part of this step", done - expected)):
-        if found:
-            least = min(found, key=lambda x: (x.stage, x.microbatch, x.op))
-            raise ValueError(f"rank {least.stage % len(schedule)}: {least} is {what}")
-
-
-def _messages(
-    rank: int, instructions: Sequence[Instruction], ranks: int
-) -> Iterator[tuple[int, Instruction, _Message]]:
-    """Position, instruction and message of each send and receive of one rank."""
-    for i, instruction in enumerate(instructions):
-        stage, k = instruction.stage, instruction.microbatch
-        if instruction.op is Op.SEND_ACTIVATION:
-            yield i, instruction, _Message(rank, (stage + 1) % ranks, "activation", stage + 1, k)
-        elif instruction.op is Op.SEND_GRADIENT:
-            yield i, instruction, _Message(rank, (stage - 1) % ranks, "gradient", stage - 1, k)
-        elif instruction.op is Op.RECEIVE_ACTIVATION:
-            yield i, instruction, _Message((stage - 1) % ranks, rank, "activation", stage, k)
-        elif instruction.op is Op.RECEIVE_GRADIENT:
-            yield i, instruction, _Message((stage + 1) % ranks, rank, "gradient", stage, k)
-
-
-def _check_channels(schedule: Schedule, ranks: int, stages: int, first_backward: int) -> None:
-    """Message i that a channel's source sends is message i that its destination receives, and none is sent twice."""
-    sides: tuple[dict, dict] = (defaultdict(list), defaultdict(list))
-    for rank, instructions in enumerate(schedule):
-        for i, instruction, message in _messages(rank, instructions, ranks):
-            where = _place(rank, i, instruction)
-            if not 0 <= message.consumer < stages or message.source == message.destination:
-                raise ValueError(f"{where}: there is no other rank at that end")
-            if message.kind == "gradient" and message.consumer < first_backward:
-                raise ValueError(f"{where}: gradient traffic upstream of the first trainable stage")
-            sides[instruction.op in RECEIVES][message.channel].append((message, where))
-    for channel in sorted(sides[0].keys() | sides[1].keys()):
-        sends, receives = sides[0][channel], sides[1][channel]
-        name = f"{channel[2]} channel from rank {channel[0]} to rank {channel[1]}"
-        seen = set()
-        for (sent, send_place), (received, receive_place) in zip(sends, receives, strict=False):
-            if sent != received:
-                raise ValueError(f"{name}: {send_place} meets {receive_place}")
-            if sent in seen:
-                raise ValueError(f"{name}: {send_place}: sent a second time")
-            seen.add(sent)
-        if len(sends) != len(receives):
-            more, kind = (sends, "receive") if len(sends) > len(receives) else (receives, "send")
-            raise ValueError(f"{name}: {more[min(len(sends), len(receives))][1]}: no matching {kind}")
-
-
-def _check_progress(schedule: Schedule, ranks: int, stages: int) -> None:
-    """Runs the lists: receives posted, sends never waited for; raises where no rank can go on."""
-    at = [0] * ranks
-    done: set[Instruction] = set()
-    sent: set[_Message] = set()
-    posted: set[_Message] = set()
-    messages = [{i: m for i, _, m in _messages(r, instructions, ranks)} for r, instructions in enumerate(schedule)]
-
-    def can_run(rank: int, index: int, instruction: Instruction) -> bool:
-        stage, k = instruction.stage, instruction.microbatch
-        needed = _needed_before(instruction, ranks, stages)
-        if needed is not None:
-            if needed not in posted:
-                raise ValueError(f"{_place(rank, index, instruction)}: its receive was not posted before it")
-            return needed in sent
-        if instruction.op is Op.FORWARD and stage > 0:  # the neighbouring chunk is on this very rank
-            return Instruction(Op.FORWARD, stage - 1, k) in done
-        if instruction.op is Op.BACKWARD and stage + 1 < stages:
-            return Instruction(Op.BACKWARD, stage + 1, k) in done
-        return True
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, instructions in enumerate(schedule):
-            while at[rank] < len(instructions) and can_run(rank, at[rank], instructions[at[rank]]):
-                instruction = instructions[at[rank]]
-                message = messages[rank].get(at[rank])
-                if instruction.op in SENDS:
-                    made_by = Op.FORWARD if instruction.op is Op.SEND_ACTIVATION else Op.BACKWARD
-                    if Instruction(made_by, instruction.stage, instruction.microbatch) not in done:
-                        raise ValueError(f"{_place(rank, at[rank], instruction)}: sent before it is computed")
-                    sent.add(message)
-                elif instruction.op in RECEIVES:
-                    posted.add(message)
-                else:
-                    done.add(instruction)
-                at[rank] += 1
-                moved = True
-    stuck = [_place(r, i, schedule[r][i]) for r, i in enumerate(at) if i < len(schedule[r])]
-    if stuck:
-        raise ValueError(f"deadlock: every rank waits: {'; '.join(stuck)}")

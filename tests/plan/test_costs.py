@@ -15,8 +15,20 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from mmtrain.config import RunConfig
 from mmtrain.model.attention import ATTENTION, document_positions
-from mmtrain.plan.block_costs import Attention, Flops, Place, block_parts, mean_context, place_of, total
-from mmtrain.plan.costs import LOGITS_PER_CHUNK, LayerCost, Models, layer_costs, workload
+from mmtrain.model.last_layer import LastLayer, Rows
+from mmtrain.plan.block_costs import Attention, Flops, Place, block_parts, last_context, mean_context, place_of, total
+from mmtrain.plan.costs import (
+    LOGITS_PER_CHUNK,
+    LayerCost,
+    Models,
+    RunCosts,
+    Workload,
+    document_of,
+    layer_kinds,
+    minimal_flops,
+    run_costs,
+    workload,
+)
 from mmtrain.plan.shapes import ParameterShape, llm_shape, projector_parameters, vision_shape
 
 VICUNA, CLIP = "lmsys/vicuna-7b-v1.5", "vit_large_patch14_clip_quickgelu_336.openai"
@@ -45,9 +57,15 @@ def models_of(config: RunConfig) -> Models:
     return Models(llm, vision, projector_parameters(config.model.projector.type, vision.width, llm.hidden_size))
 
 
-def layers_of(**values: object) -> tuple[LayerCost, ...]:
+def costs_of(**values: object) -> RunCosts:
     config = make_config(**values)
-    return layer_costs(config, models_of(config))
+    return run_costs(config, models_of(config))
+
+
+def layers_of(**values: object) -> tuple[LayerCost, ...]:
+    """Front, decoder layers, head; the last decoder layer as it is where the head is on another stage."""
+    costs = costs_of(**values)
+    return (*costs.layers[:-2], costs.whole_last, costs.layers[-1])
 
 
 # ---- FLOPs of real modules
@@ -79,7 +97,7 @@ MLA |= {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_
 MLA |= {"num_key_value_heads": 8, "first_k_dense_replace": 0, "head_dim": 16}
 
 
-def block_of(model: nn.Module, trained: Sequence[str] = ()) -> list:
+def block_of(model: nn.Module, trained: Sequence[str] = (), rows: int | None = None) -> list:
     """Parts of the model's only decoder layer; eager attention computes the full square of scores."""
     prefix = "layers.0."
     parameters = [ParameterShape(n, tuple(p.shape)) for n, p in model.named_parameters() if n.startswith(prefix)]
@@ -95,6 +113,7 @@ def block_of(model: nn.Module, trained: Sequence[str] = ()) -> list:
         4,
         experts=getattr(config, "num_experts", 0) or getattr(config, "n_routed_experts", 0) or 0,
         experts_per_token=getattr(config, "num_experts_per_tok", 0) or 0,
+        rows=rows,
     )
 
 
@@ -182,6 +201,63 @@ def test_a_token_pays_for_its_own_experts_only_but_all_are_stored() -> None:
     assert router in mlp
     mlp.remove(router)
     assert sum(flops for _, flops in mlp) == 2 * (2 * 3 * 256 * 128) * TOKENS  # 2 experts
+
+
+ROWS = 5
+
+
+def measured_on_rows(model: nn.Module, *, input_gradient: bool) -> tuple[int, int]:
+    """FLOPs of (forward, backward) of the decoder layer run for its last ROWS tokens alone, as the engine runs it."""
+    torch.manual_seed(0)
+    hidden = torch.randn(1, TOKENS, model.config.hidden_size, requires_grad=input_gradient)
+    layer, positions = model.layers[0], torch.arange(TOKENS)[None]
+    seen: dict = {}
+    handle = layer.register_forward_pre_hook(lambda _, args, options: seen.update(options), with_kwargs=True)
+    with torch.no_grad():
+        model(inputs_embeds=hidden, position_ids=positions, use_cache=False)
+    handle.remove()
+    options = {k: v for k, v in seen.items() if k not in ("hidden_states", "past_key_values", "use_cache")}
+    options["attention_mask"] = None
+    last_layer = LastLayer(layer, recompute=False)
+    last_layer.rows = Rows.of(torch.arange(TOKENS - ROWS, TOKENS), torch.device("cpu"))
+    with FlopCounterMode(display=False) as forward:
+        output = last_layer(hidden, **options)
+        output = output[0] if isinstance(output, tuple) else output
+    with FlopCounterMode(display=False) as backward:
+        if output.requires_grad:
+            output.sum().backward()
+    model.zero_grad()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "glm4", "olmo2", "starcoder2"])
+def test_flops_of_the_last_layer_on_rows_are_those_that_torch_counts(family: str) -> None:
+    model = one_layer(family)
+    frozen, _ = total(block_of(model, rows=ROWS), True)
+    forward, dgrad = measured_on_rows(model, input_gradient=True)
+    assert frozen.forward == pytest.approx(forward, rel=0.02)
+    assert frozen.dgrad == pytest.approx(dgrad, rel=0.02)
+    layer = [(n, p) for n, p in model.named_parameters() if n.startswith("layers.0.")]
+    for _, parameter in layer:
+        parameter.requires_grad_(True)
+    _, backward = measured_on_rows(model, input_gradient=True)
+    trained, _ = total(block_of(model, [n for n, _ in layer], ROWS), True)
+    assert trained.dgrad + trained.wgrad == pytest.approx(backward, rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_what_the_last_layer_on_rows_needs_is_keys_and_values_of_all_tokens_and_the_rest_of_rows(family: str) -> None:
+    needed, _ = total(block_of(one_layer(family), rows=ROWS), True, with_waste=False)
+    query, key_value, rest = 256 * 256, 2 * 256 * 64, 256 * 256 + 3 * 256 * 640
+    attention = 4 * 256 * TOKENS * ROWS
+    assert needed.forward == pytest.approx(2 * (key_value * TOKENS + (query + rest) * ROWS) + attention)
+    assert needed.dgrad == pytest.approx(2 * (key_value * TOKENS + (query + rest) * ROWS) + 2 * attention)
+
+
+def test_the_last_tokens_of_a_document_see_more_than_the_others() -> None:
+    for document, last, window in ((7, 2, None), (7, 7, None), (7, 3, 4), (656, 80, 128), (656, 80, None)):
+        seen = [min(i, window or document) for i in range(1, document + 1)]
+        assert last_context(document, last, window) == pytest.approx(sum(seen[-last:]) / last)
 
 
 def test_the_mean_context_is_the_mean_number_of_visible_keys() -> None:
@@ -282,18 +358,18 @@ def test_packed_documents_save_the_same(trained: bool) -> None:
 
 def test_a_vicuna_layer_keeps_132_kilobytes_a_token_frozen_and_195_trained() -> None:
     tokens = 2048
-    frozen = layers_of()[1].saved_bytes / tokens
+    frozen = layers_of()[1].kept_bytes / tokens
     # Two norms in fp32 with a factor per row; query, key, value, result; 32 log-sums; gate, its activation, up.
     assert frozen == 2 * (4 * 4096 + 4) + 4 * 4096 * 2 + 4 * 32 + 3 * 11008 * 2 == 131_720
     layer = layers_of(model__trainable=("llm.layers.0",))[1]
     upstream = layers_of(model__trainable=("projector", "llm.layers.0"))[1]
-    trained = upstream.saved_bytes / tokens
+    trained = upstream.kept_bytes / tokens
     # In addition the inputs of all matrices and the normed inputs of both norms.
     assert trained == frozen + 2 * (2 * 4096 + 4096 + 2 * 4096 + 11008) == 194_696
-    assert layer.saved_bytes == upstream.saved_bytes - tokens * (4 * 4096 + 4), (
+    assert layer.kept_bytes == upstream.kept_bytes - tokens * (4 * 4096 + 4), (
         "with nothing trainable upstream the input norm passes no gradient on; its own weight's needs the normed input"
     )
-    assert upstream.recomputed_bytes == tokens * 4096 * 2
+    assert upstream.kept_bytes_recomputing == tokens * 4096 * 2
 
 
 # ---- layers of a run, by hand
@@ -312,7 +388,7 @@ def test_vicuna_by_hand() -> None:
     assert head.weight_bytes == 2 * (32000 * 4096 + 4096)
     supervised = round(2 * 32000 * 4096 * 2048 * 0.12)
     assert head.flops == Flops(supervised, supervised, 0)
-    assert head.saved_bytes == round(2048 * (4 * 4096 + 4) + 2048 * 0.12 * 4096 * 2)
+    assert head.kept_bytes == round(2048 * 0.12 * (4 * 4096 + 4 + 4096 * 2)), "norm and head see supervised rows"
 
     projector = 1024 * 4096 + 4096 + 4096 * 4096 + 4096
     assert front.trainable == projector == 20_979_712
@@ -323,22 +399,89 @@ def test_vicuna_by_hand() -> None:
     images = 2048 / 656
     encoder = images * (23 * 577 * (2 * 12 * 1024**2 + 4 * 1024 * 577) + 576 * 2 * 1024 * 3 * 14**2)
     linear_1, linear_2 = (2 * 576 * images * n * 4096 for n in (1024, 4096))
-    assert front.flops.forward == pytest.approx(encoder + linear_1 + linear_2)
+    assert costs_of().encoder.forward == pytest.approx(encoder)
+    assert front.flops.forward == pytest.approx(linear_1 + linear_2)
     assert front.flops.dgrad == round(linear_2), "only what lies behind linear_1"
     assert front.flops.wgrad == round(linear_1 + linear_2)
-    assert front.saved_bytes == round(4 * (1024 + 4096 + 4096) * 576 * images), "inputs of linear_1, gelu, linear_2"
+    assert front.kept_bytes == round(4 * (1024 + 4096 + 4096) * 576 * images), "inputs of linear_1, gelu, linear_2"
 
 
 def test_a_llava_sample_costs_what_the_design_says() -> None:
-    """17.9 TFLOP of DESIGN 10, less 0.05 for the vision block after the selected one."""
-    flops = sum((layer.flops for layer in layers_of()), Flops())
-    assert flops.total / (2048 / 656) == pytest.approx(17.85e12, rel=0.01)
+    """TFLOP of a sample: 17.9 with nothing recomputed and the head on supervised tokens, 17.5 with the last layer so,
+    less 0.05 for the vision block after the selected one."""
+    costs, whole = costs_of(), layers_of()
+    samples = 2048 / 656
+    flops = sum((layer.flops for layer in whole), Flops(costs.encoder.forward))
+    assert flops.total / samples == pytest.approx(17.85e12, rel=0.01)
+    flops = sum((layer.flops for layer in costs.layers), Flops(costs.encoder.forward))
+    assert flops.total / samples == pytest.approx(17.45e12, rel=0.01)
+
+
+def test_minimal_flops_are_the_sum_of_what_cannot_be_left_out() -> None:
+    """A step of three documents by hand: one linear attention sum for all of them, rows of the last layer, the head."""
+    models = models_of(make_config())
+    lengths, supervised = (656, 700, 600), 240
+    tokens = sum(lengths)
+    work = Workload(tokens, document_of(lengths), 3, supervised)
+    matrices = 4 * 4096 * 4096 + 3 * 4096 * 11008
+    scores = sum(4 * 4096 * n * (n + 1) / 2 for n in lengths)
+    layer = 2 * matrices * tokens + scores, 2 * matrices * tokens + 2 * scores
+    last_matrices = 2 * (2 * 4096**2 * tokens + (2 * 4096**2 + 3 * 4096 * 11008) * supervised)
+    head = 2 * 32000 * 4096 * supervised
+    patches = 3 * 576
+    linear_1, linear_2 = (2 * patches * n * 4096 for n in (1024, 4096))
+    encoder = 3 * (23 * 577 * (2 * 12 * 1024**2 + 4 * 1024 * 577) + 576 * 2 * 1024 * 3 * 14**2)
+    minimal = minimal_flops(models, ("projector",), work)
+    last_scores = 4 * 4096 * supervised * 650  # what the last tokens of documents of about 650 see
+    assert minimal.forward == pytest.approx(
+        encoder + linear_1 + linear_2 + 31 * layer[0] + last_matrices + last_scores + head, rel=2e-4
+    )
+    assert minimal.dgrad == pytest.approx(linear_2 + 31 * layer[1] + last_matrices + 2 * last_scores + head, rel=2e-4)
+    assert minimal.wgrad == linear_1 + linear_2
+    half = minimal_flops(models, ("llm.layers.31",), work)
+    assert half.dgrad < 0.02 * minimal.dgrad and half.wgrad == pytest.approx(last_matrices, rel=1e-6)
+
+
+def test_what_is_computed_is_never_less_than_the_minimum() -> None:
+    for trainable in (("projector",), ("llm.layers.31",), ("vision", "projector"), ("llm.head",)):
+        costs = costs_of(model__trainable=trainable)
+        minimal = minimal_flops(models_of(make_config()), trainable, costs.work)
+        flops = sum((layer.flops for layer in costs.layers), Flops(costs.encoder.forward))
+        assert minimal.forward <= flops.forward and minimal.dgrad <= flops.dgrad and minimal.wgrad <= flops.wgrad
+        assert minimal.total >= 0.97 * flops.total
+
+
+def test_kinds_tell_layers_apart_that_cost_differently() -> None:
+    def kinds(*trainable: str) -> list[tuple[str, bool, bool]]:
+        config = make_config(model__trainable=trainable)
+        found = layer_kinds(config, models_of(config))
+        assert {layer.kind for layer in costs_of(model__trainable=trainable).layers} <= {kind.name for kind in found}
+        return [(kind.name, kind.input_gradient, bool(kind.trainable_names)) for kind in found]
+
+    ends = ("head", True, False)
+    assert kinds("projector") == [
+        ("encoder", False, False),
+        ("front", False, True),
+        ("llm.layers.0", True, False),
+        ("llm.layers.31 on rows", True, False),
+        ends,
+    ]
+    assert kinds("llm.layers.16") == [
+        ("encoder", False, False),
+        ("front", False, False),
+        ("llm.layers.0", False, False),
+        ("llm.layers.16", False, True),
+        ("llm.layers.17", True, False),
+        ("llm.layers.31 on rows", True, False),
+        ends,
+    ]
+    assert kinds("vision", "projector")[:2] == [("encoder", False, True), ("front", True, True)]
 
 
 def test_what_lies_before_everything_trainable_has_no_backward_and_keeps_nothing() -> None:
     layers = layers_of(model__trainable=("llm.layers.16.mlp",))
     for layer in layers[:17]:
-        assert layer.flops.dgrad == layer.flops.wgrad == layer.saved_bytes == layer.recomputed_bytes == 0
+        assert layer.flops.dgrad == layer.flops.wgrad == layer.kept_bytes == layer.kept_bytes_recomputing == 0
     first = layers[17]
     up_gate_down = 2 * 2048 * 4096 * 11008
     assert first.flops.wgrad == 3 * up_gate_down
@@ -354,7 +497,7 @@ def test_freezing_attention_alone_saves_its_weight_gradients_alone() -> None:
     assert everything.flops.wgrad - mlp_only.flops.wgrad == 2 * 2048 * 4 * 4096**2
     assert everything.flops.dgrad == mlp_only.flops.dgrad == norms_only.flops.dgrad
     assert norms_only.flops.wgrad == 0 and norms_only.trainable == 2 * 4096
-    assert everything.saved_bytes > mlp_only.saved_bytes > norms_only.saved_bytes > layers_of()[5].saved_bytes
+    assert everything.kept_bytes > mlp_only.kept_bytes > norms_only.kept_bytes > layers_of()[5].kept_bytes
     assert mlp_only.state_bytes == (4 + 12) * 3 * 4096 * 11008, "master weights besides the bf16 ones"
     assert mlp_only.weight_bytes == 2 * (3 * 4096 * 11008 + 4 * 4096**2 + 2 * 4096)
 
@@ -377,7 +520,7 @@ def test_a_trained_encoder_gets_a_backward() -> None:
     assert whole.flops.wgrad - frozen.flops.wgrad > 23 * block
     square = 4 * 1024 * 577 * 577 * 2048 / 656
     assert 22 * (block + square) < whole.flops.dgrad - last_block.flops.dgrad < 22 * (block + 2 * square) + 2 * block
-    assert frozen.saved_bytes < last_block.saved_bytes < whole.saved_bytes
+    assert frozen.kept_bytes < last_block.kept_bytes < whole.kept_bytes
     one_matrix = layers_of(model__trainable=("projector", "vision.blocks.21.mlp.fc2"))[0]
     linear_1 = 576 * 2048 / 656 * 2 * 1024 * 4096
     behind = block + 2 * square + linear_1  # the next block, and now linear_1's input too
@@ -388,11 +531,11 @@ def test_sizes_follow_pack_length_packs_per_microbatch_and_dtype() -> None:
     base = layers_of()[3]
     for values in ({"data__pack_length": 4096}, {"train__packs_per_microbatch": 2}):
         double = layers_of(**values)[3]
-        assert double.flops == base.flops * 2 and double.saved_bytes == 2 * base.saved_bytes
+        assert double.flops == base.flops * 2 and double.kept_bytes == 2 * base.kept_bytes
         assert double.weight_bytes == base.weight_bytes
     full = layers_of(model__llm__dtype="float32")[3]
     assert full.flops == base.flops and full.weight_bytes == 2 * base.weight_bytes
-    assert full.saved_bytes == 2048 * (2 * (4 * 4096 + 4) + 4 * 4096 * 4 + 4 * 32 + 3 * 11008 * 4)
+    assert full.kept_bytes == 2048 * (2 * (4 * 4096 + 4) + 4 * 4096 * 4 + 4 * 32 + 3 * 11008 * 4)
 
 
 def test_the_expected_contents_of_a_microbatch() -> None:
@@ -403,5 +546,7 @@ def test_the_expected_contents_of_a_microbatch() -> None:
 
 
 def test_the_head_makes_logits_of_at_most_a_chunk() -> None:
-    assert layers_of()[-1].workspace_bytes == LOGITS_PER_CHUNK * (2 + 3 * 4)
-    assert layers_of(data__pack_length=100)[-1].workspace_bytes == 100 * 32000 * (2 + 3 * 4)
+    many = layers_of(data__pack_length=8192, data__expected_supervised_fraction=0.5)[-1]
+    assert many.forward_working_bytes == LOGITS_PER_CHUNK * (2 + 3 * 4)
+    few = layers_of(data__pack_length=1000)[-1]
+    assert few.forward_working_bytes == 120 * 32000 * (2 + 3 * 4), "of supervised tokens alone"

@@ -1,19 +1,24 @@
-"""Instruction lists of 1F1B: one written by hand, all small pipelines checked, and the checker itself tested."""
+"""Instruction lists: some written by hand, all small pipelines through the checker, and the checker itself tested."""
 
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
+from mmtrain.plan.run_ahead import best_encodes, most_buffered
 from mmtrain.plan.schedule import (
+    COMPUTES,
+    Encodes,
     Instruction,
     Op,
     Schedule,
-    check_schedule,
     forward_schedule,
     training_schedule,
 )
+from mmtrain.plan.schedule_check import check_schedule
+from mmtrain.plan.simulate import StageSeconds
 
 END = ("reduce_gradients", "reduce_statistics", "optimizer_step")
 
@@ -31,10 +36,12 @@ def test_two_ranks_and_two_microbatches_run_the_hand_written_lists() -> None:
     assert written(training_schedule(2, 2, 0)) == [
         [
             "load 0.0",
+            "encode 0.0",
             "forward 0.0",
             "send_activation 0.0",
             "receive_gradient 0.0",
             "load 0.1",
+            "encode 0.1",
             "forward 0.1",
             "send_activation 0.1",
             "receive_gradient 0.1",
@@ -58,7 +65,17 @@ def test_two_ranks_and_two_microbatches_run_the_hand_written_lists() -> None:
 
 def test_a_rank_upstream_of_the_first_trainable_stage_only_runs_forwards() -> None:
     assert written(training_schedule(2, 2, 1)) == [
-        ["load 0.0", "forward 0.0", "send_activation 0.0", "load 0.1", "forward 0.1", "send_activation 0.1", *END],
+        [
+            "load 0.0",
+            "encode 0.0",
+            "forward 0.0",
+            "send_activation 0.0",
+            "load 0.1",
+            "encode 0.1",
+            "forward 0.1",
+            "send_activation 0.1",
+            *END,
+        ],
         [
             "receive_activation 1.0",
             "forward 1.0",
@@ -73,34 +90,104 @@ def test_a_rank_upstream_of_the_first_trainable_stage_only_runs_forwards() -> No
 
 def test_one_rank_is_plain_gradient_accumulation() -> None:
     assert written(training_schedule(1, 2, 0)) == [
-        ["load 0.0", "forward 0.0", "backward 0.0", "load 0.1", "forward 0.1", "backward 0.1", *END]
+        [
+            "load 0.0",
+            "encode 0.0",
+            "forward 0.0",
+            "backward 0.0",
+            "load 0.1",
+            "encode 0.1",
+            "forward 0.1",
+            "backward 0.1",
+            *END,
+        ]
     ]
 
 
 def test_evaluation_runs_forwards_and_reduces_statistics_only() -> None:
     assert written(forward_schedule(2, 1)) == [
-        ["load 0.0", "forward 0.0", "send_activation 0.0", "reduce_statistics"],
+        ["load 0.0", "encode 0.0", "forward 0.0", "send_activation 0.0", "reduce_statistics"],
         ["receive_activation 1.0", "forward 1.0", "reduce_statistics"],
     ]
 
 
+def test_encodes_stand_where_they_are_told_and_reach_into_the_next_step() -> None:
+    """Two micro-batches, the first encoded when a step begins: it encodes the second, and at its end the next one."""
+    schedule = training_schedule(2, 2, 0, encodes=Encodes(1, (0, 0, 0, 1, 1)))
+    with pytest.raises(ValueError, match=r"FORWARD\(stage 0, micro-batch 1\): its ENCODE does not stand before it"):
+        check_schedule(schedule, 2, 0)
+    schedule = training_schedule(2, 2, 0, encodes=Encodes(1, (0, 1, 0, 0, 1)))
+    check_schedule(schedule, 2, 0)
+    assert written(schedule)[0] == [
+        "forward 0.0",
+        "send_activation 0.0",
+        "receive_gradient 0.0",
+        "load 0.1",
+        "encode 0.1",
+        "forward 0.1",
+        "send_activation 0.1",
+        "receive_gradient 0.1",
+        "backward 0.0",
+        "backward 0.1",
+        "load 0.2",
+        "encode 0.2",
+        *END,
+    ]
+    assert written(schedule)[1] == written(training_schedule(2, 2, 0))[1], "the other ranks do not notice"
+    assert most_buffered(schedule) == 1
+
+
+def schedules(pipeline: int):
+    """Every shape of p ranks: (micro-batches, chunks a rank, first trainable stage)."""
+    for microbatches, chunks in itertools.product(range(1, 17), (1, 2, 3)):
+        if pipeline > 1 or chunks == 1:
+            for first in range(pipeline * chunks):
+                yield microbatches, chunks, first
+
+
 @pytest.mark.parametrize("pipeline", range(1, 7))
 def test_every_schedule_passes_the_checker_and_keeps_its_promises(pipeline: int) -> None:
-    for microbatches in range(1, 17):
-        check_schedule(forward_schedule(pipeline, microbatches), microbatches, None)
-        for first in range(pipeline):
-            schedule = training_schedule(pipeline, microbatches, first)
-            check_schedule(schedule, microbatches, first)
-            for rank, instructions in enumerate(schedule):
-                ops = [x.op for x in instructions]
+    draw = random.Random(pipeline)
+    for microbatches, chunks, first in schedules(pipeline):
+        if chunks > 1 and first > 0 and draw.random() < 0.75:
+            continue  # of first trainable stages a quarter, to stay within seconds
+        schedule = training_schedule(pipeline, microbatches, first, chunks)
+        check_schedule(schedule, microbatches, first, chunks_per_rank=chunks)
+        for rank, instructions in enumerate(schedule):
+            ops = [x.op for x in instructions]
+            trained = sum(stage >= first for stage in range(rank, pipeline * chunks, pipeline))
+            assert ops.count(Op.FORWARD) == chunks * microbatches
+            assert ops.count(Op.BACKWARD) == trained * microbatches
+            assert ops.count(Op.LOAD) == ops.count(Op.ENCODE) == (microbatches if rank == 0 else 0)
+            assert_receives_are_posted_at_most_one_compute_ahead(instructions, first_in_first_out=chunks > 1)
+            if chunks == 1:
                 assert {x.stage for x in instructions} <= {rank, -1}
-                assert ops.count(Op.FORWARD) == microbatches
-                assert ops.count(Op.BACKWARD) == (microbatches if rank >= first else 0)
-                assert ops.count(Op.SEND_GRADIENT) == (microbatches if rank > first else 0)
-                assert ops.count(Op.RECEIVE_GRADIENT) == (microbatches if first <= rank < pipeline - 1 else 0)
-                assert ops.count(Op.LOAD) == (microbatches if rank == 0 else 0)
                 assert most_in_flight(instructions) <= (pipeline - rank if rank >= first else 0)
-                assert_receives_are_posted_at_most_one_compute_ahead(instructions)
+    for microbatches, chunks in {(m, v) for m, v, _ in schedules(pipeline)}:
+        schedule = forward_schedule(pipeline, microbatches, chunks)
+        check_schedule(schedule, microbatches, None, chunks_per_rank=chunks)
+
+
+@pytest.mark.parametrize("pipeline", range(2, 7))
+def test_every_schedule_with_an_encoder_that_runs_ahead_passes_the_checker(pipeline: int) -> None:
+    draw = random.Random(pipeline)
+    ahead = 0
+    for microbatches, chunks in itertools.product((1, 2, 5, 8, 16), (1, 2, 3)):
+        stages = pipeline * chunks
+        first, most = draw.choice([0, 0, draw.randrange(stages)]), draw.randrange(microbatches + 1)
+        seconds = StageSeconds(
+            forward=tuple(draw.uniform(0.5, 1.5) for _ in range(stages)),
+            backward=tuple(draw.uniform(0.5, 2) if s >= first else 0.0 for s in range(stages)),
+            encode=draw.uniform(0.1, 1) / chunks,
+            transfer=draw.choice([0.0, 0.1]),
+        )
+        for exactly in (None, most):
+            schedule, encodes, _ = best_encodes(pipeline, microbatches, first, chunks, seconds, most, exactly=exactly)
+            check_schedule(schedule, microbatches, first, chunks_per_rank=chunks)
+            assert most_buffered(schedule) <= max(most, 1), "a micro-batch is encoded before its forward in any case"
+            assert exactly is None or encodes.ahead == exactly
+            ahead += encodes.ahead > 0
+    assert ahead > 5
 
 
 def most_in_flight(instructions: tuple[Instruction, ...]) -> int:
@@ -116,13 +203,16 @@ def most_in_flight(instructions: tuple[Instruction, ...]) -> int:
     return most
 
 
-def assert_receives_are_posted_at_most_one_compute_ahead(instructions: tuple[Instruction, ...]) -> None:
+def assert_receives_are_posted_at_most_one_compute_ahead(
+    instructions: tuple[Instruction, ...], *, first_in_first_out: bool
+) -> None:
+    """With several chunks a receive may be posted earlier: whatever was sent before one that is needed comes first."""
     used_by = {Op.RECEIVE_ACTIVATION: Op.FORWARD, Op.RECEIVE_GRADIENT: Op.BACKWARD}
     for i, x in enumerate(instructions):
         if x.op in used_by:
             use = instructions.index(Instruction(used_by[x.op], x.stage, x.microbatch), i)
-            computes = [y for y in instructions[i:use] if y.op in (Op.FORWARD, Op.BACKWARD)]
-            assert len(computes) <= 1, (str(x), [str(y) for y in computes])
+            computes = [y for y in instructions[i:use] if y.op in COMPUTES]
+            assert first_in_first_out or len(computes) <= 1, (str(x), [str(y) for y in computes])
 
 
 @pytest.mark.parametrize(("pipeline", "microbatches", "first"), [(2, 2, 0), (3, 4, 1)])
@@ -195,12 +285,13 @@ def test_the_checker_names_all_ranks_of_a_deadlock() -> None:
     forwards_wait_for_backward = [
         Instruction(Op.RECEIVE_GRADIENT, 0, 0),
         Instruction(Op.LOAD, 0, 0),
+        Instruction(Op.ENCODE, 0, 0),
         Instruction(Op.FORWARD, 0, 0),
         Instruction(Op.BACKWARD, 0, 0),  # rank 1 cannot have sent this gradient: its activation is sent only below
         Instruction(Op.SEND_ACTIVATION, 0, 0),
     ]
     rest = [x for x in schedule[0] if x not in forwards_wait_for_backward]
-    with pytest.raises(ValueError, match=r"deadlock.*rank 0, instruction 3, BACKWARD.*rank 1, .*FORWARD\(stage 1"):
+    with pytest.raises(ValueError, match=r"deadlock.*rank 0, instruction 4, BACKWARD.*rank 1, .*FORWARD\(stage 1"):
         check_schedule(changed(schedule, 0, forwards_wait_for_backward + rest), 2, 0)
 
 
@@ -221,15 +312,22 @@ def test_the_checker_understands_several_chunks_per_rank() -> None:
     """Four stages on two ranks, written by hand: stages 0 and 2 on rank 0, 1 and 3 on rank 1, one micro-batch."""
 
     def lists(*ranks: str) -> Schedule:
-        ops = {"L": Op.LOAD, "F": Op.FORWARD, "B": Op.BACKWARD, "a": Op.SEND_ACTIVATION, "g": Op.SEND_GRADIENT}
+        ops = {
+            "L": Op.LOAD,
+            "E": Op.ENCODE,
+            "F": Op.FORWARD,
+            "B": Op.BACKWARD,
+            "a": Op.SEND_ACTIVATION,
+            "g": Op.SEND_GRADIENT,
+        }
         ops |= {"A": Op.RECEIVE_ACTIVATION, "G": Op.RECEIVE_GRADIENT}
         end = [Instruction(Op(op)) for op in END]
         return tuple((*(Instruction(ops[x[0]], int(x[1]), 0) for x in r.split()), *end) for r in ranks)
 
-    good = lists("L0 F0 a0 A2 F2 a2 G2 B2 g2 G0 B0", "A1 F1 a1 A3 F3 B3 g3 G1 B1 g1")
+    good = lists("L0 E0 F0 a0 A2 F2 a2 G2 B2 g2 G0 B0", "A1 F1 a1 A3 F3 B3 g3 G1 B1 g1")
     check_schedule(good, 1, 0, chunks_per_rank=2)
     with pytest.raises(ValueError, match=r"deadlock"):
-        late_forward = lists("L0 F0 a0 G2 A2 F2 B2 a2 g2 G0 B0", "A1 F1 a1 A3 F3 B3 g3 G1 B1 g1")
+        late_forward = lists("L0 E0 F0 a0 G2 A2 F2 B2 a2 g2 G0 B0", "A1 F1 a1 A3 F3 B3 g3 G1 B1 g1")
         check_schedule(late_forward, 1, 0, chunks_per_rank=2)
     with pytest.raises(ValueError, match=r"this stage is not on this rank"):
         check_schedule(good, 1, 0)

@@ -1,0 +1,201 @@
+"""What layers, messages and a step's end take on a device, measured: seconds and bytes, and the file that keeps them.
+
+measurement on the device --Calibration--> JSON in the cache, found by its key --timings, memory--> a plan in seconds
+
+A calibration holds for one key: device, ranks that compute on it at once, threads, models and what trains in them,
+sizes of a micro-batch, versions. It says nothing of layouts: any cut, schedule and recomputation is predicted from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from mmtrain.cache import cache_folder
+from mmtrain.config import RunConfig
+from mmtrain.errors import UserError
+from mmtrain.plan.costs import Models
+
+FORMAT = 1
+PACKAGES = ("torch", "transformers", "timm")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What computes. `ranks` share it and compute at once: all of a machine on a CPU, one on a GPU."""
+
+    name: str
+    ranks: int
+    threads: int  # CPU threads of each rank
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a calibration depends on; two runs with equal keys may share one."""
+
+    device: str
+    ranks: int
+    threads: int
+    models: str  # hash of all parameters' names and shapes and of the dtypes that they are stored in
+    trainable: tuple[str, ...]  # patterns
+    pack_length: int
+    packs_per_microbatch: int
+    expected_text_tokens: int
+    expected_supervised_fraction: float
+    versions: tuple[str, ...]  # of PACKAGES, as "name version"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMeasures:
+    """One kind of layer (see `costs.layer_kinds`), for one micro-batch of the expected contents.
+
+    Seconds are those that one more layer of this kind adds to a FORWARD or BACKWARD of its stage; bytes of a layer that
+    runs forward only are those without a graph. "Kept" bytes live from the layer's forward to its backward, its output
+    counted where the next layer keeps it as its input. "Working" bytes are the most that lives at once while the layer
+    runs beyond what was there when it began and, in forward, beyond what it keeps; weights are never counted.
+    """
+
+    forward_seconds: float
+    backward_seconds: float  # 0 where nothing runs backward
+    recomputing_seconds: float  # the backward if the layer recomputes its activations, its second forward included
+    kept_bytes: int
+    kept_bytes_recomputing: int
+    forward_working_bytes: int
+    backward_working_bytes: int
+    recomputing_working_bytes: int  # the backward's if the layer recomputes, what it makes again included
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Seconds of something that takes `fixed` and `per_byte` for each byte."""
+
+    fixed: float
+    per_byte: float
+
+    def __call__(self, size: float) -> float:
+        """Seconds for `size` bytes."""
+        return self.fixed + self.per_byte * size
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured on a device. Messages count all bytes of one instruction, hidden states and integers."""
+
+    key: Key
+    layers: Mapping[str, LayerMeasures]  # by name of the kind
+    compute_seconds: float  # overhead of one FORWARD or BACKWARD, beyond the sum of its layers
+    encode_seconds: float  # overhead of one ENCODE, with its LOAD, beyond the encoder's forward
+    send: Linear  # of the sender, while it posts a message
+    receive: Linear  # of the receiver, for posting and taking one that has arrived
+    transfer: Linear  # from the moment both sides have posted a message to its arrival
+    end_seconds: float  # a step's end: reductions and optimizer
+    matmul_flops_per_second: float  # of one rank, all `ranks` computing
+
+    def save(self, file: Path | None = None) -> Path:
+        """Write it, by default where `find` looks, and return the file. An existing one is replaced whole."""
+        file = file or cached_file(self.key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        partial.replace(file)
+        return file
+
+
+def cpu_device(config: RunConfig) -> Device:
+    """This machine's CPU, all ranks of the run on it, with the threads that they would be given."""
+    cores, ranks = len(os.sched_getaffinity(0)), config.parallel.pipeline * config.parallel.data
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    name = found[1].strip() if found else platform.processor() or platform.machine()
+    return Device(f"{name}, {cores} cores", ranks, config.parallel.threads_per_rank or max(1, cores // ranks))
+
+
+def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
+    """What a calibration for this run on this device must have been made for."""
+    shapes = [[p.name, *p.shape] for p in models.parameters]
+    facts = [shapes, models.vision.image_size, models.vision.blocks_run, models.llm.heads, models.llm.window]
+    dtypes = [config.model.llm.dtype, config.model.vision.dtype or config.model.llm.dtype]
+    return Key(
+        device=device.name,
+        ranks=device.ranks,
+        threads=device.threads,
+        models=hashlib.sha256(json.dumps([*facts, dtypes]).encode()).hexdigest()[:16],
+        trainable=config.model.trainable,
+        pack_length=config.data.pack_length,
+        packs_per_microbatch=config.train.packs_per_microbatch,
+        expected_text_tokens=config.data.expected_text_tokens,
+        expected_supervised_fraction=config.data.expected_supervised_fraction,
+        versions=tuple(f"{name} {_version(name)}" for name in PACKAGES),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def cached_file(key: Key) -> Path:
+    """Where the cache keeps the calibration for a key."""
+    digest = hashlib.sha256(json.dumps(asdict(key)).encode()).hexdigest()[:16]
+    return cache_folder("calibration") / f"{digest}.json"
+
+
+def find_calibration(config: RunConfig, models: Models, device: Device) -> Calibration | None:
+    """The calibration in `parallel.calibration`, else the cache's for this run on this device; None: there is none.
+
+    Raises UserError for a file that cannot be read, or is for another device, model, size or version, naming each.
+    """
+    wanted = calibration_key(config, models, device)
+    given = config.parallel.calibration
+    if given is None:
+        file = cached_file(wanted)
+        return load_calibration(file) if file.is_file() else None
+    found = load_calibration(Path(given).expanduser())
+    different = [
+        f"{field.name}: measured for {getattr(found.key, field.name)}, this run has {getattr(wanted, field.name)}"
+        for field in fields(Key)
+        if getattr(found.key, field.name) != getattr(wanted, field.name)
+    ]
+    if different:
+        lines = "\n  ".join(different)
+        raise UserError(
+            f"parallel.calibration: {given} is not for this run:\n  {lines}\n"
+            "calibrate this run on this device, or set parallel.calibration=null to plan without"
+        )
+    return found
+
+
+def load_calibration(file: Path) -> Calibration:
+    """Read a file that `Calibration.save` wrote; raises UserError, saying what is wrong, for anything else."""
+    try:
+        content = json.loads(file.read_text())
+        if content.pop("format", None) != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        layers = {name: _made(LayerMeasures, entry) for name, entry in content.pop("layers").items()}
+        parts = {name: _made(Linear, content.pop(name)) for name in ("send", "receive", "transfer")}
+        key = _made(Key, {k: tuple(v) if isinstance(v, list) else v for k, v in content.pop("key").items()})
+        return _made(Calibration, {"key": key, "layers": layers, **parts, **content})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{file}: no calibration that this version of mmtrain reads ({said}); calibrate again"
+        ) from error
+
+
+def _made(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """A dataclass of exactly these fields; numbers must be finite and not negative."""
+    for name, value in values.items():
+        if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} is {value}")
+    return kind(**values)

@@ -1,0 +1,378 @@
+"""The layout whose simulated step is shortest: cut x chunks per rank x recomputation x where the encoder runs.
+
+seeds (the best cut by its slowest rank, the uniform one, the even one) --move a layer to another stage while that is
+faster--> a cut for each number of chunks --encoder run-ahead--> the fastest, unless fewer chunks are as fast
+
+Where there are few cuts, all are tried.
+
+Every step is simulated from the instruction lists that the engine will run, with memory walked on the same lists. A
+bound spares most simulations: a rank cannot begin before its first input has passed the ranks before it, works
+microbatches x its seconds, and its last gradient must pass them back. The search is deterministic.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from mmtrain.plan.cut import (
+    Cut,
+    RankNeed,
+    Span,
+    StageCosts,
+    best_cut,
+    even_cut,
+    first_trainable_stage,
+    smallest_cut,
+    spans_of,
+    uniform_cut,
+)
+from mmtrain.plan.memory import Moment, moments
+from mmtrain.plan.run_ahead import best_encodes
+from mmtrain.plan.schedule import Schedule, training_schedule
+from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
+
+MOST_CHUNKS = 4
+CHUNK_GAIN = 0.01
+"""Share of a step that more chunks a rank must save: they cost messages, which may be dearer than assumed."""
+SIMULATED_INSTRUCTIONS = 1_000_000
+"""Of all moves together, half a second; the largest layouts then end at a cut that one more move might better."""
+FEW_CUTS = 400
+"""So many are all tried."""
+FEW_STAGES = 12
+"""Of so many all layers are moved anywhere, else those of the two slowest ranks."""
+MOST_SEEDS = 3
+HOPEFUL = 1.08
+"""Times the step to beat: a first cut that is slower is not worth moves."""
+MOST_TRIALS = 16
+"""Moves simulated before a cut counts as the best of its neighbours, those with the lowest bound first."""
+
+
+class _Shape(NamedTuple):
+    """What depends on a layout's form alone."""
+
+    schedule: Schedule
+    program: Program
+    moments: tuple[tuple[Moment, ...], ...]  # per rank
+
+
+class _Bound(NamedTuple):
+    """What a cut takes at least, to be compared in this order."""
+
+    overflow: int  # bytes beyond the limit, over all ranks
+    seconds: float
+    squares: float  # of ranks' seconds, so that descending does not stop at the first of several slow ranks
+    ranks: tuple[float, ...]
+
+
+class _Score(NamedTuple):
+    """How good a cut is; less is better, and what does not fit is worst."""
+
+    overflow: int  # bytes beyond the limit, over all ranks
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A layout with all that follows from it."""
+
+    cut: Cut
+    chunks_per_rank: int
+    first_trainable_stage: int
+    needs: tuple[RankNeed, ...]  # per pipeline rank
+    seconds: StageSeconds
+    schedule: Schedule
+    encode_ahead: int
+    simulation: Simulation
+
+    @property
+    def recompute_layers(self) -> tuple[int, ...]:
+        """Of each stage."""
+        return tuple(
+            self.needs[s % len(self.needs)].recompute_layers[s // len(self.needs)] for s in range(len(self.cut) - 1)
+        )
+
+
+class Search:
+    """Looks for layouts with the costs of one run; everything that is costly to make is made once."""
+
+    def __init__(self, costs: StageCosts, run_ahead: Literal["auto"] | int) -> None:
+        """`run_ahead`: how many micro-batches a step begins with encoded; auto: whatever is fastest."""
+        self.costs = costs
+        self.run_ahead = run_ahead
+        self.pipeline = costs.setting.pipeline
+        self.microbatches = costs.setting.microbatches_per_step
+        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self._needs: dict[tuple[int, int, int, tuple[Span, ...]], RankNeed] = {}
+        self._left = SIMULATED_INSTRUCTIONS
+
+    # ---- one layout
+
+    def layout(self, cut: Cut) -> Layout:
+        """A given cut, each micro-batch encoded right before its forward."""
+        chunks, first = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
+        shape = self._shape(chunks, first)
+        needs = self._needs_of(cut, chunks, first)
+        seconds = self._stage_seconds(needs, self.costs.timings.encode)
+        simulation = simulate(shape.program, seconds)
+        return Layout(cut, chunks, first, needs, seconds, shape.schedule, 0, simulation)
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether every rank of it fits."""
+        return all(self.costs.fits(need) for need in layout.needs)
+
+    def _shape(self, chunks: int, first: int) -> _Shape:
+        if (chunks, first) not in self._shapes:
+            schedule = training_schedule(self.pipeline, self.microbatches, first, chunks)
+            found = moments(schedule, chunks, first, self.costs.buffers, polls=self.costs.setting.polls_sends)
+            self._shapes[chunks, first] = _Shape(schedule, Program(schedule, chunks), found)
+        return self._shapes[chunks, first]
+
+    def _needs_of(self, cut: Cut, chunks: int, first: int) -> tuple[RankNeed, ...]:
+        needs = []
+        for rank in range(self.pipeline):
+            spans = tuple(self.costs.same_span(*span) for span in spans_of(cut, rank, self.pipeline))
+            key = chunks, first, rank, spans
+            if key not in self._needs:
+                self._needs[key] = self.costs.need(rank, spans, self._shape(chunks, first).moments[rank])
+            needs.append(self._needs[key])
+        return tuple(needs)
+
+    def _stage_seconds(self, needs: Sequence[RankNeed], encode: float) -> StageSeconds:
+        timings, stages = self.costs.timings, range(len(needs) * len(needs[0].stages))
+        found = [needs[s % len(needs)].stages[s // len(needs)] for s in stages]
+        return StageSeconds(
+            forward=tuple(stage.forward for stage in found),
+            backward=tuple(stage.backward for stage in found),
+            encode=encode,
+            send=timings.send,
+            receive=timings.receive,
+            transfer=timings.transfer,
+            end=timings.end,
+        )
+
+    # ---- moving layers
+
+    def _bound(self, cut: Cut, encode: float) -> _Bound:
+        """What a cut takes at least, without simulation."""
+        chunks, first = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
+        needs = self._needs_of(cut, chunks, first)
+        overflow = sum(max(0, need.total_bytes - self.costs.usable_bytes) for need in needs)
+        works = [sum(stage.forward + stage.backward for stage in need.stages) for need in needs]
+        works[0] += encode
+        ranks = []
+        before, behind, downstream = 0.0, 0.0, sum(works)
+        for rank, (need, work) in enumerate(zip(needs, works, strict=True)):
+            downstream -= work
+            least = before + self.microbatches * work + (behind if rank >= first else 0.0)
+            between = (
+                self.microbatches - self.pipeline + rank
+            )  # pairs after the first backward, before the last forward
+            if chunks == 1 and rank >= first and between >= 0:
+                least = max(least, before + behind + (between + 1) * work + 2 * downstream)
+            ranks.append(least)
+            before += need.stages[0].forward + encode * (rank == 0)
+            behind += need.stages[0].backward
+        return _Bound(overflow, max(ranks) + self.costs.timings.end, sum(x * x for x in ranks), tuple(ranks))
+
+    def _score(self, cut: Cut, encode: float) -> _Score | None:
+        """None where no more may be simulated."""
+        chunks, first = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
+        program, needs = self._shape(chunks, first).program, self._needs_of(cut, chunks, first)
+        if self._left < len(program.steps):
+            return None
+        self._left -= len(program.steps)
+        overflow = sum(max(0, need.total_bytes - self.costs.usable_bytes) for need in needs)
+        return _Score(overflow, simulate(program, self._stage_seconds(needs, encode)).seconds)
+
+    def _moves(self, cut: Cut, bound: _Bound) -> Iterator[Cut]:
+        """Cuts with one layer less in one stage and one more in another; of many stages those of the slowest ranks."""
+        stages = len(cut) - 1
+        slowest = sorted(range(self.pipeline), key=lambda rank: -bound.ranks[rank])
+        sources = set(slowest if stages <= FEW_STAGES else slowest[:2])
+        for source, target in itertools.permutations(range(stages), 2):
+            if source % self.pipeline in sources and cut[source + 1] - cut[source] > 1:
+                low, high, step = (source, target, -1) if source < target else (target, source, 1)
+                yield tuple(border + step * (low < i <= high) for i, border in enumerate(cut))
+
+    def improve(self, cut: Cut, encode: float) -> tuple[_Score, Cut]:
+        """Moves one layer at a time from a cut that may not fit, while its step gets shorter."""
+        best = self._score(cut, encode)
+        if best is None:
+            return _Score(0, math.inf), cut
+        moved = True
+        while moved:
+            moved = False
+            limit = best.overflow, best.seconds * (1 - 1e-9)
+            options = sorted((self._bound(x, encode), x) for x in self._moves(cut, self._bound(cut, encode)))
+            for bound, changed in options if len(cut) <= FEW_STAGES else options[:MOST_TRIALS]:
+                score = self._score(changed, encode) if bound[:2] < limit else None
+                if score is None:
+                    break
+                if score < limit:
+                    best, cut, moved = score, changed, True
+                    break
+        return best, cut
+
+    # ---- everything
+
+    def find(self, chunks: Literal["auto"] | int) -> tuple[Layout, ...]:
+        """The fastest layout that fits, of a number of chunks a rank or of any; empty if none was found.
+
+        Where it has several chunks, the best one with fewer that was found before follows.
+        """
+        counts = self._possible_chunks() if chunks == "auto" else (chunks,)
+        found: list[Layout] = []
+        for count in counts:
+            self._left = SIMULATED_INSTRUCTIONS * count // sum(counts)
+            best: Layout | None = None
+            limit = found[-1].simulation.seconds * (1 - CHUNK_GAIN) if found else math.inf
+            one_chunk = found[0].cut if found and found[0].chunks_per_rank == 1 else None
+            for cut in self._cuts(count, one_chunk, limit):
+                if self._without_encoder(cut) >= limit:
+                    continue
+                layout = self.with_encodes(cut)
+                if layout.simulation.seconds < limit and self.fits(layout):
+                    best, limit = layout, layout.simulation.seconds
+            if best is not None:
+                found.append(best)
+        return tuple(found[:-3:-1])
+
+    def _without_encoder(self, cut: Cut) -> float:
+        """Seconds if the encoder took none of rank 0's: run-ahead makes no step shorter than that."""
+        layout = self.layout(cut)
+        seconds = replace(layout.seconds, encode=0.0) if self._may_run_ahead() else layout.seconds
+        return simulate(self._shape(layout.chunks_per_rank, layout.first_trainable_stage).program, seconds).seconds
+
+    def _possible_chunks(self) -> tuple[int, ...]:
+        if self.pipeline == 1:
+            return (1,)
+        return tuple(v for v in range(1, MOST_CHUNKS + 1) if v == 1 or v * self.pipeline <= self.costs.count)
+
+    def _cuts(self, chunks: int, one_chunk: Cut | None, limit: float) -> list[Cut]:
+        """The best cuts found that fit, with the encoder before each forward, and with it in idle slots."""
+        found = []
+        encode = self.costs.timings.encode
+        counted = (encode, 0.0) if self._may_run_ahead() else (encode,)
+        share = self._left // len(counted)
+        for seconds in counted:
+            self._left = share
+            score, cut = self.improved(chunks, seconds, one_chunk, limit)
+            if score.overflow == 0 and score.seconds < math.inf:
+                found.append(cut)
+        return list(dict.fromkeys(found))
+
+    def improved(
+        self, chunks: int, encode: float, one_chunk: Cut | None = None, limit: float = math.inf
+    ) -> tuple[_Score, Cut]:
+        """The best of all cuts if they are few, else the best that moves make of some first cuts.
+
+        A first cut that is far beyond `limit` is left as it is.
+        """
+        stages, decoder = self.pipeline * chunks, self.costs.count - 2
+        if math.comb(decoder + 1, stages - 1) <= FEW_CUTS:
+            return self._best_of_all(stages, encode)
+        seeds: list[Cut | None] = [best_cut(self.costs) if chunks == 1 else even_cut(self.costs, stages)]
+        if stages <= decoder:
+            seeds.append(uniform_cut(decoder, stages))
+        if one_chunk is not None and chunks > 1:
+            seeds.append(_in_chunks(one_chunk, chunks))
+        scored = [(self._score(seed, encode), seed) for seed in dict.fromkeys(seeds) if seed is not None]
+        known = sorted((score, seed) for score, seed in scored if score is not None)
+        if not known:
+            return _Score(0, math.inf), even_cut(self.costs, stages)
+        results = known[:1]
+        for score, seed in known[:MOST_SEEDS]:
+            if score.overflow or score.seconds < limit * HOPEFUL:
+                results.append(self.improve(seed, encode))
+        return min(results)
+
+    def _best_of_all(self, stages: int, encode: float) -> tuple[_Score, Cut]:
+        """The best of all cuts into so many stages, those with the lowest bound first."""
+        borders = itertools.combinations(range(1, self.costs.count), stages - 1)
+        cuts = [(0, *inner, self.costs.count) for inner in borders]
+        best = _Score(0, math.inf), cuts[0]
+        known = False
+        for bound, cut in sorted((self._bound(cut, encode), cut) for cut in cuts):
+            if known and bound[:2] >= best[0]:
+                break
+            score = self._score(cut, encode)
+            if score is None:
+                break
+            if not known or score < best[0]:
+                best, known = (score, cut), True
+        return best
+
+    # ---- run-ahead
+
+    def _may_run_ahead(self) -> bool:
+        return self.pipeline > 1 and self.run_ahead != 0 and self.costs.costs.encoder.frozen
+
+    def least_memory(self, chunks: int) -> tuple[Cut, tuple[RankNeed, ...]]:
+        """For what fits nowhere: a cut that comes near, and its ranks' needs with what recomputation saves."""
+        cut = smallest_cut(self.costs) if chunks == 1 else self.improved(chunks, self.costs.timings.encode)[1]
+        return cut, self.smallest_needs(cut)
+
+    def smallest_needs(self, cut: Cut) -> tuple[RankNeed, ...]:
+        """What each rank of a cut needs at least."""
+        chunks, first = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
+        return tuple(
+            self.costs.smallest(rank, spans_of(cut, rank, self.pipeline), found)
+            for rank, found in enumerate(self._shape(chunks, first).moments)
+        )
+
+    def with_encodes(self, cut: Cut) -> Layout:
+        """A given cut with the encoder where it is best, as far as memory allows, or as the config asks."""
+        layout = self.layout(cut)
+        if self.run_ahead == 0 or not self.costs.costs.encoder.frozen:
+            return layout
+        buffered = max(1, self.costs.buffers.features + self.costs.buffers.batch)
+        most = self.microbatches if self.run_ahead == "auto" else self.run_ahead
+        if self.run_ahead == "auto" and self.costs.usable_bytes < math.inf:
+            room = self.costs.usable_bytes - layout.needs[0].total_bytes
+            most = min(most, max(0, math.floor(room / buffered)))
+        while True:
+            found = self._run_ahead(layout, most)
+            if self.run_ahead != "auto" or most == 0 or self.costs.fits(found.needs[0]):
+                return found
+            most //= 2
+
+    def _run_ahead(self, layout: Layout, most: int) -> Layout:
+        """The layout with at most `most` micro-batches encoded ahead; recomputes more only where that is asked for."""
+        chunks, first, spans = (
+            layout.chunks_per_rank,
+            layout.first_trainable_stage,
+            spans_of(layout.cut, 0, self.pipeline),
+        )
+        exactly = None if self.run_ahead == "auto" else self.run_ahead
+        shape = self.pipeline, self.microbatches, first, chunks
+        schedule, encodes, simulation = best_encodes(*shape, layout.seconds, most, exactly=exactly)
+        setting = self.costs.setting
+        found = moments(schedule, chunks, first, self.costs.buffers, polls=setting.polls_sends)[0]
+        seconds = layout.seconds
+        need = self.costs.need_of(spans, layout.needs[0].recompute_layers, found)
+        if exactly is not None and not self.costs.fits(need):
+            need = self.costs.need(0, spans, found)
+            seconds = self._stage_seconds((need, *layout.needs[1:]), seconds.encode)
+            simulation = simulate(Program(schedule, chunks), seconds)
+        return replace(
+            layout,
+            needs=(need, *layout.needs[1:]),
+            seconds=seconds,
+            schedule=schedule,
+            encode_ahead=encodes.ahead,
+            simulation=simulation,
+        )
+
+
+def _in_chunks(cut: Cut, chunks: int) -> Cut | None:
+    """Each rank's layers of a cut with one stage a rank in so many chunks; None if a rank has fewer layers."""
+    counts = [end - begin for begin, end in itertools.pairwise(cut)]
+    if min(counts) < chunks:
+        return None
+    # What does not divide goes to late chunks, whose activations are kept for less long; the front counts as a layer.
+    sizes = [(count + chunk) // chunks for chunk in range(chunks) for count in counts]
+    return tuple(itertools.accumulate(sizes, initial=0))

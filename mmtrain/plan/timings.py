@@ -1,0 +1,134 @@
+"""Seconds of everything that a step consists of: from a calibration, or, without one, assumed.
+
+costs --assumed_timings, or calibrated with measurements--> Timings --cut--> seconds of stages --simulate--> of a step
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mmtrain.errors import UserError
+from mmtrain.plan.calibration import Calibration, LayerMeasures
+from mmtrain.plan.costs import FP32, LayerCost, RunCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What is assumed of a device that was not measured. Every FLOP counts alike: only ratios to the rest matter."""
+
+    flops_per_second: float
+    bytes_per_second: float  # of a message on its way
+    latency_seconds: float  # from a message's post to its first byte
+    call_seconds: float  # of one FORWARD or BACKWARD, beyond its layers
+
+
+GPU = Assumptions(150e12, 12e9, 30e-6, 200e-6)
+"""Half of an A100's 312e12 in bfloat16; half of what PCIe 4.0 x16 carries one way (no NVLink: the likelier home of a
+pipeline); two NCCL kernels; Python and launches that the device waits for."""
+CPU = Assumptions(100e9, 3e9, 200e-6, 500e-6)
+"""One core in float32; gloo between processes of one machine, whose 4 MB cost their sender 1.4 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSeconds:
+    """One layer and one micro-batch."""
+
+    forward: float
+    backward: float  # 0 where nothing runs backward
+    recomputing: float  # the backward if the layer recomputes its activations
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds per micro-batch, of one rank while the others compute, too."""
+
+    device: str | None  # that was measured; None: all seconds are assumed, and only their ratios mean anything
+    layers: tuple[LayerSeconds, ...]  # front without the encoder's forward, decoder layers, head
+    whole_last: LayerSeconds  # the last decoder layer where the head is on another stage
+    encode: float
+    call: float  # of one FORWARD or BACKWARD, beyond its layers
+    send: float
+    receive: float
+    transfer: float
+    end: float  # of a step: reductions and optimizer
+
+
+def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timings:
+    """FLOPs at one rate, bytes at another, as assumed of a device."""
+
+    def seconds(layer: LayerCost) -> LayerSeconds:
+        flops = layer.flops
+        forward, backward = (x / device.flops_per_second for x in (flops.forward, flops.dgrad + flops.wgrad))
+        return LayerSeconds(forward, backward, backward + forward * bool(layer.kept_bytes))
+
+    gradient_bytes = FP32 * sum(layer.trainable for layer in costs.layers)
+    ring = 2 * (replicas - 1) / replicas * gradient_bytes / device.bytes_per_second
+    return Timings(
+        device=None,
+        layers=tuple(seconds(layer) for layer in costs.layers),
+        whole_last=seconds(costs.whole_last),
+        encode=costs.encoder.forward / device.flops_per_second,
+        call=device.call_seconds,
+        send=0.0,
+        receive=0.0,
+        transfer=device.latency_seconds + costs.hidden_bytes / device.bytes_per_second,
+        end=ring,
+    )
+
+
+def calibrated(costs: RunCosts, calibration: Calibration) -> tuple[RunCosts, Timings]:
+    """The costs with measured bytes, and measured seconds. Raises UserError where a kind of layer was not measured."""
+    missing = [kind.name for kind in costs.kinds if kind.name not in calibration.layers]
+    if missing:
+        raise UserError(
+            f"the calibration on {calibration.key.device} does not have {', '.join(missing)}: it was made by another "
+            "version of mmtrain; calibrate again, or delete it"
+        )
+    measures = calibration.layers
+    of_encoder = measures["encoder"]
+
+    def seconds(measured: LayerMeasures) -> LayerSeconds:
+        return LayerSeconds(measured.forward_seconds, measured.backward_seconds, measured.recomputing_seconds)
+
+    def cost(layer: LayerCost) -> LayerCost:
+        found = measures[layer.kind]
+        return replace(
+            layer,
+            kept_bytes=found.kept_bytes,
+            kept_bytes_recomputing=found.kept_bytes_recomputing,
+            forward_working_bytes=found.forward_working_bytes,
+            backward_working_bytes=found.backward_working_bytes,
+            recomputing_working_bytes=found.recomputing_working_bytes,
+        )
+
+    front, *rest = (cost(layer) for layer in costs.layers)
+    front_seconds, *rest_seconds = (seconds(measures[layer.kind]) for layer in costs.layers)
+    if not costs.encoder.frozen:  # its backward belongs to stage 0's
+        front = replace(
+            front,
+            kept_bytes=front.kept_bytes + of_encoder.kept_bytes,
+            kept_bytes_recomputing=front.kept_bytes_recomputing + of_encoder.kept_bytes,
+            backward_working_bytes=max(front.backward_working_bytes, of_encoder.backward_working_bytes),
+        )
+        backward = front_seconds.backward + of_encoder.backward_seconds
+        front_seconds = LayerSeconds(front_seconds.forward, backward, backward)
+    message = costs.hidden_bytes + costs.integer_bytes / 2  # on average: gradients come without integers
+    return (
+        replace(
+            costs,
+            layers=(front, *rest),
+            whole_last=cost(costs.whole_last),
+            encoder=replace(costs.encoder, working_bytes=of_encoder.forward_working_bytes),
+        ),
+        Timings(
+            device=calibration.key.device,
+            layers=(front_seconds, *rest_seconds),
+            whole_last=seconds(measures[costs.whole_last.kind]),
+            encode=of_encoder.forward_seconds + calibration.encode_seconds,
+            call=calibration.compute_seconds,
+            send=calibration.send(message),
+            receive=calibration.receive(message),
+            transfer=calibration.transfer(message),
+            end=calibration.end_seconds,
+        ),
+    )

@@ -1,0 +1,217 @@
+"""Calibrations: kept, found, refused where they do not fit, and what a plan makes of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from mmtrain.config import RunConfig, load_config
+from mmtrain.errors import UserError
+from mmtrain.plan.calibration import (
+    Calibration,
+    Device,
+    Key,
+    LayerMeasures,
+    Linear,
+    cached_file,
+    calibration_key,
+    cpu_device,
+    find_calibration,
+    load_calibration,
+)
+from mmtrain.plan.costs import layer_kinds, run_costs
+from mmtrain.plan.planner import make_plan, models_of, render
+from mmtrain.plan.timings import calibrated
+
+DEVICE = Device("Abacus 9000", 4, 2)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    return make_config(tmp_path)
+
+
+def make_config(folder: Path, *overrides: str) -> RunConfig:
+    file = folder / "config.yaml"
+    file.write_text(
+        """
+run: {name: test}
+model:
+  llm: {path: lmsys/vicuna-7b-v1.5}
+  vision: {name: vit_large_patch14_clip_quickgelu_336.openai}
+parallel: {pipeline: 4, chunks_per_rank: 1, encoder_run_ahead: 0}
+data: {shards: none.tar}
+train: {packs_per_step: 16, max_steps: 1}
+"""
+    )
+    return load_config(file, overrides)
+
+
+def measures(forward: float, backward: float) -> LayerMeasures:
+    return LayerMeasures(forward, backward, forward + backward, 1000, 100, 10, 20, 1200)
+
+
+def made_up(config: RunConfig, device: Device = DEVICE) -> Calibration:
+    """Decoder layers take 1 + 2 seconds, on rows 0.5 + 1; front 0.25 + 0.75, encoder 4, head 0.5 + 0.5."""
+    models = models_of(config)
+    seconds = {"encoder": (4.0, 0.0), "front": (0.25, 0.75), "head": (0.5, 0.5)}
+    layers = {}
+    for kind in layer_kinds(config, models):
+        layers[kind.name] = measures(*seconds.get(kind.name, (0.5, 1.0) if kind.on_rows else (1.0, 2.0)))
+    return Calibration(
+        key=calibration_key(config, models, device),
+        layers=layers,
+        compute_seconds=0.125,
+        encode_seconds=0.5,
+        send=Linear(0.01, 0.0),
+        receive=Linear(0.02, 0.0),
+        transfer=Linear(0.03, 0.0),
+        end_seconds=2.0,
+        matmul_flops_per_second=1e12,
+    )
+
+
+def test_a_calibration_that_was_saved_is_found_and_read_back(config, cache) -> None:
+    calibration = made_up(config)
+    file = calibration.save()
+    assert file == cached_file(calibration.key) and cache in file.parents
+    assert load_calibration(file) == calibration
+    assert find_calibration(config, models_of(config), DEVICE) == calibration
+    assert [x.name for x in file.parent.iterdir()] == [file.name], "nothing partial is left"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.pack_length=1024",
+        "train.packs_per_microbatch=2",
+        "data.expected_text_tokens=81",
+        "data.expected_supervised_fraction=0.2",
+        "model.trainable=[projector, llm.layers.31]",
+        "model.llm.path=lmsys/vicuna-13b-v1.5",
+        "model.llm.dtype=float32",
+        "model.vision.select_layer=-1",
+    ],
+)
+def test_a_calibration_is_for_one_run_and_one_device(tmp_path, cache, override) -> None:
+    config, changed = make_config(tmp_path), make_config(tmp_path, override)
+    made_up(config).save()
+    assert find_calibration(changed, models_of(changed), DEVICE) is None
+    for device in (replace(DEVICE, name="x"), replace(DEVICE, ranks=2), replace(DEVICE, threads=1)):
+        assert find_calibration(config, models_of(config), device) is None
+
+
+def test_a_calibration_does_not_depend_on_the_layout(tmp_path, cache) -> None:
+    calibration = made_up(make_config(tmp_path))
+    calibration.save()
+    for override in ("parallel.boundaries=[8, 16, 24]", "train.packs_per_step=32", "parallel.chunks_per_rank=2"):
+        changed = make_config(tmp_path, override)
+        assert find_calibration(changed, models_of(changed), DEVICE) == calibration
+
+
+def test_a_file_for_another_run_is_refused_with_all_that_differs(tmp_path, cache) -> None:
+    config = make_config(tmp_path)
+    file = made_up(config).save(tmp_path / "measured.json")
+    changed = make_config(tmp_path, f"parallel.calibration={file}", "data.pack_length=1024")
+    with pytest.raises(UserError) as error:
+        make_plan(changed, device=replace(DEVICE, threads=1))
+    message = str(error.value)
+    assert f"{file} is not for this run" in message and "parallel.calibration=null" in message
+    assert "pack_length: measured for 2048, this run has 1024" in message
+    assert "threads: measured for 2, this run has 1" in message and "trainable" not in message
+    named = make_config(tmp_path, f"parallel.calibration={file}")
+    assert make_plan(named, device=DEVICE).step_seconds is not None
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "other", "negative", "nan", "format", "extra"])
+def test_a_file_that_is_no_calibration_is_refused(config, tmp_path, damage) -> None:
+    file = made_up(config).save(tmp_path / "measured.json")
+    content = json.loads(file.read_text())
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut":
+        file.write_text(file.read_text()[:100])
+    elif damage == "other":
+        file.write_text("[1, 2]")
+    else:
+        content |= {
+            "negative": {"end_seconds": -1},
+            "nan": {"end_seconds": float("nan")},
+            "format": {"format": 99},
+        }.get(damage, {"more": 1})
+        file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"measured\.json: no calibration that this version of mmtrain reads"):
+        load_calibration(file)
+
+
+def test_every_field_of_the_key_is_compared() -> None:
+    assert {field.name for field in fields(Key)} == {
+        *("device", "ranks", "threads", "models", "trainable", "pack_length", "packs_per_microbatch"),
+        *("expected_text_tokens", "expected_supervised_fraction", "versions"),
+    }
+
+
+def test_a_cpu_is_named_with_its_cores_and_shared_by_all_ranks(tmp_path) -> None:
+    device = cpu_device(make_config(tmp_path, "parallel.data=2", "parallel.threads_per_rank=3"))
+    assert "cores" in device.name and device.ranks == 8 and device.threads == 3
+
+
+# ---- plans
+
+
+def test_a_calibrated_plan_adds_up_what_was_measured(config, cache) -> None:
+    made_up(config).save()
+    assert make_plan(config, device=replace(DEVICE, name="x")).step_seconds is None
+    plan = make_plan(config, device=DEVICE)
+    assert plan.costs == "calibrated on Abacus 9000" and plan.boundaries == (7, 15, 23)
+    seconds = plan.seconds
+    assert seconds.encode == 4.5 and seconds.end == 2.0
+    assert (seconds.send, seconds.receive, seconds.transfer) == (0.01, 0.02, 0.03)
+    assert seconds.forward == (0.125 + 0.25 + 7, 8.125, 8.125, 0.125 + 8 + 0.5 + 0.5)
+    assert seconds.backward == (0.125 + 0.75 + 14, 16.125, 16.125, 0.125 + 16 + 1 + 0.5)
+    table = render(plan)
+    assert f"step: {plan.step_seconds:,.3g} s, " in table and "costs: calibrated on Abacus 9000" in table
+    assert plan.step_seconds > 16 * (8.625 + 17.625)
+    for rank, count in zip(plan.ranks, (9, 8, 8, 10), strict=True):
+        inputs = 0 if rank.rank == 0 else 2048 * 4096 * 2
+        assert rank.activation_bytes > (4 - rank.rank) * (1000 * (count - 1 + (rank.rank != 0)) + inputs) - 1
+
+
+def test_the_last_layer_is_that_for_all_tokens_where_the_head_is_on_another_rank(config, tmp_path, cache) -> None:
+    made_up(config).save()
+    plan = make_plan(make_config(tmp_path, "parallel.boundaries=[8, 16, 32]"), device=DEVICE)
+    assert plan.seconds.forward[2:] == (0.125 + 16, 0.125 + 0.5)
+
+
+def test_measured_recomputation_is_what_a_recomputing_layer_takes(config, tmp_path, cache) -> None:
+    made_up(config).save()
+    plan = make_plan(
+        make_config(tmp_path, "parallel.recompute_layers=2", "parallel.boundaries=[8, 16, 24]"), device=DEVICE
+    )
+    assert plan.seconds.backward[1] == 0.125 + 6 * 2 + 2 * 3
+    assert plan.seconds.forward[1] == 8.125
+
+
+def test_an_encoder_that_trains_has_its_backward_in_the_front(tmp_path, cache) -> None:
+    config = make_config(tmp_path, "model.trainable=[projector, vision.blocks.22]")
+    calibration = made_up(config)
+    calibration = replace(calibration, layers={**calibration.layers, "encoder": measures(4.0, 3.0)})
+    costs, timings = calibrated(run_costs(config, models_of(config)), calibration)
+    assert timings.layers[0].backward == 3.75 and timings.encode == 4.5
+    assert costs.layers[0].kept_bytes == 2000
+
+
+def test_a_calibration_without_a_kind_of_layer_is_refused(config) -> None:
+    calibration = made_up(config)
+    layers = {name: found for name, found in calibration.layers.items() if name != "head"}
+    with pytest.raises(UserError, match=r"does not have head: it was made by another version"):
+        calibrated(run_costs(config, models_of(config)), replace(calibration, layers=layers))

@@ -1,0 +1,135 @@
+"""Simulated steps against drawings made by hand and known idle shares; encoders that run ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from mmtrain.plan.run_ahead import best_encodes, most_buffered
+from mmtrain.plan.schedule import Instruction, Op, training_schedule
+from mmtrain.plan.simulate import Program, Simulation, StageSeconds, most_in_flight, simulate
+
+
+def step_of(pipeline: int, microbatches: int, first: int, seconds: StageSeconds, **options: bool) -> Simulation:
+    chunks = len(seconds.forward) // pipeline
+    return simulate(Program(training_schedule(pipeline, microbatches, first, chunks), chunks), seconds, **options)
+
+
+@pytest.mark.parametrize(("pipeline", "microbatches"), [(1, 3), (2, 8), (4, 4), (4, 8), (8, 8)])
+def test_equal_stages_idle_by_the_known_share(pipeline: int, microbatches: int) -> None:
+    step = step_of(pipeline, microbatches, 0, StageSeconds((1.0,) * pipeline, (1.0,) * pipeline))
+    assert step.idle == pytest.approx([(pipeline - 1) / (microbatches + pipeline - 1)] * pipeline)
+    assert step.seconds == pytest.approx(2 * (microbatches + pipeline - 1))
+
+
+def test_equal_interleaved_stages_idle_by_the_known_share() -> None:
+    for pipeline, chunks, groups in itertools.product((2, 3, 4, 6), (2, 3, 4), (1, 2, 4)):
+        microbatches, stages = groups * pipeline, pipeline * chunks
+        step = step_of(pipeline, microbatches, 0, StageSeconds((1.0,) * stages, (1.0,) * stages))
+        known = (pipeline - 1) / (chunks * microbatches + pipeline - 1)
+        assert step.idle == pytest.approx([known] * pipeline), (pipeline, chunks, microbatches)
+
+
+def test_a_step_by_hand_has_the_idle_shares_of_its_drawing() -> None:
+    """p = 2, m = 2; forward 1 and 2, backward 3 and 1.
+
+    Rank 0: F0 0-1, F1 1-2, B0 4-7, B1 7-10. Rank 1: F0 1-3, B0 3-4, F1 4-6, B1 6-7.
+    """
+    step = step_of(2, 2, 0, StageSeconds((1, 2), (3, 1)), spans=True)
+    assert step.seconds == 10 and step.idle == pytest.approx((0.2, 0.4)) and step.mean_idle == pytest.approx(0.3)
+    drawn = {
+        (0, Op.FORWARD, 0): (0, 1),
+        (0, Op.FORWARD, 1): (1, 2),
+        (0, Op.BACKWARD, 0): (4, 7),
+        (0, Op.BACKWARD, 1): (7, 10),
+        (1, Op.FORWARD, 0): (1, 3),
+        (1, Op.BACKWARD, 0): (3, 4),
+        (1, Op.FORWARD, 1): (4, 6),
+        (1, Op.BACKWARD, 1): (6, 7),
+    }
+    assert {(x.rank, x.instruction.op, x.instruction.microbatch): (x.begin, x.end) for x in step.spans} == drawn
+
+
+def test_a_step_with_messages_encoder_and_end_by_hand() -> None:
+    """p = 2, m = 1: encode 1, forward 2 and 2, backward 3 and 4; sending 0.5, receiving 0.25, on the way 1, end 2.
+
+    Rank 0: E 0-1, F 1-3, send 3-3.5. On the way 3.5-4.5. Rank 1: F 4.5-6.75, B 6.75-10.75, send 10.75-11.25; 1 on the
+    way. Rank 0: B 12.25-15.5, then the end.
+    """
+    seconds = StageSeconds((2, 2), (3, 4), encode=1, send=0.5, receive=0.25, transfer=1, end=2)
+    step = step_of(2, 1, 0, seconds, spans=True)
+    assert step.seconds == 17.5
+    assert step.idle == pytest.approx((1 - (1 + 2 + 0.5 + 3.25 + 2) / 17.5, 1 - (2.25 + 4 + 0.5 + 2) / 17.5))
+    ends = {(x.rank, x.instruction.op): (x.begin, x.end) for x in step.spans}
+    assert ends[0, Op.ENCODE] == (0, 1) and ends[0, Op.SEND_ACTIVATION] == (3, 3.5)
+    assert ends[1, Op.FORWARD] == (4.5, 6.75) and ends[0, Op.BACKWARD] == (12.25, 15.5)
+    assert ends[0, Op.OPTIMIZER_STEP] == ends[1, Op.OPTIMIZER_STEP] == (15.5, 17.5)
+
+
+def test_forward_only_ranks_do_not_wait_for_gradients() -> None:
+    step = step_of(2, 8, 1, StageSeconds((2, 1), (0, 1)))
+    assert step.idle == pytest.approx((1 - 16 / 18, 1 - 16 / 18))
+
+
+def test_a_message_moves_once_its_receive_is_posted_one_compute_ahead() -> None:
+    """A forward-only rank has sent all by 0.4; rank 1 posts the next receive when a forward of 0.1 is done."""
+    step = step_of(2, 4, 1, StageSeconds((0.1, 0.1), (0, 0.1), transfer=1), spans=True)
+    begins = [x.begin for x in step.spans if x.rank == 1 and x.instruction.op is Op.FORWARD]
+    assert begins == pytest.approx([1.1, 2.2, 3.3, 4.4])
+
+
+def test_a_schedule_that_cannot_finish_has_no_program() -> None:
+    lists = ((Instruction(Op.RECEIVE_GRADIENT, 0, 0), Instruction(Op.BACKWARD, 0, 0)), ())
+    with pytest.raises(ValueError, match="every rank waits"):
+        Program(lists, 1)
+
+
+def test_bytes_in_flight_are_those_of_the_microbatches_that_wait_for_their_backward() -> None:
+    schedule = training_schedule(4, 8, 0)
+    assert [most_in_flight(rank, [10, 10, 10, 10]) for rank in schedule] == [40, 30, 20, 10]
+    assert most_in_flight(training_schedule(4, 8, 2)[1], [10, 10, 10, 10]) == 0
+
+
+# ---- encoders that run ahead
+
+
+def test_an_encoder_that_runs_ahead_is_never_slower_and_never_holds_more_than_it_may() -> None:
+    draw = random.Random(0)
+    gained = 0
+    for _ in range(60):
+        pipeline, chunks, microbatches = draw.randrange(2, 5), draw.randrange(1, 4), draw.randrange(1, 13)
+        stages, most = pipeline * chunks, draw.randrange(13)
+        first = draw.choice([0, 0, draw.randrange(stages)])
+        seconds = StageSeconds(
+            forward=tuple(draw.uniform(0.5, 1.5) for _ in range(stages)),
+            backward=tuple(draw.uniform(0.5, 2) if s >= first else 0.0 for s in range(stages)),
+            encode=draw.choice([0.0, draw.uniform(0.05, 1.5)]),
+            transfer=draw.choice([0.0, 0.2]),
+            send=draw.choice([0.0, 0.05]),
+            end=draw.choice([0.0, 0.3]),
+        )
+        without = step_of(pipeline, microbatches, first, seconds)
+        schedule, encodes, step = best_encodes(pipeline, microbatches, first, chunks, seconds, most)
+        assert step == simulate(Program(schedule, chunks), seconds), "what is promised is what the lists take"
+        assert step.seconds <= without.seconds
+        assert encodes.ahead <= min(most, microbatches) and most_buffered(schedule) <= max(1, most)
+        hidden = step_of(pipeline, microbatches, first, dataclasses.replace(seconds, encode=0.0))
+        assert step.seconds >= hidden.seconds - 1e-9
+        gained += step.seconds < 0.98 * without.seconds
+    assert gained >= 10
+
+
+def test_an_encoder_that_fits_into_what_is_idle_costs_nothing() -> None:
+    """p = 4, m = 4: rank 0 waits 6 of 14; four encodes of 1 fit there, the first of them for the step that follows."""
+    seconds = StageSeconds((1.0,) * 4, (1.0,) * 4, encode=1.0)
+    _, encodes, step = best_encodes(4, 4, 0, 1, seconds, 4)
+    assert step_of(4, 4, 0, seconds).seconds == pytest.approx(15)
+    assert step.seconds == pytest.approx(14) and encodes.ahead > 0
+
+
+def test_without_room_for_features_nothing_runs_ahead() -> None:
+    seconds = StageSeconds((1.0,) * 4, (1.0,) * 4, encode=1.0)
+    assert best_encodes(4, 4, 0, 1, seconds, 0)[0] == training_schedule(4, 4, 0)
