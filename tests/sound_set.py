@@ -79,7 +79,7 @@ def rows_by_hand(tiny: Path, tars: list[Path]) -> dict[str, Row]:
                 ]
                 before = [tokenizer.bos_token_id] + [IMAGE_POSITION] * (TOKENS_PER_IMAGE * len(images))
                 labels = [IGNORE] * (len(before) - 1) + caption + [IGNORE]
-                pixels = [transform(Image.open(io.BytesIO(image))) for image in images]
+                pixels = [transform.fitted(Image.open(io.BytesIO(image))) for image in images]
                 rows[name[:6]] = Row(torch.tensor(before + caption), torch.tensor(labels), pixels)
     return rows
 

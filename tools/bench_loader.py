@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from mmtrain.config import RunConfig
 from mmtrain.data.images import ImageTransform, image_transform
 from mmtrain.data.loader import PREFETCH, PackedBatches
+from mmtrain.data.packs import PackedBatch
 from mmtrain.data.samples import IGNORE, IMAGE_POSITION
 from mmtrain.data.text_lengths import load_tokenizer
 from mmtrain.plan.shapes import vision_shape
@@ -52,7 +53,7 @@ def race(folder: Path, pack_length: int, workers: int, repetitions: int) -> Time
     batches = PackedBatches(run_config(folder, pack_length, workers), 0, 1)
     plain = plain_loader(shards, pack_length, workers)
     contestants: dict[str, Callable[[], float]] = {
-        MMTRAIN: lambda: _drain(iter(batches), len(images), lambda batch: batch.keys),
+        MMTRAIN: lambda: _drain(_normalised(batches), len(images), lambda batch: batch.keys),
         WEBDATASET: lambda: _drain(iter(plain), len(images), lambda batch: batch.keys),
         PILLOW_BOUND: lambda: _bare_loop(lambda content: plain_fit(_opened(content), transform), images, processes),
         TRANSFORM_BOUND: lambda: _bare_loop(lambda content: transform(_opened(content)), images, processes),
@@ -155,7 +156,10 @@ def check_equal_work(folder: Path, pack_length: int) -> None:
     samples = len(read_images(shards))
     ours, theirs = (
         dict(itertools.islice(itertools.chain.from_iterable(map(_digests, batches)), samples))
-        for batches in (PackedBatches(run_config(folder, pack_length, 0), 0, 1), plain_loader(shards, pack_length, 0))
+        for batches in (
+            _normalised(PackedBatches(run_config(folder, pack_length, 0), 0, 1)),
+            plain_loader(shards, pack_length, 0),
+        )
     )
     assert len(ours) == len(theirs) == samples, f"{len(ours)}, {len(theirs)} and {samples} samples"
     different = [key for key in ours if ours[key] != theirs.get(key)]
@@ -177,6 +181,11 @@ def read_images(shards: list[str]) -> list[bytes]:
         with tarfile.open(shard) as tar:
             images += [tar.extractfile(member).read() for member in tar if member.name.endswith(".jpg")]
     return images
+
+
+def _normalised(batches: PackedBatches) -> Iterator[PackedBatch]:
+    """A loader's micro-batches with images as the rival's: in a run, they become float32 where the encoder is."""
+    return map(batches.documents.normalised, batches)
 
 
 def _drain(batches: Iterator[Any], samples: int, keys: Callable[[Any], Any]) -> float:

@@ -4,14 +4,14 @@ micro-batches that the engine takes --watch--> keys, faults, counts of this repl
 --end_step: gathered over the replicas, in their order--> rank 0 writes samples.jsonl (keys in global pack order),
 quarantine.jsonl; at each epoch's end its counts are compared with the plan's
 
-Only what the engine has taken counts, never what workers have prepared ahead.
+Only what a step has used counts, never what workers have prepared or the encoder has seen ahead of it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ class ReadAccount:
         self.say = say
         self.quarantine_file = folder / "quarantine.jsonl"
         self._quarantine: JsonLines | None = None
+        self._read_ahead: deque[PackedBatch] = deque()  # by the engine, without images, until a step has used them
         self._taken = _Taken()
         self._trained: Counter[int] = Counter()  # by epoch, over all replicas; kept by rank 0
         self._quarantined: Counter[int] = Counter()
@@ -91,9 +92,16 @@ class ReadAccount:
             say(f"samples.jsonl cannot tell all samples apart: {repeated:,} have a key that an earlier one has, too")
 
     def watch(self, batches: Iterator[PackedBatch]) -> Generator[PackedBatch]:
-        """The same micro-batches, each counted when it is taken."""
+        """The same micro-batches, each remembered when it is taken, and counted at the end of the step that uses it."""
         for batch in batches:
-            taken = self._taken
+            self._read_ahead.append(replace(batch, images=None))
+            yield batch
+
+    def _take(self, microbatches: int) -> None:
+        """Count the next micro-batches, in the order in which they were read."""
+        taken = self._taken
+        for _ in range(microbatches):
+            batch = self._read_ahead.popleft()
             if self.config.data.ledger:
                 taken.keys += batch.keys
             for epoch, samples in zip(batch.epochs, batch.samples_of_packs, strict=True):
@@ -101,7 +109,6 @@ class ReadAccount:
             for row, fault in batch.faults:
                 taken.faults.append((batch.epochs[row], fault))
                 taken.quarantined[batch.epochs[row]] += 1
-            yield batch
 
     def end_step(self, step: int, samples: int, quarantined: int) -> list[dict[str, Any]]:
         """Close a step in which all replicas together trained on `samples` and quarantined `quarantined`.
@@ -111,6 +118,8 @@ class ReadAccount:
         `data.max_quarantine_rate` is quarantined, with a list, and CountError where the samples of an epoch are not
         those that were planned.
         """
+        train = self.config.train
+        self._take(train.packs_per_step // (self.packed.replicas * train.packs_per_microbatch))
         self._read += samples + quarantined
         self._lost += quarantined
         taken_packs = (step + 1) * self.config.train.packs_per_step

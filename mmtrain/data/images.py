@@ -1,7 +1,7 @@
 """An image's way from a file's bytes to the encoder's input.
 
 bytes --header: how many pixels?--> --Pillow--> RGB (height, width) --fit--> (3, S, S) uint8
-      --/255, minus mean, over std--> (3, S, S) float32
+      --on the encoder's device: /255, minus mean, over std--> (3, S, S) float32
 
 fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspect_ratio: pad`). Price: the padding's
                  patches are tokens too
@@ -12,6 +12,7 @@ fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspec
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ class ImageTransform:
     def decode(self, content: bytes) -> torch.Tensor:
         """An image file's bytes as (3, image_size, image_size) uint8; raises what `decode_image` and `fitted` raise.
 
-        Not normalised yet: that makes four times as many bytes, which need not travel between processes.
+        Not normalised yet: that makes four times as many bytes, which need not travel between processes and devices.
         """
         return self.fitted(decode_image(content, self.max_pixels))
 
@@ -57,12 +58,9 @@ class ImageTransform:
         return self.normalise(self.fitted(image)[None])[0]
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
-        """(N, 3, S, S) uint8 as float32: of 0..1, minus mean, over std."""
-        pixels = images.numpy().astype(np.float32)
-        pixels /= np.float32(255)
-        pixels -= np.float32(self.mean)[:, None, None]
-        pixels /= np.float32(self.std)[:, None, None]
-        return torch.from_numpy(pixels)
+        """(N, 3, S, S) uint8, on any device, as float32: of 0..1, minus mean, over std."""
+        white, mean, std = _statistics(self.mean, self.std, images.device)
+        return images.to(torch.float32).div_(white).sub_(mean).div_(std)
 
     def fitted(self, image: Image.Image) -> torch.Tensor:
         """Turn an image of any size and mode into (3, image_size, image_size) uint8.
@@ -106,6 +104,15 @@ class ImageTransform:
     def _resize(self, image: Image.Image, size: tuple[int, int] | None = None) -> Image.Image:
         size = size or (self.image_size, self.image_size)
         return image.resize(size, Image.Resampling[self.interpolation.upper()])
+
+
+@functools.cache
+def _statistics(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """255, mean and std as tensors on the device: CUDA multiplies by the reciprocal of a number, which rounds twice."""
+    values = (torch.tensor(value, dtype=torch.float32, device=device) for value in ((255.0,), mean, std))
+    return tuple(value[:, None, None] for value in values)
 
 
 def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:

@@ -7,7 +7,7 @@
 5. text     the template: turns -> input_ids and labels; a length that is not the planned one ends the run
 6. images   `make_batch`: decoded and resized
 7. ahead    with workers, steps 4-6 run in other processes, each making every n-th micro-batch
-8. normal   images become float32 in the rank itself
+8. device   `to_device`: copied as they are; images become float32 where the encoder runs
 
 The whole state is the number of the next step: nothing was drawn that it does not tell.
 """
@@ -94,16 +94,12 @@ class Documents:
             )
         return document
 
-    def batch(self, packs: list[Pack]) -> PackedBatch:
-        """A micro-batch of packs."""
-        return self.normalised(self.decoded(packs))
-
-    def decoded(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
+    def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
         """A micro-batch of packs, its images uint8, in `buffer` if there is one."""
         return make_batch(packs, self.capacity.tokens, self.padding_id, self.transform.decode, buffer)
 
     def normalised(self, batch: PackedBatch) -> PackedBatch:
-        """The micro-batch with its images as the encoder takes them, in memory of their own."""
+        """The micro-batch with its images in float32, as a stock encoder takes them."""
         return batch if batch.images is None else replace(batch, images=self.transform.normalise(batch.images))
 
     @property
@@ -173,7 +169,7 @@ class PackedBatches:
     def __iter__(self) -> Iterator[PackedBatch]:
         workers = self.config.data.workers
         if workers == 0:
-            yield from map(self.documents.normalised, self._share(0, 1, itertools.repeat(None)))
+            yield from self._share(0, 1, itertools.repeat(None))
             return
         images = self.config.train.packs_per_microbatch * self.documents.most_images
         slots = _shared_memory(workers, images, self.documents.transform.image_size)
@@ -188,8 +184,7 @@ class PackedBatches:
         for number, sent in enumerate(batches):
             if isinstance(sent, UserError):
                 raise sent
-            # Normalising copies: the worker writes over the slot once the next micro-batch is asked for.
-            yield self.documents.normalised(sent.received(slots[number % workers, number // workers % SLOTS]))
+            yield sent.received(slots[number % workers, number // workers % SLOTS])
 
     def _share(self, worker: int, workers: int, buffers: Iterable[torch.Tensor | None]) -> Iterator[PackedBatch]:
         """Every `workers`-th micro-batch of this replica, from the `worker`-th on, images uint8 in the next buffer."""
@@ -202,7 +197,7 @@ class PackedBatches:
             for start in range(first, first + mine, train.packs_per_microbatch):
                 if next(numbers) % workers == worker:
                     packs = self.order.packs(start, train.packs_per_microbatch)
-                    yield self.documents.decoded([self._read(pack) for pack in packs], next(buffers))
+                    yield self.documents.batch([self._read(pack) for pack in packs], next(buffers))
 
     def _read(self, pack: PlannedPack) -> Pack:
         entries: list[Document | Gap] = []
@@ -236,7 +231,9 @@ class _Sent:
 
     def received(self, slot: torch.Tensor) -> PackedBatch:
         tokens = {name: torch.from_numpy(value) for name, value in self.fields.items() if isinstance(value, np.ndarray)}
-        return PackedBatch(**{**self.fields, **tokens, "images": slot[: self.images] if self.images else None})
+        # Copied: the worker writes over the slot once the next micro-batch is asked for.
+        images = slot[: self.images].clone() if self.images else None
+        return PackedBatch(**{**self.fields, **tokens, "images": images})
 
 
 class _Worker(IterableDataset):

@@ -1,11 +1,13 @@
 """From documents to a micro-batch's tensors.
 
 packs: lists of documents, and of gaps where samples are quarantined --make_batch--> PackedBatch: (B, L) tensors and
-images (N, 3, S, S)
+images (N, 3, S, S) --to_device--> the same where the model is
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 
 from mmtrain.data.records import Rejected
-from mmtrain.data.samples import IGNORE, Document, Fault
+from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document, Fault
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class PackedBatch:
     def samples(self) -> int:
         """Samples that are trained on."""
         return len(self.keys)
+
+    @functools.cached_property
+    def image_places(self) -> torch.Tensor:
+        """Places (P,) int64 of all image positions, over rows laid end to end."""
+        return (self.input_ids.flatten() == IMAGE_POSITION).nonzero().squeeze(1)
 
 
 def make_batch(
@@ -111,6 +118,21 @@ def make_batch(
         samples_of_packs=tuple(samples_of_packs),
         faults=tuple(faults),
     )
+
+
+def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
+    """The micro-batch with its tensors on `device`; nothing is copied if that is the CPU.
+
+    On CUDA the copies run from page-locked memory while the host goes on; kernels that use them wait for them. Image
+    places go with them: found on a GPU, they would have the host wait.
+    """
+    if torch.device(device).type != "cuda":
+        return batch
+    moved = copy.copy(batch)
+    for name, value in {**vars(batch), "image_places": batch.image_places}.items():
+        if isinstance(value, torch.Tensor):
+            setattr(moved, name, value.pin_memory().to(device, non_blocking=True))
+    return moved
 
 
 class _Images:

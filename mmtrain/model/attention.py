@@ -2,6 +2,7 @@
 
     position_ids (B, L) --document_positions--> the model's mask code --> packed_mask --> Documents (no (L, L) matrix)
     query (B, H, L, D), key and value (B, K, L, D), Documents --packed_attention--> (B, L, H, D)
+    query (1, H, S, D), key and value (B, K, L, D), Runs ------packed_attention--> (1, S, H, D), see last_layer
 
 Documents travel in the place of the attention mask, from the model's own mask code to every layer. So sliding windows
 and chunks are the ones that the model's config asks for, and a layer recomputed in backward gets the same documents.
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mmtrain.model.kernels import Documents, attend_by_document, attend_packed, use_flash
+from mmtrain.model.kernels import Documents, Runs, attend_by_document, attend_by_run, attend_packed, use_flash
 
 ATTENTION = "mmtrain_packed"
 """Name under which the mask and the attention are registered with transformers (`attn_implementation`)."""
@@ -69,23 +70,31 @@ def packed_mask(
     assert mask_function is not None
     row = torch.arange(batch_size, device=device)[:, None]
     later = torch.arange(1, q_length, device=device)[None]
-    if bool(torch.as_tensor(mask_function(row, 0, later - 1, later)).any()):
-        raise ValueError("packed attention is causal, and this model lets tokens see later ones")
-    # A token sees its left neighbour if and only if both are in one document (and in one chunk, for chunked attention).
-    joined = mask_function(row, 0, later, later - 1).expand(batch_size, q_length - 1)
     positions = _POSITIONS.get()
-    if positions is not None:
-        continued = positions[:, 1:] == positions[:, :-1] + 1
-        if local_size is not None and bool((continued & ~joined).any()):
-            # Chunks: they count from the document's start, also where transformers (5.17) counts from the row's.
-            joined = positions[:, 1:] % local_size != 0
-        joined = joined & continued
+    if positions is None:
+        positions = torch.arange(q_length, device=device)[None]
+    questions = (
+        mask_function(row, 0, later - 1, later),  # does a token see the next one?
+        mask_function(row, 0, later, later - 1),  # the one before? if and only if both are in one document, or chunk
+        positions[:, 1:] == positions[:, :-1] + 1,
+        positions[:, 1:] % (local_size or 1) != 0,
+    )
+    shape = (batch_size, q_length - 1)
+    # Together, and first of all: a GPU's queue runs empty when the host waits for an answer.
+    answers = torch.stack([torch.as_tensor(answer, device=device).expand(shape) for answer in questions]).cpu()
+    sees_later, joined, continued, in_chunk = answers
+    if bool(sees_later.any()):
+        raise ValueError("packed attention is causal, and this model lets tokens see later ones")
+    if local_size is not None and bool((continued & ~joined).any()):
+        # Chunks: they count from the document's start, also where transformers (5.17) counts from the row's.
+        joined = in_chunk
+    joined = joined & continued
     cuts: list[list[int]] = [[0] for _ in range(batch_size)]
     for b, left in (~joined).nonzero().tolist():
         cuts[b].append(left + 1)
     rows = tuple(tuple(zip(begins, [*begins[1:], q_length], strict=True)) for begins in cuts)
     borders = [b * q_length + begin for b, begins in enumerate(cuts) for begin in begins]
-    offsets = torch.tensor([*borders, batch_size * q_length], dtype=torch.int32, device=device)
+    offsets = torch.tensor([*borders, batch_size * q_length], dtype=torch.int32).to(device, non_blocking=True)
     return Documents(rows, local_size, offsets, max(end - begin for documents in rows for begin, end in documents))
 
 
@@ -94,7 +103,7 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Documents,
+    attention_mask: Documents | Runs,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -108,7 +117,7 @@ def packed_attention(
     this attention does not know: a family that needs it would otherwise be silently wrong.
     """
     name = type(module).__name__
-    if not isinstance(attention_mask, Documents):
+    if not isinstance(attention_mask, (Documents, Runs)):
         raise TypeError(f"{name} handed on {type(attention_mask).__name__} in the place of its documents")
     unknown = sorted(
         option
@@ -118,9 +127,10 @@ def packed_attention(
     if unknown or dropout or others.get("is_causal") is False:
         raise TypeError(f"{name} asks for attention with {unknown or ('dropout' if dropout else 'is_causal=False')}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if softcap is None and s_aux is None and use_flash(query, key, value, attention_mask.window):
+    if softcap is None and s_aux is None and use_flash(query, key, value, attention_mask):
         return attend_packed(query, key, value, attention_mask, scale), None
-    return attend_by_document(query, key, value, attention_mask, scale, softcap, s_aux), None
+    attend = attend_by_run if isinstance(attention_mask, Runs) else attend_by_document
+    return attend(query, key, value, attention_mask, scale, softcap, s_aux), None
 
 
 AttentionMaskInterface.register(ATTENTION, packed_mask)

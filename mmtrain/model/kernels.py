@@ -1,6 +1,7 @@
 """How packed attention is computed: one call per document anywhere, or one call for all documents on a GPU.
 
     query (B, H, L, D), key (B, K, L, D), value (B, K, L, E), Documents --kernel--> (B, L, H, E)
+    query (1, H, S, D), key (B, K, L, D), value (B, K, L, E), Runs --kernel--> (1, S, H, E), of S tokens alone
 
 scaled_dot_product_attention once per document runs on any device, and is the only way on a CPU: 1.5 s forward and
 backward for 4 layers and 2,048 tokens in 8 documents, where one dense mask takes 2.9 s. torch's variable-length flash
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+MOST_KEY_COPIES = 4
 # Added release by release: scale and window_size after 2.10, enable_gqa by 2.12.
 _FLASH_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 
@@ -41,6 +43,33 @@ class Documents:
     offsets: torch.Tensor
     longest: int
 
+    def at(self, places: torch.Tensor) -> Runs:
+        """The same for queries of some tokens alone: `places` (S,) int64, on the CPU, rising over rows end to end."""
+        length = self.rows[0][-1][1]
+        spans = [(row, begin, end) for row, documents in enumerate(self.rows) for begin, end in documents]
+        begins = torch.tensor([row * length + begin for row, begin, _ in spans])
+        document = torch.searchsorted(begins, places, right=True) - 1
+        breaks = (places.diff() != 1) | (document.diff() != 0)
+        firsts = [0, *(breaks.nonzero().flatten() + 1).tolist()] if len(places) else []
+        runs = []
+        for start, stop in itertools.pairwise([*firsts, len(places)]):
+            row, begin, _ = spans[int(document[start])]
+            first = int(places[start]) - row * length
+            runs.append((row, begin, first, first + stop - start))
+        return Runs(tuple(runs), self.window)
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Queries of some tokens alone, in the place of Documents: keys and values are still those of all tokens.
+
+    `runs` holds (row, begin, first, end) of every run of such tokens: the document of tokens [first, end) of a row
+    begins at `begin`, and each of them sees it as far as itself. Queries are laid end to end in this order.
+    """
+
+    runs: tuple[tuple[int, int, int, int], ...]
+    window: int | None
+
 
 def attend_by_document(
     query: torch.Tensor,
@@ -52,35 +81,55 @@ def attend_by_document(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One attention call per document, any device and dtype. Shapes as in `packed_attention`."""
-
-    def attend(rows: slice, begin: int, end: int) -> torch.Tensor:
-        q, k, v = (states[rows, :, begin:end] for states in (query, key, value))
-        if softcap is None and sinks is None:
-            return _scaled_dot_product(q, k, v, scale, documents.window)
-        return _explicit_softmax(q, k, v, scale, documents.window, softcap, sinks)
-
-    length = query.shape[2]
     if all(len(row) == 1 for row in documents.rows):
-        return attend(slice(None), 0, length).transpose(1, 2).contiguous()
-    outputs = [
-        torch.cat([attend(slice(b, b + 1), begin, end) for begin, end in row], dim=2)
-        for b, row in enumerate(documents.rows)
-    ]
-    return torch.cat(outputs).transpose(1, 2).contiguous()
+        return _attend(query, key, value, documents.window, scale, softcap, sinks).contiguous()
+    outputs = []
+    for row, *states in zip(documents.rows, query.split(1), key.split(1), value.split(1), strict=True):
+        # Split, not sliced: each slice's gradient would be written into a tensor of the whole length.
+        parts = (part.split([end - begin for begin, end in row], dim=2) for part in states)
+        attended = [_attend(*qkv, documents.window, scale, softcap, sinks) for qkv in zip(*parts, strict=True)]
+        outputs.append(torch.cat(attended, dim=1))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def attend_by_run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    runs: Runs,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One attention call per run, any device and dtype; `query` (1, H, S, D) to (1, S, H, E)."""
+    queries = iter(query.split([end - first for _, _, first, end in runs.runs], dim=2))
+    outputs = []
+    for row, of_row in itertools.groupby(runs.runs, key=lambda run: run[0]):
+        documents = [list(of_document) for _, of_document in itertools.groupby(of_row, key=lambda run: run[1])]
+        # Each document as far as its last run, and what lies between: see attend_by_document.
+        borders = [0, *(border for found in documents for border in (found[0][1], found[-1][3])), key.shape[2]]
+        sizes = [end - begin for begin, end in itertools.pairwise(borders)]
+        keys, values = (states[row : row + 1].split(sizes, dim=2)[1::2] for states in (key, value))
+        for found, k, v in zip(documents, keys, values, strict=True):
+            for _, begin, _, end in found:
+                states = (next(queries), k[:, :, : end - begin], v[:, :, : end - begin])
+                outputs.append(_attend(*states, runs.window, scale, softcap, sinks))
+    return torch.cat(outputs, dim=1)
 
 
 def attend_packed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    documents: Documents,
+    documents: Documents | Runs,
     scale: float,
     kernel: Callable[..., torch.Tensor] = varlen_attn,
 ) -> torch.Tensor:
     """All documents of all rows in one call of torch's variable-length flash attention (fp16 or bf16, on a GPU).
 
     Its window is (tokens to the left, tokens to the right), so a window of W tokens, itself included, is (W - 1, 0) and
-    plain causal attention is (-1, 0): torch.nn.attention.varlen. Shapes as in `packed_attention`.
+    plain causal attention is (-1, 0): torch.nn.attention.varlen. Where a sequence has fewer queries than keys, they are
+    its last tokens, as flash attention counts since 2.1. Shapes as in `packed_attention`.
     """
     batch, heads, length, width = query.shape
     value_width = value.shape[-1]
@@ -93,15 +142,17 @@ def attend_packed(
         else:
             key, value = (states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key, value))
     q, k, v = (states.transpose(1, 2).flatten(0, 1).contiguous() for states in (query, key, value))
+    if isinstance(documents, Runs):
+        seen, *sequences = _run_sequences(documents, key.shape[2], query.device)
+        k, v = k[seen], v[seen]
+    else:
+        sequences = [documents.offsets, documents.offsets, documents.longest, documents.longest]
     left = -1 if documents.window is None else documents.window - 1
     out = kernel(
         q,
         k,
         v,
-        documents.offsets,
-        documents.offsets,
-        documents.longest,
-        documents.longest,
+        *sequences,
         scale=scale,
         window_size=(left, 0),
         **options,
@@ -109,16 +160,37 @@ def attend_packed(
     return out.unflatten(0, (batch, length))[..., :value_width]
 
 
-def use_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> bool:
+def _run_sequences(
+    runs: Runs, length: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+    """Runs as sequences of their own: places of the keys that each sees, offsets of queries and of keys, the longest.
+
+    A document's keys come once for each of its runs.
+    """
+    asked = [end - first for _, _, first, end in runs.runs]
+    seen = [end - begin for _, begin, _, end in runs.runs]
+    places = torch.cat([torch.arange(row * length + begin, row * length + end) for row, begin, _, end in runs.runs])
+    offsets = (torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32) for counts in (asked, seen))
+    on_device = (tensor.to(device, non_blocking=True) for tensor in (places, *offsets))
+    return *on_device, max(asked), max(seen)
+
+
+def use_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | Runs) -> bool:
     """Whether the GPU kernel takes these tensors, and is right on this GPU.
 
-    Backward beyond a head width of 192 needs a data centre's GPU, so such heads (gemma) go document by document.
+    Backward beyond a head width of 192 needs a data centre's GPU, so such heads (gemma) go document by document; so do
+    runs so many that the keys they see, put end to end, are more than MOST_KEY_COPIES times the keys that there are.
     """
     width = query.shape[-1]
     half = query.dtype in (torch.float16, torch.bfloat16)
     if not query.is_cuda or not half or width % 8 or width > 192 or value.shape[-1] > width:
         return False
-    return _flash_agrees(query.shape[1] != key.shape[1], width, window is not None, query.dtype, query.device)
+    if isinstance(documents, Runs):
+        seen = sum(end - begin for _, begin, _, end in documents.runs)
+        if seen > MOST_KEY_COPIES * key.shape[0] * key.shape[2]:
+            return False
+    windowed = documents.window is not None
+    return _flash_agrees(query.shape[1] != key.shape[1], width, windowed, query.dtype, query.device)
 
 
 @functools.cache
@@ -149,8 +221,8 @@ def kernel_agrees(
 ) -> bool:
     """Whether a variable-length kernel gives what attention document by document gives in fp32, within rounding.
 
-    `groups` query heads share a key head; heads are `width` wide. A kernel that raises RuntimeError (flash attention on
-    a GPU before Ampere) does not agree.
+    It is asked for all tokens, and for some. `groups` query heads share a key head; heads are `width` wide. A kernel
+    that raises RuntimeError (flash attention on a GPU before Ampere) does not agree.
     """
     borders = (0, 13, 19, 20, 47 + (window or 0))  # the last document is longer than the window
     spans = tuple(itertools.pairwise(borders))
@@ -162,37 +234,60 @@ def kernel_agrees(
         torch.randn(1, heads, borders[-1], width, generator=generator, device=device) for heads in (2 * groups, 2, 2)
     )
     # Each document's first and last token outweigh the others for every query that sees them: a window that is off by
-    # one, or one token of another document, changes a result by as much as there is.
+    # one, or one token of another document or its own too few, changes a result by a good part of what there is.
     scale = width**-0.5
     query[..., 0], key[..., 0] = (14 / scale) ** 0.5, 0.0
     for i, (begin, end) in enumerate(spans):
-        for token in (begin, end - 1):
-            key[:, :, token, 0], value[:, :, token] = (14 / scale) ** 0.5, 3.0 * (-1) ** i
+        for token, size in ((end - 1, 1.5), (begin, 3.0)):
+            key[:, :, token, 0], value[:, :, token] = (14 / scale) ** 0.5, size * (-1) ** i
     query, key, value = (states.to(dtype) for states in (query, key, value))
+    some = torch.tensor([place for begin, end in spans for place in {begin, (begin + end) // 2, end - 1}]).sort().values
+    runs = documents.at(some)
     try:
         seen = attend_packed(query, key, value, documents, scale, kernel)
+        seen_by_some = attend_packed(query[:, :, some.to(device)], key, value, runs, scale, kernel)
     except RuntimeError:
         return False
     expected = attend_by_document(query.float(), key.float(), value.float(), documents, scale)
     # bf16 keeps 3 digits, of scores around 14 as well as of values.
-    return bool((seen.float() - expected).abs().max() <= 0.1 * expected.abs().max())
+    bound = 0.1 * expected.abs().max()
+    difference = (seen.float() - expected).abs().max()
+    difference_of_some = (seen_by_some.float() - expected[:, some.to(device)]).abs().max()
+    return bool((difference <= bound) & (difference_of_some <= bound))
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Boolean (length, length): which token (column) a token (row) of one document sees."""
-    i = torch.arange(length, device=device)
-    seen = i[:, None] >= i
-    return seen if window is None else seen & (i[:, None] - i < window)
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention on one document and its last m queries, (B, H, m, D) to (B, m, H, E)."""
+    if softcap is None and sinks is None:
+        return _scaled_dot_product(q, k, v, scale, window).transpose(1, 2)
+    return _explicit_softmax(q, k, v, scale, window, softcap, sinks).transpose(1, 2)
+
+
+def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Boolean (queries, keys): which token (column) each of the last tokens (rows) of one document sees."""
+    i, j = torch.arange(keys - queries, keys, device=device)[:, None], torch.arange(keys, device=device)
+    seen = i >= j
+    return seen if window is None else seen & (i - j < window)
 
 
 def _scaled_dot_product(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    """torch's own attention on one document, (B, H, n, D) to (B, H, n, E)."""
-    grouped, length = q.shape[1] != k.shape[1], q.shape[2]
-    if window is None or length <= window:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=scale, enable_gqa=grouped)
-    seen = _visible(length, window, q.device)
+    """torch's own attention on one document and its last m queries, (B, H, m, D) to (B, H, m, E)."""
+    grouped, queries, keys = q.shape[1] != k.shape[1], q.shape[2], k.shape[2]
+    if window is None or keys <= window:
+        if queries in (1, keys):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=scale, enable_gqa=grouped)
+        window = None
+    seen = _visible(queries, keys, window, q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped)
 
 
@@ -207,15 +302,16 @@ def _explicit_softmax(
 ) -> torch.Tensor:
     """Attention on one document with soft-capped scores and sinks, as gemma2 and gpt_oss define them in transformers.
 
-    Makes the (B, H, n, n) scores, which torch's fused kernels avoid: 4,096 tokens and 16 heads take 1 GB in fp32.
+    The queries are those of its last m of n tokens. Makes the (B, H, m, n) scores, which torch's fused kernels avoid:
+    4,096 tokens and 16 heads take 1 GB in fp32.
     """
-    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    queries, keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = q @ k.transpose(-1, -2) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~_visible(length, window, q.device), torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(~_visible(queries, keys, window, q.device), torch.finfo(scores.dtype).min)
     if sinks is not None:  # one more column that takes probability and gives nothing
         scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
-    return torch.softmax(scores.float(), dim=-1).to(q.dtype)[..., :length] @ v
+    return torch.softmax(scores.float(), dim=-1).to(q.dtype)[..., :keys] @ v

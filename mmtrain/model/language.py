@@ -1,7 +1,7 @@
 """A pipeline stage's part of a stock Hugging Face causal LM: embedding, some decoder layers, final norm and LM head.
 
     input_ids (B, L) --embed--> (B, L, D) --forward: decoder layers [first, last)--> (B, L, D)
-    last stage: forward also runs the final norm; rows (N, D) --logits--> (N, V)
+    last stage: forward also runs the final norm, or --forward_rows--> rows (S, D) of it --logits--> (S, V)
 
 No architecture is rewritten. The stock model keeps its config and the length of its layer list; what other stages hold
 is replaced (bookends.py). So layer indices, layer types and scalings stay what they are in the whole model. Cutting the
@@ -11,7 +11,6 @@ list instead is wrong wherever the stock forward scales its input: granite's 12 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -29,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from mmtrain.errors import UserError
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.bookends import Bookend, absent_modules, decoder_layers, decoder_path, holds_layer_0, replace
+from mmtrain.model.last_layer import LastLayer, Rows, recomputing
 from mmtrain.model.weights import open_tensors, tensor_files
 from mmtrain.plan.families import check_family, global_name
 from mmtrain.plan.model_files import model_folder, read_json
@@ -59,6 +58,8 @@ class LanguageSlice(nn.Module):
         self.has_embedding, self.has_head = embedding, head
         self.hidden_size: int = model.config.hidden_size
         self.vocab_size: int = model.config.vocab_size
+        self._recomputed = 0
+        self._last_layer: LastLayer | None = None
         self.eval()
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -74,6 +75,31 @@ class LanguageSlice(nn.Module):
         """
         if self.first == self.last and not self.has_head:
             return hidden
+        return self._run(hidden, position_ids)
+
+    def forward_rows(self, hidden: torch.Tensor, position_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """With the head: `forward`'s result for some tokens alone, (S, D).
+
+        `places` (S,) int64 rise over rows laid end to end; there may be none. What comes after the last use of other
+        tokens is left out: the final norm, and most of the last decoder layer after `narrow_last_layer`. On a GPU the
+        host waits for `places`, unless they are on the CPU.
+        """
+        assert self.has_head, "only a slice with the head has results that are not handed on"
+        count = len(places)
+        if count == 0:  # layers that get no token at all may fail; one row that is cut off keeps the graph
+            places = places.new_zeros(1)
+        rows = Rows.of(places, hidden.device)
+        if self.first == self.last:
+            return self._run(rows.of_tensor(hidden), rows.of_tensor(position_ids))[0, :count]
+        if self._last_layer is None:
+            return rows.of_tensor(self._run(hidden, position_ids))[0, :count]
+        self._last_layer.rows = rows
+        try:
+            return self._run(hidden, position_ids)[0, :count]
+        finally:
+            self._last_layer.rows = None
+
+    def _run(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         layers = decoder_layers(self.model)
         before = layers[self.first - 1] if self.first > 0 else None
         after = layers[self.last] if self.last < len(layers) else None
@@ -124,12 +150,27 @@ class LanguageSlice(nn.Module):
         works in eval mode, and it leaves the names of parameters as they are.
         """
         assert count >= 0, count
-        for i, layer in enumerate(decoder_layers(self.model)[self.first : self.last]):
+        self._recomputed = count
+        self._dress_layers(narrow=self._last_layer is not None)
+
+    def narrow_last_layer(self) -> None:
+        """Let `forward_rows` run the last decoder layer for its rows alone; see `parity.takes_rows` for which families.
+
+        Exact up to rounding, in gradients too, and with recomputation.
+        """
+        assert self.has_head and self.first < self.last, (
+            "the slice does not hold both the last decoder layer and the head"
+        )
+        self._dress_layers(narrow=True)
+
+    def _dress_layers(self, *, narrow: bool) -> None:
+        layers = decoder_layers(self.model)[self.first : self.last]
+        for i, layer in enumerate(layers):
             vars(layer).pop("forward", None)
-            if i < count:
-                layer.forward = functools.partial(
-                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-                )
+            if narrow and i == len(layers) - 1:
+                layer.forward = self._last_layer = LastLayer(layer, recompute=i < self._recomputed)
+            elif i < self._recomputed:
+                layer.forward = recomputing(layer.forward)
 
 
 def slice_of(

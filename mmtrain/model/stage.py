@@ -1,8 +1,9 @@
 """What one pipeline stage holds, with one boundary contract.
 
-stage 0       PackedBatch --embed, encode, project, fuse--> hidden (B, L, D)
+stage 0       PackedBatch --encode--> features (N, T, W) --project; embed, fuse--> hidden (B, L, D)
 every stage   hidden (B, L, D), position_ids (B, L) --decoder layers--> hidden (B, L, D)
-last stage    hidden (B, L, D), labels (B, L) --norm, head--> loss sum, supervised tokens (or predicted tokens)
+last stage    hidden (B, L, D), position_ids, labels (B, L) --decoder layers, norm, head--> loss sum, supervised tokens
+              (or predicted tokens); of the last decoder layer, what supervised tokens alone need
 
 Between stages travel hidden states in the LLM's dtype, position_ids and labels (int64), nothing else.
 """
@@ -10,18 +11,21 @@ Between stages travel hidden states in the LLM's dtype, position_ids and labels 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 from mmtrain.config import RunConfig
+from mmtrain.data.images import ImageTransform, image_transform
 from mmtrain.data.packs import PackedBatch
 from mmtrain.data.samples import IMAGE_POSITION
 from mmtrain.model.fusion import fuse
 from mmtrain.model.init_from import read_projector
 from mmtrain.model.language import LanguageSlice, load_slice
-from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum
+from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
+from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import make_projector
 from mmtrain.model.trainable import set_trainable
 from mmtrain.model.vision import VisionTower, load_vision
@@ -31,28 +35,45 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Front(nn.Module):
-    """Vision encoder and projector: images (N, 3, H, W) -> image embeddings (N, T, D), always on stage 0."""
+    """Vision encoder and projector: images (N, 3, S, S) -> image embeddings (N, T, D), always on stage 0.
 
-    def __init__(self, vision: VisionTower, projector: nn.Module) -> None:
+    `transform` tells how uint8 pixels are normalised; it is asked when the first ones come.
+    """
+
+    def __init__(self, vision: VisionTower, projector: nn.Module, transform: Callable[[], ImageTransform]) -> None:
         super().__init__()
         self.vision = vision
         self.projector = projector
+        self.transform = functools.cache(transform)
 
-    def forward(self, images: torch.Tensor | None) -> torch.Tensor:
-        """Embed images; without any, a dummy runs so that trainable parameters stay in the graph.
+    @property
+    def encoder_is_frozen(self) -> bool:
+        """Whether nothing of the encoder trains: then it may run ahead of everything else."""
+        return not any(p.requires_grad for p in self.vision.parameters())
 
-        Without the dummy a replica whose micro-batches hold no image would have no gradient to reduce while its peers
-        wait for one.
+    def encode(self, images: torch.Tensor | None) -> torch.Tensor | None:
+        """Images, uint8 or normalised float32, to features (N, T, W), without a graph if the encoder is frozen.
+
+        Without images: None, or the features of a black one where the encoder trains.
         """
-        device = next(self.projector.parameters()).device
-        trains = any(p.requires_grad for p in self.vision.parameters())
-        if images is None and not trains:
-            features = torch.zeros(1, 1, self.vision.width, device=device)
-        else:
+        if images is None:
+            if self.encoder_is_frozen:
+                return None
             size = self.vision.image_size
-            pixels = torch.zeros(1, 3, size, size, device=device) if images is None else images
-            with contextlib.nullcontext() if trains else torch.no_grad():
-                features = self.vision(pixels)
+            images = torch.zeros(1, 3, size, size, device=next(self.projector.parameters()).device)
+        elif images.dtype == torch.uint8:
+            images = self.transform().normalise(images)
+        with torch.no_grad() if self.encoder_is_frozen else contextlib.nullcontext():
+            return self.vision(images)
+
+    def forward(self, features: torch.Tensor | None) -> torch.Tensor:
+        """Project features (N, T, W); None stands for one token of zeros, so that the projector is in the graph.
+
+        Without it a replica whose micro-batches hold no image would have no gradient to reduce while its peers wait for
+        one.
+        """
+        if features is None:
+            features = torch.zeros(1, 1, self.vision.width, device=next(self.projector.parameters()).device)
         return self.projector(features.float())
 
 
@@ -73,30 +94,59 @@ class Chunk(nn.Module):
                 yield f"projector.{name}", parameter
         yield from self.language.global_parameters()
 
-    def start(self, batch: PackedBatch) -> torch.Tensor:
-        """Stage 0: token ids and images of a micro-batch -> hidden (B, L, D)."""
+    @property
+    def encoder_is_frozen(self) -> bool:
+        """Stage 0: whether nothing of the vision encoder trains, so that `encode` may run ahead of all else."""
+        assert self.front is not None, "only stage 0 has an encoder"
+        return self.front.encoder_is_frozen
+
+    def encode(self, batch: PackedBatch) -> torch.Tensor | None:
+        """Stage 0: features (N, T, W) of a micro-batch's images; None where there is nothing to encode."""
+        assert self.front is not None, "only stage 0 has an encoder"
+        return self.front.encode(batch.images)
+
+    def start(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
+        """Stage 0: token ids of a micro-batch and features of its images (by default `encode`s) -> hidden (B, L, D)."""
         assert self.front is not None, "only stage 0 reads batches"
-        image_positions = batch.input_ids == IMAGE_POSITION
-        embeddings = self.language.embed(batch.input_ids.masked_fill(image_positions, 0))
-        image_embeddings = self.front(batch.images)
+        if features is None:
+            features = self.encode(batch)
+        embeddings = self.language.embed(batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, 0))
+        image_embeddings = self.front(features)
         if batch.images is None:
-            hidden = fuse(embeddings, image_positions, None)
+            hidden = fuse(embeddings, batch.image_places, None)
             return hidden + 0.0 * image_embeddings.sum().to(hidden.dtype)
-        return fuse(embeddings, image_positions, image_embeddings)
+        return fuse(embeddings, batch.image_places, image_embeddings)
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Run the stage's decoder layers (and the final norm, on the last stage): (B, L, D) -> (B, L, D)."""
         return self.language(hidden, position_ids).to(self.dtype)
 
-    def loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Last stage: normed hidden (B, L, D) and labels (B, L) -> (loss sum in nats, supervised tokens)."""
-        language = self.language
-        return supervised_loss_sum(hidden, labels, language.logits, language.vocab_size, language.head_parameters())
+    def loss(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last stage: its input (B, L, D), position_ids and labels (B, L) -> (loss sum in nats, supervised tokens).
 
-    def predict(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Last stage, without gradients: (loss sum in nats, arg max (S,) at the S supervised positions, row-major)."""
+        Both are 0-dimensional. Labels on the CPU save a GPU a wait.
+        """
         language = self.language
-        return loss_sum_and_predictions(hidden, labels, language.logits, language.vocab_size)
+        rows, targets = self._supervised(hidden, position_ids, labels)
+        loss = supervised_loss_sum(rows, targets, language.logits, language.vocab_size, language.head_parameters())
+        return loss, torch.full((), len(targets), device=hidden.device)
+
+    def predict(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last stage, without gradients: (loss sum in nats, arg max (S,) at the S supervised positions, row-major)."""
+        rows, targets = self._supervised(hidden, position_ids, labels)
+        return loss_sum_and_predictions(rows, targets, self.language.logits, self.language.vocab_size)
+
+    def _supervised(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed hidden states (S, D) and targets (S,) of the supervised tokens, on the device."""
+        places = supervised_places(labels)
+        rows = self.language.forward_rows(hidden, position_ids, places)
+        return rows.to(self.dtype), labels.flatten()[places].to(hidden.device, non_blocking=True)
 
 
 def build_chunk(
@@ -124,6 +174,8 @@ def build_chunk(
         opened=opened,
     )
     language.recompute(recompute_layers)
+    if stage.head and stage.first < stage.last and takes_rows(language.model.config):
+        language.narrow_last_layer()
     front = None
     if stage.front:
         vision_dtype = DTYPES[config.model.vision.dtype or config.model.llm.dtype]
@@ -132,7 +184,8 @@ def build_chunk(
         projector = make_projector(kind, vision.width, language.hidden_size, config.run.seed)
         if start is not None:
             projector.load_state_dict(read_projector(start, kind, vision.width, language.hidden_size))
-        front = Front(vision, projector.to(device))
+        transform = functools.partial(image_transform, config.model.vision.name)
+        front = Front(vision, projector.to(device), transform)
     chunk = Chunk(language, front, dtype).eval()
     set_trainable(chunk.global_parameters(), config.model.trainable)
     return chunk

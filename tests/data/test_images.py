@@ -57,6 +57,15 @@ def test_pixels_are_those_of_llavas_own_padding_processor(clip_folder, size):
     torch.testing.assert_close(image_transform(str(clip_folder))(image), expected, rtol=0, atol=2e-6)
 
 
+def test_normalising_divides_subtracts_and_divides_in_float32(clip_folder):
+    transform = image_transform(str(clip_folder))
+    images = torch.arange(256, dtype=torch.uint8).repeat(9)[None].unflatten(1, (3, 24, 32))
+    pixels = images.numpy().astype(np.float32) / np.float32(255)
+    pixels -= np.float32(transform.mean)[:, None, None]
+    pixels /= np.float32(transform.std)[:, None, None]
+    assert torch.equal(transform.normalise(images), torch.from_numpy(pixels)), "to the last bit"
+
+
 @pytest.mark.parametrize("interpolation", [member.name.lower() for member in Image.Resampling])
 def test_padding_is_llavas_expand2square_and_one_resize_bit_for_bit(monkeypatch, interpolation):
     transform = replace(TRANSFORM, interpolation=interpolation)

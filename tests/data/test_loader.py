@@ -158,11 +158,11 @@ def test_images_are_those_of_the_keys_that_the_batch_names(tiny):
         with tarfile.open(tar) as archive:
             for name in sorted(archive.getnames()):
                 if not name.endswith(".json"):
-                    stored.setdefault(name[:6], []).append(transform(Image.open(archive.extractfile(name))))
+                    stored.setdefault(name[:6], []).append(transform.fitted(Image.open(archive.extractfile(name))))
     seen = 0
     for batch in first(open_batches(tiny, "train.packs_per_microbatch=4"), 8):
         expected = [image for key in batch.keys for image in stored.get(key, [])]
-        assert torch.equal(batch.images, torch.stack(expected))
+        assert batch.images.dtype == torch.uint8 and torch.equal(batch.images, torch.stack(expected))
         assert int((batch.input_ids == IMAGE_POSITION).sum()) == 16 * len(expected)
         seen += len(expected)
     assert seen > 96

@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 
 from mmtrain.data.images import image_transform
-from mmtrain.data.packs import Gap, Pack, make_batch
+from mmtrain.data.packs import Gap, Pack, make_batch, to_device
 from mmtrain.data.records import Rejected
 from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document, Fault, Sample
 
@@ -107,3 +107,19 @@ def test_only_rejected_images_become_gaps():
     assert batch_of((document("a", 4, (b"",)),), decode=reject).faults[0][1].detail == "image 0: 9 x 9"
     with pytest.raises(MemoryError):
         batch_of((document("a", 4, (b"",)),), decode=fail)
+
+
+def test_on_the_cpu_a_micro_batch_is_taken_as_it_is(decode):
+    batch = batch_of((document("a", 5, (png("red"),)),), decode=decode)
+    assert to_device(batch, "cpu") is batch
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_every_tensor_of_a_micro_batch_is_there_and_nothing_else_changed(decode):
+    batch = batch_of((document("a", 5, (png("red"),)), document("b", 3)), (gap(4),), decode=decode)
+    moved = to_device(batch, torch.device("cuda"))
+    for name, value in vars(batch).items():
+        if isinstance(value, torch.Tensor):
+            assert getattr(moved, name).is_cuda and torch.equal(getattr(moved, name).cpu(), value), name
+        else:
+            assert getattr(moved, name) == value, name

@@ -1,6 +1,7 @@
 """Packed attention against attention over an explicit (L, L) mask, and against torch's documented GPU kernel."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -84,6 +85,43 @@ def test_equals_attention_over_an_explicit_mask(mask, config, reference, extra):
         torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-5)
 
 
+SOME = torch.tensor([0, 4, 5, 6, 12, 13, 19, 20, 30, 31, 32 + 3, 32 + 18, 32 + 19, 32 + 20, 32 + 30])
+
+
+@pytest.mark.parametrize(
+    ("mask", "config", "reference"),
+    [
+        (create_causal_mask, {}, {}),
+        (create_sliding_window_causal_mask, {"sliding_window": WINDOW}, {"window": WINDOW}),
+        (create_sliding_window_causal_mask, {"sliding_window": 1}, {"window": 1}),
+        (create_chunked_causal_mask, {"attention_chunk_size": WINDOW}, {"chunk": WINDOW}),
+    ],
+    ids=["full", "window", "window of one", "chunk"],
+)
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"s_aux": True}], ids=["plain", "softcap", "sinks"])
+def test_of_some_queries_equals_attention_over_an_explicit_mask(mask, config, reference, extra):
+    runs = make_documents(mask, **config).at(SOME)
+    given = [x.requires_grad_() for x in states()]
+    sinks = torch.randn(HEADS, generator=torch.Generator().manual_seed(1)) if "s_aux" in extra else None
+    options = {"softcap": extra.get("softcap"), "s_aux": sinks}
+    query = given[0].transpose(1, 2).flatten(0, 1)[SOME].transpose(0, 1)[None]
+    ours, _ = packed_attention(torch.nn.Module(), query, *given[1:], runs, scaling=0.3, **options)
+    expected = attend_densely(*given, scale=0.3, softcap=extra.get("softcap"), sinks=sinks, **reference)
+    expected = expected.flatten(0, 1)[SOME][None]
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad((ours * weights).sum(), given)
+    for seen, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), given), strict=True):
+        torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_some_queries_are_runs_that_end_where_documents_do():
+    runs = make_documents(create_sliding_window_causal_mask, sliding_window=WINDOW).at(SOME)
+    expected = [(0, 0, 0, 1), (0, 0, 4, 7), (0, 0, 12, 13), (0, 13, 13, 14), (0, 19, 19, 20), (0, 20, 20, 21)]
+    expected += [(0, 20, 30, 32), (1, 0, 3, 4), (1, 0, 18, 20), (1, 20, 20, 21), (1, 20, 30, 31)]
+    assert list(runs.runs) == expected and runs.window == WINDOW
+
+
 def test_documents_end_where_positions_restart_and_the_gpu_borders_run_over_all_rows():
     documents = make_documents(create_sliding_window_causal_mask, sliding_window=WINDOW)
     assert documents.rows == (((0, 13), (13, 19), (19, 20), (20, 32)), ((0, 20), (20, 32)))
@@ -106,7 +144,10 @@ def test_rows_of_one_document_take_one_call_with_the_same_result():
 
 
 def documented_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-    """torch.nn.attention.varlen.varlen_attn by its documentation, sequence by sequence; q (T, H, D) to (T, H, D)."""
+    """torch.nn.attention.varlen.varlen_attn by its documentation, sequence by sequence; q (T, H, D) to (T, H, D).
+
+    Where a sequence has fewer queries than keys, flash attention takes them for its last tokens.
+    """
     # A call that torch's own function would refuse must fail here too.
     options = {"scale": scale, "window_size": window_size} | ({"enable_gqa": True} if enable_gqa else {})
     inspect.signature(varlen_attn).bind(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
@@ -116,18 +157,34 @@ def documented_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, sc
     assert enable_gqa or groups == 1
     left, right = window_size
     outputs = []
-    for begin, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
-        assert end - begin <= max_q == max_k
-        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+    for queries, keys in zip(spans(cu_seq_q), spans(cu_seq_k), strict=True):
+        q, k, v = (x[part].transpose(0, 1) for x, part in ((query, queries), (key, keys), (value, keys)))
+        assert q.shape[1] <= max_q and k.shape[1] <= max_k
         k, v = (x.repeat_interleave(groups, 0) for x in (k, v))
-        i = torch.arange(end - begin)
-        distance = i[:, None] - i
+        distance = torch.arange(k.shape[1])[-q.shape[1] :, None] - torch.arange(k.shape[1])
         seen = distance >= -right if right >= 0 else torch.ones_like(distance, dtype=torch.bool)
         if left >= 0:
             seen &= distance <= left
         scores = (q @ k.mT * scale).masked_fill(~seen, float("-inf"))
         outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(outputs)
+
+
+def spans(offsets):
+    return [slice(begin, end) for begin, end in itertools.pairwise(offsets.tolist())]
+
+
+def aligned_at_the_top(query, key, value, cu_seq_q, cu_seq_k, *arguments, **options):
+    """As flash attention was before 2.1: queries are a sequence's first tokens."""
+    if torch.equal(cu_seq_q, cu_seq_k):
+        return documented_kernel(query, key, value, cu_seq_q, cu_seq_k, *arguments, **options)
+    first = torch.cat(
+        [
+            torch.arange(k.start, k.start + q.stop - q.start)
+            for q, k in zip(spans(cu_seq_q), spans(cu_seq_k), strict=True)
+        ]
+    )
+    return documented_kernel(query, key[first], value[first], cu_seq_q, cu_seq_q, *arguments, **options)
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
@@ -137,15 +194,19 @@ def test_the_gpu_kernel_is_called_as_documented(window):
     ours = attend_packed(*states(), documents, 0.3, kernel=documented_kernel)
     expected = attend_densely(*states(), scale=0.3, window=window)
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    query, key, value = states()
+    query = query.transpose(1, 2).flatten(0, 1)[SOME].transpose(0, 1)[None]
+    ours = attend_packed(query, key, value, documents.at(SOME), 0.3, kernel=documented_kernel)
+    torch.testing.assert_close(ours.double(), expected.flatten(0, 1)[SOME][None], rtol=1e-5, atol=1e-5)
 
 
 def one_token_too_many(*arguments, window_size, **options):
     return documented_kernel(*arguments, window_size=(window_size[0] + 1, 0), **options)
 
 
-def one_document_too_few(query, key, value, offsets, _, longest, __, **options):
-    fewer = torch.cat([offsets[:1], offsets[2:]])
-    return documented_kernel(query, key, value, fewer, fewer, longest, longest, **options)
+def one_document_too_few(query, key, value, cu_seq_q, cu_seq_k, *_, **options):
+    fewer = [torch.cat([offsets[:1], offsets[2:]]) for offsets in (cu_seq_q, cu_seq_k)]
+    return documented_kernel(query, key, value, *fewer, len(query), len(key), **options)
 
 
 def unsupported(*_, **__):
@@ -162,6 +223,8 @@ def unsupported(*_, **__):
         (one_token_too_many, 1000, False),
         (one_document_too_few, None, False),
         (one_document_too_few, WINDOW, False),
+        (aligned_at_the_top, None, False),
+        (aligned_at_the_top, WINDOW, False),
         (unsupported, None, False),
     ],
 )

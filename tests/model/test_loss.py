@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import mmtrain.model.loss as loss_module
 from mmtrain.data.samples import IGNORE
-from mmtrain.model.loss import count_answers, loss_sum_and_predictions, supervised_loss_sum
+from mmtrain.model.loss import count_answers, loss_sum_and_predictions, supervised_loss_sum, supervised_places
 
 VOCAB, WIDTH = 50, 8
 
@@ -21,9 +21,21 @@ def case():
     return hidden, labels, weight
 
 
+def supervised(hidden, labels):
+    places = supervised_places(labels)
+    return hidden.flatten(0, 1)[places], labels.flatten()[places]
+
+
 def run(hidden, labels, weight, trains_head):
     weight.requires_grad_(trains_head)
-    return supervised_loss_sum(hidden, labels, lambda rows: F.linear(rows, weight), VOCAB, [weight])
+    rows, targets = supervised(hidden, labels)
+    return supervised_loss_sum(rows, targets, lambda rows: F.linear(rows, weight), VOCAB, [weight])
+
+
+def test_supervised_places_are_those_with_a_label_row_by_row():
+    x = IGNORE
+    assert supervised_places(torch.tensor([[x, 5, 0], [x, x, x], [7, x, 9]])).tolist() == [1, 2, 6, 8]
+    assert supervised_places(torch.full((2, 3), x)).shape == (0,)
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 3, 1000])
@@ -32,12 +44,11 @@ def test_sum_and_gradients_equal_torch_cross_entropy(case, monkeypatch, rows_per
     monkeypatch.setattr(loss_module, "LOGITS_PER_CHUNK", rows_per_chunk * VOCAB)
     hidden, labels, weight = case
     ours, reference = (hidden.clone().requires_grad_(trains_below) for _ in range(2))
-    total, tokens = run(ours, labels, weight, trains_head)
+    total = run(ours, labels, weight, trains_head)
     (total * 0.25).backward()
     head_gradient, weight.grad = weight.grad, None
     expected = F.cross_entropy(F.linear(reference, weight).flatten(0, 1), labels.flatten(), reduction="sum")
     (expected * 0.25).backward()
-    assert tokens == (labels != IGNORE).sum()
     torch.testing.assert_close(total, expected.detach())
     if trains_below:
         torch.testing.assert_close(ours.grad, reference.grad)
@@ -50,8 +61,8 @@ def test_sum_and_gradients_equal_torch_cross_entropy(case, monkeypatch, rows_per
 def test_without_a_label_the_loss_is_zero_with_zero_gradients(case):
     hidden, labels, weight = case
     hidden.requires_grad_()
-    total, tokens = run(hidden, torch.full_like(labels, IGNORE), weight, trains_head=True)
-    assert total == 0 and tokens == 0
+    total = run(hidden, torch.full_like(labels, IGNORE), weight, trains_head=True)
+    assert total == 0
     total.backward()
     assert hidden.grad is not None and not hidden.grad.any()
     assert weight.grad is not None and not weight.grad.any()
@@ -60,9 +71,9 @@ def test_without_a_label_the_loss_is_zero_with_zero_gradients(case):
 def test_evaluation_gives_the_same_sum_without_a_graph(case):
     hidden, labels, weight = case
     with torch.no_grad():
-        total, _ = run(hidden, labels, weight, trains_head=False)
+        total = run(hidden, labels, weight, trains_head=False)
     assert not total.requires_grad
-    graph, _ = run(hidden.requires_grad_(), labels, weight, trains_head=False)
+    graph = run(hidden.requires_grad_(), labels, weight, trains_head=False)
     torch.testing.assert_close(total, graph.detach())
 
 
@@ -71,7 +82,9 @@ def test_predictions_are_the_arg_max_at_supervised_positions_in_order(case, monk
     monkeypatch.setattr(loss_module, "LOGITS_PER_CHUNK", rows_per_chunk * VOCAB)
     hidden, labels, weight = case
     with torch.no_grad():
-        total, predicted = loss_sum_and_predictions(hidden, labels, lambda rows: F.linear(rows, weight), VOCAB)
+        total, predicted = loss_sum_and_predictions(
+            *supervised(hidden, labels), lambda rows: F.linear(rows, weight), VOCAB
+        )
         logits = F.linear(hidden, weight)
     torch.testing.assert_close(total, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
     assert torch.equal(predicted, logits.argmax(-1)[labels != IGNORE])
@@ -108,8 +121,8 @@ def test_logits_never_outlive_a_chunk(case, monkeypatch, evaluates):
 
     weight.requires_grad_(False)
     if evaluates:
-        loss_sum_and_predictions(hidden, labels, logits_of, VOCAB)
+        loss_sum_and_predictions(*supervised(hidden, labels), logits_of, VOCAB)
     else:
-        supervised_loss_sum(hidden.requires_grad_(), labels, logits_of, VOCAB, [weight])
+        supervised_loss_sum(*supervised(hidden.requires_grad_(), labels), logits_of, VOCAB, [weight])
     assert len(alive) == -(-int((labels != IGNORE).sum()) // 4)
     assert all(reference() is None for reference in alive)

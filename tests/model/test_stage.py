@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors import safe_open
-from scenes import make_config, save_parts
+from scenes import IMAGE_SIZE, WIDTH, as_batch, make_config, make_document, save_parts
+from transformers import CLIPImageProcessorPil
 
+from mmtrain.data.images import image_transform
+from mmtrain.data.samples import IGNORE
+from mmtrain.model.bookends import decoder_layers
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.shapes import global_name
@@ -47,3 +53,61 @@ def test_the_projector_stays_in_float32_between_bfloat16_parts(tmp_path):
     assert {kinds[name] for name in kinds if not name.startswith("projector.")} == {torch.bfloat16}
     assert not any(module.training for module in chunk.modules())
     assert [name for name, p in chunk.global_parameters() if p.requires_grad] == list(rank.trainable_names)
+
+
+def front_of(folder, trainable):
+    save_parts(folder)
+    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    CLIPImageProcessorPil(size=size, crop_size=size).save_pretrained(folder / "vision")
+    config = make_config(folder, model__trainable=trainable)
+    return build_chunk(config, make_plan(config).ranks[0].stages[0])
+
+
+def gradients_of(chunk, hidden):
+    hidden.square().sum().backward()
+    gradients = {name: p.grad for name, p in chunk.global_parameters() if p.requires_grad}
+    chunk.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("trainable", [("projector",), ("projector", "vision")])
+@pytest.mark.parametrize("images", [0, 2])
+def test_encoding_ahead_changes_no_bit_of_the_first_stages_output_and_gradients(tmp_path, trainable, images):
+    chunk = front_of(tmp_path, trainable)
+    batch = as_batch([[make_document(0, images=images), make_document(1, images=images // 2)]], 64)
+    features = chunk.encode(batch)
+    assert chunk.encoder_is_frozen == (trainable == ("projector",))
+    assert (features is None) == (images == 0 and chunk.encoder_is_frozen)
+    assert features is None or features.requires_grad != chunk.encoder_is_frozen
+    at_once, ahead = chunk.start(batch), chunk.start(batch, features)
+    assert torch.equal(at_once, ahead)
+    expected, found = gradients_of(chunk, at_once), gradients_of(chunk, ahead)
+    assert expected and all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_uint8_images_are_normalised_where_the_encoder_runs(tmp_path):
+    chunk = front_of(tmp_path, ("projector",))
+    batch = as_batch([[make_document(0, images=2)]], 64)
+    pixels = torch.randint(256, (2, 3, IMAGE_SIZE, IMAGE_SIZE), generator=torch.Generator().manual_seed(0))
+    stored = replace(batch, images=pixels.to(torch.uint8))
+    normalised = replace(batch, images=image_transform(str(tmp_path / "vision")).normalise(stored.images))
+    assert torch.equal(chunk.start(stored), chunk.start(normalised))
+    assert not torch.equal(chunk.start(stored), chunk.start(batch))
+
+
+def test_the_last_stage_runs_its_last_layer_for_supervised_tokens_alone(tmp_path):
+    save_parts(tmp_path)
+    config = make_config(tmp_path, parallel__pipeline=2)
+    first, last = (build_chunk(config, rank.stages[0]) for rank in make_plan(config).ranks)
+    seen = {}
+    for chunk, name in ((first, "first"), (last, "last")):
+        layer = decoder_layers(chunk.language.model)[chunk.language.last - 1]
+        layer.mlp.register_forward_pre_hook(
+            lambda _, inputs, name=name: seen.update({name: inputs[0].numel() // WIDTH})
+        )
+    batch = as_batch([[make_document(0), make_document(1, images=2)], [make_document(2)]], 64)
+    supervised = int((batch.labels != IGNORE).sum())
+    assert 0 < supervised < batch.tokens
+    loss, tokens = last.loss(first(first.start(batch), batch.position_ids), batch.position_ids, batch.labels)
+    assert tokens == supervised and loss.requires_grad
+    assert seen == {"first": batch.labels.numel(), "last": supervised}
