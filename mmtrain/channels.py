@@ -1,7 +1,8 @@
 """Messages between neighbouring ranks of a pipeline, matched by the order they are posted in.
 
-NCCL has no tags, so each border between two stages has one two-rank group per direction of flow: hidden states and
-integers downstream, gradients upstream as far as the first trainable stage.
+NCCL has no tags, so there is one two-rank group for each (source rank, destination rank, kind): hidden states and
+integers downstream, gradients upstream as far as the first trainable stage. With several stages a rank the ranks form a
+ring, and a channel carries the messages of several stages.
 """
 
 from __future__ import annotations
@@ -44,20 +45,22 @@ class Channels:
         self._device = device
         self._sends: list[tuple[list[dist.Work], Sequence[torch.Tensor]]] = []
         self._awaited: dict[Key, tuple[list[dist.Work], list[torch.Tensor]]] = {}
-        self._channels: dict[tuple[str, int, int], _Channel] = {}  # by (kind, from stage, to stage)
+        self._pipeline = plan.pipeline
+        self._channels: dict[tuple[str, int, int], _Channel] = {}  # by (kind, source, destination), pipeline ranks
         places = {(other.pipeline, other.data): other.rank for other in plan.ranks}
+        flows: dict[tuple[str, int, int], None] = {}  # a set in order: the same on every rank
+        for stage in range(plan.pipeline * plan.chunks_per_rank - 1):
+            near, far = stage % plan.pipeline, (stage + 1) % plan.pipeline
+            flows["activation", near, far] = None
+            if stage >= plan.first_trainable_stage:
+                flows["gradient", far, near] = None
         # Every rank creates all groups, its own or not: torch names them by a counter that must agree everywhere.
         for replica in range(plan.data):
-            for border in range(plan.pipeline - 1):
-                ranks = [places[stage, replica] for stage in (border, border + 1)]
-                flows = [("activation", border, border + 1)]
-                if border >= plan.first_trainable_stage:
-                    flows.append(("gradient", border + 1, border))
-                for kind, source, target in flows:
-                    group = dist.new_group(ranks, timeout=timeout)
-                    if rank in ranks:
-                        peer = ranks[0] if rank == ranks[1] else ranks[1]
-                        self._channels[kind, source, target] = _Channel(group, peer)
+            for kind, source, destination in flows:
+                ranks = places[source, replica], places[destination, replica]
+                group = dist.new_group(sorted(ranks), timeout=timeout)
+                if rank in ranks:
+                    self._channels[kind, source, destination] = _Channel(group, ranks[rank == ranks[0]])
         # NCCL connects at the first message and blocks until the peer does too: connect now, in one order for all.
         for (_, source, _), channel in self._channels.items():
             probe = [torch.zeros(1, device=device)]
@@ -65,14 +68,17 @@ class Channels:
                 work.wait()
 
     def send(self, kind: str, source: int, target: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Send contiguous tensors from stage `source`, which is here, to its neighbour `target`."""
+        """Send contiguous tensors from stage `source`, which is here, to stage `target` beside it."""
         if self._device.type == "cuda":  # gloo's work cannot be polled
             self._sends = [s for s in self._sends if not all(work.is_completed() for work in s[0])]
-        self._sends.append((self._channels[kind, source, target].send(tensors), tensors))
+        self._sends.append((self._channel(kind, source, target).send(tensors), tensors))
 
     def post_receive(self, kind: str, source: int, target: int, key: Key, tensors: list[torch.Tensor]) -> None:
         """Begin to receive into `tensors` what stage `source` sends to stage `target`, which is here."""
-        self._awaited[key] = (self._channels[kind, source, target].receive(tensors), tensors)
+        self._awaited[key] = (self._channel(kind, source, target).receive(tensors), tensors)
+
+    def _channel(self, kind: str, source: int, target: int) -> _Channel:
+        return self._channels[kind, source % self._pipeline, target % self._pipeline]
 
     def take(self, key: Key) -> list[torch.Tensor]:
         """The tensors of a posted receive, once they have arrived."""

@@ -4,8 +4,9 @@ DeepSpeed gives the topology, the process groups, the data-parallel grid and the
 messages, loss and gradient arithmetic break on frozen stages (no optimizer for an empty list, backward without a graph,
 clipping without parameters, a mean of micro-batch means), so this engine owns those:
 
-- every rank runs exactly the instructions of `plan.schedule`; nothing upstream of the first trainable stage runs
-  backward or receives a gradient;
+- every rank runs exactly the instructions of `plan.schedule`, for each of its stages; nothing upstream of the first
+  trainable stage runs backward or receives a gradient;
+- the frozen encoder may be ahead of the rest, also of the optimizer: features of coming micro-batches wait in a buffer;
 - a message is (hidden (B, L, D), position_ids and labels stacked (2, B, L)); a gradient is (B, L, D); `channels`
   carries them, matched by order alone;
 - micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all
@@ -19,8 +20,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -39,9 +40,9 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mmtrain.bad_steps import NonFiniteError, RankReport, UnrecordedError, in_words, make_record
-from mmtrain.channels import Channels
+from mmtrain.channels import Channels, Key
 from mmtrain.config import RunConfig
-from mmtrain.data.packs import PackedBatch
+from mmtrain.data.packs import PackedBatch, to_device
 from mmtrain.metrics import JsonLines
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Chunk
@@ -55,6 +56,8 @@ from mmtrain.optimizer import (
 )
 from mmtrain.plan.planner import Plan
 from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule
+from mmtrain.step_clock import SLOTS, StepClock
+from mmtrain.time_use import RankSeconds
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class StepResult:
     without any); `grad_norm` is the global L2 norm of that loss's gradient before clipping; `tokens` leaves padding
     out; `quarantined` counts samples that were damaged and left a gap; `no_update` says why no update was made, None
     when one was. `loss` and `grad_norm` of a step that was left out because they are not finite are as they came.
+    `ranks` says where each global rank's time went, by the clock of the rank that has the result: two results that
+    differ in nothing else are equal.
     """
 
     step: int
@@ -78,6 +83,7 @@ class StepResult:
     supervised_tokens: int
     quarantined: int
     no_update: str | None
+    ranks: tuple[RankSeconds, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,14 @@ class Evaluation:
     correct_tokens: int
     answers: int
     exact_answers: int
+
+
+class _Input(NamedTuple):
+    """A micro-batch that stage 0 has read, and features (N, T, W) of its images once they are encoded."""
+
+    batch: PackedBatch  # on the device
+    labels: torch.Tensor  # on the host
+    features: torch.Tensor | None = None
 
 
 class _Statistics(NamedTuple):
@@ -200,9 +214,11 @@ class FrozenPipelineEngine(PipelineEngine):
         self._wants_save = False
         self._wants_stop = False
         self._training = True
-        self._last_stage = plan.pipeline - 1
+        self._last_stage = plan.pipeline * plan.chunks_per_rank - 1
+        self._ahead: dict[int, _Input] = {}  # of the next step, by its micro-batches
         self._forward_schedules: dict[int, Schedule] = {}  # by number of micro-batches
         self._channels = Channels(plan, self.global_rank, self.device, timeout)
+        self.clock = StepClock(self.device)
         width = next(iter(self.chunks.values())).language.hidden_size
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
         self._dtype = next(iter(self.chunks.values())).dtype
@@ -246,13 +262,25 @@ class FrozenPipelineEngine(PipelineEngine):
     def train_step(self, batches: Iterator[PackedBatch] | None) -> StepResult:
         """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads them from `batches`.
 
-        A step whose loss or gradient is not finite changes no parameter; it is the last of the run, a NonFiniteError on
-        every rank, once the run has had more of them than `train.max_bad_steps`.
+        With `plan.encode_ahead` stage 0 reads as many micro-batches of the next step, too, unless this is the last one
+        of the run or `batches` ends: give the same iterator to every step, and count what a step returns, not what was
+        read. A step whose loss or gradient is not finite changes no parameter; it is the last of the run, a
+        NonFiniteError on every rank, once the run has had more of them than `train.max_bad_steps`.
         """
         self._begin_step()
         self._batches = batches
         self._training = True
+        self._inputs = self._ahead
+        if self.stage_id == 0:  # a run's first step begins with nothing at hand
+            self._run(
+                Instruction(op, 0, k)
+                for k in range(self.plan.encode_ahead)
+                if k not in self._inputs
+                for op in (Op.LOAD, Op.ENCODE)
+            )
         self._run(self.plan.schedule[self.stage_id])
+        self._wait_for_sends()
+        self._ahead = {k - self.plan.microbatches_per_step: waiting for k, waiting in self._inputs.items()}
         self.step_index += 1
         return self._result
 
@@ -263,16 +291,19 @@ class FrozenPipelineEngine(PipelineEngine):
         Price: stage 0 may run ahead, so that the hidden states of all micro-batches wait to be received at once.
         """
         if microbatches not in self._forward_schedules:
-            self._forward_schedules[microbatches] = forward_schedule(self.plan.pipeline, microbatches)
+            self._forward_schedules[microbatches] = forward_schedule(
+                self.plan.pipeline, microbatches, self.plan.chunks_per_rank
+            )
         self._begin_step()
         self._batches = batches
         self._training = False
+        self._inputs = {}  # what is encoded for the next training step stays as it is
         self._run(self._forward_schedules[microbatches][self.stage_id])
+        self._wait_for_sends()
         sums = self._statistics
         return Evaluation(sums.loss_sum, int(sums.supervised), int(sums.correct), int(sums.answers), int(sums.exact))
 
     def _begin_step(self) -> None:
-        self._batch: dict[int, PackedBatch] = {}
         self._input: dict[tuple[int, int], torch.Tensor] = {}
         self._output: dict[tuple[int, int], torch.Tensor | GradientEdge] = {}
         self._integers: dict[tuple[int, int], torch.Tensor] = {}
@@ -285,31 +316,57 @@ class FrozenPipelineEngine(PipelineEngine):
         self._keys: dict[int, tuple[str, ...]] = {}  # stage 0: of the samples, by micro-batch
         self._scores = torch.zeros(3, dtype=torch.float64, device=self.device)  # of an evaluation: see count_answers
         self.predicted = {}
+        self.clock.begin()
 
-    def _run(self, instructions: Sequence[Instruction]) -> None:
+    def _run(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             if self.on_instruction is not None:
                 self.on_instruction(self.step_index, instruction)
+            self.clock.start(instruction)
             self._EXECUTE[instruction.op](self, instruction.stage, instruction.microbatch)
+            self.clock.done()
+
+    def _take(self, key: Key) -> list[torch.Tensor]:
+        tensors = self._channels.take(key)
+        self.clock.waited()
+        return tensors
+
+    def _wait_for_sends(self) -> None:
+        self.clock.start(None)
         self._channels.wait_for_sends()
+        self.clock.waited()
 
     # ---- instructions
 
     def _load(self, stage: int, microbatch: int) -> None:
         assert self._batches is not None, "stage 0 needs an iterator over micro-batches"
-        batch = next(self._batches)
+        if self._training and microbatch >= self.plan.microbatches_per_step:
+            step = self.step_index + microbatch // self.plan.microbatches_per_step
+            last = self.run_config.train.max_steps
+            batch = None if last is not None and step >= last else next(self._batches, None)
+            if batch is None:
+                return
+        else:
+            batch = next(self._batches)
+        self._inputs[microbatch] = _Input(to_device(batch, self.device), batch.labels)
+
+    def _encode(self, stage: int, microbatch: int) -> None:
+        if microbatch not in self._inputs:  # there is no next step to read for
+            return
+        loaded = self._inputs[microbatch]
+        with torch.set_grad_enabled(self._training):
+            self._inputs[microbatch] = loaded._replace(features=self.chunks[stage].encode(loaded.batch))
+
+    def _take_input(self, microbatch: int) -> _Input:
+        """What was read and encoded for a micro-batch of this step, which from now on counts as used."""
+        taken = self._inputs.pop(microbatch)
+        batch = taken.batch
         images = 0 if batch.images is None else len(batch.images)
         self._counts += torch.tensor([batch.tokens, batch.samples, images, len(batch.faults)])
         if self.global_rank == self.plan.data - 1:  # the last replica's share ends with the step's last pack
             self._epoch.fill_(batch.epochs[-1])
         self._keys[microbatch] = batch.keys
-        self._batch[microbatch] = replace(
-            batch,
-            input_ids=batch.input_ids.to(self.device),
-            position_ids=batch.position_ids.to(self.device),
-            labels=batch.labels.to(self.device),
-            images=None if batch.images is None else batch.images.to(self.device),
-        )
+        return taken
 
     def _receive_activation(self, stage: int, microbatch: int) -> None:
         hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
@@ -323,22 +380,23 @@ class FrozenPipelineEngine(PipelineEngine):
         trains = self._training and stage >= first
         with torch.set_grad_enabled(trains):
             if stage == 0:
-                batch = self._batch.pop(microbatch)
-                hidden = chunk.start(batch)
+                batch, labels, features = self._take_input(microbatch)
+                hidden = chunk.start(batch, features)
                 integers = torch.stack([batch.position_ids, batch.labels])
             else:
-                hidden, integers = self._channels.take(("activation", stage, microbatch))
+                hidden, integers = self._take(("activation", stage, microbatch))
                 hidden.requires_grad_(trains and stage > first)
-            output = chunk(hidden, integers[0])
+                labels = integers[1]
             if stage < self._last_stage:
+                output = chunk(hidden, integers[0])
                 self._integers[stage, microbatch] = integers
             elif self._training:
-                output, supervised = chunk.loss(output, integers[1])
+                output, supervised = chunk.loss(hidden, integers[0], labels)
                 self._losses[microbatch] = output.detach(), supervised
                 self._loss_sum += output.detach()
                 self._supervised += supervised
             else:
-                loss_sum, predicted = chunk.predict(output, integers[1])
+                loss_sum, predicted = chunk.predict(hidden, integers[0], labels)
                 self._loss_sum += loss_sum
                 self._supervised += len(predicted)
                 self._scores += count_answers(integers[1], predicted)
@@ -361,7 +419,7 @@ class FrozenPipelineEngine(PipelineEngine):
 
     def _backward(self, stage: int, microbatch: int) -> None:
         output = self._output.pop((stage, microbatch))
-        upstream = None if stage == self._last_stage else self._channels.take(("gradient", stage, microbatch))[0]
+        upstream = None if stage == self._last_stage else self._take(("gradient", stage, microbatch))[0]
         torch.autograd.backward(output, upstream)
         if stage > self.plan.first_trainable_stage:
             gradient = self._input.pop((stage, microbatch)).grad
@@ -380,7 +438,7 @@ class FrozenPipelineEngine(PipelineEngine):
                 dist.all_reduce(parameter.grad, group=self.grid.get_data_parallel_group())
 
     def _reduce_statistics(self, stage: int, microbatch: int) -> None:
-        """Sum `_Statistics` over ranks.
+        """Sum `_Statistics` over ranks, and tell all of them what the clock of each has measured.
 
         Replicas hold the same reduced gradient, so each contributes 1 / data of its square.
         """
@@ -392,9 +450,14 @@ class FrozenPipelineEngine(PipelineEngine):
         save, stop = self._wants_save, self._wants_stop
         on_device = torch.stack([self._loss_sum, self._supervised, square, bad.double()])
         on_host = torch.cat([self._counts, self._epoch, torch.tensor([save, stop], dtype=torch.float64)])
+        clocks = torch.zeros(dist.get_world_size(), SLOTS, dtype=torch.float64)  # each rank fills its own row
+        clocks[self.global_rank] = torch.tensor(self.clock.read(), dtype=torch.float64)
+        on_host = torch.cat([on_host, clocks.flatten()])
         sums = torch.cat([on_device, self._scores, on_host.to(self.device)])
         dist.all_reduce(sums)
-        self._statistics = _Statistics(*sums.tolist())
+        summed = sums.tolist()
+        self._rank_seconds = self.clock.leave(summed[len(_Statistics._fields) :])
+        self._statistics = _Statistics(*summed[: len(_Statistics._fields)])
         self.requested_stop = self._statistics.stop > 0
         # An evaluation neither hides a request from who looks after it, nor takes it from who looks after steps alone.
         self.requested_save = self._statistics.save > 0 or (self.requested_save and not self._training)
@@ -434,6 +497,7 @@ class FrozenPipelineEngine(PipelineEngine):
             supervised_tokens=int(sums.supervised),
             quarantined=int(sums.quarantined),
             no_update=no_update,
+            ranks=self._rank_seconds,
         )
 
     def _report_bad_step(self) -> None:
@@ -461,6 +525,7 @@ class FrozenPipelineEngine(PipelineEngine):
 
     _EXECUTE: Mapping[Op, Callable[[FrozenPipelineEngine, int, int], None]] = {
         Op.LOAD: _load,
+        Op.ENCODE: _encode,
         Op.FORWARD: _forward,
         Op.BACKWARD: _backward,
         Op.SEND_ACTIVATION: _send_activation,

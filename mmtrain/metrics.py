@@ -18,6 +18,11 @@ FIRST_STEPS = 3
 SECONDS_BETWEEN_LINES = 5.0
 LONGEST_TEXT = 300  # characters of a question or an answer that are shown
 NARROW = 80  # columns: a table of answers would break its words
+# Fields of metrics.jsonl that measure the machine: two runs that do the same differ in them.
+MEASURED = (
+    *("seconds", "tokens_per_second", "idle_fraction", "compute_seconds", "communication_seconds", "data_seconds"),
+    *("peak_memory_bytes", "model_flops_utilization"),
+)
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,11 @@ def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device)
         },
         "topology": {
             "pipeline": plan.pipeline,
+            "chunks_per_rank": plan.chunks_per_rank,
             "data": plan.data,
             "boundaries": list(plan.boundaries),
             "packs_per_microbatch": config.train.packs_per_microbatch,
-            "recompute_layers": [rank.recompute_layers for rank in plan.ranks if rank.data == 0],
+            "recompute_layers": [s.recompute_layers for rank in plan.ranks if rank.data == 0 for s in rank.stages],
             "threads": threads,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from mmtrain.errors import UserError
 from mmtrain.evaluation import Evaluator, HeldOut
 from mmtrain.metrics import Console, JsonLines, Scores
 from mmtrain.model.stage import build_chunk
+from mmtrain.plan.calibration import Device, cpu_device
 from mmtrain.plan.planner import Plan
 from mmtrain.plan.schedule import Instruction
 from mmtrain.plan.shapes import matches, projector_parameters
@@ -29,12 +31,15 @@ from mmtrain.rank import Rank
 from mmtrain.restore import differences, load, run_state
 from mmtrain.resume import AUDIT, BAD_STEPS, METRICS, Begin, Start
 from mmtrain.run_folder import take_over
+from mmtrain.time_use import TimeUse, Yardstick
+from mmtrain.trace import TRACE, Recorded, Tracer
 
 
-def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None) -> str | None:
+def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, trace_steps: int = 0) -> str | None:
     """Train as many steps as `config.train` says, as `plan` says, evaluate, leave results in `rank.folder`.
 
     Rank 0's `start` says from which checkpoint to go on; rank 0 writes `metrics.jsonl`, `audit.json` and checkpoints.
+    Of `trace_steps` steps after the first it is recorded what every rank did when, as `trace.json`.
     Returns None at the end, or what to tell the user of a run that a signal has stopped before, with everything saved.
     Raises UserError for unusable models, data or checkpoints, AuditError when something frozen changed or something
     trainable did not move, NonFiniteError for NaN or infinity.
@@ -68,7 +73,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None) 
     console.line(f"loading weights on {plan.pipeline * plan.data} ranks")
     to_build = config if begin is None else _without_init_from(config)
     chunks = {
-        stage.stage: build_chunk(to_build, stage, recompute_layers=mine.recompute_layers, device=device)
+        stage.stage: build_chunk(to_build, stage, recompute_layers=stage.recompute_layers, device=device)
         for stage in mine.stages
     }
 
@@ -122,7 +127,13 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None) 
     begun = first_step if begin is not None and begin.is_own else None
     saver = Checkpointer(rank.folder, config.checkpoint, mine.data == 0, report, begun, host_group)
     batches = None if account is None else account.watch(iter(packed))
-    run = _Run(rank, config, engine, audit, saver, account, batches, evaluator, metrics, console, data, about)
+    time_use = TimeUse(Yardstick.find(config, _described(config, device)) if rank.rank == 0 else None)
+    gather = functools.partial(_gather, group=host_group)
+    tracer = Tracer(rank.folder / TRACE, plan, trace_steps, gather) if trace_steps else None
+    run = _Run(
+        *(rank, config, engine, audit, saver, account, batches, evaluator),
+        *(metrics, console, time_use, tracer, data, about),
+    )
 
     # The steps. Every rank runs its own list of instructions; the result of a step is the same on all of them.
     evaluate_every = config.eval.every_steps or max_steps
@@ -154,8 +165,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None) 
 
     # The proof that only what should train did.
     rank.progress.at(max_steps, "auditing")
-    records = [None] * dist.get_world_size() if rank.rank == 0 else None
-    dist.gather_object(audit.finish(engine.saw_gradient), records, group=host_group)
+    records = gather(audit.finish(engine.saw_gradient))
     if records is not None:
         found = write_audit(rank.folder / AUDIT, plan, records, learns=config.optimizer.lr > 0)
         console.line(f"audit passed: {found} ({rank.folder / AUDIT})")
@@ -192,6 +202,8 @@ class _Run:
     evaluator: Evaluator | None
     metrics: JsonLines
     console: Console
+    time_use: TimeUse
+    tracer: Tracer | None
     data: str  # fingerprint
     about: dict[str, Any]  # what every checkpoint says of the run
     loss: float | None = None  # of the latest step
@@ -213,14 +225,28 @@ class _Run:
         result = self.engine.train_step(self.batches)
         self.audit.check_versions()
         seconds = time.perf_counter() - start
+        if self.tracer is not None:
+            clock = self.engine.clock
+            self.tracer.add(lambda: Recorded(step, clock.seconds, clock.parts()))
         self.loss = result.loss
         rate = result.tokens / seconds
         fill = result.tokens / (self.config.train.packs_per_step * self.config.data.pack_length)
-        self.metrics.write(kind="train", **asdict(result), pack_fill=fill, seconds=seconds, tokens_per_second=rate)
+        done = {name: value for name, value in vars(result).items() if name != "ranks"}
+        used = self.time_use.add(result.ranks, result)
+        self.metrics.write(kind="train", **done, pack_fill=fill, seconds=seconds, tokens_per_second=rate, **used)
         self.console.step(step, result.loss, rate, note=result.no_update or "")
         if self.account is not None:
             for record in self.account.end_step(step, result.samples, result.quarantined):
                 self.metrics.write(**record)
+        if self.tracer is not None and self.tracer.is_complete:
+            self.write_trace()
+
+    def write_trace(self) -> None:
+        """Write the steps that are recorded, if there are any not yet written, together with all ranks."""
+        self.rank.progress.at(self.engine.step_index, "writing the trace")
+        said = self.tracer.finish()
+        if said is not None:
+            self.console.line(said)
 
     def save(self, step: int) -> None:
         """Begin to save the state after `step` updates."""
@@ -262,6 +288,10 @@ class _Run:
 
     def leave(self, message: str | None = None) -> str | None:
         """Close everything, together with all ranks; returns the message."""
+        if self.tracer is not None:
+            self.write_trace()
+        if (summary := self.time_use.summary()) is not None:
+            self.console.line(summary)
         if self.batches is not None:
             self.batches.close()
         self.metrics.close()
@@ -284,6 +314,20 @@ def _from_rank_0(start: Start | None, group: dist.ProcessGroup | None) -> Begin 
     shared = [None if start is None else start.begin]
     dist.broadcast_object_list(shared, 0, group=group)
     return shared[0]
+
+
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
+    """What every rank gives, by global rank, on rank 0; None on the others."""
+    found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, found, group=group)
+    return found
+
+
+def _described(config: RunConfig, device: torch.device) -> Device:
+    """A rank's device as calibrations name it, which mmtrain.launch looks for when it plans."""
+    if device.type == "cuda":
+        return Device(torch.cuda.get_device_name(device), ranks=1, threads=1)
+    return cpu_device(config)
 
 
 def _without_init_from(config: RunConfig) -> RunConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from mmtrain.data.samples import IGNORE, IMAGE_POSITION
 from mmtrain.engine import FrozenPipelineEngine, join_process_group
 from mmtrain.model.projector import make_projector
 from mmtrain.model.stage import build_chunk
-from mmtrain.plan.planner import make_plan
-from mmtrain.plan.schedule import Instruction, Op
+from mmtrain.plan.planner import Plan, make_plan
+from mmtrain.plan.schedule import Instruction, Op, immediate_encodes, training_schedule
 
 VOCAB = 128
 IMAGE_TOKEN = 127  # stock LLaVA marks image positions by a row of the vocabulary
@@ -188,12 +188,22 @@ def make_config(folder: Path, **overrides: Any) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
+def encoding_ahead(plan: Plan, ahead: int) -> Plan:
+    """The same plan with an encoder that is so many micro-batches ahead, whether that is faster or not."""
+    if ahead == 0:
+        return plan
+    encodes = replace(immediate_encodes(plan.schedule[0]), ahead=ahead)
+    shape = plan.pipeline, plan.microbatches_per_step, plan.first_trainable_stage, plan.chunks_per_rank
+    return replace(plan, schedule=training_schedule(*shape, encodes), encode_ahead=ahead)
+
+
 @dataclass(frozen=True)
 class Case:
     """A run to execute on real ranks: the global micro-batches of every step, in order."""
 
     config: RunConfig
     steps: tuple[tuple[Microbatch, ...], ...]
+    ahead: int = 0  # micro-batches that the encoder is ahead, into the next step too
 
 
 def execute(cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -204,9 +214,9 @@ def execute(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 def _execute(case: Case) -> dict[str, Any]:
     config = case.config
-    plan = make_plan(config)
+    plan = encoding_ahead(make_plan(config), case.ahead)
     mine = plan.ranks[dist.get_rank()]
-    chunks = {s.stage: build_chunk(config, s, recompute_layers=mine.recompute_layers) for s in mine.stages}
+    chunks = {s.stage: build_chunk(config, s, recompute_layers=s.recompute_layers) for s in mine.stages}
     executed = []
     gradients: list[dict[str, Any]] = []
 
@@ -220,10 +230,10 @@ def _execute(case: Case) -> dict[str, Any]:
     engine = FrozenPipelineEngine(config, plan, chunks, on_instruction)
     audit = RankAudit(mine, chunks, engine.optimizer, engine.trainable)
     results = []
-    for step in case.steps:
-        share = plan.microbatches_per_step
-        local = step[mine.data * share : (mine.data + 1) * share]
-        batches = iter([as_batch(microbatch, config.data.pack_length) for microbatch in local])
+    share = plan.microbatches_per_step
+    mine_of_all = (m for step in case.steps for m in step[mine.data * share :][:share])
+    batches = (as_batch(microbatch, config.data.pack_length) for microbatch in mine_of_all)
+    for _ in case.steps:
         results.append(engine.train_step(batches if mine.pipeline == 0 else None))
         audit.check_versions()
     return {

@@ -15,6 +15,7 @@ from ranks import run_ranks
 from scenes import (
     IMAGE_TOKEN,
     as_batch,
+    encoding_ahead,
     make_config,
     make_document,
     save_parts,
@@ -40,10 +41,10 @@ def step(first_seed):
     return tuple([[make_document(first_seed + i, images=i % 3)]] for i in range(4))
 
 
-def build(config, **arguments):
+def build(config, ahead=0, **arguments):
     if not dist.is_initialized():
         join_process_group(torch.device("cpu"), 60)
-    plan = make_plan(config)
+    plan = encoding_ahead(make_plan(config), ahead)
     mine = plan.ranks[dist.get_rank()]
     chunks = {stage.stage: build_chunk(config, stage) for stage in mine.stages}
     engine = FrozenPipelineEngine(config, plan, chunks, **arguments)
@@ -73,9 +74,12 @@ def train_with_evaluation(config, evaluates):
     return results, evaluations, predicted
 
 
-@pytest.mark.parametrize("pipeline,data", [(1, 1), (2, 2)])
-def test_evaluation_reports_the_stock_loss_and_leaves_training_alone(parts, pipeline, data):
-    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
+INTERLEAVED = (1, 2, 3)  # two stages on each of two ranks
+
+
+@pytest.mark.parametrize("pipeline,data,cut", [(1, 1, None), (2, 2, None), (2, 1, INTERLEAVED)])
+def test_evaluation_reports_the_stock_loss_and_leaves_training_alone(parts, pipeline, data, cut):
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data, parallel__boundaries=cut)
     with_evaluation = run_ranks(pipeline * data, train_with_evaluation, config, True)
     without = run_ranks(pipeline * data, train_with_evaluation, config, False)
     assert [results for results, *_ in with_evaluation] == [results for results, *_ in without], "to the last bit"
@@ -86,6 +90,41 @@ def test_evaluation_reports_the_stock_loss_and_leaves_training_alone(parts, pipe
         assert first.loss_sum / first.supervised_tokens == pytest.approx(expected, rel=1e-5)
         assert evaluations == with_evaluation[0][1], "the same on every rank"
         assert second.loss_sum < first.loss_sum
+
+
+def train_ahead(config, ahead):
+    """Three steps with evaluations in between; what each said, the trained tensors, and how many batches were read."""
+    engine, batches = build(config, ahead)
+    engine.run_config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 3})})
+    reads = 0
+
+    def stream():
+        nonlocal reads
+        for s in range(5):
+            for batch in batches(step(10 * s)):
+                reads += 1
+                yield batch
+
+    said, endless = [], stream()
+    for s in range(3):
+        said.append(engine.train_step(endless if engine.stage_id == 0 else None))
+        said.append(engine.evaluate(batches(step(100 + s)), engine.plan.microbatches_per_step))
+    return said, {name: p.detach().numpy().copy() for name, p in engine.trainable.items()}, reads
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "cut", "ahead"),
+    [(2, 1, None, 1), (2, 2, None, 2), (2, 1, INTERLEAVED, 3), (1, 1, None, 4), (2, 1, None, 6)],
+)
+def test_an_encoder_that_is_ahead_changes_no_bit_and_reads_nothing_beyond_the_run(parts, pipeline, data, cut, ahead):
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data, parallel__boundaries=cut)
+    at_once, before = (run_ranks(pipeline * data, train_ahead, config, n) for n in (0, ahead))
+    for rank, ((said, tensors, reads), (expected, expected_tensors, expected_reads)) in enumerate(
+        zip(before, at_once, strict=True)
+    ):
+        assert said == expected
+        assert all(np.array_equal(tensors[name], expected_tensors[name]) for name in expected_tensors)
+        assert reads == expected_reads == (3 * 4 // data if rank < data else 0)
 
 
 def evaluate_once(config, microbatches):
@@ -111,9 +150,9 @@ def with_some_right_answers(model, document, seed):
     return replace(document, labels=tuple(labels)), said
 
 
-@pytest.mark.parametrize(("pipeline", "data"), [(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("pipeline", "data", "cut"), [(1, 1, None), (2, 2, None), (4, 1, None), (2, 2, INTERLEAVED)])
 @pytest.mark.parametrize("microbatches", [2, 6])
-def test_tokens_and_answers_are_counted_as_the_stock_models_logits_say(parts, pipeline, data, microbatches):
+def test_tokens_and_answers_are_counted_as_the_stock_models_logits_say(parts, pipeline, data, cut, microbatches):
     model = stock_llava(parts, seed=0)
     rows, expected = [], {"correct_tokens": 0, "answers": 0, "exact_answers": 0, "supervised_tokens": 0}
     predicted = []
@@ -131,7 +170,7 @@ def test_tokens_and_answers_are_counted_as_the_stock_models_logits_say(parts, pi
             row.append(document)
         rows.append([row])
     assert 0 < expected["exact_answers"] < expected["answers"]
-    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data, parallel__boundaries=cut)
     ranks = run_ranks(pipeline * data, evaluate_once, config, rows)
     for found, _ in ranks:
         assert {name: getattr(found, name) for name in expected} == expected

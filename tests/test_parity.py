@@ -14,6 +14,9 @@ from scenes import Case, execute, make_config, make_document, save_parts, stock_
 from mmtrain.optimizer import clip_coefficient, learning_rate
 
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 1), "pp4": (4, 1), "dp2": (1, 2), "pp2dp2": (2, 2), "pp4dp2": (4, 2)}
+# With several stages a rank: pipeline, data, first decoder layers of all stages but the first.
+INTERLEAVED = {"pp2v2": (2, 1, (1, 2, 3)), "pp2v3": (2, 1, (0, 1, 2, 3, 4)), "pp3v2": (3, 1, (0, 1, 2, 3, 4))}
+INTERLEAVED |= {"pp2v2dp2": (2, 2, (1, 2, 3))}
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +97,16 @@ def stock(parts):
     return {name: stock_gradients(model, step) for name, step in STEPS.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *INTERLEAVED])
 def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
-    pipeline, data = LAYOUTS[layout]
+    pipeline, data, *cut = LAYOUTS.get(layout) or INTERLEAVED[layout]
     config = partial(make_config, parts, parallel__pipeline=pipeline, parallel__data=data)
+    if cut:
+        config = partial(config, parallel__boundaries=cut[0])
     cases = {(name, 0): Case(config(), (step,)) for name, step in STEPS.items()}
     cases["packed", 4] = Case(config(parallel__recompute_layers=4), (STEPS["packed"],))
     cases["packed", 1] = Case(config(parallel__recompute_layers=1), (STEPS["packed"],))
+    cases["packed", "run-ahead"] = Case(config(), (STEPS["packed"],), ahead=2)
     rows = [row for microbatch in STEPS["packed"] for row in microbatch]
     pairs = tuple(rows[i : i + 2] for i in (0, 2))
     cases["packed", "2 packs a micro-batch"] = Case(config(train__packs_per_microbatch=2), (pairs,))

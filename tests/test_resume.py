@@ -21,6 +21,7 @@ from processes import Command, running, wait_for
 from mmtrain import launch
 from mmtrain.config import load_config
 from mmtrain.errors import UserError
+from mmtrain.metrics import MEASURED
 from mmtrain.resume import Begin
 from mmtrain.run_folder import find_start
 from mmtrain.step_folder import find, step_path, why_damaged
@@ -58,7 +59,7 @@ def records(folder: Path, kind: str) -> list[dict]:
     """Records of metrics.jsonl, without what measures the machine."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
-        {name: value for name, value in record.items() if name not in ("seconds", "tokens_per_second")}
+        {name: value for name, value in record.items() if name not in MEASURED}
         for record in found
         if record["kind"] == kind
     ]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from mmtrain.data.indexing import ensure_indexes
 from mmtrain.data.sharding import write_shard
 from mmtrain.data.text_lengths import load_tokenizer
+from mmtrain.metrics import MEASURED
 
 STEPS, CUT = 8, 3  # an epoch is 24 packs: six steps
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]  # pipeline, data parallel
@@ -36,10 +37,10 @@ def branch(run: Run, name: str, file, *overrides: str, cut: int) -> Run:
 
 
 def steps(run: Run) -> list[dict[str, Any]]:
-    """What was recorded of each step, but how long it took."""
+    """What was recorded of each step, without what measures the machine."""
     records = run.lines("metrics.jsonl", "train")
     assert [record["step"] for record in records] == list(range(STEPS)), "each step once, in order"
-    return [{key: value for key, value in record.items() if "second" not in key} for record in records]
+    return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
 
 
 def tensors(run: Run, step: int) -> dict[str, torch.Tensor]:
@@ -236,3 +237,22 @@ def test_bad_steps_are_counted_over_a_resume(tiny, tmp_path, make_tiny):
     too_few = (*options, f"train.max_bad_steps={len(bad) - 1}", *layout_of(1, 1))
     with pytest.raises(AssertionError, match=f"bad step {len(bad)} of the run, and train.max_bad_steps={len(bad) - 1}"):
         branch(reference, "too_few", tiny / "config.yaml", *too_few, cut=cut)
+
+
+def test_an_encoder_that_is_ahead_leaves_the_same_bits_and_records_resumed_or_not(tiny, tmp_path, damaged_shards):
+    options = (*RUN, f"data.shards={damaged_shards}", "data.max_quarantine_rate=0.2", "data.pack_length=88")
+    options += (*SAVED, f"checkpoint.every_steps={CUT}", f"run.dir={tmp_path}", *layout_of(2, 1))
+    options += ("eval.fraction=0.1", "eval.every_steps=2", "eval.show_answers=0", "parallel.chunks_per_rank=2")
+    at_once, ahead = (
+        train(tiny / "config.yaml", *options, f"parallel.encoder_run_ahead={n}", f"run.name=ahead-{n}") for n in (0, 3)
+    )
+    plan = json.loads((ahead.folder / "plan.json").read_text())
+    assert (plan["encode_ahead"], plan["chunks_per_rank"]) == (3, 2)
+    resumed = branch(ahead, "ahead-resumed", tiny / "config.yaml", *options, "parallel.encoder_run_ahead=2", cut=CUT)
+    assert at_once.lines("quarantine.jsonl")[-1]["step"] is not None, "else nothing damaged was read ahead"
+    for run in (ahead, resumed):
+        for name in ("quarantine.jsonl", "samples.jsonl"):
+            assert (run.folder / name).read_bytes() == (at_once.folder / name).read_bytes(), name
+        assert run.lines("metrics.jsonl", "epoch") == at_once.lines("metrics.jsonl", "epoch")
+        assert steps(run) == steps(at_once)
+        assert_bitwise(tensors(run, STEPS), tensors(at_once, STEPS))

@@ -89,7 +89,7 @@ def measure(config: RunConfig, plan: Plan, options: argparse.Namespace, rank: Ra
     join_process_group(device, config.parallel.timeout_seconds)
     packed = PackedBatches(config, mine.data, plan.data) if mine.pipeline == 0 else None
     chunks = {
-        stage.stage: build_chunk(config, stage, recompute_layers=mine.recompute_layers, device=device)
+        stage.stage: build_chunk(config, stage, recompute_layers=stage.recompute_layers, device=device)
         for stage in mine.stages
     }
     engine = FrozenPipelineEngine(config, plan, chunks)

@@ -29,7 +29,7 @@ from crash_job import SECONDS_TO_END, Kill, Killed, Start
 
 from mmtrain.config import load_config
 from mmtrain.errors import UserError
-from mmtrain.metrics import tell
+from mmtrain.metrics import MEASURED, tell
 from mmtrain.resume import METRICS
 from mmtrain.step_folder import (
     CHECKPOINTS,
@@ -66,7 +66,6 @@ VICTIMS = ("rank", "all", "launcher")
 EXIT_DIFFERENT = 1
 HANG_TIMEOUT = 10  # parallel.timeout_seconds of a start in which a rank is stopped
 SECONDS_AFTER_TIMEOUT = 45.0
-LEFT_OUT = ("seconds", "tokens_per_second")  # of the metrics' records: they measure the machine
 
 
 @dataclass
@@ -257,7 +256,7 @@ def _samples(ledger: bytes) -> Counter[tuple[int, str]]:
 def _records(run: Path, kind: str) -> list[dict[str, Any]]:
     found = map(json.loads, (run / METRICS).read_text().splitlines())
     return [
-        {name: value for name, value in record.items() if name not in LEFT_OUT}
+        {name: value for name, value in record.items() if name not in MEASURED}
         for record in found
         if record["kind"] == kind
     ]
