@@ -94,6 +94,16 @@ class ModelSection(Section):
 class ParallelSection(Section):
     pipeline: PositiveInt = Field(1, description="pipeline ranks that share one copy of the model")
     data: PositiveInt = Field(1, description="data-parallel replicas of the whole pipeline")
+    chunks_per_rank: Literal["auto"] | PositiveInt = Field(
+        "auto",
+        description="stages that a pipeline rank holds: 1 is 1F1B, more interleave, which idles less and sends more; "
+        "auto: what the simulation favours within memory",
+    )
+    encoder_run_ahead: Literal["auto"] | NonNegativeInt = Field(
+        "auto",
+        description="micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which "
+        "its rank would wait; auto: what the simulation favours; 0: none. It changes no result",
+    )
     boundaries: tuple[NonNegativeInt, ...] | None = Field(
         None,
         description="decoder layer at which stage 1, 2, ... begins, e.g. [8, 16, 24]; null: the planner chooses",
@@ -101,10 +111,20 @@ class ParallelSection(Section):
     device_memory_gib: Annotated[Float, Field(gt=0)] | None = Field(
         None, description="memory a rank may use, GiB; null: that of the GPU at launch, no limit on a CPU or in --plan"
     )
+    device_tflops: Annotated[Float, Field(gt=0)] | None = Field(
+        None,
+        description="what a rank's device can do at its best in the LLM's dtype, dense, in 1e12 FLOP/s (H100 SXM, "
+        "bfloat16: 989); only model_flops_utilization uses it; null: the matmul rate of a calibration, if there is one",
+    )
     recompute_layers: Literal["auto"] | NonNegativeInt | tuple[NonNegativeInt, ...] = Field(
         "auto",
         description="decoder layers per rank whose activations are recomputed in backward: one number, one per "
         "pipeline rank, or auto (none if all fits in memory, else as few as needed); more than there are means all",
+    )
+    calibration: str | None = Field(
+        None,
+        description="file of measured costs to plan with; null: the one in the cache for this run on this device, else "
+        "assumed costs",
     )
     threads_per_rank: PositiveInt | None = Field(None, description="CPU threads of a rank; null: cores / local ranks")
     timeout_seconds: Annotated[int, Field(ge=1, le=604800)] = Field(
@@ -113,12 +133,22 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _lists_fit_the_pipeline(self) -> Self:
-        cuts = self.boundaries
-        if cuts is not None and len(cuts) != self.pipeline - 1:
+        cuts, chunks = self.boundaries, self.chunks_per_rank
+        if self.pipeline == 1 and chunks != "auto" and chunks > 1:
             raise _wrong_together(
-                f"parallel.boundaries: {list(cuts)} has {len(cuts)} entries; parallel.pipeline {self.pipeline} needs "
-                f"{self.pipeline - 1}, the first decoder layer of every stage but the first"
+                f"parallel.chunks_per_rank: {chunks} stages on one rank; with parallel.pipeline 1 there is nothing to "
+                "interleave: leave it out"
             )
+        if cuts is not None:
+            stages = len(cuts) + 1
+            wrong = stages % self.pipeline or (self.pipeline == 1 and stages > 1)
+            if wrong or (chunks != "auto" and stages != self.pipeline * chunks):
+                each = f" and chunks_per_rank {chunks}" if chunks not in ("auto", 1) else ""
+                needed = self.pipeline * (1 if chunks == "auto" else chunks) - 1
+                raise _wrong_together(
+                    f"parallel.boundaries: {list(cuts)} has {len(cuts)} entries; parallel.pipeline {self.pipeline}"
+                    f"{each} needs {needed}, the first decoder layer of every stage but the first"
+                )
         if cuts is not None and any(later <= earlier for earlier, later in itertools.pairwise(cuts)):
             raise _wrong_together(
                 f"parallel.boundaries: {list(cuts)} must increase strictly: every stage needs a decoder layer"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -19,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from mmtrain.cache import cache_folder
 from mmtrain.config import RunConfig, dump_config, load_config
 from mmtrain.data.catalog import data_sets
 from mmtrain.data.index import text_fingerprint
@@ -27,6 +30,7 @@ from mmtrain.data.shard_list import expand_shards, refuse_empty_shards, refuse_u
 from mmtrain.errors import UserError
 from mmtrain.metrics import say
 from mmtrain.model.projector_files import refuse_unfit_init_from
+from mmtrain.plan.calibration import Device, cpu_device
 from mmtrain.plan.chat_template import refuse_missing_chat_template
 from mmtrain.plan.layout import Plan, render
 from mmtrain.plan.model_files import model_folder
@@ -35,11 +39,13 @@ from mmtrain.rank import Rank, run_rank, seconds_before_message
 from mmtrain.resume import Start, is_complete
 from mmtrain.run_folder import AUTO, claimed, contents_of_a_run, find_start, prepare_folder, run_folder, write_plan
 from mmtrain.supervise import STOPPED, Job, output_to_log, run_ranks, start_fork_server
+from mmtrain.trace import refuse_unfit_trace
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GPU_DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
 ANEW = "To train anew choose another run.name, or set run.overwrite=true, which deletes it"
+TRACED_STEPS = 3
 SHOW_CURSOR = "\x1b[?25h"
 
 DESCRIPTION = """\
@@ -47,8 +53,8 @@ Train the projector of a vision-language model, the LLM frozen and cut into pipe
 
 CONFIG is a YAML file; any key of it can be set on the command line. Ranks = parallel.pipeline x parallel.data.
 Results go to run.dir/run.name: config.yaml and plan.json (what runs), log.txt (everything that libraries say),
-metrics.jsonl (loss of every step, scores on held-out samples), quarantine.jsonl (damaged samples, if any),
-samples.jsonl (the keys of every step, with data.ledger), audit.json, checkpoints/.
+metrics.jsonl (loss and each rank's time of every step, scores on held-out samples), quarantine.jsonl (damaged
+samples, if any), samples.jsonl (the keys of every step, with data.ledger), audit.json, checkpoints/.
 
 A run that was interrupted goes on when the same command is given again: from its newest whole checkpoint,
 with the same samples in the same steps. What was recorded after that checkpoint moves to discarded.jsonl.
@@ -66,6 +72,10 @@ examples:
     python -m mmtrain.launch configs/llava_pp4.yaml run.name=try2 optimizer.lr=2e-4 parallel.pipeline=2
   go on after a crash, a full disk or a signal: the same command again; or from an earlier checkpoint
     python -m mmtrain.launch CONFIG --resume runs/NAME/checkpoints/step-00000100
+  record what every rank does when, for ui.perfetto.dev:
+    python -m mmtrain.launch configs/llava_pp4.yaml --trace
+  let the planner know this machine: a minute of measuring, then plans in seconds instead of assumptions:
+    python -m mmtrain.launch configs/llava_pp4.yaml --calibrate
   train on two machines; on the second one with --node-rank 1:
     python -m mmtrain.launch CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint first-machine:29500
   the same through torchrun:
@@ -82,13 +92,17 @@ exit codes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    options = _parser().parse_intermixed_args(arguments)
+    options = _parser().parse_intermixed_args(_with_trace_steps(sys.argv[1:] if arguments is None else arguments))
     rank = int(os.environ["RANK"]) if all(name in os.environ for name in TORCHRUN_VARIABLES) else None
     try:
         config = load_config(options.config, options.overrides)
+        if options.trace is not None and (options.plan or options.calibrate):
+            raise UserError("--trace records training; tools/plot_schedule.py --plan CONFIG draws what is planned")
         if options.plan:
             _print_plan(config)
             return 0
+        if options.calibrate:
+            return _calibrate(config, options, under_torchrun=rank is not None)
         if rank is not None:
             return _join(config, options, rank)
         return _launch(config, options)
@@ -110,7 +124,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. train.max_steps=100")
-    parser.add_argument("--plan", action="store_true", help="print the plan, write it to plan.json, start nothing")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--plan", action="store_true", help="print the plan, write it to plan.json, start nothing")
+    instead.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure what layers and messages of this run take here, for later plans of it, and print the plan that "
+        "they give; to parallel.calibration if that names a file, else to the cache, where plans look for it",
+    )
     parser.add_argument(
         "--resume",
         metavar="auto|never|PATH",
@@ -125,14 +146,30 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="let a resumed run differ from its checkpoint in this key or section, e.g. optimizer.lr; may be repeated",
     )
+    parser.add_argument(
+        "--trace",
+        type=int,
+        metavar="STEPS",
+        help=f"write trace.json, what every rank did when in STEPS steps (default {TRACED_STEPS}) after the first; for "
+        "ui.perfetto.dev and tools/plot_schedule.py",
+    )
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines that share the run (default 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: a free port of machine 0")
     return parser
 
 
+def _with_trace_steps(arguments: Sequence[str]) -> list[str]:
+    """`--trace` alone means --trace TRACED_STEPS, whatever stands behind it that is no number."""
+    result = []
+    for argument, after in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        is_alone = argument == "--trace" and re.fullmatch(r"[-+]?[\d.]+", after) is None
+        result.append(f"--trace={TRACED_STEPS}" if is_alone else argument)
+    return result
+
+
 def _print_plan(config: RunConfig) -> None:
-    plan = make_plan(config)
+    plan = make_plan(config, device=_device(config, gpu_memory_bytes()))
     say(render(plan))
     folder = run_folder(config)
     with claimed(folder):
@@ -142,11 +179,74 @@ def _print_plan(config: RunConfig) -> None:
             say(f"\nwritten to {write_plan(folder, plan)}")
 
 
+def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun: bool) -> int:
+    """Measure on as many ranks as the run has, all on this machine, then print the plan; the exit code."""
+    if options.nnodes != 1 or under_torchrun:
+        raise UserError(
+            "--calibrate measures on one machine, and starts its own ranks there: leave --nnodes and torchrun away, "
+            "give a layout that this machine holds (parallel.pipeline), and share the file by parallel.calibration"
+        )
+    ranks, gpus = _local_ranks(config, options), gpu_memory_bytes()
+    file = None if config.parallel.calibration is None else Path(config.parallel.calibration).expanduser()
+    device = _device(config, gpus)
+    nowhere = dataclasses.replace(device, name="")  # nothing was ever measured there: the plan's costs are assumed
+    uncalibrated = config.model_copy(update={"parallel": config.parallel.model_copy(update={"calibration": None})})
+    assumed = _plan(uncalibrated, gpus, ranks, nowhere)
+    folder = cache_folder("calibration")
+    folder.mkdir(parents=True, exist_ok=True)
+    job = Job(
+        places=_places(assumed),
+        folder=folder,
+        threads=_threads(config, ranks),
+        timeout_seconds=config.parallel.timeout_seconds,
+        start_method="spawn" if gpus else "forkserver",
+    )
+    job.log.unlink(missing_ok=True)
+    _set_environment(job.threads, gpus, one_node=True)
+    with output_to_log(job.log):
+        if job.start_method == "forkserver":
+            start_fork_server()
+        failure = run_ranks(functools.partial(_measure, uncalibrated, assumed, device, file), job)
+    if failure is not None:
+        print(f"error: {failure.message}", file=sys.stderr)
+        return failure.exit_code
+    plan = _plan(config, gpus, ranks)
+    say(f"\n{render(plan)}")
+    say(
+        f"planned without it: stages begin at decoder layers {list(assumed.boundaries)}, {assumed.chunks_per_rank} a "
+        f"rank, {assumed.encode_ahead} micro-batches encoded ahead; {_against(config, gpus, ranks, assumed, plan)}"
+    )
+    return 0
+
+
+def _against(config: RunConfig, gpus: Sequence[int], ranks: int, assumed: Plan, plan: Plan) -> str:
+    """What a layout that was planned with assumed costs is worth by those of a calibrated plan."""
+    by_hand = {
+        "boundaries": assumed.boundaries or None,
+        "chunks_per_rank": assumed.chunks_per_rank,
+        "encoder_run_ahead": assumed.encode_ahead,
+    }
+    same = config.model_copy(update={"parallel": config.parallel.model_copy(update=by_hand)})
+    try:
+        seconds = _plan(same, gpus, ranks).step_seconds
+    except UserError:
+        return "by what was measured it does not fit in memory"
+    return f"by what was measured, {seconds / plan.step_seconds:.3f} times this step"
+
+
+def _measure(config: RunConfig, plan: Plan, device: Device, file: Path | None, rank: Rank) -> None:
+    """What every rank of a calibration runs."""
+    from mmtrain.calibrate import calibrate
+
+    calibrate(config, plan, device, file, rank)
+
+
 def _launch(config: RunConfig, options: argparse.Namespace) -> int:
     """Start this node's ranks, wait for their end and print what failed; the exit code."""
     local_ranks = _local_ranks(config, options)
     gpus = gpu_memory_bytes()
     plan = _plan(config, gpus, local_ranks)
+    refuse_unfit_trace(plan, options.trace, config.train.max_steps)
     here = plan.ranks[options.node_rank * local_ranks : (options.node_rank + 1) * local_ranks]
     if any(rank.pipeline == 0 for rank in here):
         _check_data(config, others_wait=options.nnodes > 1)
@@ -178,7 +278,8 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
             if job.start_method == "forkserver":
                 start_fork_server()
             _probe(config, plan)
-            failure = run_ranks(functools.partial(_train, config, plan, start, job.nodes > 1), job)
+            train = functools.partial(_train, config, plan, start, options.trace or 0, job.nodes > 1)
+            failure = run_ranks(train, job)
     if failure is None:
         if job.node == 0:
             say(f"results: {job.folder}")
@@ -206,6 +307,7 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
         )
     gpus = gpu_memory_bytes()
     plan = _plan(config, gpus, local_ranks)
+    refuse_unfit_trace(plan, options.trace, config.train.max_steps)
     if rank == 0:
         _check_data(config, others_wait=world_size > 1)
     threads = _threads(config, local_ranks)
@@ -219,9 +321,10 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
             prepare_folder(config, plan, start)
             _probe(config, plan)
             say(render(plan))
-        store = _agree(config, plan, rank)  # and wait until rank 0 has prepared the folder
+        store = _agree(config, plan, options.trace or 0, rank)  # and wait until rank 0 has prepared the folder
         job = Job(_places(plan), run_folder(config), threads, config.parallel.timeout_seconds)
-        target = functools.partial(_train_and_say, config, plan, start, _how_to_go_on(config, options))
+        how = _how_to_go_on(config, options)
+        target = functools.partial(_train_and_say, config, plan, start, options.trace or 0, how)
         stopped = run_rank(target, job.folder, threads=threads, describe=job.describe)
     del store  # it may be the one that all ranks meet at
     return 0 if stopped is None else STOPPED
@@ -233,27 +336,31 @@ def _how_to_go_on(config: RunConfig, options: argparse.Namespace) -> str:
     return f"The same command{' without ' + ' and '.join(in_the_way) if in_the_way else ''} goes on from there"
 
 
-def _train(config: RunConfig, plan: Plan, start: Start | None, several_nodes: bool, rank: Rank) -> str | None:
+def _train(
+    config: RunConfig, plan: Plan, start: Start | None, trace_steps: int, several_nodes: bool, rank: Rank
+) -> str | None:
     """What every rank runs; `start` is rank 0's."""
     if several_nodes:
         rank.progress.at(0, "comparing plans with rank 0")
-        _agree(config, plan, rank.rank)
+        _agree(config, plan, trace_steps, rank.rank)
     from mmtrain.train import main as train
 
-    return train(config, plan, rank, start if rank.rank == 0 else None)
+    return train(config, plan, rank, start if rank.rank == 0 else None, trace_steps)
 
 
-def _train_and_say(config: RunConfig, plan: Plan, start: Start | None, how: str, rank: Rank) -> str | None:
+def _train_and_say(
+    config: RunConfig, plan: Plan, start: Start | None, trace_steps: int, how: str, rank: Rank
+) -> str | None:
     """`_train` under torchrun: this process's own stdout is the log by now, and no launcher says how the run ended."""
-    stopped = _train(config, plan, start, False, rank)
+    stopped = _train(config, plan, start, trace_steps, False, rank)
     if stopped is not None and rank.console is not None:
         with contextlib.suppress(OSError):  # nobody may be reading
             print(f"{stopped}. {how}", file=rank.console, flush=True)
     return stopped
 
 
-def _agree(config: RunConfig, plan: Plan, rank: int) -> Any:
-    """The store at which all ranks meet, once all are known to have the same config and plan.
+def _agree(config: RunConfig, plan: Plan, trace_steps: int, rank: int) -> Any:
+    """The store at which all ranks meet, once all are known to have the same config and plan, and to trace alike.
 
     Raises UserError on every rank where they differ: such ranks would wait for each other for ever.
     """
@@ -261,7 +368,7 @@ def _agree(config: RunConfig, plan: Plan, rank: int) -> Any:
 
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     store, _, world_size = next(rendezvous("env://", timeout=timeout))
-    text = dump_config(config) + json.dumps(plan.as_dict())
+    text = dump_config(config) + json.dumps(plan.as_dict()) + f"--trace {trace_steps}"
     store.set(f"mmtrain/plan/{rank}", hashlib.sha256(text.encode()).hexdigest())
     if rank == 0:
         plans = [store.get(f"mmtrain/plan/{other}") for other in range(world_size)]
@@ -269,8 +376,9 @@ def _agree(config: RunConfig, plan: Plan, rank: int) -> Any:
         store.set("mmtrain/others", ", ".join(others))
     if others := store.get("mmtrain/others").decode():
         raise UserError(
-            f"another run than on rank 0 is planned on rank {others}: the config, the key=value arguments, the model's "
-            "files and parallel.device_memory_gib (state it where GPUs differ) must be the same on every machine"
+            f"another run than on rank 0 is planned on rank {others}: the config, the key=value arguments, --trace, "
+            "the model's files, the calibration (name one file in parallel.calibration) and parallel.device_memory_gib "
+            "(state it where GPUs differ) must be the same on every machine"
         )
     return store
 
@@ -284,13 +392,23 @@ def gpu_memory_bytes() -> list[int]:
     return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
 
 
-def _plan(config: RunConfig, gpus: Sequence[int], local_ranks: int) -> Plan:
+def _plan(config: RunConfig, gpus: Sequence[int], local_ranks: int, device: Device | None = None) -> Plan:
+    """The plan with the memory and the calibration of this machine's devices; `device` stands in for them."""
     if gpus and local_ranks > len(gpus):
         raise UserError(
             f"{local_ranks} ranks on this machine, which has {len(gpus)} GPUs: each rank needs its own; use fewer "
             "ranks or more machines, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    return make_plan(config, min(gpus[:local_ranks]) if gpus else None)
+    return make_plan(config, min(gpus[:local_ranks]) if gpus else None, device or _device(config, gpus))
+
+
+def _device(config: RunConfig, gpus: Sequence[int]) -> Device:
+    """What ranks compute on, as calibrations name it."""
+    if not gpus:
+        return cpu_device(config)
+    import torch
+
+    return Device(torch.cuda.get_device_name(0), ranks=1, threads=1)  # the host's threads compute nothing
 
 
 def _check_data(config: RunConfig, others_wait: bool) -> None:

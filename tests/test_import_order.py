@@ -20,10 +20,11 @@ strict_yaml  config_problems  config
 geometry
 demo.names
 plan.model_files  plan.chat_template  plan.families  plan.recorded_shapes  plan.shapes
-plan.block_costs  plan.costs
-plan.schedule
-plan.layout  plan.cut  plan.refusals  plan.planner
-metrics  progress
+plan.block_costs  plan.costs  plan.calibration  plan.timings
+plan.schedule  plan.schedule_check  plan.simulate  plan.run_ahead
+plan.memory  plan.cut  plan.search
+plan.layout  plan.refusals  plan.planner
+time_use  trace  metrics  progress
 step_folder  resume  run_folder
 data.samples  data.order  data.fill  data.index
 data.chat  data.templates  data.text_lengths
@@ -33,13 +34,15 @@ data.piped  data.shard_list  data.indexing
 data.llava_json  data.shard_jobs  data.shard_intake  data.shard_resume
 data.catalog  data.survey  data.reader  data.anatomy
 data.images  data.packs  data.loader  data.account
-model.weights  model.bookends  model.kernels  model.attention  model.language  model.tiny  model.parity  model.probe
+model.weights  model.bookends  model.kernels  model.attention  model.last_layer  model.language
+model.tiny  model.parity  model.probe
 model.vision
 model.pickled  model.projector_files  model.init_from
 model.projector  model.fusion  model.loss  model.trainable
 model.stage
 optimizer
-channels  bad_steps  engine
+step_clock  channels  bad_steps  engine
+allocations  message_costs  calibration_work  calibration_solution  calibrate
 audit
 checkpoint  restore
 evaluation
@@ -55,7 +58,7 @@ ORDER = TABLE.split()
 
 TORCH_FREE_TABLE = """
 errors  cache  strict_yaml  config_problems  config  geometry  metrics  rank  supervise  run_folder  launch
-step_folder  stop  resume
+step_folder  stop  resume  time_use  trace
 progress  data.records  data.samples  data.order  data.index  data.archive  data.shard_list  data.scan  data.indexing
 data.catalog  data.reader  data.sharding  data.llava_json  data.shard_intake  data.shard_jobs
 data.shard_resume  data.fill  data.verify  data.survey  data.piped

@@ -74,7 +74,8 @@ def test_every_layout_trains_the_same(runs, layout):
 
 TRAIN_KEYS = (
     "kind step epoch loss grad_norm lr samples images tokens supervised_tokens quarantined no_update pack_fill seconds "
-    "tokens_per_second"
+    "tokens_per_second idle_fraction compute_seconds communication_seconds data_seconds peak_memory_bytes "
+    "model_flops_utilization"
 )
 EVAL_KEYS = "kind step loss token_accuracy exact_match answers samples seconds"
 
@@ -141,4 +142,4 @@ def test_the_record_names_one_trained_rank_and_three_explicit_no_ops(runs):
         and f"step {STEPS}/{STEPS}" in printed
         and "saved " in printed
     )
-    assert len(printed.splitlines()) < 40, "library chatter belongs into log.txt"
+    assert len(printed.splitlines()) < 50, "library chatter belongs into log.txt"

@@ -1,0 +1,96 @@
+"""The tool that judges the planner's predictions: its rules by hand, and a run of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+from conftest import TOOLS
+
+
+@pytest.fixture(scope="module")
+def bench_plan():
+    sys.path.insert(0, str(TOOLS))
+    try:
+        import bench_plan
+
+        yield bench_plan
+    finally:
+        sys.path.remove(str(TOOLS))
+
+
+def test_a_step_is_dropped_for_its_probes_alone(bench_plan):
+    probes = {"a": [[1.0, 1.0], [1.0, 1.2], [1.0, 1.04]], "b": [[1.02, 0.98], [0.8, 1.0], [1.0, 1.0]]}
+    assert bench_plan.quiet(probes, 0.05) == {"a": [True, False, True], "b": [True, False, True]}
+    assert all(map(all, bench_plan.quiet(probes, 1.0).values()))
+
+
+def found_layout(**changes):
+    layout = {
+        "name": "x",
+        "pipeline": 2,
+        "predicted_seconds": 1.1,
+        "measured_seconds": [1.0, 9.0, 1.2, 1.0],
+        "predicted_idle": [0.10, 0.20],
+        "measured_idle": [[0.11, 0.15], [0.9, 0.9], [0.12, 0.16], [0.13, 0.17]],
+        "predicted_bytes": [100, 90],
+        "measured_bytes": [100, 100],
+    }
+    return layout | changes
+
+
+def test_errors_are_those_of_the_steps_that_count(bench_plan, capsys):
+    noisy = found_layout(name="y")
+    found = {"layouts": [found_layout(), noisy], "pairs": []}
+    found["probes"] = {"x": [[1, 1], [2, 2], [1, 1], [1, 1]], "y": [[3, 3]] * 4}
+    found["probes"]["more"] = [[1, 1]] * 9
+    summary = bench_plan.report("layouts", found, 0.05)["summary"]
+    assert (summary["layouts"], summary["of"], summary["dropped_steps"]) == (1, 2, 1)
+    assert summary["mean_step_error"] == summary["worst_step_error"] == pytest.approx(0.1)
+    assert summary["worst_memory_error"] == pytest.approx(0.1)
+    assert summary["mean_idle_difference"] == pytest.approx((0.02 + 0.04) / 2)
+    assert "all noisy" in capsys.readouterr().out
+
+
+def test_a_gain_is_that_of_each_pair(bench_plan):
+    pair = {
+        "name": "x",
+        "ahead": {"measured_seconds": [0.9, 1.8, 0.95], "predicted_seconds": 9.2, "encode_ahead": 2},
+        "none": {"measured_seconds": [1.0, 2.0, 1.0], "predicted_seconds": 10.0},
+    }
+    gain = bench_plan._gain(pair)
+    assert gain["predicted_gain"] == pytest.approx(0.08) and gain["measured_gain"] == pytest.approx([0.1, 0.05, 0.1])
+    assert gain["difference"] == pytest.approx(0.02)
+
+
+def test_the_layouts_cover_what_the_issue_asks_for(bench_plan):
+    options = Namespace(rows=[], dtype="float32", repetitions=10, pairs=20, rounds=3, quick=False)
+    judged, four = bench_plan.jobs_of(options)
+    layouts = judged.layouts
+    assert len({layout.name for layout in layouts}) == len(layouts) >= 12
+    assert {layout.pipeline for layout in layouts} == {1, 2} and {layout.chunks for layout in layouts} == {1, 2}
+    assert min(x.microbatches for x in layouts) == 2 and max(x.microbatches for x in layouts) == 16
+    assert any(x.recompute for x in layouts) and any(x.run_ahead for x in layouts)
+    assert {layout.pipeline for layout in four.layouts} == {4} and not four.pairs
+    assert all(pair.microbatches == 4 and pair.pipeline == 2 and pair.run_ahead for pair in judged.pairs)
+
+
+def test_every_layout_is_predicted_and_measured_in_one_run(tmp_path):
+    command = [sys.executable, TOOLS / "bench.py", "plan", "--quick", "--noise", "100", "--folder", tmp_path]
+    command += ["--json", tmp_path / "found.json"]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["layouts"]
+    assert found["summary"]["layouts"] == found["summary"]["of"] == len(found["judged"]) >= 5
+    for row, layout in zip(found["judged"], found["layouts"], strict=True):
+        assert row["kept_steps"] == 2 and row["predicted_seconds"] > 0 and row["measured_seconds"][0] > 0
+        assert len(layout["measured_idle"][0]) == len(layout["predicted_bytes"]) == 2
+        assert all(0 <= share <= 1 for share in row["predicted_idle"] + row["measured_idle"])
+        assert row["memory_error"] == pytest.approx([0, 0], abs=0.2), row["name"]
+    assert {layout["chunks_per_rank"] for layout in found["layouts"]} == {1, 2}
+    (pair,) = found["run_ahead"]
+    assert pair["pairs"] == 2 and "whole model" in ran.stdout and "the encoder running ahead" in ran.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]

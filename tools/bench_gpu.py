@@ -1,0 +1,162 @@
+"""A model of LLaVA-1.5-7B's shape on one CUDA device: mmtrain at pipeline 1 beside the stock loop, in one run.
+
+    equal      samples of one length (576 image and 80 text tokens)
+    ragged     the same with long-tailed text lengths: the stock loop pads, mmtrain packs
+
+The LLM's random weights are made on the device and shared by all contestants: they are there once, and on no disk.
+Contestants: mmtrain, and stock transformers as LLaVA's script runs it (every layer recomputed in backward) and tuned
+(nothing recomputed). Utilisation is the least exact work of a step, a second (what somebody computes beyond it raises
+nothing), over --peak-tflops, or over the rate of matrix products of the model's own shapes in the same repetition.
+Peak memory is that of a contestant's own steps, the shared weights and what the others keep included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench_tables import (
+    as_dict,
+    describe_differences,
+    describe_samples,
+    finish,
+    machine,
+    per_second,
+    positive,
+    print_table,
+    speeds,
+    utilisation,
+)
+
+from mmtrain.errors import UserError
+from mmtrain.metrics import say
+from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
+
+EXAMPLES = """\
+examples:
+  a 7B model in bfloat16, whose weights alone take 14 GB:
+    python tools/bench.py gpu --json gpu.json
+  on a GPU of 24 GB: packs of two samples, the tuned loop left out:
+    python tools/bench.py gpu --samples-per-pack 2 --without-tuned
+  against the peak that the vendor states:
+    python tools/bench.py gpu --peak-tflops 989
+  does it run at all? no GPU needed, numbers without meaning:
+    python tools/bench.py gpu --quick --shape tiny --device cpu
+"""
+ROWS = {"equal": "samples of one length", "ragged": "ragged samples"}
+SHAPES = ("7b", "ratios", "tiny")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `bench.py gpu`."""
+    path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --folder=~/data as it is
+    add = parser.add_argument
+    add("rows", nargs="*", type=_row, metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
+    add("--json", type=path, metavar="FILE", help="write every single measurement there")
+    add("--shape", choices=SHAPES, default="7b", help="of the models (%(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu shows that it runs (%(default)s)")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of everything frozen (%(default)s)")
+    add("--repetitions", type=positive, default=15, metavar="N", help="steps of each contestant (%(default)s)")
+    add("--samples-per-pack", type=positive, default=6, metavar="N", help="of 656 tokens at 7b (%(default)s)")
+    add("--microbatches", type=positive, default=4, metavar="N", help="of a step, one pack each (%(default)s)")
+    add("--without-tuned", action="store_true", help="leave out the stock loop that recomputes nothing")
+    add("--peak-tflops", type=float, metavar="N", help="of the device, for utilisation (measured)")
+    add("--folder", type=path, metavar="DIR", help="where the encoder lies meanwhile (the system's temporary folder)")
+    add("--quick", action="store_true", help="two repetitions of two micro-batches")
+
+
+def _row(text: str) -> str:
+    if text not in ROWS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ROWS)}")
+    return text
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make the models, race the rows, print tables; the exit code. Raises UserError without a CUDA device."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if options.device == "cpu":
+        os.environ.update({"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
+    import torch  # reads the environment when it is imported
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "no CUDA device here, so nothing was measured; --quick --shape tiny --device cpu shows that it runs"
+        )
+    from bench_gpu_rank import prepare, race_row
+    from bench_row import Settings
+
+    settings = Settings(
+        options.shape,
+        options.dtype,
+        2 if options.quick else options.repetitions,
+        steps=2 if options.quick else 4,
+        samples_per_pack=options.samples_per_pack,
+        microbatches=2 if options.quick else options.microbatches,
+        threads=len(os.sched_getaffinity(0)),
+    )
+    result = {"machine": machine(), "device": "cpu", "dtype": options.dtype, "shape": options.shape, "rows": {}}
+    if options.device == "cuda":
+        result["device"] = torch.cuda.get_device_name()
+    with tempfile.TemporaryDirectory(prefix="bench_gpu-", dir=options.folder) as name:
+        folder = Path(name)
+        say("making the models")
+        prepare(settings, folder)
+        for row in options.rows or ROWS:
+            job = Job(
+                places=("mmtrain and stock transformers",),
+                folder=folder,
+                threads=settings.threads,
+                timeout_seconds=settings.timeout_seconds,
+                start_method="forkserver" if options.device == "cpu" else "spawn",
+            )
+            with output_to_log(job.log):
+                if options.device == "cpu":
+                    start_fork_server()
+                target = functools.partial(race_row, settings, row, folder, not options.without_tuned)
+                failure = run_ranks(target, job)
+            if failure is not None:
+                print(f"error: {failure.message}", file=sys.stderr)
+                return failure.exit_code
+            found = json.loads((folder / f"{row}.json").read_text())
+            result["rows"][row] = found | report(row, found, options.peak_tflops)
+    say(f"\ndevice: {result['device']}")
+    finish(result, options.json)
+    return 0
+
+
+def report(row: str, found: Mapping[str, Any], peak_tflops: float | None) -> dict[str, Any]:
+    """Print a row's table; returns its numbers."""
+    numbers = speeds(found)
+    step, against = numbers.values()
+    first, *_ = step
+    peak = None if peak_tflops is None else peak_tflops * 1e12
+    numbers["samples_per_second"] = {name: per_second(found, name, "samples") for name in step}
+    numbers["tokens_per_second"] = {name: per_second(found, name, "tokens") for name in step}
+    numbers["utilisation"] = {name: utilisation(found, name, peak) for name in step}
+    memory = found["peak_memory_bytes"]
+    say(f"\n{ROWS[row]}: {describe_samples(found)}")
+    print_table(
+        ("", ">step, s", f">{first} is", ">samples/s", ">tokens/s", ">utilisation", ">peak GB"),
+        [
+            (
+                name,
+                step[name].text(".3f"),
+                against[name].text(".3f") + "x" if name in against else "1",
+                f"{numbers['samples_per_second'][name].median:,.2f}",
+                f"{numbers['tokens_per_second'][name].median:,.0f}",
+                numbers["utilisation"][name].text(".1%"),
+                f"{memory[name] / 1e9:.1f}" if name in memory else "-",
+            )
+            for name in step
+        ],
+    )
+    say(describe_differences(found))
+    return as_dict(numbers)

@@ -1,0 +1,311 @@
+"""The rank's part of bench_plan.py: one calibration and many layouts, in turns, in the same processes.
+
+Settings + models in a folder --measure--> FOLDER/NAME.json: for each layout what was predicted and what was measured
+
+Layouts share the frozen weights; each has its own stages, projector, engine and process groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_models import SHAPES, Shape, run_config
+
+from mmtrain.allocations import MemoryTrace, tensor_bytes
+from mmtrain.calibrate import Calibrator
+from mmtrain.calibration_work import expected_batch
+from mmtrain.config import RunConfig
+from mmtrain.data.packs import PackedBatch
+from mmtrain.engine import FrozenPipelineEngine, join_process_group
+from mmtrain.model.stage import Chunk, build_chunk
+from mmtrain.plan.calibration import calibration_key, cpu_device
+from mmtrain.plan.costs import Models
+from mmtrain.plan.planner import Plan, StagePlan, make_plan, models_of
+from mmtrain.plan.simulate import Program, Simulation, simulate
+from mmtrain.progress import Progress
+from mmtrain.rank import Rank
+
+# An encoder whose forward is a quarter of the LLM's; 8 layers of 28 MB in fp32, more than a processor's caches hold.
+SIZES = {**SHAPES, "quarter": Shape(8, 768, 2048, 12, 2304, 10, 384, 6, 168, 14, 24)}
+DEVICE = torch.device("cpu")
+PROBE_SIZE = 768  # rows and columns of the probe's matrices
+PROBE_PRODUCTS = 12
+WARM_UP_STEPS = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one and the same model is run; `name` tells it to people."""
+
+    name: str
+    pipeline: int
+    microbatches: int  # of a replica's step
+    boundaries: tuple[int, ...] | None = None  # None: the planner's choice
+    chunks: int = 1
+    recompute: tuple[int, ...] | int = 0
+    run_ahead: str | int = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured in one set of processes; `world` of them, whose replicas fill up a pipeline that is shorter."""
+
+    name: str
+    shape: str
+    dtype: str
+    samples_per_pack: int
+    world: int
+    layouts: tuple[Layout, ...]
+    pairs: tuple[Layout, ...]  # each against itself without run-ahead
+    repetitions: int
+    pair_repetitions: int
+    calibration_rounds: int  # before the layouts are planned; one more in each repetition
+    timeout_seconds: int = 600
+
+
+def layout_config(settings: Settings, layout: Layout, folder: Path, calibration: Path | None) -> RunConfig:
+    """The run of a layout; with a file it is planned from that calibration."""
+    shape = SIZES[settings.shape]
+    replicas = settings.world // layout.pipeline
+    config = run_config(
+        shape,
+        folder,
+        dtype=settings.dtype,
+        pack_length=settings.samples_per_pack * shape.sample_tokens,
+        microbatches=layout.microbatches * replicas,
+        pipeline=layout.pipeline,
+        threads=torch.get_num_threads(),
+        calibration=calibration,
+    )
+    tree = config.model_dump()
+    tree["parallel"] |= {
+        "data": replicas,
+        "boundaries": layout.boundaries,
+        "chunks_per_rank": layout.chunks,
+        "recompute_layers": layout.recompute,
+        "encoder_run_ahead": layout.run_ahead,
+    }
+    return RunConfig.model_validate(tree)
+
+
+def without_run_ahead(layout: Layout, plan: Plan) -> Layout:
+    """The same cut, every micro-batch encoded right before its forward."""
+    return Layout(
+        f"{layout.name}, none", layout.pipeline, layout.microbatches, plan.boundaries, layout.chunks, layout.recompute
+    )
+
+
+class Runner:
+    """One layout on this rank: its engine over weights that it shares with others."""
+
+    def __init__(self, config: RunConfig, models: Models, weights: dict[str, torch.Tensor]) -> None:
+        self.config = config
+        self.plan = make_plan(config, device=cpu_device(config))
+        mine = self.plan.ranks[dist.get_rank()]
+        self._chunks = {stage.stage: _shared_chunk(config, stage, weights) for stage in mine.stages}
+        self.engine = FrozenPipelineEngine(config, self.plan, self._chunks)
+        replicas = range(mine.data, 1 << 30, self.plan.data)
+        self._batches = _batches(config, models, replicas) if mine.pipeline == 0 else None
+        self.seconds: list[float] = []
+        self.idle: list[list[float]] = []  # of each step, by rank
+        for _ in range(WARM_UP_STEPS):
+            self.engine.train_step(self._batches)
+
+    def step(self) -> None:
+        """One step, from when all ranks are ready until all have ended it."""
+        dist.barrier()
+        began = time.perf_counter()
+        result = self.engine.train_step(self._batches)
+        dist.barrier()
+        self.seconds.append(time.perf_counter() - began)
+        self.idle.append([rank.idle_fraction for rank in result.ranks])
+
+    def peak_bytes(self) -> int:
+        """Bytes of weights, optimizer state and everything else that live at once on this rank in a step.
+
+        Two steps are traced, and the second counts: what it finds at its begin is then known, too.
+        """
+        weights = (t for chunk in self._chunks.values() for t in (*chunk.parameters(), *chunk.buffers()))
+        state = (t for s in self.engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+        lasting = tensor_bytes(itertools.chain(weights, state, self.engine.trainable.values()))
+        gc.collect()
+        with MemoryTrace(DEVICE) as trace:
+            with trace.span("first"):
+                self.engine.train_step(self._batches)
+            with trace.span("second"):
+                self.engine.train_step(self._batches)
+        return lasting + trace.spans["second"].peak
+
+
+def _shared_chunk(config: RunConfig, stage: StagePlan, weights: dict[str, torch.Tensor]) -> Chunk:
+    """A stage's chunk over frozen weights that are in memory once, whatever layouts use them."""
+    chunk = build_chunk(config, stage, recompute_layers=stage.recompute_layers)
+    for name, parameter in chunk.global_parameters():
+        if not parameter.requires_grad:
+            parameter.data = weights.setdefault(name, parameter.data)
+    return chunk
+
+
+def _batches(config: RunConfig, models: Models, seeds: range) -> Iterator[PackedBatch]:
+    few = [expected_batch(config, models, seed) for seed in seeds[:4]]
+    return itertools.cycle(few)
+
+
+class Probe:
+    """A fixed piece of work of all ranks at once, which tells how fast the machine is at a moment."""
+
+    def __init__(self) -> None:
+        self._left, self._right = torch.randn(2, PROBE_SIZE, PROBE_SIZE)
+
+    def __call__(self) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(PROBE_PRODUCTS):
+            self._left @ self._right
+        dist.barrier()
+        return time.perf_counter() - began
+
+
+def measure(settings: Settings, folder: Path, rank: Rank) -> None:
+    """What every rank runs; rank 0 writes what was found."""
+    join_process_group(DEVICE, settings.timeout_seconds)
+    file = rank.folder / f"{settings.name}-calibration.json"
+    longest = max(settings.layouts + settings.pairs, key=lambda layout: layout.pipeline)
+    config = layout_config(settings, longest, folder, None)
+    models = models_of(config)
+    key = calibration_key(config, models, cpu_device(config))
+    calibrator = Calibrator(config, models, make_plan(config), DEVICE, key)
+    calibrator.warm_up(0.0)
+    with Progress(
+        "rounds", settings.calibration_rounds, functools.partial(_tell, rank), rank.console, "measurements"
+    ) as progress:
+        for done in range(settings.calibration_rounds):
+            calibrator.round()
+            progress.show(done + 1, sum(map(len, calibrator.seconds.values())))
+    _save(calibrator, file)
+
+    weights: dict[str, torch.Tensor] = {}
+    runners, pairs = {}, []
+    for layout in settings.layouts:
+        rank.progress.at(0, layout.name)
+        runners[layout.name] = Runner(layout_config(settings, layout, folder, file), models, weights)
+    for layout in settings.pairs:
+        rank.progress.at(0, layout.name)
+        ahead = Runner(layout_config(settings, layout, folder, file), models, weights)
+        plain = without_run_ahead(layout, ahead.plan)
+        pairs.append((layout.name, ahead, Runner(layout_config(settings, plain, folder, file), models, weights)))
+
+    probes = _race(settings, runners, calibrator, rank)
+    _race_pairs(settings, pairs, rank)
+    _save(calibrator, file)  # from here on it is that of all rounds
+    found: dict[str, Any] = {
+        "calibration": json.loads(file.read_text()),
+        "calibration_seconds": calibrator.seconds,
+        "probes": probes,
+        "layouts": [describe(settings, runner, name) for name, runner in runners.items()],
+        "pairs": [
+            {"name": name, "ahead": describe(settings, ahead, name), "none": describe(settings, plain, name)}
+            for name, ahead, plain in pairs
+        ],
+    }
+    if rank.rank == 0:
+        (rank.folder / f"{settings.name}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _save(calibrator: Calibrator, file: Path) -> None:
+    """Write the calibration of all rounds so far; every rank may read it afterwards."""
+    found = calibrator.finish()
+    if dist.get_rank() == 0:
+        found.save(file)
+    dist.barrier()
+
+
+def _tell(rank: Rank, text: str) -> None:
+    """Say a line to the user, on rank 0."""
+    if rank.console is not None:
+        print(text, file=rank.console, flush=True)
+
+
+def _race(
+    settings: Settings, runners: Mapping[str, Runner], calibrator: Calibrator, rank: Rank
+) -> dict[str, list[list[float]]]:
+    """All layouts and one round of the calibration in each repetition; the probes before and after each step."""
+    probe = Probe()
+    probe()
+    probes: dict[str, list[list[float]]] = {name: [] for name in runners}
+    with Progress(
+        "repetitions", settings.repetitions, functools.partial(_tell, rank), rank.console, "steps"
+    ) as progress:
+        for repetition in range(settings.repetitions):
+            names = list(runners)
+            before = probe()
+            for name in reversed(names) if repetition % 2 else names:
+                rank.progress.at(repetition, name)
+                runners[name].step()
+                after = probe()
+                probes[name].append([before, after])
+                before = after
+            calibrator.round()
+            progress.show(repetition + 1, (repetition + 1) * len(runners))
+    return probes
+
+
+def _race_pairs(settings: Settings, pairs: Sequence[tuple[str, Runner, Runner]], rank: Rank) -> None:
+    """Every layout with run-ahead and without, one after the other, every other pair the other way round."""
+    if not pairs:
+        return
+    with Progress(
+        "pairs", settings.pair_repetitions, functools.partial(_tell, rank), rank.console, "steps"
+    ) as progress:
+        for repetition in range(settings.pair_repetitions):
+            for name, ahead, plain in pairs:
+                rank.progress.at(repetition, name)
+                for runner in (plain, ahead) if repetition % 2 else (ahead, plain):
+                    runner.step()
+            progress.show(repetition + 1, (repetition + 1) * 2 * len(pairs))
+
+
+def describe(settings: Settings, runner: Runner, name: str) -> dict[str, Any]:
+    """What the planner says of a layout by its calibration's file, and what it did; every rank calls this.
+
+    The schedule is the one that was run: with more rounds the planner might have placed encodes elsewhere.
+    """
+    peaks: list[int] = [0] * settings.world
+    dist.all_gather_object(peaks, runner.peak_bytes())
+    plan = make_plan(runner.config, device=cpu_device(runner.config))
+    predicted = predict(runner.plan, plan)
+    working = predicted.seconds - plan.seconds.end  # a window of the engine's clock ends before the optimizer
+    return {
+        "name": name,
+        "pipeline": plan.pipeline,
+        "replicas": plan.data,
+        "chunks_per_rank": plan.chunks_per_rank,
+        "microbatches": plan.microbatches_per_step,
+        "boundaries": plan.boundaries,
+        "recompute_layers": [sum(s.recompute_layers for s in rank.stages) for rank in plan.ranks],
+        "encode_ahead": runner.plan.encode_ahead,
+        "predicted_seconds": predicted.seconds,
+        "measured_seconds": runner.seconds,
+        "predicted_idle": [predicted.idle[r.pipeline] * predicted.seconds / working for r in plan.ranks],
+        "measured_idle": runner.idle,
+        "predicted_bytes": [rank.total_bytes for rank in plan.ranks],
+        "measured_bytes": peaks,
+    }
+
+
+def predict(executed: Plan, planned: Plan) -> Simulation:
+    """A step of the executed schedule with the costs of another plan of the same layout."""
+    assert executed.boundaries == planned.boundaries
+    return simulate(Program(executed.schedule, executed.chunks_per_rank), planned.seconds)
