@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from mmtrain.config import RunConfig
 from mmtrain.plan.calibration import Device, find_calibration
 from mmtrain.plan.costs import Models, Workload, minimal_flops
+from mmtrain.plan.planner import models_of
 from mmtrain.plan.schedule import Instruction, Op
-from mmtrain.plan.shapes import llm_shape, projector_parameters, vision_shape
 
 LISTED_RANKS = 4  # more would not fit into a line of the console
 
@@ -105,10 +105,7 @@ class Yardstick:
     @classmethod
     def find(cls, config: RunConfig, device: Device) -> Yardstick | None:
         """By `parallel.device_tflops`, else by a calibration's matmul rate on this device; None if there is neither."""
-        llm = llm_shape(config.model.llm.path)
-        vision = vision_shape(config.model.vision.name, config.model.vision.select_layer)
-        projector = projector_parameters(config.model.projector.type, vision.width, llm.hidden_size)
-        models = Models(llm, vision, projector)
+        models = models_of(config)
         if config.parallel.device_tflops is not None:
             return cls(config, models, config.parallel.device_tflops * 1e12)
         calibration = find_calibration(config, models, device)
