@@ -72,10 +72,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     rank.progress.at(first_step, "loading weights")
     console.line(f"loading weights on {plan.pipeline * plan.data} ranks")
     to_build = config if begin is None else _without_init_from(config)
-    chunks = {
-        stage.stage: build_chunk(to_build, stage, recompute_layers=stage.recompute_layers, device=device)
-        for stage in mine.stages
-    }
+    chunks = {stage.stage: build_chunk(to_build, stage, device=device) for stage in mine.stages}
 
     def before_instruction(step: int, instruction: Instruction) -> None:
         rank.progress.at(step, instruction)

@@ -216,7 +216,7 @@ def _execute(case: Case) -> dict[str, Any]:
     config = case.config
     plan = encoding_ahead(make_plan(config), case.ahead)
     mine = plan.ranks[dist.get_rank()]
-    chunks = {s.stage: build_chunk(config, s, recompute_layers=s.recompute_layers) for s in mine.stages}
+    chunks = {s.stage: build_chunk(config, s) for s in mine.stages}
     executed = []
     gradients: list[dict[str, Any]] = []
 

@@ -32,10 +32,7 @@ class Mmtrain:
     ) -> None:
         mine = plan.ranks[dist.get_rank()]
         if chunks is None:
-            chunks = {
-                stage.stage: build_chunk(config, stage, recompute_layers=mine.recompute_layers, device=device)
-                for stage in mine.stages
-            }
+            chunks = {stage.stage: build_chunk(config, stage, device=device) for stage in mine.stages}
         self.gradients: Gradients | None = None
         self._sums: Gradients = {}
         self._batches = batches if mine.pipeline == 0 else None

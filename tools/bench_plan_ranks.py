@@ -149,7 +149,7 @@ class Runner:
 
 def _shared_chunk(config: RunConfig, stage: StagePlan, weights: dict[str, torch.Tensor]) -> Chunk:
     """A stage's chunk over frozen weights that are in memory once, whatever layouts use them."""
-    chunk = build_chunk(config, stage, recompute_layers=stage.recompute_layers)
+    chunk = build_chunk(config, stage)
     for name, parameter in chunk.global_parameters():
         if not parameter.requires_grad:
             parameter.data = weights.setdefault(name, parameter.data)

@@ -88,10 +88,7 @@ def measure(config: RunConfig, plan: Plan, options: argparse.Namespace, rank: Ra
     device, mine = torch.device(rank.device), plan.ranks[rank.rank]
     join_process_group(device, config.parallel.timeout_seconds)
     packed = PackedBatches(config, mine.data, plan.data) if mine.pipeline == 0 else None
-    chunks = {
-        stage.stage: build_chunk(config, stage, recompute_layers=stage.recompute_layers, device=device)
-        for stage in mine.stages
-    }
+    chunks = {stage.stage: build_chunk(config, stage, device=device) for stage in mine.stages}
     engine = FrozenPipelineEngine(config, plan, chunks)
     batches = None if packed is None else iter(packed)
     extra = _random_projector(options.width) if rank.rank == 0 and options.width else {}

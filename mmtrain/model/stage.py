@@ -153,11 +153,10 @@ def build_chunk(
     config: RunConfig,
     stage: StagePlan,
     *,
-    recompute_layers: int = 0,
     device: torch.device | str = "cpu",
     opened: set[str] | None = None,
 ) -> Chunk:
-    """Load one stage from the published files and freeze all but `config.model.trainable`.
+    """Load one stage from the published files and freeze all but `config.model.trainable`; recompute as planned.
 
     Only the stage's own tensors are read; `opened`, if given, collects their names. Raises UserError for missing or
     unusable model files.
@@ -173,7 +172,7 @@ def build_chunk(
         device=device,
         opened=opened,
     )
-    language.recompute(recompute_layers)
+    language.recompute(stage.recompute_layers)
     if stage.head and stage.first < stage.last and takes_rows(language.model.config):
         language.narrow_last_layer()
     front = None

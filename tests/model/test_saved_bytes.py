@@ -23,7 +23,7 @@ def parts(tmp_path_factory):
 def saved_bytes(parts, dtype: str, trainable: tuple[str, ...], recompute: int) -> int:
     """Bytes of distinct storages saved by the decoder layers of a middle stage, parameters left out."""
     config = make_config(parts, model__trainable=trainable, model__llm__dtype=dtype)
-    chunk = build_chunk(config, StagePlan(1, 0, LAYERS, False, False), recompute_layers=recompute)
+    chunk = build_chunk(config, StagePlan(1, 0, LAYERS, False, False, recompute))
     hidden = torch.randn(BATCH, LENGTH, WIDTH).to(chunk.dtype).requires_grad_()
     positions = torch.arange(LENGTH).expand(BATCH, -1)
     own = {p.untyped_storage().data_ptr() for p in [*chunk.parameters(), *chunk.buffers()]}
@@ -59,7 +59,7 @@ def test_frozen_layers_save_less_than_trained_ones_and_recompute_lowers_both(par
 def test_recompute_changes_no_bit_of_output_or_gradient(parts):
     results = []
     for count in (0, 3):
-        chunk = build_chunk(make_config(parts), StagePlan(1, 0, LAYERS, False, False), recompute_layers=count)
+        chunk = build_chunk(make_config(parts), StagePlan(1, 0, LAYERS, False, False, count))
         assert not chunk.training
         hidden = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True)
         output = chunk(hidden, torch.arange(LENGTH).remainder(20).expand(BATCH, -1))
