@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from bench_photographs import SHARDS, make_photographs
+from bench_tables import print_table
 from bench_timing import Spread, Times, rates, ratios
-from rich.console import Console
-from rich.table import Table
 
 from mmtrain.errors import UserError
 from mmtrain.metrics import say
@@ -55,7 +54,6 @@ exit codes:
 PARTS = ("loader", "sharding", "planning")
 PLANNED_SAMPLES, PLANNED_SHARDS = 558_128, 559  # of LLaVA's pre-training data, a thousand a shard
 PACK_LENGTHS = (2048, 4096, 8192)
-WIDTH = 120  # characters of a line, where there is no terminal that tells
 QUICK = {"images": 24, "repetitions": 1, "samples": 3_000, "shards": 3, "workers": [0, 1]}
 LIBRARIES = ("numpy", "pillow", "tokenizers", "torch", "transformers", "webdataset")
 
@@ -111,7 +109,7 @@ def bench_loader(data: Path, options: argparse.Namespace) -> dict[str, Any]:
         against = [ratios(times, loader.MMTRAIN, name).text(".3f") for name in rivals]
         rows.append((f"{loader.MMTRAIN}, as a multiple", "1", *against))
     say(f"\nloader, samples/s: {options.images:,} samples, packs of {options.pack_length:,} tokens")
-    _print_table(("", *(f">{name}" for name in times)), rows)
+    print_table(("", *(f">{name}" for name in times)), rows)
     return result
 
 
@@ -132,7 +130,7 @@ def bench_sharding(data: Path, options: argparse.Namespace) -> dict[str, Any]:
         (name, speed[name].text(",.1f"), *(ratios(times, tool, name).text(".3f") for tool in tools)) for name in times
     ]
     say(f"\nsharding, MB/s: {options.images:,} images and their JSON, {size / 1e6:,.1f} MB")
-    _print_table(("", ">MB/s", *(f">{tool}, as a multiple" for tool in tools)), rows)
+    print_table(("", ">MB/s", *(f">{tool}, as a multiple" for tool in tools)), rows)
     return {
         "images": options.images,
         "bytes": size,
@@ -157,7 +155,7 @@ def bench_planning(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     opened = planning.plan_indexes(folder, options.pack_length, repetitions)
     say(f"\nplanning an epoch of {samples:,} samples from lengths in memory")
     columns = ("", ">pack_length", ">packs", ">full", ">of whole-epoch fill", ">seconds", ">peak MB")
-    _print_table(
+    print_table(
         (*columns, ">after imports"),
         [
             (
@@ -181,7 +179,7 @@ def bench_planning(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "peak of the process, MB": _in_mb(opened.peak_bytes),
         "of it after the imports, MB": _in_mb(opened.extra_peak_bytes),
     }
-    _print_table(("", ">"), spreads.items())
+    print_table(("", ">"), spreads.items())
     return {
         "samples": samples,
         "shards": shards,
@@ -202,16 +200,6 @@ def _as_dict(times: Times, work: float, compared: Mapping[str, Sequence[str]]) -
 
 def _in_mb(values: Spread) -> str:
     return f"{values.median / 1e6:,.0f} ({values.min / 1e6:,.0f} - {values.max / 1e6:,.0f})"
-
-
-def _print_table(columns: Sequence[str], rows: Any) -> None:
-    """A table as wide as the terminal; a column whose name begins with > is set to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(name.strip(">") for name in columns))
-    for name in columns:
-        table.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH).print(table)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -11,7 +11,7 @@ earlier ones of its channel have moved; sending and receiving also cost the two 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -184,14 +184,3 @@ def simulate(
     if spans and seconds.end:
         history += [Span(rank, Instruction(Op.OPTIMIZER_STEP), max(clock), total) for rank in range(program.ranks)]
     return Simulation(total, idle, tuple(history))
-
-
-def most_in_flight(instructions: Sequence[Instruction], sizes: Sequence[int]) -> int:
-    """Most bytes that a rank keeps for backwards to come, where a micro-batch of stage s keeps `sizes[s]` bytes."""
-    back = {(x.stage, x.microbatch) for x in instructions if x.op is Op.BACKWARD}
-    kept = most = 0
-    for x in instructions:
-        if x.op in COMPUTES and (x.stage, x.microbatch) in back:
-            kept += sizes[x.stage] if x.op is Op.FORWARD else -sizes[x.stage]
-            most = max(most, kept)
-    return most

@@ -10,7 +10,7 @@ import pytest
 
 from mmtrain.plan.run_ahead import best_encodes, most_buffered
 from mmtrain.plan.schedule import Instruction, Op, training_schedule
-from mmtrain.plan.simulate import Program, Simulation, StageSeconds, most_in_flight, simulate
+from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 
 
 def step_of(pipeline: int, microbatches: int, first: int, seconds: StageSeconds, **options: bool) -> Simulation:
@@ -85,12 +85,6 @@ def test_a_schedule_that_cannot_finish_has_no_program() -> None:
     lists = ((Instruction(Op.RECEIVE_GRADIENT, 0, 0), Instruction(Op.BACKWARD, 0, 0)), ())
     with pytest.raises(ValueError, match="every rank waits"):
         Program(lists, 1)
-
-
-def test_bytes_in_flight_are_those_of_the_microbatches_that_wait_for_their_backward() -> None:
-    schedule = training_schedule(4, 8, 0)
-    assert [most_in_flight(rank, [10, 10, 10, 10]) for rank in schedule] == [40, 30, 20, 10]
-    assert most_in_flight(training_schedule(4, 8, 2)[1], [10, 10, 10, 10]) == 0
 
 
 # ---- encoders that run ahead
