@@ -75,7 +75,8 @@ class Calibrator:
         self._pieces = self._build(config, of_layers[first], first, last, len(of_layers))
         trained = {
             name: parameter
-            for kind in self._kinds.keys() & self._pieces.keys()
+            for kind in self._kinds  # in one order on all ranks, whose gradients are reduced in turn
+            if kind in self._pieces
             for name, parameter in self._pieces[kind].chunk.global_parameters()
             if parameter.requires_grad
         }
@@ -225,6 +226,7 @@ class Calibrator:
             images=self._costs.work.images / images,
             trained=max(rank.trainable for rank in self._plan.ranks) / here,
             matmul_flops=self._flops,
+            replicas=self._plan.data,
         )
         return solve(of_ranks, self._kinds, self._window, scales, self._key)
 
@@ -291,7 +293,9 @@ def table(found: Calibration, seconds: Mapping[str, Sequence[float]]) -> Iterato
         f"{found.matmul_flops_per_second / 1e12:,.3f} TFLOP/s a rank"
     )
     for name, line in (("send", found.send), ("receive", found.receive), ("transfer", found.transfer)):
-        if line.fixed or line.per_byte:
+        if line is None:
+            yield f"{name} was not measured: plans assume it"
+        elif line.fixed or line.per_byte:
             rate = f", {line.per_byte * 1e9:,.3f} ms a MB" if line.per_byte else ""
             yield f"{name} {line.fixed * 1e3:,.3f} ms{rate}"
     width = max(map(len, seconds))

@@ -38,6 +38,7 @@ class Scales:
     images: float  # expected images of a micro-batch, over those in the measured one
     trained: float  # most elements that train on one rank of the run, over those of the measured update
     matmul_flops: float  # of one measured run of matrix products
+    replicas: int  # over which gradients were reduced
 
 
 def recomputing(name: str) -> str:
@@ -88,6 +89,7 @@ def solve(
         receive=receive,
         transfer=transfer,
         end_seconds=seconds[REDUCE] + seconds[UPDATE] * scales.trained,
+        replicas=scales.replicas,
         matmul_flops_per_second=scales.matmul_flops / seconds[MATMUL],
     )
 
@@ -151,14 +153,16 @@ def _measures(
     )
 
 
-def _lines(messages: Sequence[MessageSeconds]) -> tuple[Linear, Linear, Linear]:
-    """Seconds of sender, receiver and transfer as lines through the smallest and the largest message."""
+def _lines(messages: Sequence[MessageSeconds]) -> tuple[Linear | None, Linear | None, Linear | None]:
+    """Seconds of sender, receiver and transfer as lines through the smallest and the largest message; None: unknown."""
     if not messages:
-        return Linear(0.0, 0.0), Linear(0.0, 0.0), Linear(0.0, 0.0)
+        return None, None, None
     small, large = messages[0], messages[-1]
 
-    def line(part: str) -> Linear:
+    def line(part: str) -> Linear | None:
         low, high = getattr(small, part), getattr(large, part)
+        if low is None or high is None:
+            return None
         if large.size == small.size:
             return Linear(high, 0.0)
         slope = max(0.0, (high - low) / (large.size - small.size))

@@ -109,7 +109,7 @@ class ParallelSection(Section):
         description="decoder layer at which stage 1, 2, ... begins, e.g. [8, 16, 24]; null: the planner chooses",
     )
     device_memory_gib: Annotated[Float, Field(gt=0)] | None = Field(
-        None, description="memory a rank may use, GiB; null: that of the GPU at launch, no limit on a CPU or in --plan"
+        None, description="memory a rank may use, GiB; null: that of the GPUs here, no limit without one"
     )
     device_tflops: Annotated[Float, Field(gt=0)] | None = Field(
         None,

@@ -8,20 +8,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import itertools
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from mmtrain.cache import cache_folder
 from mmtrain.config import RunConfig, dump_config, load_config
 from mmtrain.data.catalog import data_sets
 from mmtrain.data.index import text_fingerprint
@@ -30,11 +32,12 @@ from mmtrain.data.shard_list import expand_shards, refuse_empty_shards, refuse_u
 from mmtrain.errors import UserError
 from mmtrain.metrics import say
 from mmtrain.model.projector_files import refuse_unfit_init_from
-from mmtrain.plan.calibration import Device, cpu_device
+from mmtrain.plan.calibration import Device, cached_file, calibration_key, cpu_device, gpu_device
 from mmtrain.plan.chat_template import refuse_missing_chat_template
 from mmtrain.plan.layout import Plan, render
 from mmtrain.plan.model_files import model_folder
-from mmtrain.plan.planner import make_plan
+from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.simulate import Program, simulate
 from mmtrain.rank import Rank, run_rank, seconds_before_message
 from mmtrain.resume import Start, is_complete
 from mmtrain.run_folder import AUTO, claimed, contents_of_a_run, find_start, prepare_folder, run_folder, write_plan
@@ -169,7 +172,7 @@ def _with_trace_steps(arguments: Sequence[str]) -> list[str]:
 
 
 def _print_plan(config: RunConfig) -> None:
-    plan = make_plan(config, device=_device(config, gpu_memory_bytes()))
+    plan = plan_for_here(config)
     say(render(plan))
     folder = run_folder(config)
     with claimed(folder):
@@ -187,21 +190,21 @@ def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun
             "give a layout that this machine holds (parallel.pipeline), and share the file by parallel.calibration"
         )
     ranks, gpus = _local_ranks(config, options), gpu_memory_bytes()
-    file = None if config.parallel.calibration is None else Path(config.parallel.calibration).expanduser()
     device = _device(config, gpus)
+    file = cached_file(calibration_key(config, models_of(config), device))
+    if config.parallel.calibration is not None:
+        file = Path(config.parallel.calibration).expanduser()
+    _refuse_unwritable(file)
     nowhere = dataclasses.replace(device, name="")  # nothing was ever measured there: the plan's costs are assumed
     uncalibrated = config.model_copy(update={"parallel": config.parallel.model_copy(update={"calibration": None})})
     assumed = _plan(uncalibrated, gpus, ranks, nowhere)
-    folder = cache_folder("calibration")
-    folder.mkdir(parents=True, exist_ok=True)
     job = Job(
         places=_places(assumed),
-        folder=folder,
+        folder=Path(tempfile.mkdtemp(prefix="mmtrain-calibration-")),
         threads=_threads(config, ranks),
         timeout_seconds=config.parallel.timeout_seconds,
         start_method="spawn" if gpus else "forkserver",
     )
-    job.log.unlink(missing_ok=True)
     _set_environment(job.threads, gpus, one_node=True)
     with output_to_log(job.log):
         if job.start_method == "forkserver":
@@ -210,6 +213,7 @@ def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun
     if failure is not None:
         print(f"error: {failure.message}", file=sys.stderr)
         return failure.exit_code
+    shutil.rmtree(job.folder)
     plan = _plan(config, gpus, ranks)
     say(f"\n{render(plan)}")
     say(
@@ -219,18 +223,34 @@ def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun
     return 0
 
 
+def _refuse_unwritable(file: Path) -> None:
+    """Before a minute of measuring, not after it."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"the calibration cannot be written to {file} ({error.strerror}); name a file that can be by "
+            "parallel.calibration"
+        ) from error
+
+
 def _against(config: RunConfig, gpus: Sequence[int], ranks: int, assumed: Plan, plan: Plan) -> str:
     """What a layout that was planned with assumed costs is worth by those of a calibrated plan."""
     by_hand = {
         "boundaries": assumed.boundaries or None,
         "chunks_per_rank": assumed.chunks_per_rank,
-        "encoder_run_ahead": assumed.encode_ahead,
+        "encoder_run_ahead": 0,  # what counts is the schedule that was planned
     }
     same = config.model_copy(update={"parallel": config.parallel.model_copy(update=by_hand)})
     try:
-        seconds = _plan(same, gpus, ranks).step_seconds
+        measured = _plan(same, gpus, ranks).seconds
     except UserError:
         return "by what was measured it does not fit in memory"
+    seconds = simulate(Program(assumed.schedule, assumed.chunks_per_rank), measured).seconds
     return f"by what was measured, {seconds / plan.step_seconds:.3f} times this step"
 
 
@@ -399,16 +419,22 @@ def _plan(config: RunConfig, gpus: Sequence[int], local_ranks: int, device: Devi
             f"{local_ranks} ranks on this machine, which has {len(gpus)} GPUs: each rank needs its own; use fewer "
             "ranks or more machines, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    return make_plan(config, min(gpus[:local_ranks]) if gpus else None, device or _device(config, gpus))
+    return make_plan(config, min(gpus[:local_ranks]) if gpus else None, device or _device(config, gpus, local_ranks))
 
 
-def _device(config: RunConfig, gpus: Sequence[int]) -> Device:
+def plan_for_here(config: RunConfig) -> Plan:
+    """The plan of ranks that are like this machine's devices, however many it has."""
+    gpus = gpu_memory_bytes()
+    return make_plan(config, min(gpus, default=None), _device(config, gpus))
+
+
+def _device(config: RunConfig, gpus: Sequence[int], local_ranks: int | None = None) -> Device:
     """What ranks compute on, as calibrations name it."""
     if not gpus:
-        return cpu_device(config)
+        return cpu_device(config, local_ranks)
     import torch
 
-    return Device(torch.cuda.get_device_name(0), ranks=1, threads=1)  # the host's threads compute nothing
+    return gpu_device(torch.cuda.get_device_name(0))
 
 
 def _check_data(config: RunConfig, others_wait: bool) -> None:

@@ -32,7 +32,7 @@ class MessageSeconds(NamedTuple):
     size: int
     send: float
     receive: float
-    transfer: float
+    transfer: float | None  # None: where nothing before a pair's receiver trains, no message comes back to tell
 
 
 @dataclass
@@ -152,7 +152,7 @@ def message_seconds(of_ranks: Sequence[dict[int, dict[str, float]]]) -> list[Mes
         mean = {}
         for part in ("send", "receive", "echo"):
             values = [rank[size][part] for rank in of_ranks if part in rank[size]]
-            mean[part] = max(0.0, statistics.fmean(values)) if values else 0.0
-        transfer = max(0.0, mean["echo"] - mean["send"] - mean["receive"])
-        result.append(MessageSeconds(size, mean["send"], mean["receive"], transfer))
+            mean[part] = max(0.0, statistics.fmean(values)) if values else None
+        send, receive, echo = mean["send"] or 0.0, mean["receive"] or 0.0, mean["echo"]
+        result.append(MessageSeconds(size, send, receive, None if echo is None else max(0.0, echo - send - receive)))
     return result

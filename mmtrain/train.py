@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from mmtrain.errors import UserError
 from mmtrain.evaluation import Evaluator, HeldOut
 from mmtrain.metrics import Console, JsonLines, Scores
 from mmtrain.model.stage import build_chunk
-from mmtrain.plan.calibration import Device, cpu_device
+from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.planner import Plan
 from mmtrain.plan.schedule import Instruction
 from mmtrain.plan.shapes import matches, projector_parameters
@@ -323,8 +324,8 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
 def _described(config: RunConfig, device: torch.device) -> Device:
     """A rank's device as calibrations name it, which mmtrain.launch looks for when it plans."""
     if device.type == "cuda":
-        return Device(torch.cuda.get_device_name(device), ranks=1, threads=1)
-    return cpu_device(config)
+        return gpu_device(torch.cuda.get_device_name(device))
+    return cpu_device(config, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
 
 
 def _without_init_from(config: RunConfig) -> RunConfig:

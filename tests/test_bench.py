@@ -16,7 +16,7 @@ from bench_race import TOLERANCES, UnequalError, race
 from bench_row import Work
 from bench_samples import PADDING, equal_steps, packed, padded, ragged_steps
 from bench_stock import Stock
-from bench_tables import per_second, utilisation
+from bench_tables import merged, per_second, utilisation
 from conftest import TOOLS
 from ranks import run_ranks
 
@@ -124,10 +124,34 @@ def test_utilisation_and_rates_take_each_turns_own_step():
         "seconds": {"ours": [2.0, 4.0, 1.0], "products": [1.0, 2.0, 1.0]},
         "matmul_flops": 100.0,
         "steps": [{"minimal_flops": 60.0, "tokens": 6}, {"minimal_flops": 100.0, "tokens": 10}],
+        "step_of_turn": [1, 0, 1],
     }
-    assert utilisation(found, "ours").values == (0.5, 0.3, 1.0)  # steps 1, 0, 1 after the warm-up on step 0
+    assert utilisation(found, "ours").values == (0.5, 0.3, 1.0)
     assert utilisation(found, "ours", peak_flops=50.0).values == (1.0, 0.3, 2.0)
     assert per_second(found, "ours", "tokens").values == (5.0, 1.5, 10.0)
+
+
+def test_measurements_of_several_processes_are_one():
+    runs = [
+        {
+            "pack_length": 8,
+            "seconds": {"ours": seconds, "products": [1.0]},
+            "losses": {"ours": [5.0, 4.0]},
+            "first_step_differences": {"loss": difference, "gradient": 0.3},
+            "peak_memory_bytes": {},
+            "step_of_turn": [1, 0][: len(seconds)],
+        }
+        for seconds, difference in (([2.0, 3.0], 0.1), ([4.0], 0.2))
+    ]
+    assert merged(runs) == {
+        "pack_length": 8,
+        "seconds": {"ours": [2.0, 3.0, 4.0], "products": [1.0, 1.0]},
+        "losses": {"ours": [5.0, 4.0, 5.0, 4.0]},
+        "first_step_differences": {"loss": 0.2, "gradient": 0.3},
+        "peak_memory_bytes": {},
+        "step_of_turn": [1, 0, 1],
+        "processes": 2,
+    }
 
 
 class Planted:

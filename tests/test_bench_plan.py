@@ -52,6 +52,7 @@ def test_errors_are_those_of_the_steps_that_count(bench_plan, capsys):
     assert summary["mean_step_error"] == summary["worst_step_error"] == pytest.approx(0.1)
     assert summary["worst_memory_error"] == pytest.approx(0.1)
     assert summary["mean_idle_difference"] == pytest.approx((0.02 + 0.04) / 2)
+    assert summary["mean_signed_idle_difference"] == pytest.approx((0.02 - 0.04) / 2)
     assert "all noisy" in capsys.readouterr().out
 
 

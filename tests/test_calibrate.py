@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -102,7 +103,16 @@ def test_a_calibration_goes_to_the_file_that_the_configuration_names(calibrated,
     ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=200, cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     plan = make_plan(load_config(tiny / "config.yaml", named))
-    assert plan.costs.startswith("calibrated") and plan.seconds.send == plan.seconds.transfer == 0
+    assert plan.costs == f"calibrated on {cpu_device(load_config(tiny / 'config.yaml', named)).name}"
+    assert json.loads(file.read_text())["transfer"] is None, "one rank has nobody to send to"
+
+
+@pytest.mark.parametrize("place", ["a folder", "below a file"])
+def test_a_calibration_that_cannot_be_written_is_not_measured(tiny, tmp_path, capsys, place):
+    (tmp_path / "file").touch()
+    target = {"a folder": tmp_path, "below a file": tmp_path / "file" / "mine.json"}[place]
+    assert launch([str(tiny / "config.yaml"), "--calibrate", f"parallel.calibration={target}"]) == 2
+    assert f"the calibration cannot be written to {target}" in capsys.readouterr().err
 
 
 def test_a_calibration_of_several_machines_is_refused(tiny, capsys, monkeypatch):
@@ -221,7 +231,7 @@ def test_layers_calls_and_recomputation_are_told_apart():
     of_recomputing = {"a": usage(1, 1, 300), "b": usage(2), WINDOW: usage(1 + 2 + 1 + 2 * 50)}
     bytes_of |= {recomputing(name): found for name, found in of_recomputing.items()}
     of_ranks = [Found(seconds, bytes_of, {}), Found({n: s * 3 for n, s in seconds.items()}, bytes_of, {})]
-    scales = Scales(images=1.5, trained=2.0, matmul_flops=80.0)
+    scales = Scales(images=1.5, trained=2.0, matmul_flops=80.0, replicas=1)
     found = solve(of_ranks, kinds, ("a", "b", "a"), scales, NO_KEY)  # means of both ranks: twice the first one's
     layers = found.layers
     assert found.compute_seconds == pytest.approx(2 * (2 + 4) / 2)
@@ -239,6 +249,8 @@ def test_messages_cost_what_they_take_from_both_sides_and_the_rest_of_the_way():
     receiver = {100: {"receive": 2.0, "echo": 8.0}, 1000: {"receive": 2.0, "echo": 17.0}}
     small, large = message_seconds([sender, receiver])
     assert small == (100, 1.0, 2.0, 4.0) and large == (1000, 3.0, 2.0, 11.0)
+    (only,) = message_seconds([{100: {"send": 1.0}}, {100: {"receive": 2.0}}])
+    assert only == (100, 1.0, 2.0, None), "no message came back to tell"
 
 
 def test_the_layers_in_a_row_are_alike_in_what_they_need():

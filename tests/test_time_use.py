@@ -97,7 +97,7 @@ def test_the_yardstick_is_the_config_or_a_calibration_of_this_device_or_unknown(
     assert Yardstick.find(config, device) is None
     key = calibration_key(config, models_of(config), device)
     none = Linear(0.0, 0.0)
-    Calibration(key, {}, 0.0, 0.0, none, none, none, 0.0, matmul_flops_per_second=3e10).save()
+    Calibration(key, {}, 0.0, 0.0, none, none, none, 0.0, 1, matmul_flops_per_second=3e10).save()
     assert Yardstick.find(config, device).peak_flops == 3e10
     assert Yardstick.find(config, Device("another", 1, 1)) is None
     stated = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device_tflops": 0.5})})

@@ -9,11 +9,13 @@
                plan is made from a calibration, measured before the race as `--calibrate` does for a run
 
 All of a row train the same random weights on the same samples in the same processes, a step each in turn, every other
-repetition backwards. The first step proves that their losses and the projector's gradients are equal; without that
-there are no numbers. The model is small, but keeps what costs what in LLaVA-1.5-7B: 32 decoder layers, a head of 2% and
-an encoder of 4% of their forward. "mmtrain is 1.2x" means: it was 1.2 times as fast as that contestant in the same
-repetition. The share of the matmul rate is the least exact work of a step, a second (what somebody computes beyond it
-raises nothing), over that of matrix products of the model's own shapes, which take their turns too.
+repetition backwards. Where the memory of a process happens to lie changes a contestant's speed by up to 5%, for as long
+as the process lives, so each row is run in several, one after the other. The first step proves that all losses and the
+projector's gradients are equal; without that there are no numbers. The model is small, but keeps what costs what in
+LLaVA-1.5-7B: 32 decoder layers, a head of 2% and an encoder of 4% of their forward. "mmtrain is 1.2x" means: it was 1.2
+times as fast as that contestant in the same repetition. The share of the matmul rate is the least exact work of a step,
+a second (what somebody computes beyond it raises nothing), over that of matrix products of the model's own shapes,
+which take their turns too.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from bench_tables import (
     describe_samples,
     finish,
     machine,
+    merged,
     positive,
     print_table,
     speeds,
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 examples:
-  everything, a quarter of an hour; all measurements as JSON too:
+  everything, half an hour; all measurements as JSON too:
     python tools/bench.py peers --json peers.json
   the pipelines alone, four micro-batches a step:
     python tools/bench.py peers pipeline --microbatches 4
@@ -70,7 +73,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("rows", nargs="*", type=_row, metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
     add("--json", type=path, metavar="FILE", help="write every single measurement there")
-    add("--repetitions", type=positive, default=15, metavar="N", help="steps of each contestant (%(default)s)")
+    add(
+        "--repetitions",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="steps of each contestant in a process (%(default)s)",
+    )
+    add("--processes", type=positive, default=4, metavar="N", help="fresh ones, one after the other (%(default)s)")
     add("--threads", type=positive, metavar="N", help="of all ranks together (one for each core)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of everything frozen (%(default)s)")
     add("--microbatches", type=positive, default=8, metavar="N", help="of a step at pipeline 2 (%(default)s)")
@@ -99,11 +109,14 @@ def run(options: argparse.Namespace) -> int:
         save_parts(SHAPES["tiny" if options.quick else "ratios"], folder, DTYPES[options.dtype])
         for row in options.rows or ROWS:
             settings = _settings(options, row, threads)
-            failure = _run_row(row, settings, folder, with_calibration=not options.quick)
-            if failure is not None:
-                print(f"error: {failure.message}", file=sys.stderr)
-                return failure.exit_code
-            found = json.loads((folder / f"{row}.json").read_text())
+            runs = []
+            for _ in range(1 if options.quick else options.processes):
+                failure = _run_row(row, settings, folder, with_calibration=not options.quick)
+                if failure is not None:
+                    print(f"error: {failure.message}", file=sys.stderr)
+                    return failure.exit_code
+                runs.append(json.loads((folder / f"{row}.json").read_text()))
+            found = merged(runs)
             result["rows"][row] = found | report(row, found)
     finish(result, options.json)
     return 0
@@ -117,7 +130,7 @@ def _settings(options: argparse.Namespace, row: str, threads: int) -> Settings:
         "tiny" if options.quick else "ratios",
         options.dtype,
         2 if options.quick else options.repetitions,
-        steps=2 if options.quick else 8,
+        steps=2 if options.quick else options.repetitions + 1,  # the first is the warm-up's
         samples_per_pack=2 if pipeline else 3 if options.quick else 6,
         microbatches=(2 if options.quick else options.microbatches) if pipeline else 1,
         threads=max(1, threads // 2) if pipeline else threads,
@@ -125,14 +138,14 @@ def _settings(options: argparse.Namespace, row: str, threads: int) -> Settings:
 
 
 def _run_row(row: str, settings: Settings, folder: Path, with_calibration: bool) -> Failure | None:
-    from bench_peer_ranks import STAGES, calibrate_pipeline, one_rank, two_ranks
+    from bench_peer_ranks import STAGES, calibrate_pipeline, calibration_file, one_rank, two_ranks
 
     targets: list[Callable[..., None]] = [functools.partial(one_rank, settings, row, folder)]
     places = ("mmtrain and stock transformers",)
     if row == "pipeline":
         places = tuple(f"stage {number}" for number in range(STAGES))
         targets = [functools.partial(two_ranks, settings, row, folder)]
-        if with_calibration:
+        if with_calibration and not calibration_file(folder).exists():
             targets.insert(0, functools.partial(calibrate_pipeline, settings, folder))
     job = Job(places=places, folder=folder, threads=settings.threads, timeout_seconds=settings.timeout_seconds)
     with output_to_log(job.log):

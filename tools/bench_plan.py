@@ -21,7 +21,6 @@ import argparse
 import functools
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_peers import print_table
+from bench_tables import finish, machine, positive, print_table
 from bench_timing import spread
 
 from mmtrain.metrics import say
@@ -56,7 +55,6 @@ TARGETS = {
     "run_ahead_difference": 0.04,
 }
 NOISE = 0.05
-LIBRARIES = ("torch", "deepspeed", "transformers")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -65,20 +63,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("rows", nargs="*", choices=[*ROWS, []], metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
     add("--json", type=path, metavar="FILE", help="write every single measurement there")
-    add("--repetitions", type=_positive, default=10, metavar="N", help="steps of each layout (%(default)s)")
-    add("--pairs", type=_positive, default=20, metavar="N", help="steps with and without run-ahead (%(default)s)")
-    add("--rounds", type=_positive, default=10, metavar="N", help="of the calibration before (%(default)s)")
+    add("--repetitions", type=positive, default=10, metavar="N", help="steps of each layout (%(default)s)")
+    add("--pairs", type=positive, default=20, metavar="N", help="steps with and without run-ahead (%(default)s)")
+    add("--rounds", type=positive, default=10, metavar="N", help="of the calibration before (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of everything frozen (%(default)s)")
     add("--noise", type=float, default=NOISE, metavar="SHARE", help="how far a probe may be off (%(default)s)")
     add("--folder", type=path, metavar="DIR", help="where the models lie meanwhile (the system's temporary folder)")
     add("--quick", action="store_true", help="a tiny model, few layouts, two repetitions: only that it runs is shown")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("at least 1 is needed")
-    return number
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,8 +78,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     result: dict[str, Any] = {
-        "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
-        "load_average_before": os.getloadavg()[0],
+        "machine": machine(),
         "noise": options.noise,
         "dtype": options.dtype,
         "targets": TARGETS,
@@ -109,11 +99,7 @@ def run(options: argparse.Namespace) -> int:
                 return failure.exit_code
             found = json.loads((folder / f"{settings.name}.json").read_text())
             result[settings.name] = found | report(settings.name, found, options.noise)
-    result["load_average_after"] = os.getloadavg()[0]
-    cores, before, after = result["machine"]["cores"], result["load_average_before"], result["load_average_after"]
-    say(f"\n{cores} cores; load average of the last minute {before:.1f} at the beginning, {after:.1f} at the end")
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    finish(result, options.json)
     return 0
 
 
@@ -249,7 +235,7 @@ def _summary(judged: Sequence[Mapping[str, Any]], layouts: int) -> dict[str, Any
         return {"layouts": 0, "of": layouts}
     errors = [abs(row["step_error"]) for row in judged]
     memory = [abs(error) for row in judged for error in row["memory_error"]]
-    idle = [abs(d) for row in judged if row["pipeline"] > 1 for d in row["idle_difference"]]
+    idle = [d for row in judged if row["pipeline"] > 1 for d in row["idle_difference"]]
     return {
         "layouts": len(judged),
         "of": layouts,
@@ -257,8 +243,9 @@ def _summary(judged: Sequence[Mapping[str, Any]], layouts: int) -> dict[str, Any
         "worst_step_error": max(errors),
         "mean_memory_error": statistics.fmean(memory),
         "worst_memory_error": max(memory),
-        "mean_idle_difference": statistics.fmean(idle) if idle else 0.0,
-        "worst_idle_difference": max(idle, default=0.0),
+        "mean_idle_difference": statistics.fmean(map(abs, idle)) if idle else 0.0,
+        "mean_signed_idle_difference": statistics.fmean(idle) if idle else 0.0,
+        "worst_idle_difference": max(map(abs, idle), default=0.0),
         "dropped_steps": sum(row["steps"] - row["kept_steps"] for row in judged),
     }
 
@@ -311,10 +298,11 @@ def _print_summary(job: str, summary: Mapping[str, Any]) -> None:
         "memory, worst error": "worst_memory_error",
         "idle share at pipelines, mean difference": "mean_idle_difference",
         "idle share at pipelines, worst difference": "worst_idle_difference",
+        "idle share at pipelines, seen minus planned": "mean_signed_idle_difference",
     }
     for text, name in names.items():
         target = "" if job == "four" or name not in TARGETS else f"   target: at most {TARGETS[name]:.0%}"
-        say(f"  {text:42} {summary[name]:6.1%}{target}")
+        say(f"  {text:44} {summary[name]:6.1%}{target}")
 
 
 def _print_pairs(gains: Sequence[Mapping[str, Any]]) -> None:

@@ -145,6 +145,7 @@ def run_row(
     with Progress(f"{row} turns", total, tell, rank.console, "tokens") as progress:
         tolerance = TOLERANCES[settings.dtype]
         found = race(contestants, settings.repetitions, tolerance, device, others, show)
+    found["step_of_turn"] = [(turn + 1) % settings.steps for turn in range(settings.repetitions)]  # 0: the warm-up
     if rank.rank == 0:
         (rank.folder / f"{row}.json").write_text(json.dumps(found | facts))
     dist.barrier()

@@ -76,9 +76,22 @@ def utilisation(found: Mapping[str, Any], name: str, peak_flops: float | None = 
 
 
 def _of_turns(found: Mapping[str, Any], name: str, fact: str) -> tuple[list[float], list[float]]:
-    """The fact and the seconds of each timed step; step 0 was the warm-up."""
-    steps, seconds = found["steps"], found["seconds"][name]
-    return [steps[(turn + 1) % len(steps)][fact] for turn in range(len(seconds))], seconds
+    """The fact and the seconds of each timed step."""
+    return [found["steps"][step][fact] for step in found["step_of_turn"]], found["seconds"][name]
+
+
+def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same row, measured in several sets of processes, as one."""
+    parts = {
+        key: {name: [value for run in runs for value in run[key][name]] for name in runs[0][key]}
+        for key in ("seconds", "losses")
+    }
+    worst = {
+        key: {name: max(run[key][name] for run in runs) for name in runs[0][key]}
+        for key in ("first_step_differences", "peak_memory_bytes")
+    }
+    turns = [step for run in runs for step in run["step_of_turn"]]
+    return {**runs[0], **parts, **worst, "step_of_turn": turns, "processes": len(runs)}
 
 
 def as_dict(numbers: Mapping[str, Mapping[str, Spread]]) -> dict[str, Any]:
@@ -88,7 +101,8 @@ def as_dict(numbers: Mapping[str, Mapping[str, Spread]]) -> dict[str, Any]:
 
 def describe_samples(found: Mapping[str, Any]) -> str:
     """What a step holds, and how full packs and padded batches are."""
-    samples, tokens = ([step[name] for step in found["steps"]] for name in ("samples", "tokens"))
+    turns = [found["steps"][step] for step in found["step_of_turn"]]
+    samples, tokens = ([step[name] for step in turns] for name in ("samples", "tokens"))
     return (
         f"{sum(samples) / len(samples):.1f} samples and {sum(tokens) / len(tokens):,.0f} tokens a step; packs of "
         f"{found['pack_length']:,} are {found['pack_fill']:.1%} full, padded batches {found['padded_fill']:.1%}"

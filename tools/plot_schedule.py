@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from mmtrain.config import load_config
 from mmtrain.errors import UserError
+from mmtrain.launch import plan_for_here
 from mmtrain.metrics import tell
-from mmtrain.plan.planner import make_plan
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.time_use import WORK_OF, Work
 from mmtrain.trace import TRACE
@@ -103,7 +103,7 @@ class Timeline:
 
 def predicted(config_file: Path, overrides: Sequence[str]) -> Timeline:
     """The step that the planner expects; raises UserError for a config that cannot be planned."""
-    plan = make_plan(load_config(config_file, overrides))
+    plan = plan_for_here(load_config(config_file, overrides))
     step = simulate(Program(plan.schedule, plan.chunks_per_rank), plan.seconds, spans=True)
     bars = tuple(
         Bar(span.rank, WORK_OF[span.instruction.op], span.instruction.stage, span.instruction.microbatch, *span[2:])

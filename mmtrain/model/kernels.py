@@ -16,7 +16,7 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,16 +80,30 @@ def attend_by_document(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One attention call per document, any device and dtype. Shapes as in `packed_attention`."""
-    if all(len(row) == 1 for row in documents.rows):
-        return _attend(query, key, value, documents.window, scale, softcap, sinks).contiguous()
+    """One attention call per document, or one for all if they are equally long; any device and dtype.
+
+    Shapes as in `packed_attention`.
+    """
+    lengths = {end - begin for row in documents.rows for begin, end in row}
+    if len(lengths) == 1:
+        same = (states.unflatten(2, (-1, *lengths)).transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+        attended = _attend(*same, documents.window, scale, softcap, sinks)
+        return attended.reshape(*query.shape[::2], *attended.shape[2:]).contiguous()
     outputs = []
     for row, *states in zip(documents.rows, query.split(1), key.split(1), value.split(1), strict=True):
-        # Split, not sliced: each slice's gradient would be written into a tensor of the whole length.
-        parts = (part.split([end - begin for begin, end in row], dim=2) for part in states)
+        parts = (_split(part, [end - begin for begin, end in row]) for part in states)
         attended = [_attend(*qkv, documents.window, scale, softcap, sinks) for qkv in zip(*parts, strict=True)]
         outputs.append(torch.cat(attended, dim=1))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _split(states: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """(B, H, L, D) into (B, H, length, D) of each length.
+
+    Not by slices, each of whose gradients would be written into a tensor of the whole length; and along tokens as they
+    lie in memory, (B, L, H, D), so that gradients are joined without being laid out anew.
+    """
+    return [part.transpose(1, 2) for part in states.transpose(1, 2).split(lengths, dim=1)]
 
 
 def attend_by_run(
@@ -102,14 +116,14 @@ def attend_by_run(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One attention call per run, any device and dtype; `query` (1, H, S, D) to (1, S, H, E)."""
-    queries = iter(query.split([end - first for _, _, first, end in runs.runs], dim=2))
+    queries = iter(_split(query, [end - first for _, _, first, end in runs.runs]))
     outputs = []
     for row, of_row in itertools.groupby(runs.runs, key=lambda run: run[0]):
         documents = [list(of_document) for _, of_document in itertools.groupby(of_row, key=lambda run: run[1])]
-        # Each document as far as its last run, and what lies between: see attend_by_document.
+        # Each document as far as its last run, and what lies between.
         borders = [0, *(border for found in documents for border in (found[0][1], found[-1][3])), key.shape[2]]
         sizes = [end - begin for begin, end in itertools.pairwise(borders)]
-        keys, values = (states[row : row + 1].split(sizes, dim=2)[1::2] for states in (key, value))
+        keys, values = (_split(states[row : row + 1], sizes)[1::2] for states in (key, value))
         for found, k, v in zip(documents, keys, values, strict=True):
             for _, begin, _, end in found:
                 states = (next(queries), k[:, :, : end - begin], v[:, :, : end - begin])

@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -25,8 +26,8 @@ from mmtrain.config import RunConfig
 from mmtrain.errors import UserError
 from mmtrain.plan.costs import Models
 
-FORMAT = 1
-PACKAGES = ("torch", "transformers", "timm")
+FORMAT = 2
+PACKAGES = ("mmtrain", "torch", "transformers", "timm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Device:
     name: str
     ranks: int
     threads: int  # CPU threads of each rank
+    is_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,11 @@ class Calibration:
     layers: Mapping[str, LayerMeasures]  # by name of the kind
     compute_seconds: float  # overhead of one FORWARD or BACKWARD, beyond the sum of its layers
     encode_seconds: float  # overhead of one ENCODE, with its LOAD, beyond the encoder's forward
-    send: Linear  # of the sender, while it posts a message
-    receive: Linear  # of the receiver, for posting and taking one that has arrived
-    transfer: Linear  # from the moment both sides have posted a message to its arrival
-    end_seconds: float  # a step's end: reductions and optimizer
+    send: Linear | None  # of the sender, while it posts a message; None, here and below: was not measured
+    receive: Linear | None  # of the receiver, for posting and taking one that has arrived
+    transfer: Linear | None  # from the moment both sides have posted a message to its arrival
+    end_seconds: float  # a step's end: reductions, of gradients over `replicas`, and optimizer
+    replicas: int
     matmul_flops_per_second: float  # of one rank, all `ranks` computing
 
     def save(self, file: Path | None = None) -> Path:
@@ -110,19 +113,26 @@ class Calibration:
         return file
 
 
-def cpu_device(config: RunConfig) -> Device:
-    """This machine's CPU, all ranks of the run on it, with the threads that they would be given."""
-    cores, ranks = len(os.sched_getaffinity(0)), config.parallel.pipeline * config.parallel.data
+def cpu_device(config: RunConfig, local_ranks: int | None = None) -> Device:
+    """This machine's CPU with the threads that its ranks would be given (None: all ranks of the run are on it)."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    ranks = local_ranks or config.parallel.pipeline * config.parallel.data
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     name = found[1].strip() if found else platform.processor() or platform.machine()
     return Device(f"{name}, {cores} cores", ranks, config.parallel.threads_per_rank or max(1, cores // ranks))
 
 
+def gpu_device(name: str) -> Device:
+    """A GPU with a rank to itself; the host's threads compute nothing."""
+    return Device(name, ranks=1, threads=1, is_gpu=True)
+
+
 def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
     """What a calibration for this run on this device must have been made for."""
     shapes = [[p.name, *p.shape] for p in models.parameters]
-    facts = [shapes, models.vision.image_size, models.vision.blocks_run, models.llm.heads, models.llm.window]
+    llm, vision = models.llm, models.vision
+    facts = [shapes, vision.image_size, vision.blocks_run, vision.heads, llm.heads, llm.window, llm.experts_per_token]
     dtypes = [config.model.llm.dtype, config.model.vision.dtype or config.model.llm.dtype]
     return Key(
         device=device.name,
@@ -154,13 +164,16 @@ def cached_file(key: Key) -> Path:
 def find_calibration(config: RunConfig, models: Models, device: Device) -> Calibration | None:
     """The calibration in `parallel.calibration`, else the cache's for this run on this device; None: there is none.
 
-    Raises UserError for a file that cannot be read, or is for another device, model, size or version, naming each.
+    Raises UserError if the file in `parallel.calibration` cannot be read, or is for another device, model, size or
+    version, naming each. What cannot be read in the cache counts as not there: nobody has asked for it.
     """
     wanted = calibration_key(config, models, device)
     given = config.parallel.calibration
     if given is None:
-        file = cached_file(wanted)
-        return load_calibration(file) if file.is_file() else None
+        try:
+            return load_calibration(cached_file(wanted))
+        except UserError:
+            return None
     found = load_calibration(Path(given).expanduser())
     different = [
         f"{field.name}: measured for {getattr(found.key, field.name)}, this run has {getattr(wanted, field.name)}"
@@ -183,9 +196,13 @@ def load_calibration(file: Path) -> Calibration:
         if content.pop("format", None) != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
         layers = {name: _made(LayerMeasures, entry) for name, entry in content.pop("layers").items()}
-        parts = {name: _made(Linear, content.pop(name)) for name in ("send", "receive", "transfer")}
+        parts = {name: content.pop(name) for name in ("send", "receive", "transfer")}
+        parts = {name: None if entry is None else _made(Linear, entry) for name, entry in parts.items()}
         key = _made(Key, {k: tuple(v) if isinstance(v, list) else v for k, v in content.pop("key").items()})
-        return _made(Calibration, {"key": key, "layers": layers, **parts, **content})
+        found = _made(Calibration, {"key": key, "layers": layers, **parts, **content})
+        if not (found.matmul_flops_per_second and found.replicas):
+            raise ValueError("neither the rate of matrix products nor the number of replicas can be 0")
+        return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise UserError(
@@ -194,8 +211,9 @@ def load_calibration(file: Path) -> Calibration:
 
 
 def _made(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """A dataclass of exactly these fields; numbers must be finite and not negative."""
+    """A dataclass of exactly these fields; numbers must be numbers, finite and not negative."""
+    numbers = [field.name for field in fields(kind) if field.type in ("int", "float")]
     for name, value in values.items():
-        if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} is {value}")
+        if name in numbers and not (type(value) in (int, float) and math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} is {value!r}")
     return kind(**values)

@@ -262,12 +262,13 @@ def stage_costs(
     """
     calibration = find_calibration(config, models, device or cpu_device(config))
     costs = run_costs(config, models)
-    # Only GPUs have a limit, also where a laptop plans for them.
-    is_gpu = memory_bytes is not None
+    # A limit is for GPUs, also where a laptop plans for them.
+    is_gpu = memory_bytes is not None or (device is not None and device.is_gpu)
+    replicas, assumptions = config.parallel.data, GPU if is_gpu else CPU
     if calibration is None:
-        timings = assumed_timings(costs, config.parallel.data, GPU if is_gpu else CPU)
+        timings = assumed_timings(costs, replicas, assumptions)
     else:
-        costs, timings = calibrated(costs, calibration)
+        costs, timings = calibrated(costs, calibration, replicas, assumptions)
     recompute = config.parallel.recompute_layers
     return StageCosts(
         costs,

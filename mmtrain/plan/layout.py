@@ -109,7 +109,7 @@ class Plan:
     packs_per_microbatch: int
     pack_length: int
     memory_limit_bytes: int | None
-    costs: str  # "assumed", or "calibrated on DEVICE"
+    costs: str  # "assumed", or "calibrated on DEVICE", and whether messages are assumed
     step_seconds: float | None  # predicted; None where costs are assumed
     idle_share: float  # of a step, over all ranks
     minimal_flops_share: float  # of what a step computes: what every exact way of training must compute

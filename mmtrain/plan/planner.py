@@ -64,7 +64,10 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
     replica = [rank for rank in ranks if rank.data == 0]
     computed = sum(rank.flops.total + rank.recompute_flops for rank in replica)
     needed = minimal_flops(models, config.model.trainable, costs.costs.work).total * microbatches
-    device = costs.timings.device
+    device, described = costs.timings.device, "assumed"
+    if device is not None:
+        messages = "" if costs.timings.measured_messages or pipeline == 1 else "; messages assumed"
+        described = f"calibrated on {device}{messages}"
     without = search.layout(cut)  # run-ahead
     return Plan(
         run=config.run.name,
@@ -82,7 +85,7 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         packs_per_microbatch=config.train.packs_per_microbatch,
         pack_length=config.data.pack_length,
         memory_limit_bytes=limit,
-        costs="assumed" if device is None else f"calibrated on {device}",
+        costs=described,
         step_seconds=None if device is None else seconds,
         idle_share=layout.simulation.mean_idle,
         minimal_flops_share=needed / computed,

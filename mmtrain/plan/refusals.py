@@ -213,7 +213,8 @@ def _more_stages(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
     freed: dict[str, Any] = {} if config.parallel.boundaries is None else {"parallel.boundaries": None}
     if isinstance(config.parallel.recompute_layers, tuple):
         freed["parallel.recompute_layers"] = "auto"
-    for pipeline in range(config.parallel.pipeline + 1, len(models.llm.decoder) + 3):
+    chunks = config.parallel.chunks_per_rank if isinstance(config.parallel.chunks_per_rank, int) else 1
+    for pipeline in range(config.parallel.pipeline + 1, (len(models.llm.decoder) + 2) // chunks + 1):
         yield {"parallel.pipeline": pipeline, **freed}
 
 

@@ -39,7 +39,9 @@ MOST_CHUNKS = 4
 CHUNK_GAIN = 0.01
 """Share of a step that more chunks a rank must save: they cost messages, which may be dearer than assumed."""
 SIMULATED_INSTRUCTIONS = 1_000_000
-"""Of all moves together, half a second; the largest layouts then end at a cut that one more move might better."""
+"""Of all moves together, half a second; the largest layouts then end at a cut that one more move might better.
+
+The first cut of each kind is simulated in any case."""
 FEW_CUTS = 400
 """So many are all tried."""
 FEW_STAGES = 12
@@ -178,11 +180,11 @@ class Search:
             behind += need.stages[0].backward
         return _Bound(overflow, max(ranks) + self.costs.timings.end, sum(x * x for x in ranks), tuple(ranks))
 
-    def _score(self, cut: Cut, encode: float) -> _Score | None:
-        """None where no more may be simulated."""
+    def _score(self, cut: Cut, encode: float, *, must: bool = False) -> _Score | None:
+        """None where no more may be simulated, unless it must be."""
         chunks, first = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
         program, needs = self._shape(chunks, first).program, self._needs_of(cut, chunks, first)
-        if self._left < len(program.steps):
+        if self._left < len(program.steps) and not must:
             return None
         self._left -= len(program.steps)
         overflow = sum(max(0, need.total_bytes - self.costs.usable_bytes) for need in needs)
@@ -280,10 +282,12 @@ class Search:
             seeds.append(uniform_cut(decoder, stages))
         if one_chunk is not None and chunks > 1:
             seeds.append(_in_chunks(one_chunk, chunks))
-        scored = [(self._score(seed, encode), seed) for seed in dict.fromkeys(seeds) if seed is not None]
-        known = sorted((score, seed) for score, seed in scored if score is not None)
-        if not known:
-            return _Score(0, math.inf), even_cut(self.costs, stages)
+        known: list[tuple[_Score, Cut]] = []
+        for seed in dict.fromkeys(seeds):
+            score = self._score(seed, encode, must=not known) if seed is not None else None
+            if score is not None:
+                known.append((score, seed))
+        known.sort()
         results = known[:1]
         for score, seed in known[:MOST_SEEDS]:
             if score.overflow or score.seconds < limit * HOPEFUL:
@@ -299,7 +303,7 @@ class Search:
         for bound, cut in sorted((self._bound(cut, encode), cut) for cut in cuts):
             if known and bound[:2] >= best[0]:
                 break
-            score = self._score(cut, encode)
+            score = self._score(cut, encode, must=not known)
             if score is None:
                 break
             if not known or score < best[0]:

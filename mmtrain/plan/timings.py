@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mmtrain.errors import UserError
-from mmtrain.plan.calibration import Calibration, LayerMeasures
+from mmtrain.plan.calibration import Calibration, LayerMeasures, Linear
 from mmtrain.plan.costs import FP32, LayerCost, RunCosts
 
 
@@ -51,6 +51,7 @@ class Timings:
     receive: float
     transfer: float
     end: float  # of a step: reductions and optimizer
+    measured_messages: bool = False
 
 
 def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timings:
@@ -61,8 +62,6 @@ def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timi
         forward, backward = (x / device.flops_per_second for x in (flops.forward, flops.dgrad + flops.wgrad))
         return LayerSeconds(forward, backward, backward + forward * bool(layer.kept_bytes))
 
-    gradient_bytes = FP32 * sum(layer.trainable for layer in costs.layers)
-    ring = 2 * (replicas - 1) / replicas * gradient_bytes / device.bytes_per_second
     return Timings(
         device=None,
         layers=tuple(seconds(layer) for layer in costs.layers),
@@ -72,12 +71,24 @@ def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timi
         send=0.0,
         receive=0.0,
         transfer=device.latency_seconds + costs.hidden_bytes / device.bytes_per_second,
-        end=ring,
+        end=_ring(costs, replicas, device),
     )
 
 
-def calibrated(costs: RunCosts, calibration: Calibration) -> tuple[RunCosts, Timings]:
-    """The costs with measured bytes, and measured seconds. Raises UserError where a kind of layer was not measured."""
+def _ring(costs: RunCosts, replicas: int, device: Assumptions) -> float:
+    """Seconds of a ring all-reduce of all gradients."""
+    gradient_bytes = FP32 * sum(layer.trainable for layer in costs.layers)
+    return 2 * (replicas - 1) / replicas * gradient_bytes / device.bytes_per_second
+
+
+def calibrated(
+    costs: RunCosts, calibration: Calibration, replicas: int, device: Assumptions
+) -> tuple[RunCosts, Timings]:
+    """The costs with measured bytes, and measured seconds. Raises UserError where a kind of layer was not measured.
+
+    What the calibration's layout could not tell is assumed of `device`: messages at pipeline 1, and what another number
+    of replicas changes at a step's end.
+    """
     missing = [kind.name for kind in costs.kinds if kind.name not in calibration.layers]
     if missing:
         raise UserError(
@@ -113,6 +124,12 @@ def calibrated(costs: RunCosts, calibration: Calibration) -> tuple[RunCosts, Tim
         backward = front_seconds.backward + of_encoder.backward_seconds
         front_seconds = LayerSeconds(front_seconds.forward, backward, backward)
     message = costs.hidden_bytes + costs.integer_bytes / 2  # on average: gradients come without integers
+    assumed = assumed_timings(costs, replicas, device)
+    more_replicas = assumed.end - _ring(costs, calibration.replicas, device)
+
+    def of_message(measured: Linear | None, otherwise: float) -> float:
+        return otherwise if measured is None else measured(message)
+
     return (
         replace(
             costs,
@@ -122,13 +139,14 @@ def calibrated(costs: RunCosts, calibration: Calibration) -> tuple[RunCosts, Tim
         ),
         Timings(
             device=calibration.key.device,
+            measured_messages=calibration.transfer is not None,
             layers=(front_seconds, *rest_seconds),
             whole_last=seconds(measures[costs.whole_last.kind]),
             encode=of_encoder.forward_seconds + calibration.encode_seconds,
             call=calibration.compute_seconds,
-            send=calibration.send(message),
-            receive=calibration.receive(message),
-            transfer=calibration.transfer(message),
-            end=calibration.end_seconds,
+            send=of_message(calibration.send, assumed.send),
+            receive=of_message(calibration.receive, assumed.receive),
+            transfer=of_message(calibration.transfer, assumed.transfer),
+            end=max(0.0, calibration.end_seconds + more_replicas),
         ),
     )

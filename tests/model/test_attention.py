@@ -15,7 +15,7 @@ from transformers.masking_utils import (
 )
 
 from mmtrain.model.attention import ATTENTION, document_positions, packed_attention, packed_mask
-from mmtrain.model.kernels import Documents, attend_packed, kernel_agrees
+from mmtrain.model.kernels import Documents, attend_by_document, attend_packed, kernel_agrees
 
 LENGTHS = ((13, 6, 1, 12), (20, 12))  # two rows of 32 tokens
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
@@ -83,6 +83,28 @@ def test_equals_attention_over_an_explicit_mask(mask, config, reference, extra):
     gradients = torch.autograd.grad((ours * weights).sum(), given)
     for seen, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), given), strict=True):
         torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_documents_of_one_length_are_attended_to_in_one_call_as_one_by_one(window, softcap):
+    spans = tuple((begin, begin + 8) for begin in range(0, 32, 8))
+    together = [x.requires_grad_() for x in states()]
+    apart = [x.detach().clone().requires_grad_() for x in together]
+    offsets = torch.arange(0, 65, 8, dtype=torch.int32)
+    ours = attend_by_document(*together, Documents((spans, spans), window, offsets, 8), 0.3, softcap)
+    alone = Documents((((0, 8),),), window, offsets[:2], 8)
+    parts = [
+        [attend_by_document(*(x[b : b + 1, :, i:j] for x in apart), alone, 0.3, softcap) for i, j in spans]
+        for b in range(2)
+    ]
+    expected = torch.cat([torch.cat(row, dim=1) for row in parts])
+    assert ours.is_contiguous()
+    torch.testing.assert_close(ours, expected)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad((ours * weights).sum(), together)
+    for seen, wanted in zip(gradients, torch.autograd.grad((expected * weights).sum(), apart), strict=True):
+        torch.testing.assert_close(seen, wanted)
 
 
 SOME = torch.tensor([0, 4, 5, 6, 12, 13, 19, 20, 30, 31, 32 + 3, 32 + 18, 32 + 19, 32 + 20, 32 + 30])

@@ -24,7 +24,7 @@ from mmtrain.plan.calibration import (
 )
 from mmtrain.plan.costs import layer_kinds, run_costs
 from mmtrain.plan.planner import make_plan, models_of, render
-from mmtrain.plan.timings import calibrated
+from mmtrain.plan.timings import CPU, calibrated
 
 DEVICE = Device("Abacus 9000", 4, 2)
 
@@ -76,6 +76,7 @@ def made_up(config: RunConfig, device: Device = DEVICE) -> Calibration:
         receive=Linear(0.02, 0.0),
         transfer=Linear(0.03, 0.0),
         end_seconds=2.0,
+        replicas=1,
         matmul_flops_per_second=1e12,
     )
 
@@ -132,7 +133,9 @@ def test_a_file_for_another_run_is_refused_with_all_that_differs(tmp_path, cache
     assert make_plan(named, device=DEVICE).step_seconds is not None
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "other", "negative", "nan", "format", "extra"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "cut", "other", "negative", "nan", "null", "text", "rate", "format", "extra"]
+)
 def test_a_file_that_is_no_calibration_is_refused(config, tmp_path, damage) -> None:
     file = made_up(config).save(tmp_path / "measured.json")
     content = json.loads(file.read_text())
@@ -146,11 +149,20 @@ def test_a_file_that_is_no_calibration_is_refused(config, tmp_path, damage) -> N
         content |= {
             "negative": {"end_seconds": -1},
             "nan": {"end_seconds": float("nan")},
+            "null": {"end_seconds": None},
+            "text": {"layers": {**content["layers"], "head": content["layers"]["head"] | {"forward_seconds": "1"}}},
+            "rate": {"matmul_flops_per_second": 0},
             "format": {"format": 99},
         }.get(damage, {"more": 1})
         file.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"measured\.json: no calibration that this version of mmtrain reads"):
         load_calibration(file)
+
+
+def test_what_cannot_be_read_in_the_cache_does_not_keep_a_run_from_being_planned(config, cache) -> None:
+    file = made_up(config).save()
+    file.write_text(file.read_text().replace('"format": 2', '"format": 1'))
+    assert make_plan(config, device=DEVICE).costs == "assumed"
 
 
 def test_every_field_of_the_key_is_compared() -> None:
@@ -163,6 +175,7 @@ def test_every_field_of_the_key_is_compared() -> None:
 def test_a_cpu_is_named_with_its_cores_and_shared_by_all_ranks(tmp_path) -> None:
     device = cpu_device(make_config(tmp_path, "parallel.data=2", "parallel.threads_per_rank=3"))
     assert "cores" in device.name and device.ranks == 8 and device.threads == 3
+    assert cpu_device(make_config(tmp_path, "parallel.data=2"), 4).ranks == 4, "on each of two machines"
 
 
 # ---- plans
@@ -186,6 +199,19 @@ def test_a_calibrated_plan_adds_up_what_was_measured(config, cache) -> None:
         assert rank.activation_bytes > (4 - rank.rank) * (1000 * (count - 1 + (rank.rank != 0)) + inputs) - 1
 
 
+def test_what_a_calibrations_layout_could_not_tell_is_assumed(config, tmp_path, cache) -> None:
+    replace(made_up(config), send=None, receive=None, transfer=None).save()
+    plan, assumed = make_plan(config, device=DEVICE), make_plan(config, device=replace(DEVICE, name="x"))
+    assert plan.costs == "calibrated on Abacus 9000; messages assumed"
+    assert plan.seconds.transfer == assumed.seconds.transfer > 0
+    two = make_config(tmp_path, "parallel.data=2")
+    assumed_two = make_plan(two, device=replace(DEVICE, name="x"))
+    made_up(two).save()
+    assert make_plan(two, device=DEVICE).seconds.end == 2.0 + assumed_two.seconds.end > 2.0
+    replace(made_up(two), replicas=2).save()
+    assert make_plan(two, device=DEVICE).seconds.end == 2.0
+
+
 def test_the_last_layer_is_that_for_all_tokens_where_the_head_is_on_another_rank(config, tmp_path, cache) -> None:
     made_up(config).save()
     plan = make_plan(make_config(tmp_path, "parallel.boundaries=[8, 16, 32]"), device=DEVICE)
@@ -205,7 +231,7 @@ def test_an_encoder_that_trains_has_its_backward_in_the_front(tmp_path, cache) -
     config = make_config(tmp_path, "model.trainable=[projector, vision.blocks.22]")
     calibration = made_up(config)
     calibration = replace(calibration, layers={**calibration.layers, "encoder": measures(4.0, 3.0)})
-    costs, timings = calibrated(run_costs(config, models_of(config)), calibration)
+    costs, timings = calibrated(run_costs(config, models_of(config)), calibration, 1, CPU)
     assert timings.layers[0].backward == 3.75 and timings.encode == 4.5
     assert costs.layers[0].kept_bytes == 2000
 
@@ -214,4 +240,4 @@ def test_a_calibration_without_a_kind_of_layer_is_refused(config) -> None:
     calibration = made_up(config)
     layers = {name: found for name, found in calibration.layers.items() if name != "head"}
     with pytest.raises(UserError, match=r"does not have head: it was made by another version"):
-        calibrated(run_costs(config, models_of(config)), replace(calibration, layers=layers))
+        calibrated(run_costs(config, models_of(config)), replace(calibration, layers=layers), 1, CPU)

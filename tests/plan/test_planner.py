@@ -399,6 +399,11 @@ def test_what_is_said_to_fit_does_fit(config_file, overrides) -> None:
         assert max(rank.total_bytes for rank in plan.ranks) <= limit * 2**30 * (1 - RESERVED_SHARE)
 
 
+def test_more_ranks_with_several_stages_each_are_looked_for_as_far_as_there_are_layers(config_file) -> None:
+    message = refusal(config_file, "parallel.device_memory_gib=1", "parallel.chunks_per_rank=2")
+    assert "This run does not fit" in message
+
+
 def test_each_kind_of_change_is_offered_where_it_helps(config_file) -> None:
     message = refusal(config_file, "parallel.device_memory_gib=3.5")
     assert "parallel.pipeline=7  (7 ranks)" in message

@@ -278,6 +278,13 @@ def test_a_large_search_simulates_no_more_than_it_may(monkeypatch) -> None:
     assert simulated <= 2 * SIMULATED_INSTRUCTIONS
 
 
+@pytest.mark.parametrize("layers", [6, 40])
+def test_a_layout_is_found_however_many_micro_batches_a_step_has(layers) -> None:
+    costs = made_up_costs(random.Random(7), layers, pipeline=4, microbatches=3000, first=0)
+    (layout, *_) = Search(costs, 0).find("auto")
+    assert layout.cut[-1] == costs.count
+
+
 def test_more_chunks_are_taken_where_they_idle_less_and_not_for_nothing() -> None:
     layers = [1.0] * 16
     idle = Search(equal_costs(layers, pipeline=4, microbatches=4), 0).find("auto")
