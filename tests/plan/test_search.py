@@ -279,10 +279,12 @@ def test_a_large_search_simulates_no_more_than_it_may(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("layers", [6, 40])
-def test_a_layout_is_found_however_many_micro_batches_a_step_has(layers) -> None:
-    costs = made_up_costs(random.Random(7), layers, pipeline=4, microbatches=3000, first=0)
-    (layout, *_) = Search(costs, 0).find("auto")
-    assert layout.cut[-1] == costs.count
+@pytest.mark.parametrize("chunks", ["auto", 2])
+def test_a_layout_is_found_however_many_micro_batches_a_step_has(monkeypatch, layers, chunks) -> None:
+    monkeypatch.setattr("mmtrain.plan.search.SIMULATED_INSTRUCTIONS", 1000)
+    costs = made_up_costs(random.Random(7), layers, pipeline=4, microbatches=350, first=0)
+    (layout, *_) = Search(costs, 0).find(chunks)
+    assert layout.chunks_per_rank == (1 if chunks == "auto" else 2), "1F1B idles for less than 1%"
 
 
 def test_more_chunks_are_taken_where_they_idle_less_and_not_for_nothing() -> None:
