@@ -113,6 +113,7 @@ def test_a_plan_without_a_calibration_is_drawn_as_wide_as_the_measured_step(tiny
         (["--trace", "."], "error: trace.json: no such file"),
         (["--trace", "plain.json"], "error: plain.json: not a trace that mmtrain.launch --trace has written"),
         (["--trace", "broken.json"], "error: broken.json: not a trace"),
+        (["--trace", "another.json"], "error: another.json: not a trace"),
         (["--trace", "RUN", "--step", "3"], "trace.json has steps 1 to 2 (counted from 0)"),
         (["--trace", "RUN", "--replica", "2"], "trace.json has 2, counted from 0"),
         (["--plan", "nowhere.yaml"], "nowhere.yaml"),
@@ -123,6 +124,8 @@ def test_wrong_input_is_exit_code_2_and_a_message(tiny, trace, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain.json").write_text(json.dumps({"traceEvents": []}))
     (tmp_path / "broken.json").write_text("{")
+    about = {"run": "x", "pipeline": 1, "data": 1, "steps": [1]}
+    (tmp_path / "another.json").write_text(json.dumps({"otherData": about, "traceEvents": [{"ph": "X", "ts": 1}]}))
     stands_for = {"RUN": trace, "CONFIG": tiny / "config.yaml"}
     assert plot(tmp_path / "x.png", *(stands_for.get(argument, argument) for argument in arguments)) == 2
     error = capsys.readouterr().err

@@ -300,7 +300,7 @@ def describe(settings: Settings, runner: Runner, name: str) -> dict[str, Any]:
         "measured_seconds": runner.seconds,
         "predicted_idle": [predicted.idle[r.pipeline] * predicted.seconds / working for r in plan.ranks],
         "measured_idle": runner.idle,
-        "predicted_bytes": [rank.total_bytes for rank in plan.ranks],
+        "predicted_bytes": [rank.total_bytes for rank in runner.plan.ranks],
         "measured_bytes": peaks,
     }
 

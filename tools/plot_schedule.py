@@ -157,6 +157,8 @@ def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         content = json.loads(file.read_text())
         about, events = content["otherData"], [event for event in content["traceEvents"] if event["ph"] == "X"]
         assert about["steps"] and {"run", "pipeline", "data"} <= about.keys()
+        assert {event["args"]["step"] for event in events} >= set(about["steps"])
+        assert all({"tid", "pid", "cat", "ts", "dur"} <= event.keys() for event in events)
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; a run that is started with --trace leaves it in its folder") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:

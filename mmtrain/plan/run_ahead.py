@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mmtrain.plan.schedule import COMPUTES, Encodes, Op, Schedule, immediate_encodes, training_schedule
+from mmtrain.plan.schedule import Encodes, Op, Schedule, immediate_encodes, training_schedule
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, Step, simulate
 
 GAPS = (1.0, 0.5)  # share of an encode that a gap must hold to be used
@@ -114,14 +114,3 @@ def _fill_gaps(
     least = simulate(program, without_encoder, before=fill).seconds
     left = microbatches + ahead - encoded
     return Encodes(ahead, (*before, left)), max(least, done + left * seconds.encode + seconds.end)
-
-
-def most_buffered(schedule: Schedule) -> int:
-    """Most micro-batches whose features exist at once, on rank 0."""
-    first = next((x.microbatch for x in schedule[0] if x.op is Op.ENCODE), 0)
-    waiting = most = first
-    for x in schedule[0]:
-        waiting += x.op is Op.ENCODE
-        most = max(most, waiting)
-        waiting -= x.op in COMPUTES and x.op is Op.FORWARD and x.stage == 0
-    return most

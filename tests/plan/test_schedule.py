@@ -6,8 +6,9 @@ import itertools
 import random
 
 import pytest
+from buffered import most_buffered
 
-from mmtrain.plan.run_ahead import best_encodes, most_buffered
+from mmtrain.plan.run_ahead import best_encodes
 from mmtrain.plan.schedule import (
     COMPUTES,
     Encodes,

@@ -7,8 +7,9 @@ import itertools
 import random
 
 import pytest
+from buffered import most_buffered
 
-from mmtrain.plan.run_ahead import best_encodes, most_buffered
+from mmtrain.plan.run_ahead import best_encodes
 from mmtrain.plan.schedule import Instruction, Op, training_schedule
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 
