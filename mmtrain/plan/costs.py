@@ -23,6 +23,7 @@ from mmtrain.plan.block_costs import (
     place_of,
     total,
 )
+from mmtrain.plan.families import WHOLE_LAST_LAYER
 from mmtrain.plan.shapes import LlmShape, ParameterShape, VisionShape, matches
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -149,7 +150,8 @@ class _Types:
 def run_costs(config: RunConfig, models: Models) -> RunCosts:
     """Costs of a micro-batch of the expected contents."""
     types = _Types(BYTES[config.model.llm.dtype], BYTES[config.model.vision.dtype or config.model.llm.dtype])
-    costs = _run_costs(models, config.model.trainable, workload(config, models.vision), types)
+    whole = models.llm.model_type in WHOLE_LAST_LAYER
+    costs = _run_costs(models, config.model.trainable, workload(config, models.vision), types, whole_last=whole)
     # What is loaded for a micro-batch: token ids, positions, labels, and images as bytes.
     images = round(3 * models.vision.image_size**2 * costs.work.images)
     batch = round(3 * INTEGER * costs.work.tokens) + images
@@ -174,7 +176,9 @@ def layer_kinds(config: RunConfig, models: Models) -> tuple[LayerKind, ...]:
     return run_costs(config, models).kinds
 
 
-def _run_costs(models: Models, trainable: Sequence[str], work: Workload, types: _Types) -> RunCosts:
+def _run_costs(
+    models: Models, trainable: Sequence[str], work: Workload, types: _Types, *, whole_last: bool = False
+) -> RunCosts:
     llm = models.llm
     trained = frozenset(p.name for p in models.parameters if matches(p.name, trainable))
     encoder, front = _encoder_and_front(models, work, trained, types)
@@ -183,9 +187,11 @@ def _run_costs(models: Models, trainable: Sequence[str], work: Workload, types: 
     upstream = bool(front.trainable_names)
     for i in range(len(llm.decoder)):
         whole = _decoder_layer(llm, i, work, trained, types.llm, upstream, kinds, rows=None)
-        last = i == len(llm.decoder) - 1
+        on_rows = i == len(llm.decoder) - 1 and not whole_last
         layers.append(
-            _decoder_layer(llm, i, work, trained, types.llm, upstream, kinds, rows=work.supervised) if last else whole
+            _decoder_layer(llm, i, work, trained, types.llm, upstream, kinds, rows=work.supervised)
+            if on_rows
+            else whole
         )
         upstream = upstream or bool(whole.trainable_names)
     head_needs = upstream

@@ -43,6 +43,8 @@ _RECURRENT = {
     "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm",
     "zamba", "zamba2",
 }  # fmt: skip
+WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text"}
+"""Families whose last decoder layer cannot be run for supervised tokens alone, as model.parity.takes_rows finds."""
 _RECURRENT_LAYER = re.compile(r"linear|mamba|conv|recurrent|rwkv|ssm")
 
 

@@ -13,6 +13,7 @@ from mmtrain.model.language import LanguageSlice, slice_of
 from mmtrain.model.last_layer import Rows
 from mmtrain.model.parity import ROWS_BOUND, rows_difference, takes_rows
 from mmtrain.model.tiny import tiny_model
+from mmtrain.plan.families import WHOLE_LAST_LAYER
 
 DOCUMENTS = ((13, 6, 19), (30, 8))
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
@@ -69,7 +70,12 @@ def test_logits_and_input_gradient_are_those_of_the_stock_model(family):
     logits = part.logits(part.forward_rows(embeddings, POSITIONS, PLACES))
     (gradient,) = torch.autograd.grad((logits * weights_of(logits)).sum(), embeddings)
     assert close(logits, expected) and close(gradient, expected_gradient)
-    assert takes_rows(model.config)
+    assert takes_rows(model.config) and family not in WHOLE_LAST_LAYER
+
+
+@pytest.mark.parametrize("family", sorted(WHOLE_LAST_LAYER))
+def test_families_that_are_planned_with_a_whole_last_layer_run_one(family):
+    assert not takes_rows(CONFIG_MAPPING[family](num_hidden_layers=LAYERS))
 
 
 def test_a_family_that_cannot_be_run_so_is_found_and_runs_for_all_tokens():

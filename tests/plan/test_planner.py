@@ -13,9 +13,10 @@ import pytest
 from mmtrain.config import load_config
 from mmtrain.errors import UserError
 from mmtrain.model.stage import build_chunk
+from mmtrain.plan.costs import minimal_flops, run_costs
 from mmtrain.plan.cut import RESERVED_SHARE
 from mmtrain.plan.layout import Plan
-from mmtrain.plan.planner import make_plan, render
+from mmtrain.plan.planner import make_plan, models_of, render
 from mmtrain.plan.schedule_check import check_schedule
 from mmtrain.plan.shapes import llm_shape
 
@@ -337,6 +338,16 @@ def test_packs_too_short_for_an_image_are_refused(config_file) -> None:
     message = refusal(config_file, "data.pack_length=576")
     assert "data.pack_length: 576" in message and "takes 576" in message and "e.g. 1024" in message
     plan_of(config_file, "data.pack_length=1024")
+
+
+def test_a_family_whose_last_layer_runs_for_all_tokens_is_planned_so(tiny, make_tiny, tmp_path) -> None:
+    folder = make_tiny.make_tiny_llm(tmp_path / "gpt2", family="gpt2", max_position_embeddings=256)
+    config = load_config(tiny / "config.yaml", [f"model.llm.path={folder}", "data.pack_length=256"])
+    costs, llama = (run_costs(c, models_of(c)) for c in (config, load_config(tiny / "config.yaml")))
+    assert costs.layers[-2] == costs.whole_last and not any(kind.on_rows for kind in costs.kinds)
+    assert llama.layers[-2].flops.total < llama.whole_last.flops.total and any(kind.on_rows for kind in llama.kinds)
+    minimal = minimal_flops(models_of(config), config.model.trainable, costs.work).total
+    assert minimal < sum(layer.flops.total - layer.wasted.total for layer in costs.layers) + costs.encoder.forward
 
 
 def test_packs_longer_than_a_table_of_learned_positions_are_refused(tiny, make_tiny, tmp_path) -> None:
