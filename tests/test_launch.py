@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
@@ -130,24 +129,14 @@ def test_the_shipped_configs_include_one_of_72b():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_plan_takes_under_2_seconds_without_torch_and_writes_plan_json_alone(path, tmp_path):
+def test_a_plan_needs_no_torch_and_writes_plan_json_alone(path, tmp_path):
     code = (
         "import sys; from mmtrain.launch import main; code = main(sys.argv[1:]);"
         "print(code, sorted({'torch', 'transformers', 'timm', 'deepspeed'} & set(sys.modules)))"
     )
-    seconds = []
-    while not seconds or (min(seconds) >= 2 and len(seconds) < 4):  # other processes may be using the cores
-        start = time.monotonic()
-        ran = subprocess.run(
-            [sys.executable, "-c", code, str(path), "--plan", f"run.dir={tmp_path}"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        seconds.append(time.monotonic() - start)
-        assert ran.stdout.splitlines()[-1] == "0 []", ran.stderr
-    assert min(seconds) < 2
+    command = [sys.executable, "-c", code, str(path), "--plan", f"run.dir={tmp_path}"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines()[-1] == "0 []", ran.stderr
 
     config = load_config(path)
     written = [file.relative_to(tmp_path) for file in tmp_path.rglob("*") if file.is_file()]

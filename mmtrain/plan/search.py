@@ -38,8 +38,8 @@ from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 MOST_CHUNKS = 4
 CHUNK_GAIN = 0.01
 """Share of a step that more chunks a rank must save: they cost messages, which may be dearer than assumed."""
-SIMULATED_INSTRUCTIONS = 1_000_000
-"""Of all moves together, half a second; the largest layouts then end at a cut that one more move might better.
+SIMULATED_INSTRUCTIONS = 500_000
+"""Of all moves together, a quarter of a second; the largest layouts then end at a cut that one more move might better.
 
 The first cut of each kind is simulated in any case."""
 FEW_CUTS = 400

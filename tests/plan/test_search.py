@@ -263,7 +263,7 @@ def test_a_plan_never_exceeds_its_limit_and_is_never_slower_than_the_uniform_cut
 
 
 def test_a_large_search_simulates_no_more_than_it_may(monkeypatch) -> None:
-    """80 decoder layers on 8 ranks, 32 micro-batches: some 2 seconds of Python, whatever the costs."""
+    """80 decoder layers on 8 ranks, 32 micro-batches: some seconds of Python, whatever the costs."""
     simulated = 0
 
     def counting(program: Program, *arguments: object, **options: object) -> Simulation:
