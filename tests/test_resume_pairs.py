@@ -130,7 +130,8 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny
             assert found == expected
             assert_bitwise(tensors(run, STEPS), tensors(reference, STEPS))
         np.testing.assert_allclose(found, expected, rtol=1e-5)
-        assert_close(tensors(run, STEPS), tensors(reference, STEPS))
+        # Through a bfloat16 LLM: on some processors one of its roundings goes the other way in another layout.
+        assert_close(tensors(run, STEPS), tensors(reference, STEPS), tolerance_of_largest=1e-4)
 
 
 @pytest.fixture
