@@ -9,13 +9,13 @@
                plan is made from a calibration, measured before the race as `--calibrate` does for a run
 
 All of a row train the same random weights on the same samples in the same processes, a step each in turn, every other
-repetition backwards. Where the memory of a process happens to lie changes a contestant's speed by up to 5%, for as long
-as the process lives, so each row is run in several, one after the other. The first step proves that all losses and the
-projector's gradients are equal; without that there are no numbers. The model is small, but keeps what costs what in
-LLaVA-1.5-7B: 32 decoder layers, a head of 2% and an encoder of 4% of their forward. "mmtrain is 1.2x" means: it was 1.2
-times as fast as that contestant in the same repetition. The share of the matmul rate is the least exact work of a step,
-a second (what somebody computes beyond it raises nothing), over that of matrix products of the model's own shapes,
-which take their turns too.
+repetition backwards. The same code was seen to be 5% faster or slower against the others from one process to the next,
+for reasons that are not known, so each row is run in several, one after the other. The first step proves that all
+losses and the projector's gradients are equal; without that there are no numbers. The model is small, but keeps what
+costs what in LLaVA-1.5-7B: 32 decoder layers, a head of 2% and an encoder of 4% of their forward. "mmtrain is 1.2x"
+means: it was 1.2 times as fast as that contestant in the same repetition. The share of the matmul rate is the least
+exact work of a step, a second (what somebody computes beyond it raises nothing), over that of matrix products of the
+model's own shapes, which take their turns too.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ class Search:
         return simulate(self._shape(layout.chunks_per_rank, layout.first_trainable_stage).program, seconds).seconds
 
     def _possible_chunks(self) -> tuple[int, ...]:
-        """One alone where the idle share of 1F1B, all that more chunks can save, is less than what they must."""
+        """One alone where an even cut's idle share in 1F1B, which chunks divide, is less than what they must save."""
         if (self.pipeline - 1) / (self.microbatches + self.pipeline - 1) < CHUNK_GAIN:
             return (1,)
         return tuple(v for v in range(1, MOST_CHUNKS + 1) if v == 1 or v * self.pipeline <= self.costs.count)
