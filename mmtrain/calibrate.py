@@ -13,6 +13,7 @@ call's cost holds launches that a run overlaps with computing.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -214,10 +215,11 @@ class Calibrator:
 
     # ---- the result
 
-    def finish(self) -> Calibration:
-        """The calibration of all rounds so far."""
-        medians = {name: statistics.median(values) for name, values in self.seconds.items()}
-        messages = self._messages.found() if self._messages is not None else {}
+    def finish(self, rounds: Sequence[bool] | None = None) -> Calibration:
+        """The calibration of all rounds so far, or of those that are true in `rounds`: at least one."""
+        rounds = rounds or [True] * len(self.seconds[MATMUL])
+        medians = {name: statistics.median(itertools.compress(of, rounds)) for name, of in self.seconds.items()}
+        messages = self._messages.found(rounds) if self._messages is not None else {}
         of_ranks: list[Found] = [Found({}, {}, {})] * dist.get_world_size()
         dist.all_gather_object(of_ranks, Found(medians, self._usage(), messages), group=self._host_group)
         images = len(self._host_batch.images)

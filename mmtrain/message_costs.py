@@ -9,6 +9,7 @@ computing ones is in the differences: a CPU has no cores to spare for them.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -91,13 +92,18 @@ class MessageCosts:
         """Drop what was measured: it was the warm-up."""
         self._samples = [_Samples() for _ in self._messages]
 
-    def found(self) -> dict[int, dict[str, float]]:
-        """Medians of this rank by size in bytes: of `send`, `receive` and `echo` (one way), as far as it took part."""
+    def found(self, rounds: Sequence[bool]) -> dict[int, dict[str, float]]:
+        """Medians of this rank by size in bytes: of `send`, `receive` and `echo` (one way), as far as it took part.
+
+        Over the rounds that are true in `rounds`.
+        """
         result: dict[int, dict[str, float]] = {}
         for tensors, samples in zip(self._messages, self._samples, strict=True):
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             parts = {"send": samples.sending, "receive": samples.receiving, "echo": samples.echo}
-            result[size] = {name: statistics.median(values) for name, values in parts.items() if values}
+            result[size] = {
+                name: statistics.median(itertools.compress(values, rounds)) for name, values in parts.items() if values
+            }
         return result
 
     def _stretch(self, tensors: list[torch.Tensor] | None) -> float:

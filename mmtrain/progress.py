@@ -31,7 +31,8 @@ class Progress:
     def show(self, done: int, samples: int, note: str = "") -> None:
         """`done` things of all are done; so many `samples` went through since the start; `note` follows."""
         now = time.monotonic()
-        rate = f"{samples / max(now - self.started, 1e-9):,.0f} {self.counted}/s"
+        a_second = samples / max(now - self.started, 1e-9)
+        rate = f"{a_second:{',.0f' if a_second >= 1 or not samples else '.2g'}} {self.counted}/s"
         if self.bar is not None:
             self.bar.update(0, completed=done, rate=rate, note=note)
         elif now - self.printed >= SECONDS_BETWEEN_LINES or done == self.total:

@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 
 import pytest
+from bench_timing import quiet
 from conftest import TOOLS
 
 
@@ -22,10 +23,10 @@ def bench_plan():
         sys.path.remove(str(TOOLS))
 
 
-def test_a_step_is_dropped_for_its_probes_alone(bench_plan):
+def test_a_step_is_dropped_for_its_probes_alone():
     probes = {"a": [[1.0, 1.0], [1.0, 1.2], [1.0, 1.04]], "b": [[1.02, 0.98], [0.8, 1.0], [1.0, 1.0]]}
-    assert bench_plan.quiet(probes, 0.05) == {"a": [True, False, True], "b": [True, False, True]}
-    assert all(map(all, bench_plan.quiet(probes, 1.0).values()))
+    assert quiet(probes, 0.05) == {"a": [True, False, True], "b": [True, False, True]}
+    assert all(map(all, quiet(probes, 1.0).values()))
 
 
 def found_layout(**changes):
@@ -44,10 +45,9 @@ def found_layout(**changes):
 
 def test_errors_are_those_of_the_steps_that_count(bench_plan, capsys):
     noisy = found_layout(name="y")
-    found = {"layouts": [found_layout(), noisy], "pairs": []}
-    found["probes"] = {"x": [[1, 1], [2, 2], [1, 1], [1, 1]], "y": [[3, 3]] * 4}
-    found["probes"]["more"] = [[1, 1]] * 9
-    summary = bench_plan.report("layouts", found, 0.05)["summary"]
+    found = {"layouts": [found_layout(), noisy], "pairs": [], "calibration_rounds": [True, False]}
+    found["keep"] = {"x": [True, False, True, True], "y": [False] * 4}
+    summary = bench_plan.report("layouts", found)["summary"]
     assert (summary["layouts"], summary["of"], summary["dropped_steps"]) == (1, 2, 1)
     assert summary["mean_step_error"] == summary["worst_step_error"] == pytest.approx(0.1)
     assert summary["worst_memory_error"] == pytest.approx(0.1)
@@ -56,19 +56,26 @@ def test_errors_are_those_of_the_steps_that_count(bench_plan, capsys):
     assert "all noisy" in capsys.readouterr().out
 
 
-def test_a_gain_is_that_of_each_pair(bench_plan):
+def test_a_gain_is_that_of_each_pair_whose_steps_both_count(bench_plan, capsys):
     pair = {
-        "name": "x",
-        "ahead": {"measured_seconds": [0.9, 1.8, 0.95], "predicted_seconds": 9.2, "encode_ahead": 2},
-        "none": {"measured_seconds": [1.0, 2.0, 1.0], "predicted_seconds": 10.0},
+        "ahead": {"name": "x", "measured_seconds": [0.9, 1.8, 0.95, 9, 1], "predicted_seconds": 9.2, "encode_ahead": 2},
+        "none": {"name": "y", "measured_seconds": [1.0, 2.0, 1.0, 1, 9], "predicted_seconds": 10.0},
     }
-    gain = bench_plan._gain(pair)
+    found = {"layouts": [], "pairs": [pair], "calibration_rounds": [True, False, True]}
+    found["keep"] = {"x": [True, True, True, False, True], "y": [True, True, True, True, False]}
+    result = bench_plan.report("layouts", found)
+    (gain,) = result["run_ahead"]
     assert gain["predicted_gain"] == pytest.approx(0.08) and gain["measured_gain"] == pytest.approx([0.1, 0.05, 0.1])
-    assert gain["difference"] == pytest.approx(0.02)
+    assert gain["difference"] == pytest.approx(0.02) and result["never_slower"]
+    assert "3/5" in capsys.readouterr().out
+
+    found["keep"] = {"x": [True] * 5, "y": [False] * 5}
+    assert bench_plan.report("layouts", found)["run_ahead"][0]["kept_pairs"] == 0
+    assert "all noisy" in capsys.readouterr().out
 
 
 def test_the_layouts_cover_what_the_issue_asks_for(bench_plan):
-    options = Namespace(rows=[], dtype="float32", repetitions=10, pairs=20, rounds=3, quick=False)
+    options = Namespace(rows=[], dtype="float32", repetitions=10, rounds=3, noise=0.05, quick=False)
     judged, four = bench_plan.jobs_of(options)
     layouts = judged.layouts
     assert len({layout.name for layout in layouts}) == len(layouts) >= 12
@@ -93,5 +100,9 @@ def test_every_layout_is_predicted_and_measured_in_one_run(tmp_path):
         assert row["memory_error"] == pytest.approx([0, 0], abs=0.2), row["name"]
     assert {layout["chunks_per_rank"] for layout in found["layouts"]} == {1, 2}
     (pair,) = found["run_ahead"]
-    assert pair["pairs"] == 2 and "whole model" in ran.stdout and "the encoder running ahead" in ran.stdout
+    assert (
+        pair["kept_pairs"] == pair["pairs"] == 2
+        and "whole model" in ran.stdout
+        and "the encoder running ahead" in ran.stdout
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]

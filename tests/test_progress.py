@@ -24,6 +24,20 @@ def test_without_a_terminal_lines_come_every_few_seconds_and_at_the_end(monkeypa
     ]
 
 
+def test_a_rate_below_one_is_not_zero(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = []
+    with Progress("repetitions", 3, lines.append, counted="steps") as bar:
+        for done, now[0] in enumerate((6.0, 12.0, 60.0)):
+            bar.show(done + 1, done)
+    assert lines == [
+        "1 of 3 repetitions  0 steps/s",
+        "2 of 3 repetitions  0.083 steps/s",
+        "3 of 3 repetitions  0.033 steps/s",
+    ]
+
+
 def test_a_terminal_gets_a_bar_and_no_lines():
     leader, follower = pty.openpty()
     lines = []

@@ -5,14 +5,15 @@
     run-ahead   the same cut with the encoder ahead and without, in pairs: the gain against the simulated one
     four        pipeline 4: reported; no target applies where a machine has fewer cores
 
-Calibration and layouts share the same processes and minutes: each repetition measures every layout once, and the
-calibration's pieces once; every other repetition goes backwards. Nothing is fitted to the layouts. At pipeline 1 there
+Calibration and layouts share the same processes and minutes: each repetition runs one step of every layout and two
+rounds of the calibration; every other repetition goes backwards. Nothing is fitted to the layouts. At pipeline 1 there
 are as many replicas as ranks at pipeline 2, so that as many compute at once. Micro-batches are what the planner
-expects: documents of one image and the expected text. All ranks have one thread.
+expects: a document of one image and the expected text. All ranks have one thread.
 
-A noisy step is dropped by a rule that never looks at steps: before and after each one all ranks multiply the same
-matrices; it is dropped if the mean of both times is more than --noise from the median of all such means. Memory is
-bytes of tensors that live at once (weights, optimizer state, every allocation in a step), beside the plan's sum.
+What is noisy is dropped by a rule that looks at nothing measured: before and after each step and each round of the
+calibration all ranks multiply the same matrices; it is dropped if the mean of both times is more than --noise from the
+median of all such means, and a pair if one of its steps is. Memory is bytes of tensors that live at once (weights,
+optimizer state, every allocation in a step), beside the plan's sum.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ examples:
   everything, half an hour; all measurements as JSON too:
     python tools/bench.py plan --json plan.json
   what the machine gives in five minutes:
-    python tools/bench.py plan layouts --repetitions 4
+    python tools/bench.py plan layouts --repetitions 5
   does it run at all? a minute, numbers without meaning:
     python tools/bench.py plan --quick
 """
@@ -63,9 +64,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("rows", nargs="*", choices=[*ROWS, []], metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
     add("--json", type=path, metavar="FILE", help="write every single measurement there")
-    add("--repetitions", type=positive, default=10, metavar="N", help="steps of each layout (%(default)s)")
-    add("--pairs", type=positive, default=20, metavar="N", help="steps with and without run-ahead (%(default)s)")
-    add("--rounds", type=positive, default=10, metavar="N", help="of the calibration before (%(default)s)")
+    add("--repetitions", type=positive, default=30, metavar="N", help="steps of each layout (%(default)s)")
+    add("--rounds", type=positive, default=5, metavar="N", help="of the calibration before (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of everything frozen (%(default)s)")
     add("--noise", type=float, default=NOISE, metavar="SHARE", help="how far a probe may be off (%(default)s)")
     add("--folder", type=path, metavar="DIR", help="where the models lie meanwhile (the system's temporary folder)")
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
                 print(f"error: {failure.message}", file=sys.stderr)
                 return failure.exit_code
             found = json.loads((folder / f"{settings.name}.json").read_text())
-            result[settings.name] = found | report(settings.name, found, options.noise)
+            result[settings.name] = found | report(settings.name, found)
     finish(result, options.json)
     return 0
 
@@ -136,13 +136,13 @@ def jobs_of(options: argparse.Namespace) -> list[Settings]:
         Layout("interleaved", 4, 8, (1, 2, 3, 4, 5, 6, 7), 2),
     )
     named = [tuple(_named(layout) for layout in group) for group in (layouts, pairs, four)]
-    size: tuple[Any, ...] = ("quarter", options.dtype, 2)
-    repeats = options.repetitions, options.pairs, options.rounds
+    size: tuple[Any, ...] = ("quarter", options.dtype, 1)
+    repeats = options.repetitions, options.rounds, options.noise
     asked = options.rows or ROWS
     if options.quick:
         few = [x for x in named[0] if "bad" not in x.name and x.microbatches <= 4], named[1][:1], named[2][:1]
         named = [tuple(_halved(layout) for layout in group) for group in few]
-        size, repeats = ("tiny", options.dtype, 2), (2, 2, 2)
+        size, repeats = ("tiny", options.dtype, 2), (2, 2, options.noise)
         asked = options.rows or ROWS[:2]
     layouts, pairs, four = named
     jobs = [
@@ -180,27 +180,22 @@ def _run_job(settings: Settings, folder: Path) -> Any:
 # ---- what was found
 
 
-def quiet(probes: Mapping[str, Sequence[Sequence[float]]], noise: float) -> dict[str, list[bool]]:
-    """Which steps count: those whose probes' mean lies within `noise` of the median of all such means."""
-    means = {name: [statistics.fmean(pair) for pair in pairs] for name, pairs in probes.items()}
-    usual = statistics.median(mean for of_layout in means.values() for mean in of_layout)
-    return {name: [abs(mean / usual - 1) <= noise for mean in of_layout] for name, of_layout in means.items()}
-
-
-def report(job: str, found: Mapping[str, Any], noise: float) -> dict[str, Any]:
+def report(job: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """Print what one job found; returns the numbers that were printed."""
     result: dict[str, Any] = {}
+    keep, rounds = found["keep"], found["calibration_rounds"]
+    say(f"\nthe calibration is that of {sum(rounds)} of {len(rounds)} rounds; the others were noisy")
     if found["layouts"]:
-        keep = quiet(found["probes"], noise)
         rows = [_judge(layout, keep[layout["name"]]) for layout in found["layouts"]]
         judged = [row for row in rows if row["kept_steps"]]
         _print_layouts(job, rows)
         result = {"judged": rows, "summary": _summary(judged, len(found["layouts"]))}
         _print_summary(job, result["summary"])
     if found["pairs"]:
-        result["run_ahead"] = [_gain(pair) for pair in found["pairs"]]
-        result["never_slower"] = all(gain["measured_gain"][0] >= 0 for gain in result["run_ahead"])
-        _print_pairs(result["run_ahead"])
+        gains = [_gain(pair, [keep[of["name"]] for of in pair.values()]) for pair in found["pairs"]]
+        result["run_ahead"] = gains
+        result["never_slower"] = all(gain["measured_gain"][0] >= 0 for gain in gains if gain["kept_pairs"])
+        _print_pairs(gains)
     return result
 
 
@@ -250,20 +245,23 @@ def _summary(judged: Sequence[Mapping[str, Any]], layouts: int) -> dict[str, Any
     }
 
 
-def _gain(pair: Mapping[str, Any]) -> dict[str, Any]:
-    """What run-ahead saves of a step, by simulation and in every pair."""
+def _gain(pair: Mapping[str, Any], keep: Sequence[Sequence[bool]]) -> dict[str, Any]:
+    """What run-ahead saves of a step, by simulation and in every pair of which both steps count."""
     ahead, none = pair["ahead"], pair["none"]
-    gains = [1 - a / n for a, n in zip(ahead["measured_seconds"], none["measured_seconds"], strict=True)]
-    predicted = 1 - ahead["predicted_seconds"] / none["predicted_seconds"]
-    measured = spread(gains)
-    return {
-        "name": pair["name"],
+    times = zip(ahead["measured_seconds"], none["measured_seconds"], *keep, strict=True)
+    gains = [1 - a / n for a, n, *both in times if all(both)]
+    row: dict[str, Any] = {
+        "name": ahead["name"],
         "encode_ahead": ahead["encode_ahead"],
-        "predicted_gain": predicted,
-        "measured_gain": [measured.median, measured.min, measured.max],
-        "pairs": len(gains),
-        "difference": measured.median - predicted,
+        "predicted_gain": 1 - ahead["predicted_seconds"] / none["predicted_seconds"],
+        "kept_pairs": len(gains),
+        "pairs": len(keep[0]),
     }
+    if gains:
+        measured = spread(gains)
+        row["measured_gain"] = [measured.median, measured.min, measured.max]
+        row["difference"] = measured.median - row["predicted_gain"]
+    return row
 
 
 def _print_layouts(job: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -307,16 +305,13 @@ def _print_summary(job: str, summary: Mapping[str, Any]) -> None:
 
 def _print_pairs(gains: Sequence[Mapping[str, Any]]) -> None:
     say(f"\nthe encoder running ahead: share of a step saved (target: within {TARGETS['run_ahead_difference']:.0%})")
-    rows = [
-        (
-            gain["name"],
-            str(gain["encode_ahead"]),
-            f"{gain['predicted_gain']:.1%}",
-            "{:.1%} ({:.1%} - {:.1%})".format(*gain["measured_gain"]),
-            f"{gain['difference']:+.1%}",
-        )
-        for gain in gains
-    ]
-    print_table(("", ">ahead", ">simulated", f">measured, {gains[0]['pairs']} pairs", ">difference"), rows)
-    slower = [gain["name"] for gain in gains if gain["measured_gain"][0] < 0]
+    rows = []
+    for gain in gains:
+        seen = ("all noisy", "")
+        if gain["kept_pairs"]:
+            seen = ("{:.1%} ({:.1%} - {:.1%})".format(*gain["measured_gain"]), f"{gain['difference']:+.1%}")
+        pairs = f"{gain['kept_pairs']}/{gain['pairs']}"
+        rows.append((gain["name"], str(gain["encode_ahead"]), f"{gain['predicted_gain']:.1%}", pairs, *seen))
+    print_table(("", ">ahead", ">simulated", ">pairs", ">measured", ">difference"), rows)
+    slower = [gain["name"] for gain in gains if gain["kept_pairs"] and gain["measured_gain"][0] < 0]
     say(f"slower, by the median: {', '.join(slower) or 'none'} (target: none)")

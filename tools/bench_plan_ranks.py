@@ -12,14 +12,15 @@ import gc
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from bench_models import SHAPES, Shape, run_config
+from bench_timing import quiet
 
 from mmtrain.allocations import MemoryTrace, tensor_bytes
 from mmtrain.calibrate import Calibrator
@@ -41,6 +42,7 @@ DEVICE = torch.device("cpu")
 PROBE_SIZE = 768  # rows and columns of the probe's matrices
 PROBE_PRODUCTS = 12
 WARM_UP_STEPS = 1
+CALIBRATION = "calibration"  # the name of its turns
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class Settings:
     layouts: tuple[Layout, ...]
     pairs: tuple[Layout, ...]  # each against itself without run-ahead
     repetitions: int
-    pair_repetitions: int
-    calibration_rounds: int  # before the layouts are planned; one more in each repetition
+    calibration_rounds: int  # before, from which the layouts are planned that are run
+    noise: float  # how far a turn's probes may be off
     timeout_seconds: int = 600
 
 
@@ -98,11 +100,9 @@ def layout_config(settings: Settings, layout: Layout, folder: Path, calibration:
     return RunConfig.model_validate(tree)
 
 
-def without_run_ahead(layout: Layout, plan: Plan) -> Layout:
+def without_run_ahead(layout: Layout) -> Layout:
     """The same cut, every micro-batch encoded right before its forward."""
-    return Layout(
-        f"{layout.name}, none", layout.pipeline, layout.microbatches, plan.boundaries, layout.chunks, layout.recompute
-    )
+    return replace(layout, name=f"{layout.name}, none", run_ahead=0)
 
 
 class Runner:
@@ -195,27 +195,28 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     _save(calibrator, file)
 
     weights: dict[str, torch.Tensor] = {}
-    runners, pairs = {}, []
-    for layout in settings.layouts:
+    runners: dict[str, Runner] = {}
+    for layout in (*settings.layouts, *(x for pair in settings.pairs for x in (pair, without_run_ahead(pair)))):
         rank.progress.at(0, layout.name)
-        runners[layout.name] = Runner(layout_config(settings, layout, folder, file), models, weights)
-    for layout in settings.pairs:
-        rank.progress.at(0, layout.name)
-        ahead = Runner(layout_config(settings, layout, folder, file), models, weights)
-        plain = without_run_ahead(layout, ahead.plan)
-        pairs.append((layout.name, ahead, Runner(layout_config(settings, plain, folder, file), models, weights)))
+        if layout.name not in runners:
+            runners[layout.name] = Runner(layout_config(settings, layout, folder, file), models, weights)
 
+    calibrator.forget()
     probes = _race(settings, runners, calibrator, rank)
-    _race_pairs(settings, pairs, rank)
-    _save(calibrator, file)  # from here on it is that of all rounds
+    keep = quiet(probes, settings.noise)
+    rounds = keep[CALIBRATION] if any(keep[CALIBRATION]) else [True] * len(keep[CALIBRATION])
+    _save(calibrator, file, rounds)  # from here on it is that of the race's own minutes
+    described = {name: describe(settings, runner, name) for name, runner in runners.items()}
     found: dict[str, Any] = {
         "calibration": json.loads(file.read_text()),
         "calibration_seconds": calibrator.seconds,
+        "calibration_rounds": rounds,
         "probes": probes,
-        "layouts": [describe(settings, runner, name) for name, runner in runners.items()],
+        "keep": keep,
+        "layouts": [described[layout.name] for layout in settings.layouts],
         "pairs": [
-            {"name": name, "ahead": describe(settings, ahead, name), "none": describe(settings, plain, name)}
-            for name, ahead, plain in pairs
+            {"ahead": described[layout.name], "none": described[without_run_ahead(layout).name]}
+            for layout in settings.pairs
         ],
     }
     if rank.rank == 0:
@@ -224,9 +225,9 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     dist.destroy_process_group()
 
 
-def _save(calibrator: Calibrator, file: Path) -> None:
-    """Write the calibration of all rounds so far; every rank may read it afterwards."""
-    found = calibrator.finish()
+def _save(calibrator: Calibrator, file: Path, rounds: Sequence[bool] | None = None) -> None:
+    """Write the calibration of those rounds, or all; every rank may read it afterwards."""
+    found = calibrator.finish(rounds)
     if dist.get_rank() == 0:
         found.save(file)
     dist.barrier()
@@ -241,40 +242,32 @@ def _tell(rank: Rank, text: str) -> None:
 def _race(
     settings: Settings, runners: Mapping[str, Runner], calibrator: Calibrator, rank: Rank
 ) -> dict[str, list[list[float]]]:
-    """All layouts and one round of the calibration in each repetition; the probes before and after each step."""
+    """All layouts and two rounds of the calibration in each repetition, every other backwards.
+
+    Returns the probes before and after each turn, as rank 0 saw them, the same on every rank.
+    """
+    steps: list[tuple[str, Callable[[], None]]] = [(name, runner.step) for name, runner in runners.items()]
+    calibration = (CALIBRATION, calibrator.round)
+    half = len(steps) // 2
+    turns = [*steps[:half], calibration, *steps[half:], calibration]
     probe = Probe()
     probe()
-    probes: dict[str, list[list[float]]] = {name: [] for name in runners}
+    probes: dict[str, list[list[float]]] = {name: [] for name, _ in turns}
     with Progress(
         "repetitions", settings.repetitions, functools.partial(_tell, rank), rank.console, "steps"
     ) as progress:
         for repetition in range(settings.repetitions):
-            names = list(runners)
             before = probe()
-            for name in reversed(names) if repetition % 2 else names:
+            for name, work in reversed(turns) if repetition % 2 else turns:
                 rank.progress.at(repetition, name)
-                runners[name].step()
+                work()
                 after = probe()
                 probes[name].append([before, after])
                 before = after
-            calibrator.round()
-            progress.show(repetition + 1, (repetition + 1) * len(runners))
-    return probes
-
-
-def _race_pairs(settings: Settings, pairs: Sequence[tuple[str, Runner, Runner]], rank: Rank) -> None:
-    """Every layout with run-ahead and without, one after the other, every other pair the other way round."""
-    if not pairs:
-        return
-    with Progress(
-        "pairs", settings.pair_repetitions, functools.partial(_tell, rank), rank.console, "steps"
-    ) as progress:
-        for repetition in range(settings.pair_repetitions):
-            for name, ahead, plain in pairs:
-                rank.progress.at(repetition, name)
-                for runner in (plain, ahead) if repetition % 2 else (ahead, plain):
-                    runner.step()
-            progress.show(repetition + 1, (repetition + 1) * 2 * len(pairs))
+            progress.show(repetition + 1, (repetition + 1) * len(steps))
+    seen = [probes]
+    dist.broadcast_object_list(seen)
+    return seen[0]
 
 
 def describe(settings: Settings, runner: Runner, name: str) -> dict[str, Any]:

@@ -44,6 +44,16 @@ def alternate(contestants: Mapping[str, Callable[[], float]], repetitions: int) 
     return times
 
 
+def quiet(probes: Mapping[str, Sequence[Sequence[float]]], noise: float) -> dict[str, list[bool]]:
+    """Which measurements count: those whose probes' mean lies within `noise` of the median of all such means.
+
+    `probes` are the seconds of one and the same work right before and right after each measurement.
+    """
+    means = {name: [statistics.fmean(pair) for pair in pairs] for name, pairs in probes.items()}
+    usual = statistics.median(mean for of_one in means.values() for mean in of_one)
+    return {name: [abs(mean / usual - 1) <= noise for mean in of_one] for name, of_one in means.items()}
+
+
 def rates(times: Times, work: float) -> dict[str, Spread]:
     """Work done per second, by contestant."""
     return {name: spread([work / seconds for seconds in values]) for name, values in times.items()}
