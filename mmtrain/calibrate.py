@@ -13,7 +13,6 @@ call's cost holds launches that a run overlaps with computing.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from mmtrain.channels import Channels
 from mmtrain.config import RunConfig
 from mmtrain.data.packs import to_device
 from mmtrain.engine import join_process_group
-from mmtrain.message_costs import MessageCosts
+from mmtrain.message_costs import MessageCosts, median_of
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
@@ -215,11 +214,14 @@ class Calibrator:
 
     # ---- the result
 
-    def finish(self, rounds: Sequence[bool] | None = None) -> Calibration:
-        """The calibration of all rounds so far, or of those that are true in `rounds`: at least one."""
-        rounds = rounds or [True] * len(self.seconds[MATMUL])
-        medians = {name: statistics.median(itertools.compress(of, rounds)) for name, of in self.seconds.items()}
-        messages = self._messages.found(rounds) if self._messages is not None else {}
+    def finish(self, factors: Sequence[float | None] | None = None) -> Calibration:
+        """The calibration of all rounds so far.
+
+        `factors`, one for each round: what its seconds are multiplied by, None for a round that does not count.
+        """
+        factors = factors or [1.0] * len(self.seconds[MATMUL])
+        medians = {name: median_of(values, factors) for name, values in self.seconds.items()}
+        messages = self._messages.found(factors) if self._messages is not None else {}
         of_ranks: list[Found] = [Found({}, {}, {})] * dist.get_world_size()
         dist.all_gather_object(of_ranks, Found(medians, self._usage(), messages), group=self._host_group)
         images = len(self._host_batch.images)

@@ -9,7 +9,6 @@ computing ones is in the differences: a CPU has no cores to spare for them.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,13 @@ from mmtrain.plan.planner import Plan
 MESSAGES = 3  # in a stretch
 ECHOES = 4  # there and back, in a row
 SMALLER = 8  # the second size is the full one over this
+
+
+def median_of(values: Sequence[float], factors: Sequence[float | None]) -> float:
+    """The median of those values whose factor is not None, each times it; there must be one."""
+    return statistics.median(
+        value * factor for value, factor in zip(values, factors, strict=True) if factor is not None
+    )
 
 
 class MessageSeconds(NamedTuple):
@@ -92,18 +98,16 @@ class MessageCosts:
         """Drop what was measured: it was the warm-up."""
         self._samples = [_Samples() for _ in self._messages]
 
-    def found(self, rounds: Sequence[bool]) -> dict[int, dict[str, float]]:
+    def found(self, factors: Sequence[float | None]) -> dict[int, dict[str, float]]:
         """Medians of this rank by size in bytes: of `send`, `receive` and `echo` (one way), as far as it took part.
 
-        Over the rounds that are true in `rounds`.
+        `factors`: of each round, see median_of.
         """
         result: dict[int, dict[str, float]] = {}
         for tensors, samples in zip(self._messages, self._samples, strict=True):
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             parts = {"send": samples.sending, "receive": samples.receiving, "echo": samples.echo}
-            result[size] = {
-                name: statistics.median(itertools.compress(values, rounds)) for name, values in parts.items() if values
-            }
+            result[size] = {name: median_of(values, factors) for name, values in parts.items() if values}
         return result
 
     def _stretch(self, tensors: list[torch.Tensor] | None) -> float:

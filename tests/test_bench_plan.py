@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
-from bench_timing import quiet
+from bench_ballast import ballast
+from bench_timing import usual_speed
 from conftest import TOOLS
 
 
@@ -23,10 +28,39 @@ def bench_plan():
         sys.path.remove(str(TOOLS))
 
 
-def test_a_step_is_dropped_for_its_probes_alone():
-    probes = {"a": [[1.0, 1.0], [1.0, 1.2], [1.0, 1.04]], "b": [[1.02, 0.98], [0.8, 1.0], [1.0, 1.0]]}
-    assert quiet(probes, 0.05) == {"a": [True, False, True], "b": [True, False, True]}
-    assert all(map(all, quiet(probes, 1.0).values()))
+def test_a_step_is_corrected_by_its_probes_and_dropped_if_they_differ():
+    probes = {"a": [[1.0, 1.0], [1.0, 1.2], [2.0, 2.0]], "b": [[1.02, 0.98], [0.8, 1.0], [0.5, 0.5]]}
+    assert usual_speed(probes, 0.05) == {"a": [1.0, None, 0.5], "b": [1.0, None, 2.0]}
+    assert all(map(all, usual_speed(probes, 1.0).values()))
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+needs_idle_priority = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no idle priority")
+
+
+@needs_idle_priority
+def test_ballast_runs_only_where_nothing_else_does_and_ends_with_its_block():
+    with ballast() as pid:
+        assert wait_until(lambda: os.sched_getscheduler(pid) == os.SCHED_IDLE)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@needs_idle_priority
+def test_ballast_ends_when_its_rank_is_killed():
+    code = "import time, bench_ballast\nwith bench_ballast.ballast() as pid: print(pid, flush=True); time.sleep(600)"
+    rank = subprocess.Popen([sys.executable, "-c", code], cwd=TOOLS, stdout=subprocess.PIPE, text=True)
+    pid = int(rank.stdout.readline())
+    assert wait_until(lambda: os.sched_getscheduler(pid) == os.SCHED_IDLE)
+    rank.send_signal(signal.SIGKILL)
+    rank.wait()
+    status = Path(f"/proc/{pid}/status")  # where nobody reaps orphans, it stays as a zombie
+    assert wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text())
 
 
 def found_layout(**changes):
@@ -34,7 +68,7 @@ def found_layout(**changes):
         "name": "x",
         "pipeline": 2,
         "predicted_seconds": 1.1,
-        "measured_seconds": [1.0, 9.0, 1.2, 1.0],
+        "measured_seconds": [1.0, 9.0, 2.4, 1.0],
         "predicted_idle": [0.10, 0.20],
         "measured_idle": [[0.11, 0.15], [0.9, 0.9], [0.12, 0.16], [0.13, 0.17]],
         "predicted_bytes": [100, 90],
@@ -45,8 +79,8 @@ def found_layout(**changes):
 
 def test_errors_are_those_of_the_steps_that_count(bench_plan, capsys):
     noisy = found_layout(name="y")
-    found = {"layouts": [found_layout(), noisy], "pairs": [], "calibration_rounds": [True, False]}
-    found["keep"] = {"x": [True, False, True, True], "y": [False] * 4}
+    found = {"layouts": [found_layout(), noisy], "pairs": [], "calibration_rounds": [1.0, None]}
+    found["factors"] = {"x": [1.0, None, 0.5, 1.0], "y": [None] * 4}
     summary = bench_plan.report("layouts", found)["summary"]
     assert (summary["layouts"], summary["of"], summary["dropped_steps"]) == (1, 2, 1)
     assert summary["mean_step_error"] == summary["worst_step_error"] == pytest.approx(0.1)
@@ -61,15 +95,15 @@ def test_a_gain_is_that_of_each_pair_whose_steps_both_count(bench_plan, capsys):
         "ahead": {"name": "x", "measured_seconds": [0.9, 1.8, 0.95, 9, 1], "predicted_seconds": 9.2, "encode_ahead": 2},
         "none": {"name": "y", "measured_seconds": [1.0, 2.0, 1.0, 1, 9], "predicted_seconds": 10.0},
     }
-    found = {"layouts": [], "pairs": [pair], "calibration_rounds": [True, False, True]}
-    found["keep"] = {"x": [True, True, True, False, True], "y": [True, True, True, True, False]}
+    found = {"layouts": [], "pairs": [pair], "calibration_rounds": [1.0, None, 1.0]}
+    found["factors"] = {"x": [1.0, 0.5, 1.0, None, 1.0], "y": [1.0, 0.5, 1.0, 1.0, None]}
     result = bench_plan.report("layouts", found)
     (gain,) = result["run_ahead"]
     assert gain["predicted_gain"] == pytest.approx(0.08) and gain["measured_gain"] == pytest.approx([0.1, 0.05, 0.1])
     assert gain["difference"] == pytest.approx(0.02) and result["never_slower"]
     assert "3/5" in capsys.readouterr().out
 
-    found["keep"] = {"x": [True] * 5, "y": [False] * 5}
+    found["factors"] = {"x": [1.0] * 5, "y": [None] * 5}
     assert bench_plan.report("layouts", found)["run_ahead"][0]["kept_pairs"] == 0
     assert "all noisy" in capsys.readouterr().out
 

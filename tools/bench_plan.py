@@ -10,10 +10,13 @@ rounds of the calibration; every other repetition goes backwards. Nothing is fit
 are as many replicas as ranks at pipeline 2, so that as many compute at once. Micro-batches are what the planner
 expects: a document of one image and the expected text. All ranks have one thread.
 
-What is noisy is dropped by a rule that looks at nothing measured: before and after each step and each round of the
-calibration all ranks multiply the same matrices; it is dropped if the mean of both times is more than --noise from the
-median of all such means, and a pair if one of its steps is. Memory is bytes of tensors that live at once (weights,
-optimizer state, every allocation in a step), beside the plan's sum.
+A machine that others use too changes its speed within seconds. So before and after each step and each round of the
+calibration all ranks multiply the same matrices, by which its seconds become those at the run's usual speed (the median
+of all); it is dropped if both times differ by more than --noise, and a pair of steps if one of them is. While a rank
+waits, its core multiplies matrices at the lowest priority: ranks of a cluster do not get faster when another one waits.
+
+Memory is bytes of tensors that live at once (weights, optimizer state, every allocation in a step), beside the plan's
+sum.
 """
 
 from __future__ import annotations
@@ -40,9 +43,9 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 examples:
-  everything, half an hour; all measurements as JSON too:
+  everything, an hour; all measurements as JSON too:
     python tools/bench.py plan --json plan.json
-  what the machine gives in five minutes:
+  what the machine gives in ten minutes:
     python tools/bench.py plan layouts --repetitions 5
   does it run at all? a minute, numbers without meaning:
     python tools/bench.py plan --quick
@@ -55,7 +58,7 @@ TARGETS = {
     "mean_idle_difference": 0.02,
     "run_ahead_difference": 0.04,
 }
-NOISE = 0.05
+NOISE = 0.1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--repetitions", type=positive, default=30, metavar="N", help="steps of each layout (%(default)s)")
     add("--rounds", type=positive, default=5, metavar="N", help="of the calibration before (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of everything frozen (%(default)s)")
-    add("--noise", type=float, default=NOISE, metavar="SHARE", help="how far a probe may be off (%(default)s)")
+    add("--noise", type=float, default=NOISE, metavar="SHARE", help="how far two probes may differ (%(default)s)")
     add("--folder", type=path, metavar="DIR", help="where the models lie meanwhile (the system's temporary folder)")
     add("--quick", action="store_true", help="a tiny model, few layouts, two repetitions: only that it runs is shown")
 
@@ -183,30 +186,31 @@ def _run_job(settings: Settings, folder: Path) -> Any:
 def report(job: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """Print what one job found; returns the numbers that were printed."""
     result: dict[str, Any] = {}
-    keep, rounds = found["keep"], found["calibration_rounds"]
-    say(f"\nthe calibration is that of {sum(rounds)} of {len(rounds)} rounds; the others were noisy")
+    factors, rounds = found["factors"], found["calibration_rounds"]
+    counted = sum(factor is not None for factor in rounds)
+    say(f"\nthe calibration is that of {counted} of {len(rounds)} rounds; the others were noisy")
     if found["layouts"]:
-        rows = [_judge(layout, keep[layout["name"]]) for layout in found["layouts"]]
+        rows = [_judge(layout, factors[layout["name"]]) for layout in found["layouts"]]
         judged = [row for row in rows if row["kept_steps"]]
         _print_layouts(job, rows)
         result = {"judged": rows, "summary": _summary(judged, len(found["layouts"]))}
         _print_summary(job, result["summary"])
     if found["pairs"]:
-        gains = [_gain(pair, [keep[of["name"]] for of in pair.values()]) for pair in found["pairs"]]
+        gains = [_gain(pair, [factors[of["name"]] for of in pair.values()]) for pair in found["pairs"]]
         result["run_ahead"] = gains
         result["never_slower"] = all(gain["measured_gain"][0] >= 0 for gain in gains if gain["kept_pairs"])
         _print_pairs(gains)
     return result
 
 
-def _judge(layout: Mapping[str, Any], keep: Sequence[bool]) -> dict[str, Any]:
-    seconds = [s for s, counts in zip(layout["measured_seconds"], keep, strict=True) if counts]
-    idle = [ranks for ranks, counts in zip(layout["measured_idle"], keep, strict=True) if counts]
+def _judge(layout: Mapping[str, Any], factors: Sequence[float | None]) -> dict[str, Any]:
+    seconds = [s * factor for s, factor in zip(layout["measured_seconds"], factors, strict=True) if factor]
+    idle = [ranks for ranks, factor in zip(layout["measured_idle"], factors, strict=True) if factor]
     row: dict[str, Any] = {
         "name": layout["name"],
         "pipeline": layout["pipeline"],
         "kept_steps": len(seconds),
-        "steps": len(keep),
+        "steps": len(factors),
         "predicted_seconds": layout["predicted_seconds"],
         "predicted_idle": layout["predicted_idle"],
         "predicted_bytes": layout["predicted_bytes"],
@@ -245,17 +249,17 @@ def _summary(judged: Sequence[Mapping[str, Any]], layouts: int) -> dict[str, Any
     }
 
 
-def _gain(pair: Mapping[str, Any], keep: Sequence[Sequence[bool]]) -> dict[str, Any]:
+def _gain(pair: Mapping[str, Any], factors: Sequence[Sequence[float | None]]) -> dict[str, Any]:
     """What run-ahead saves of a step, by simulation and in every pair of which both steps count."""
     ahead, none = pair["ahead"], pair["none"]
-    times = zip(ahead["measured_seconds"], none["measured_seconds"], *keep, strict=True)
-    gains = [1 - a / n for a, n, *both in times if all(both)]
+    times = zip(ahead["measured_seconds"], none["measured_seconds"], *factors, strict=True)
+    gains = [1 - (a * of_a) / (n * of_n) for a, n, of_a, of_n in times if of_a and of_n]
     row: dict[str, Any] = {
         "name": ahead["name"],
         "encode_ahead": ahead["encode_ahead"],
         "predicted_gain": 1 - ahead["predicted_seconds"] / none["predicted_seconds"],
         "kept_pairs": len(gains),
-        "pairs": len(keep[0]),
+        "pairs": len(factors[0]),
     }
     if gains:
         measured = spread(gains)

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_ballast import ballast
 from bench_models import SHAPES, Shape, run_config
-from bench_timing import quiet
+from bench_timing import usual_speed
 
 from mmtrain.allocations import MemoryTrace, tensor_bytes
 from mmtrain.calibrate import Calibrator
@@ -71,7 +72,7 @@ class Settings:
     pairs: tuple[Layout, ...]  # each against itself without run-ahead
     repetitions: int
     calibration_rounds: int  # before, from which the layouts are planned that are run
-    noise: float  # how far a turn's probes may be off
+    noise: float  # how far the probes of a turn may be apart
     timeout_seconds: int = 600
 
 
@@ -202,9 +203,10 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
             runners[layout.name] = Runner(layout_config(settings, layout, folder, file), models, weights)
 
     calibrator.forget()
-    probes = _race(settings, runners, calibrator, rank)
-    keep = quiet(probes, settings.noise)
-    rounds = keep[CALIBRATION] if any(keep[CALIBRATION]) else [True] * len(keep[CALIBRATION])
+    with ballast():
+        probes = _race(settings, runners, calibrator, rank)
+    factors = usual_speed(probes, settings.noise)
+    rounds = factors[CALIBRATION] if any(factors[CALIBRATION]) else [1.0] * len(factors[CALIBRATION])
     _save(calibrator, file, rounds)  # from here on it is that of the race's own minutes
     described = {name: describe(settings, runner, name) for name, runner in runners.items()}
     found: dict[str, Any] = {
@@ -212,7 +214,7 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
         "calibration_seconds": calibrator.seconds,
         "calibration_rounds": rounds,
         "probes": probes,
-        "keep": keep,
+        "factors": factors,
         "layouts": [described[layout.name] for layout in settings.layouts],
         "pairs": [
             {"ahead": described[layout.name], "none": described[without_run_ahead(layout).name]}
@@ -225,9 +227,9 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     dist.destroy_process_group()
 
 
-def _save(calibrator: Calibrator, file: Path, rounds: Sequence[bool] | None = None) -> None:
-    """Write the calibration of those rounds, or all; every rank may read it afterwards."""
-    found = calibrator.finish(rounds)
+def _save(calibrator: Calibrator, file: Path, factors: Sequence[float | None] | None = None) -> None:
+    """Write the calibration of all rounds, each by its factor; every rank may read it afterwards."""
+    found = calibrator.finish(factors)
     if dist.get_rank() == 0:
         found.save(file)
     dist.barrier()

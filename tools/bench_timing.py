@@ -44,14 +44,22 @@ def alternate(contestants: Mapping[str, Callable[[], float]], repetitions: int) 
     return times
 
 
-def quiet(probes: Mapping[str, Sequence[Sequence[float]]], noise: float) -> dict[str, list[bool]]:
-    """Which measurements count: those whose probes' mean lies within `noise` of the median of all such means.
+def usual_speed(probes: Mapping[str, Sequence[Sequence[float]]], noise: float) -> dict[str, list[float | None]]:
+    """What each measurement is to be multiplied by to be as at the machine's usual speed; None: it does not count.
 
-    `probes` are the seconds of one and the same work right before and right after each measurement.
+    `probes` are the seconds of one and the same work right before and right after each measurement. Their mean tells
+    the machine's speed meanwhile, the median of all means the usual one. Where they differ by more than `noise`, a
+    share of their mean, the speed changed within the measurement, and nothing can be said of it.
     """
     means = {name: [statistics.fmean(pair) for pair in pairs] for name, pairs in probes.items()}
     usual = statistics.median(mean for of_one in means.values() for mean in of_one)
-    return {name: [abs(mean / usual - 1) <= noise for mean in of_one] for name, of_one in means.items()}
+    return {
+        name: [
+            usual / mean if max(pair) - min(pair) <= noise * mean else None
+            for pair, mean in zip(pairs, means[name], strict=True)
+        ]
+        for name, pairs in probes.items()
+    }
 
 
 def rates(times: Times, work: float) -> dict[str, Spread]:
