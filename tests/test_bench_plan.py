@@ -16,6 +16,8 @@ from bench_ballast import ballast
 from bench_timing import usual_speed
 from conftest import TOOLS
 
+from mmtrain.message_costs import median_of
+
 
 @pytest.fixture(scope="module")
 def bench_plan():
@@ -32,6 +34,10 @@ def test_a_step_is_corrected_by_its_probes_and_dropped_if_they_differ():
     probes = {"a": [[1.0, 1.0], [1.0, 1.2], [2.0, 2.0]], "b": [[1.02, 0.98], [0.8, 1.0], [0.5, 0.5]]}
     assert usual_speed(probes, 0.05) == {"a": [1.0, None, 0.5], "b": [1.0, None, 2.0]}
     assert all(map(all, usual_speed(probes, 1.0).values()))
+
+
+def test_a_calibration_takes_the_rounds_that_count_each_times_its_factor():
+    assert median_of([1.0, 50.0, 4.0, 3.0], [2.0, None, 0.5, 1.0]) == 2.0
 
 
 def wait_until(condition):
@@ -87,7 +93,11 @@ def test_errors_are_those_of_the_steps_that_count(bench_plan, capsys):
     assert summary["worst_memory_error"] == pytest.approx(0.1)
     assert summary["mean_idle_difference"] == pytest.approx((0.02 + 0.04) / 2)
     assert summary["mean_signed_idle_difference"] == pytest.approx((0.02 - 0.04) / 2)
-    assert "all noisy" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "all noisy" in said and "the calibration is that of 1 of 2 rounds" in said
+
+    bench_plan.report("layouts", found | {"calibration_rounds": [None, None]})
+    assert "the calibration is that of all rounds; each one was noisy" in capsys.readouterr().out
 
 
 def test_a_gain_is_that_of_each_pair_whose_steps_both_count(bench_plan, capsys):

@@ -188,7 +188,8 @@ def report(job: str, found: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     factors, rounds = found["factors"], found["calibration_rounds"]
     counted = sum(factor is not None for factor in rounds)
-    say(f"\nthe calibration is that of {counted} of {len(rounds)} rounds; the others were noisy")
+    which = f"{counted} of {len(rounds)} rounds; the others were noisy" if counted else "all rounds; each one was noisy"
+    say(f"\nthe calibration is that of {which}")
     if found["layouts"]:
         rows = [_judge(layout, factors[layout["name"]]) for layout in found["layouts"]]
         judged = [row for row in rows if row["kept_steps"]]
@@ -292,7 +293,8 @@ def _print_summary(job: str, summary: Mapping[str, Any]) -> None:
     if not summary["layouts"]:
         say("every step was noisy: nothing can be said; measure on a quiet machine, or give --noise")
         return
-    say(f"{summary['layouts']} of {summary['of']} layouts, {summary['dropped_steps']} noisy steps dropped")
+    layouts = f"{summary['layouts']} of {summary['of']} layouts"
+    say(f"{layouts}; {summary['dropped_steps']} of their steps dropped as noisy")
     names = {
         "step time, mean error": "mean_step_error",
         "step time, worst error": "worst_step_error",

@@ -206,8 +206,8 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     with ballast():
         probes = _race(settings, runners, calibrator, rank)
     factors = usual_speed(probes, settings.noise)
-    rounds = factors[CALIBRATION] if any(factors[CALIBRATION]) else [1.0] * len(factors[CALIBRATION])
-    _save(calibrator, file, rounds)  # from here on it is that of the race's own minutes
+    rounds = factors[CALIBRATION]
+    _save(calibrator, file, rounds if any(rounds) else None)  # from here on it is that of the race's own minutes
     described = {name: describe(settings, runner, name) for name, runner in runners.items()}
     found: dict[str, Any] = {
         "calibration": json.loads(file.read_text()),
