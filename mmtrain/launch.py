@@ -30,6 +30,7 @@ from mmtrain.data.index import text_fingerprint
 from mmtrain.data.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.errors import UserError
+from mmtrain.gpus import Gpu, visible_gpus
 from mmtrain.metrics import say
 from mmtrain.model.projector_files import refuse_unfit_init_from
 from mmtrain.plan.calibration import Device, cached_file, calibration_key, cpu_device, gpu_device
@@ -45,7 +46,6 @@ from mmtrain.supervise import STOPPED, Job, output_to_log, run_ranks, start_fork
 from mmtrain.trace import refuse_unfit_trace
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-GPU_DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
 ANEW = "To train anew choose another run.name, or set run.overwrite=true, which deletes it"
 TRACED_STEPS = 3
@@ -189,7 +189,7 @@ def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun
             "--calibrate measures on one machine, and starts its own ranks there: leave --nnodes and torchrun away, "
             "give a layout that this machine holds (parallel.pipeline), and share the file by parallel.calibration"
         )
-    ranks, gpus = _local_ranks(config, options), gpu_memory_bytes()
+    ranks, gpus = _local_ranks(config, options), visible_gpus()
     device = _device(config, gpus)
     file = cached_file(calibration_key(config, models_of(config), device))
     if config.parallel.calibration is not None:
@@ -238,7 +238,7 @@ def _refuse_unwritable(file: Path) -> None:
         ) from error
 
 
-def _against(config: RunConfig, gpus: Sequence[int], ranks: int, assumed: Plan, plan: Plan) -> str:
+def _against(config: RunConfig, gpus: Sequence[Gpu], ranks: int, assumed: Plan, plan: Plan) -> str:
     """What a layout that was planned with assumed costs is worth by those of a calibrated plan."""
     by_hand = {
         "boundaries": assumed.boundaries or None,
@@ -264,7 +264,7 @@ def _measure(config: RunConfig, plan: Plan, device: Device, file: Path | None, r
 def _launch(config: RunConfig, options: argparse.Namespace) -> int:
     """Start this node's ranks, wait for their end and print what failed; the exit code."""
     local_ranks = _local_ranks(config, options)
-    gpus = gpu_memory_bytes()
+    gpus = visible_gpus()
     plan = _plan(config, gpus, local_ranks)
     refuse_unfit_trace(plan, options.trace, config.train.max_steps)
     here = plan.ranks[options.node_rank * local_ranks : (options.node_rank + 1) * local_ranks]
@@ -325,7 +325,7 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
             f"torchrun started {world_size} ranks; parallel.pipeline {config.parallel.pipeline} x parallel.data "
             f"{config.parallel.data} needs {needed}: change --nproc-per-node, or these keys"
         )
-    gpus = gpu_memory_bytes()
+    gpus = visible_gpus()
     plan = _plan(config, gpus, local_ranks)
     refuse_unfit_trace(plan, options.trace, config.train.max_steps)
     if rank == 0:
@@ -403,38 +403,30 @@ def _agree(config: RunConfig, plan: Plan, trace_steps: int, rank: int) -> Any:
     return store
 
 
-def gpu_memory_bytes() -> list[int]:
-    """Memory of each GPU that this process may use; imports torch only where there is a driver."""
-    if not any(Path(file).exists() for file in GPU_DRIVER_FILES):
-        return []
-    import torch
-
-    return [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-
-
-def _plan(config: RunConfig, gpus: Sequence[int], local_ranks: int, device: Device | None = None) -> Plan:
+def _plan(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int, device: Device | None = None) -> Plan:
     """The plan with the memory and the calibration of this machine's devices; `device` stands in for them."""
     if gpus and local_ranks > len(gpus):
         raise UserError(
             f"{local_ranks} ranks on this machine, which has {len(gpus)} GPUs: each rank needs its own; use fewer "
             "ranks or more machines, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    return make_plan(config, min(gpus[:local_ranks]) if gpus else None, device or _device(config, gpus, local_ranks))
+    return make_plan(config, _memory(gpus[:local_ranks]), device or _device(config, gpus, local_ranks))
 
 
 def plan_for_here(config: RunConfig) -> Plan:
     """The plan of ranks that are like this machine's devices, however many it has."""
-    gpus = gpu_memory_bytes()
-    return make_plan(config, min(gpus, default=None), _device(config, gpus))
+    gpus = visible_gpus()
+    return make_plan(config, _memory(gpus), _device(config, gpus))
 
 
-def _device(config: RunConfig, gpus: Sequence[int], local_ranks: int | None = None) -> Device:
+def _memory(gpus: Sequence[Gpu]) -> int | None:
+    """Bytes that a rank has, the least of any GPU; None without GPUs."""
+    return min((gpu.total_bytes for gpu in gpus), default=None)
+
+
+def _device(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None) -> Device:
     """What ranks compute on, as calibrations name it."""
-    if not gpus:
-        return cpu_device(config, local_ranks)
-    import torch
-
-    return gpu_device(torch.cuda.get_device_name(0))
+    return gpu_device(gpus[0].name) if gpus else cpu_device(config, local_ranks)
 
 
 def _check_data(config: RunConfig, others_wait: bool) -> None:
@@ -499,7 +491,7 @@ def _threads(config: RunConfig, local_ranks: int) -> int:
     return config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def _set_environment(threads: int, gpus: Sequence[int], one_node: bool) -> None:
+def _set_environment(threads: int, gpus: Sequence[Gpu], one_node: bool) -> None:
     """What libraries read once, when they are imported: before any of those imports."""
     variables: Mapping[str, str] = {
         "OMP_NUM_THREADS": str(threads),

@@ -31,7 +31,7 @@ from bench_timing import Times, ratios, spread
 from mmtrain.config import RunConfig, load_config
 from mmtrain.data.catalog import data_sets
 from mmtrain.errors import UserError
-from mmtrain.launch import gpu_memory_bytes
+from mmtrain.gpus import visible_gpus
 from mmtrain.metrics import say, tell
 from mmtrain.plan.planner import make_plan
 from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
@@ -118,8 +118,8 @@ def run(options: argparse.Namespace, folder: Path, override: Callable[..., RunCo
     steps = options.every * 3 * (options.repetitions + 1)  # of three kinds of blocks
     config = override(f"run.dir={folder}", "run.name=bench", f"train.max_steps={steps}", "run.overwrite=false")
     data_sets(config.data, say)  # the demo's are made here, before ranks would wait for it
-    gpus = gpu_memory_bytes()
-    plan = make_plan(config, min(gpus) if gpus else None)
+    gpus = visible_gpus()
+    plan = make_plan(config, min((gpu.total_bytes for gpu in gpus), default=None))
     threads = config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // len(plan.ranks))
     os.environ.update({"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

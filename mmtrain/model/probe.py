@@ -3,9 +3,9 @@
 config.json --child process: tiny model of the family, parity.py--> two differences --bounds--> recorded, or refused
 
 A family may do anything in its forward, and most faults of staging or packing raise no error: they train a wrong model.
-So every new combination of config, cut points and versions is tried once, in 0.3-3 s, and remembered in the user's
-cache. The work is done in a forked child: a model that hangs or crashes takes nothing else down, and the launcher
-need not import torch.
+So every new combination of config, cut points and versions is tried once, in 2-5 s, and remembered in the user's
+cache. The work is done in a child: a model that hangs or crashes takes nothing else down, and the launcher need not
+import torch. The child is spawned, and sees no GPU: CUDA must not start on its account.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def probe(path: str, cut_points: Sequence[int], *, timeout_seconds: float = 300)
     """Try the model in folder (or cached hub id) `path` with stages that begin at the decoder layers `cut_points`.
 
     Raises UserError naming the family where staged or packed execution differs from the stock model, fails, or takes
-    longer than `timeout_seconds`: it takes 0.3 to 2 s, on a machine that is busy with other work a minute.
+    longer than `timeout_seconds`: it takes 2 to 5 s, on a machine that is busy with other work a minute.
     """
     folder = model_folder(path)
     config_json = read_json(folder / "config.json")
@@ -92,7 +92,7 @@ def _measure_in_child(
     """(staged, packed) differences; raises UserError if the child brings none back in time."""
     descriptor, log = tempfile.mkstemp(prefix="mmtrain-probe-", suffix=".log")
     os.close(descriptor)
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_measure, args=(sender, folder, tuple(cut_points), log), daemon=True)
     child.start()
@@ -125,6 +125,7 @@ def _measure(sender: Connection, folder: Path, cut_points: tuple[int, ...], log:
     With experts, rounding alone flips a choice between two that are near a tie, for some seed; a fault shows with all.
     """
     die_with_parent()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     stream = Path(log).open("w", buffering=1)  # noqa: SIM115 - open until the process ends
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
@@ -134,7 +135,7 @@ def _measure(sender: Connection, folder: Path, cut_points: tuple[int, ...], log:
     from mmtrain.model.language import causal_config
     from mmtrain.model.parity import measure_differences
 
-    torch.set_num_threads(1)  # the tiny model gains nothing from more, and a forked child must not use its parent's
+    torch.set_num_threads(1)  # the tiny model gains nothing from more
     config = causal_config(folder)
     best = (float("inf"), float("inf"))
     for seed in range(SEEDS):
