@@ -38,6 +38,7 @@ from mmtrain.plan.chat_template import refuse_missing_chat_template
 from mmtrain.plan.layout import Plan, render
 from mmtrain.plan.model_files import model_folder
 from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.refusals import check_environment
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.rank import Rank, run_rank, seconds_before_message
 from mmtrain.resume import Start, is_complete
@@ -410,12 +411,16 @@ def _plan(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int, device: Devi
             f"{local_ranks} ranks on this machine, which has {len(gpus)} GPUs: each rank needs its own; use fewer "
             "ranks or more machines, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
+    if gpus:
+        check_environment(config, os.environ)
     return make_plan(config, _memory(gpus[:local_ranks]), device or _device(config, gpus, local_ranks))
 
 
 def plan_for_here(config: RunConfig) -> Plan:
     """The plan of ranks that are like this machine's devices, however many it has."""
     gpus = visible_gpus()
+    if gpus:
+        check_environment(config, os.environ)
     return make_plan(config, _memory(gpus), _device(config, gpus))
 
 
@@ -499,6 +504,8 @@ def _set_environment(threads: int, gpus: Sequence[Gpu], one_node: bool) -> None:
         **({} if gpus else {"DS_ACCELERATOR": "cpu"}),
     }
     os.environ.update(variables)
+    if gpus:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue a stream: none waits for another's work
     if one_node and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo looks up the host's name, which may not resolve
 

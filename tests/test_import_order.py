@@ -21,7 +21,7 @@ geometry
 demo.names
 plan.model_files  plan.chat_template  plan.families  plan.recorded_shapes  plan.shapes
 plan.block_costs  plan.costs  plan.calibration  plan.timings
-plan.schedule  plan.schedule_check  plan.simulate  plan.run_ahead
+plan.schedule  plan.deadlocks  plan.schedule_check  plan.simulate  plan.run_ahead
 plan.memory  plan.cut  plan.search
 plan.layout  plan.refusals  plan.planner
 time_use  trace  metrics  progress

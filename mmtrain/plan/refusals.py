@@ -19,6 +19,16 @@ from mmtrain.plan.shapes import matches
 
 _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.weight$")
 
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_LEAST_CONNECTIONS = 8  # CUDA's own default; streams of a rank: computes, four channels, replicas, statistics, copies
+# What each does to the order of work on a GPU; see `deadlocks.Ordering`.
+_HANGS = {
+    "CUDA_LAUNCH_BLOCKING": "each kernel is waited for, also one that waits for a message",
+    _CONNECTIONS: "streams that share a queue wait for each other",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "messages of one direction wait for those of the other",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor that is freed makes the GPU wait for all of its work",
+}
+
 
 def check_layout(config: RunConfig, models: Models) -> None:
     """Raises UserError for more stages than layers, boundaries past the last layer, unfit packs."""
@@ -72,6 +82,24 @@ def check_run_ahead(config: RunConfig, models: Models) -> None:
             f"parallel.encoder_run_ahead: {ahead}, but a step of one replica has {microbatches} micro-batches: at most "
             f"{microbatches}"
         )
+
+
+def check_environment(config: RunConfig, environment: Mapping[str, str]) -> None:
+    """Raises UserError for variables with which the ranks of a pipeline on GPUs can wait for each other for ever.
+
+    Which do is what `deadlocks` computes: a receive that is posted ahead must not hold up other work of its GPU.
+    """
+    if config.parallel.pipeline == 1:
+        return
+    for name, harm in _HANGS.items():
+        value = environment.get(name, "").strip()
+        few = name == _CONNECTIONS and value.isdigit() and int(value) < _LEAST_CONNECTIONS
+        if few or (name != _CONNECTIONS and value not in ("", "0")):
+            remedy = f"unset it, or set {_LEAST_CONNECTIONS} to 32" if few else "unset it"
+            raise UserError(
+                f"{name}={value} in the environment: {harm}, so that the {config.parallel.pipeline} stages of a "
+                f"pipeline can wait for each other for ever; {remedy} on every machine, or use parallel.pipeline=1"
+            )
 
 
 def check_trainable(config: RunConfig, models: Models) -> None:

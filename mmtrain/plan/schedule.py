@@ -18,7 +18,7 @@ both sides must list them in the same order: `schedule_check` proves that, and t
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -305,3 +305,52 @@ def needed_before(compute: Instruction, ranks: int, stages: int) -> Message | No
     else:
         return None
     return message if message.source != message.destination else None
+
+
+def carried(instruction: Instruction, ranks: int) -> Message:
+    """What a send or a receive carries; in a schedule that is not fit to run its stage may be one that is not there."""
+    op, stage, k = instruction.op, instruction.stage, instruction.microbatch
+    if op is Op.SEND_ACTIVATION:
+        return Message(stage % ranks, (stage + 1) % ranks, "activation", stage + 1, k)
+    if op is Op.RECEIVE_ACTIVATION:
+        return Message((stage - 1) % ranks, stage % ranks, "activation", stage, k)
+    if op is Op.SEND_GRADIENT:
+        return Message(stage % ranks, (stage - 1) % ranks, "gradient", stage - 1, k)
+    assert op is Op.RECEIVE_GRADIENT
+    return Message((stage + 1) % ranks, stage % ranks, "gradient", stage, k)
+
+
+def in_common_order(schedule: Schedule, chunks_per_rank: int = 1) -> Schedule:
+    """The same work in the same order, with every receive where it cannot hang, whatever waits for what.
+
+    All computes are put into one order for all ranks; a message is received at the place in that order at which it is
+    sent. So the first operation in that order that is not done never waits for a later one, not even where devices and
+    hosts wait for all that they were given (see `deadlocks`). Price: a receive may stand right before its use, and its
+    message cannot arrive while the rank computes. In simulated steps that is 0.1% to 0.3% where a message takes 1% of
+    a forward, 1% to 3% where it takes 10%.
+    """
+    ranks, stages = len(schedule), len(schedule) * chunks_per_rank
+    waiting = [deque(x for x in instructions if x.op not in RECEIVES) for instructions in schedule]
+    ordered: list[list[Instruction]] = [[] for _ in schedule]
+    sent: set[Message | None] = {None}  # None: nothing is needed from another rank
+    while True:
+        for rank, left in enumerate(waiting):
+            while left and left[0].op not in COMPUTES:
+                x = left.popleft()
+                ordered[rank].append(x)
+                if x.op in SENDS:
+                    message = carried(x, ranks)
+                    sent.add(message)
+                    op = Op.RECEIVE_ACTIVATION if message.kind == "activation" else Op.RECEIVE_GRADIENT
+                    ordered[message.destination].append(Instruction(op, message.consumer, message.microbatch))
+        runnable = [
+            (left[0].op is Op.BACKWARD, left[0].stage, rank)
+            for rank, left in enumerate(waiting)
+            if left and needed_before(left[0], ranks, stages) in sent
+        ]
+        if not runnable:
+            break
+        rank = max(runnable)[2]  # the deepest first, so that few messages wait
+        ordered[rank].append(waiting[rank].popleft())
+    assert not any(waiting), "the schedule cannot finish"
+    return tuple(tuple(instructions) for instructions in ordered)

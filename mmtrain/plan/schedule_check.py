@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from mmtrain.plan.deadlocks import Ordering, find_deadlock
 from mmtrain.plan.schedule import (
     COMPUTES,
     EVALUATION_END,
@@ -12,9 +13,9 @@ from mmtrain.plan.schedule import (
     SENDS,
     TRAINING_END,
     Instruction,
-    Message,
     Op,
     Schedule,
+    carried,
     needed_before,
 )
 
@@ -103,26 +104,14 @@ def _check_computes(schedule: Schedule, microbatches: int, stages: int, first_ba
             raise ValueError(f"rank {least.stage % len(schedule)}: {least} is {what}")
 
 
-def _messages(rank: int, instructions: Sequence[Instruction], ranks: int) -> Iterator[tuple[int, Instruction, Message]]:
-    """Position, instruction and message of each send and receive of one rank."""
-    for i, instruction in enumerate(instructions):
-        stage, k = instruction.stage, instruction.microbatch
-        if instruction.op is Op.SEND_ACTIVATION:
-            yield i, instruction, Message(rank, (stage + 1) % ranks, "activation", stage + 1, k)
-        elif instruction.op is Op.SEND_GRADIENT:
-            yield i, instruction, Message(rank, (stage - 1) % ranks, "gradient", stage - 1, k)
-        elif instruction.op is Op.RECEIVE_ACTIVATION:
-            yield i, instruction, Message((stage - 1) % ranks, rank, "activation", stage, k)
-        elif instruction.op is Op.RECEIVE_GRADIENT:
-            yield i, instruction, Message((stage + 1) % ranks, rank, "gradient", stage, k)
-
-
 def _check_channels(schedule: Schedule, ranks: int, stages: int, first_backward: int) -> None:
     """Message i that a channel's source sends is message i that its destination receives, and none is sent twice."""
     sides: tuple[dict, dict] = (defaultdict(list), defaultdict(list))
     for rank, instructions in enumerate(schedule):
-        for i, instruction, message in _messages(rank, instructions, ranks):
-            where = _place(rank, i, instruction)
+        for i, instruction in enumerate(instructions):
+            if instruction.op not in SENDS | RECEIVES:
+                continue
+            message, where = carried(instruction, ranks), _place(rank, i, instruction)
             if not 0 <= message.consumer < stages or message.source == message.destination:
                 raise ValueError(f"{where}: there is no other rank at that end")
             if message.kind == "gradient" and message.consumer < first_backward:
@@ -144,44 +133,25 @@ def _check_channels(schedule: Schedule, ranks: int, stages: int, first_backward:
 
 
 def _check_progress(schedule: Schedule, ranks: int, stages: int) -> None:
-    """Runs the lists: receives posted, sends never waited for; raises where no rank can go on."""
-    at = [0] * ranks
-    done: set[Instruction] = set()
-    sent: set[Message] = set()
-    posted: set[Message] = set()
-    messages = [{i: m for i, _, m in _messages(r, instructions, ranks)} for r, instructions in enumerate(schedule)]
-
-    def can_run(rank: int, index: int, instruction: Instruction) -> bool:
-        stage, k = instruction.stage, instruction.microbatch
-        needed = needed_before(instruction, ranks, stages)
-        if needed is not None:
-            if needed not in posted:
-                raise ValueError(f"{_place(rank, index, instruction)}: its receive was not posted before it")
-            return needed in sent
-        if instruction.op is Op.FORWARD and stage > 0:  # the neighbouring chunk is on this very rank
-            return Instruction(Op.FORWARD, stage - 1, k) in done
-        if instruction.op is Op.BACKWARD and stage + 1 < stages:
-            return Instruction(Op.BACKWARD, stage + 1, k) in done
-        return True
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, instructions in enumerate(schedule):
-            while at[rank] < len(instructions) and can_run(rank, at[rank], instructions[at[rank]]):
-                instruction = instructions[at[rank]]
-                message = messages[rank].get(at[rank])
-                if instruction.op in SENDS:
-                    made_by = Op.FORWARD if instruction.op is Op.SEND_ACTIVATION else Op.BACKWARD
-                    if Instruction(made_by, instruction.stage, instruction.microbatch) not in done:
-                        raise ValueError(f"{_place(rank, at[rank], instruction)}: sent before it is computed")
-                    sent.add(message)
-                elif instruction.op in RECEIVES:
-                    posted.add(message)
-                else:
-                    done.add(instruction)
-                at[rank] += 1
-                moved = True
-    stuck = [_place(r, i, schedule[r][i]) for r, i in enumerate(at) if i < len(schedule[r])]
+    """What an instruction needs of its own rank stands before it, and the ranks do not wait for each other for ever."""
+    for rank, instructions in enumerate(schedule):
+        before: set[Instruction] = set()
+        for i, x in enumerate(instructions):
+            op, stage, k = x.op, x.stage, x.microbatch
+            if op in SENDS:
+                made_by = Op.FORWARD if op is Op.SEND_ACTIVATION else Op.BACKWARD
+                if Instruction(made_by, stage, k) not in before:
+                    raise ValueError(f"{_place(rank, i, x)}: sent before it is computed")
+            elif op in COMPUTES and needed_before(x, ranks, stages) is not None:
+                receive = Op.RECEIVE_ACTIVATION if op is Op.FORWARD else Op.RECEIVE_GRADIENT
+                if Instruction(receive, stage, k) not in before:
+                    raise ValueError(f"{_place(rank, i, x)}: its receive was not posted before it")
+            elif op in COMPUTES:  # the neighbouring chunk, if there is one, is on this very rank
+                neighbour = Instruction(op, stage - 1 if op is Op.FORWARD else stage + 1, k)
+                if 0 <= neighbour.stage < stages and neighbour not in before:
+                    raise ValueError(f"{_place(rank, i, x)}: comes before {neighbour}")
+            before.add(x)
+    stuck = find_deadlock([schedule], Ordering.IDEAL, stages // ranks)
     if stuck:
-        raise ValueError(f"deadlock: every rank waits: {'; '.join(stuck)}")
+        places = (_place(rank, at, schedule[rank][at]) for rank, _, at in stuck)
+        raise ValueError(f"deadlock: every rank waits: {'; '.join(places)}")

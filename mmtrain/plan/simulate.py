@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.plan.schedule import COMPUTES, Instruction, Message, Op, Schedule, needed_before
+from mmtrain.plan.schedule import COMPUTES, RECEIVES, SENDS, Instruction, Message, Op, Schedule, carried, needed_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +103,7 @@ class Program:
     def _step(self, rank: int, x: Instruction, posted: dict[Message, set[bool]]) -> Step | None:
         """The instruction with its dependencies, None while one of them is not met."""
         stage, k = x.stage, x.microbatch
-        if x.op in (Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION):
-            consumer = stage + (x.op is Op.SEND_ACTIVATION)
-            message = Message((consumer - 1) % self.ranks, consumer % self.ranks, "activation", consumer, k)
-        elif x.op in (Op.SEND_GRADIENT, Op.RECEIVE_GRADIENT):
-            consumer = stage - (x.op is Op.SEND_GRADIENT)
-            message = Message((consumer + 1) % self.ranks, consumer % self.ranks, "gradient", consumer, k)
-        elif x.op in COMPUTES:
+        if x.op in COMPUTES:
             needed = needed_before(x, self.ranks, self.stages)
             if needed is not None and len(posted[needed]) < 2:
                 return None
@@ -121,12 +115,13 @@ class Program:
                 local = self._computes[neighbour]
             made = self._computes.setdefault(x, len(self._computes))
             return Step(rank, x, local, -1 if needed is None else self._messages[needed], made)
-        else:
+        if x.op not in SENDS | RECEIVES:
             return Step(rank, x, -1, -1, -1)
+        message = carried(x, self.ranks)
         number = self._messages.setdefault(message, len(self._messages))
         if number == len(self.channels):
             self.channels.append(self._channels.setdefault(message.channel, len(self._channels)))
-        posted[message].add(x.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT))
+        posted[message].add(x.op in SENDS)
         return Step(rank, x, -1, number, -1)
 
 

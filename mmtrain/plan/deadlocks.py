@@ -1,0 +1,179 @@
+"""Whether ranks on GPUs can wait for each other for ever while they run their instruction lists.
+
+The engine gives a device its work through one host thread, and the device runs it on streams: one for all that
+computes, one for each channel. NCCL has no buffers: a send is done once its receive runs too. An operation is issued
+(by the host), starts and is done (on its stream). What must come before what is a graph over these three events of
+every operation; nothing in it depends on how long anything takes, so one walk over it decides for all timings: what the
+walk does not reach never happens. (Operations are only ever waited for, never chosen between.)
+
+- A compute (encode, forward, backward, optimizer step) starts after the computes issued before it and after the
+  messages that it uses are there; the host goes on at once.
+- A message moves on the stream of its channel, in order of issue, and starts after the computes issued before it.
+- A forward's positions and labels come through a channel between hosts: the host waits for them before it issues that
+  forward. The last stage's forward, and statistics that are reduced over all ranks, make the host wait for the device.
+- A step ends with the computes' stream waiting for everything sent.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import NamedTuple
+
+from mmtrain.plan.schedule import COMPUTES, RECEIVES, SENDS, Message, Op, Schedule, carried, needed_before
+
+
+class Ordering(Enum):
+    """In which order a device and its host do what they were given."""
+
+    IDEAL = "every stream by itself"
+    LAUNCH_ORDER = (
+        "all streams start in the order of issue (CUDA_DEVICE_MAX_CONNECTIONS=1, NCCL_LAUNCH_ORDER_IMPLICIT=1)"
+    )
+    BLOCKING = "an operation is issued once all before it are done (CUDA_LAUNCH_BLOCKING=1)"
+    HOST_WAITS = "the host waits for each message that is used (TORCH_NCCL_BLOCKING_WAIT=1)"
+    DEVICE_WIDE_WAITS = "every compute waits for all that was issued before it (kernels that load, memory given back)"
+
+
+class Stuck(NamedTuple):
+    """Where a rank stops for ever."""
+
+    rank: int
+    step: int  # from 0
+    instruction: int  # of its list in that step; past the end: where it waits for what it sent
+
+
+@dataclass(slots=True)
+class _Operation:
+    """Something that a rank issues; its events are 3 i (issued), 3 i + 1 (started) and 3 i + 2 (done), i its index."""
+
+    step: int
+    instruction: int  # of the rank's list in that step
+    message: Message | None = None  # that this sends or receives
+    sends: bool = False
+    uses: Sequence[int] = ()  # sends or receives of this rank that must be done first
+    collective: bool = False
+    host_waits: bool = False  # for this, before it issues what follows
+
+
+def find_deadlock(steps: Sequence[Schedule], ordering: Ordering, chunks_per_rank: int = 1) -> list[Stuck]:
+    """Where each rank that cannot go on stops, when all run these steps one after the other; empty: all reach the end.
+
+    A step is what runs from one reduction of statistics to the next, training or evaluation; in the lists of each,
+    what an instruction needs of its own rank stands before it (`schedule_check` proves that).
+    """
+    operations: list[_Operation] = []
+    begins = [0]
+    for rank in range(len(steps[0])):
+        for number, schedule in enumerate(steps):
+            _issue(operations, number, schedule, rank, chunks_per_rank)
+        begins.append(len(operations))
+    happened = _events(operations, begins, ordering)
+    stuck = []
+    for rank, (begin, end) in enumerate(pairwise(begins)):
+        for i in range(begin, end):
+            if operations[i].message is None and not happened[3 * i + 2]:
+                stuck.append(Stuck(rank, operations[i].step, operations[i].instruction))
+                break
+    return stuck
+
+
+def _issue(operations: list[_Operation], step: int, schedule: Schedule, rank: int, chunks_per_rank: int) -> None:
+    """Append what the host of `rank` issues in a step."""
+    ranks = len(schedule)
+    stages = ranks * chunks_per_rank
+    received: dict[Message, int] = {}
+    sent: list[int] = []
+    for place, x in enumerate(schedule[rank]):
+        if x.op in SENDS:
+            sent.append(len(operations))
+            operations.append(_Operation(step, place, carried(x, ranks), sends=True))
+        elif x.op in RECEIVES:
+            message = carried(x, ranks)
+            received[message] = len(operations)
+            operations.append(_Operation(step, place, message))
+        else:
+            needed = needed_before(x, ranks, stages) if x.op in COMPUTES else None
+            reduces = x.op is Op.REDUCE_STATISTICS
+            last = x.op is Op.FORWARD and x.stage == stages - 1
+            uses = () if needed is None else (received[needed],)
+            operations.append(_Operation(step, place, uses=uses, collective=reduces, host_waits=reduces or last))
+    operations.append(_Operation(step, len(schedule[rank]), uses=sent))
+
+
+def _events(operations: Sequence[_Operation], begins: Sequence[int], ordering: Ordering) -> bytearray:
+    """Whether each event ever happens."""
+    after: list[list[int]] = [[] for _ in range(3 * len(operations))]
+    waits = [0] * len(after)
+
+    def wait(event: int, until: int) -> None:
+        after[until].append(event)
+        waits[event] += 1
+
+    channels: dict[tuple[int, int, str], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    collectives: dict[int, list[int]] = defaultdict(list)
+    device_wide = ordering is Ordering.DEVICE_WIDE_WAITS
+    for begin, end in pairwise(begins):
+        compute: int | None = None  # the latest
+        pending: list[int] = []  # messages that no device-wide wait has waited for
+        reduced = 0
+        for i in range(begin, end):
+            x = operations[i]
+            issued, started, done = 3 * i, 3 * i + 1, 3 * i + 2
+            wait(started, issued)
+            if i > begin:
+                held = ordering is Ordering.BLOCKING or operations[i - 1].host_waits
+                held = held or (device_wide and operations[i - 1].message is None)
+                wait(issued, done - 3 if held else issued - 3)
+                if ordering is Ordering.LAUNCH_ORDER:
+                    wait(started, started - 3)
+            if compute is not None:
+                wait(started, 3 * compute + 2)
+            if x.message is not None:
+                same = channels[x.message.channel][x.sends]
+                if same:
+                    wait(started, 3 * same[-1] + 2)
+                same.append(i)
+                pending.append(i)
+                continue
+            for message in x.uses:
+                wait(issued if ordering is Ordering.HOST_WAITS else started, 3 * message + 2)
+            if device_wide:
+                for message in pending:
+                    wait(started, 3 * message + 2)
+                pending = []
+            if x.collective:
+                collectives[reduced].append(i)
+                reduced += 1
+            else:
+                wait(done, started)
+            compute = i
+    partner: dict[int, int] = {}
+    for receives, sends in channels.values():
+        for receive, send in zip(receives, sends, strict=True):
+            partner[receive], partner[send] = send, receive
+            for one in (receive, send):
+                wait(3 * one + 2, 3 * receive + 1)
+                wait(3 * one + 2, 3 * send + 1)
+    for i, x in enumerate(operations):  # integers go from host to host, once both have issued them
+        for used in x.uses:
+            if operations[used].message.kind == "activation":
+                wait(3 * i, 3 * partner[used])
+    for members in collectives.values():
+        for member in members:
+            for other in members:
+                wait(3 * member + 2, 3 * other + 1)
+
+    happened = bytearray(len(after))
+    ready = [event for event, count in enumerate(waits) if count == 0]
+    while ready:
+        event = ready.pop()
+        happened[event] = True
+        for later in after[event]:
+            waits[later] -= 1
+            if waits[later] == 0:
+                ready.append(later)
+    return happened

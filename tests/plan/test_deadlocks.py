@@ -1,0 +1,115 @@
+"""Which pipelines can hang on GPUs: hand-made cases, a part of the grid, and that what hangs is refused."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+from check_deadlocks import Found, Layout, layouts, try_layout
+
+from mmtrain.config import RunConfig, load_config
+from mmtrain.errors import UserError
+from mmtrain.plan.deadlocks import Ordering, Stuck, find_deadlock
+from mmtrain.plan.refusals import check_environment
+from mmtrain.plan.schedule import Instruction, Op, Schedule, in_common_order, training_schedule
+from mmtrain.plan.schedule_check import check_schedule
+
+CONFIG = Path(__file__).parent.parent.parent / "configs" / "llava15_7b_pp4.yaml"
+SETTING = {
+    Ordering.LAUNCH_ORDER: (("CUDA_DEVICE_MAX_CONNECTIONS", "1"), ("NCCL_LAUNCH_ORDER_IMPLICIT", "1")),
+    Ordering.BLOCKING: (("CUDA_LAUNCH_BLOCKING", "1"),),
+    Ordering.HOST_WAITS: (("TORCH_NCCL_BLOCKING_WAIT", "1"),),
+    Ordering.DEVICE_WIDE_WAITS: (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),),
+}
+
+
+def config_of(pipeline: int) -> RunConfig:
+    return load_config(CONFIG, [f"parallel.pipeline={pipeline}"])
+
+
+def lists(*ranks: str) -> Schedule:
+    """`F0.1`: forward of stage 0, micro-batch 1; a and A send and receive what it makes, g and G its gradient."""
+    ops = {"F": Op.FORWARD, "B": Op.BACKWARD, "a": Op.SEND_ACTIVATION, "g": Op.SEND_GRADIENT}
+    ops |= {"A": Op.RECEIVE_ACTIVATION, "G": Op.RECEIVE_GRADIENT}
+    return tuple(tuple(Instruction(ops[x[0]], int(x[1]), int(x[3])) for x in rank.split()) for rank in ranks)
+
+
+def hangs(schedule: Schedule) -> set[Ordering]:
+    return {ordering for ordering in Ordering if find_deadlock([schedule], ordering)}
+
+
+def test_a_receive_that_both_ranks_post_ahead_hangs_where_computes_wait_for_all_before_them():
+    """Rank 0 forwards 1 after it has asked for gradient 0, which rank 1 makes after it has asked for forward 1."""
+    schedule = lists("F0.0 a0.0 G0.0 F0.1 a0.1 B0.0", "A1.0 F1.0 A1.1 B1.0 g1.0 F1.1")
+    assert hangs(schedule) == {Ordering.BLOCKING, Ordering.DEVICE_WIDE_WAITS}
+    assert find_deadlock([schedule], Ordering.DEVICE_WIDE_WAITS) == [Stuck(0, 0, 3), Stuck(1, 0, 3)]
+
+
+def test_one_that_a_single_rank_posts_ahead_does_not():
+    assert hangs(lists("F0.0 a0.0 F0.1 a0.1 G0.0 B0.0", "A1.0 F1.0 A1.1 B1.0 g1.0 F1.1")) == set()
+
+
+def test_messages_that_cross_hang_only_where_a_send_is_waited_for_before_the_receive_is_posted():
+    schedule = lists("F0.0 a0.0 F0.1 a0.1 G0.0 B0.0", "A1.0 F1.0 B1.0 g1.0 A1.1 F1.1")
+    assert hangs(schedule) == {Ordering.BLOCKING}
+
+
+def test_a_rank_that_uses_what_is_made_of_its_own_later_work_hangs_always():
+    assert hangs(lists("F0.0 G0.0 B0.0 a0.0", "A1.0 F1.0 B1.0 g1.0")) == set(Ordering)
+
+
+def test_the_step_in_which_ranks_stop_is_named():
+    training = training_schedule(2, 2, 0)
+    assert {x.step for x in find_deadlock([in_common_order(training), training], Ordering.BLOCKING)} == {1}
+
+
+def test_the_common_order_of_two_ranks_is_the_hand_written_one():
+    plain = lists("F0.0 a0.0 G0.0 F0.1 a0.1 G0.1 B0.0 B0.1", "A1.0 F1.0 A1.1 B1.0 g1.0 F1.1 B1.1 g1.1")
+    ordered = lists("F0.0 a0.0 G0.0 F0.1 a0.1 B0.0 G0.1 B0.1", "A1.0 F1.0 B1.0 g1.0 A1.1 F1.1 B1.1 g1.1")
+    assert in_common_order(plain) == ordered
+
+
+@pytest.fixture(scope="module")
+def part_of_the_grid() -> list[Found]:
+    """All small layouts with odd micro-batches, and every 97th of those that tools/check_deadlocks.py tries."""
+    small = list(layouts((1, 2, 3), (1, 2), (1, 3)))
+    whole = list(layouts(range(1, 9), range(1, 5), range(1, 17)))
+    return [try_layout(layout) for layout in dict.fromkeys([*small, *whole[::97], Layout(6, 2, 8, 0, 0)])]
+
+
+def test_no_pipeline_hangs_where_streams_work_by_themselves(part_of_the_grid):
+    assert len(part_of_the_grid) > 60
+    assert [found.layout for found in part_of_the_grid if Ordering.IDEAL in found.hangs] == []
+
+
+def test_receives_in_one_common_order_hang_under_no_ordering(part_of_the_grid):
+    assert [found for found in part_of_the_grid if found.hangs_in_common_order] == []
+
+
+def test_whatever_hangs_for_a_setting_is_refused_with_that_setting(part_of_the_grid):
+    hung = {(found.layout.pipeline, ordering) for found in part_of_the_grid for ordering in found.hangs}
+    assert {ordering for _, ordering in hung} == {Ordering.LAUNCH_ORDER, Ordering.BLOCKING, Ordering.DEVICE_WIDE_WAITS}
+    for pipeline, ordering in hung:
+        for name, value in SETTING[ordering]:
+            with pytest.raises(UserError, match=rf"^{name}={value} in the environment: .*; unset it"):
+                check_environment(config_of(pipeline), {name: value})
+
+
+def test_settings_that_cannot_hang_are_not_refused():
+    for settings in ([], *SETTING.values()):
+        check_environment(config_of(1), dict(settings))
+    check_environment(config_of(4), dict(SETTING[Ordering.HOST_WAITS]))
+    for name, value in product(("CUDA_LAUNCH_BLOCKING", "NCCL_LAUNCH_ORDER_IMPLICIT"), ("0", "")):
+        check_environment(config_of(4), {name: value})
+    check_environment(config_of(4), {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+
+
+@pytest.mark.parametrize(("pipeline", "chunks", "microbatches", "first"), [(2, 1, 3, 0), (4, 1, 5, 3), (3, 2, 7, 2)])
+def test_the_common_order_does_the_same_work(pipeline: int, chunks: int, microbatches: int, first: int):
+    plain = training_schedule(pipeline, microbatches, first, chunks)
+    ordered = in_common_order(plain, chunks)
+    check_schedule(ordered, microbatches, first, chunks_per_rank=chunks)
+    for before, after in zip(plain, ordered, strict=True):
+        receives = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+        assert [x for x in before if x.op not in receives] == [x for x in after if x.op not in receives]
