@@ -88,7 +88,7 @@ class Calibrator:
                 plan,
                 dist.get_rank(),
                 device,
-                Channels(plan, dist.get_rank(), device, timeout),
+                Channels(plan, dist.get_rank(), device, timeout, self._host_group),
                 self._pieces["front"].input,
                 self._compute,
             )

@@ -78,7 +78,7 @@ class Piece:
         self.runs_backward = backward
         self.recompute = recompute
         self.input_gradient = input_gradient
-        device = batch.position_ids.device
+        device = next(chunk.parameters()).device
         shape = (*batch.position_ids.shape, chunk.language.hidden_size)
         self.input = torch.randn(shape, dtype=chunk.dtype, device=device)
         self.upstream = None if chunk.language.has_head else torch.randn(shape, dtype=chunk.dtype, device=device)

@@ -1,8 +1,9 @@
 """Messages between neighbouring ranks of a pipeline, matched by the order they are posted in.
 
-NCCL has no tags, so there is one two-rank group for each (source rank, destination rank, kind): hidden states and
-integers downstream, gradients upstream as far as the first trainable stage. With several stages a rank the ranks form a
-ring, and a channel carries the messages of several stages.
+NCCL has no tags, so there is one two-rank group for each (source rank, destination rank, kind): hidden states
+downstream, gradients upstream as far as the first trainable stage. With several stages a rank the ranks form a ring,
+and a channel carries the messages of several stages. Position ids and labels travel beside the hidden states from host
+to host: by a group of their own where the others are NCCL's, in the order they are posted in, too.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ class _Channel:
     """One direction between this rank and a neighbour."""
 
     group: dist.ProcessGroup
+    host_group: dist.ProcessGroup  # for tensors on the host; the same one where there is no other device
     peer: int
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
-        return [dist.isend(tensor, self.peer, group=self.group) for tensor in tensors]
+        return [dist.isend(tensor, self.peer, group=self._group_of(tensor)) for tensor in tensors]
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
-        return [dist.irecv(tensor, self.peer, group=self.group) for tensor in tensors]
+        return [dist.irecv(tensor, self.peer, group=self._group_of(tensor)) for tensor in tensors]
+
+    def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+        return self.host_group if tensor.device.type == "cpu" else self.group
 
 
 class Channels:
@@ -40,10 +45,19 @@ class Channels:
     and taken by key.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, timeout: timedelta) -> None:
-        """Open this rank's channels and connect them; a message that waits longer than `timeout` fails."""
-        self._device = device
-        self._sends: list[tuple[list[dist.Work], Sequence[torch.Tensor]]] = []
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        device: torch.device,
+        timeout: timedelta,
+        host_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Open this rank's channels and connect them; a message that waits longer than `timeout` fails.
+
+        `host_group` holds all ranks and carries tensors on the host; None: each channel's own group does.
+        """
+        self._sends: list[tuple[dist.Work, torch.Tensor]] = []
         self._awaited: dict[Key, tuple[list[dist.Work], list[torch.Tensor]]] = {}
         self._pipeline = plan.pipeline
         self._channels: dict[tuple[str, int, int], _Channel] = {}  # by (kind, source, destination), pipeline ranks
@@ -60,7 +74,8 @@ class Channels:
                 ranks = places[source, replica], places[destination, replica]
                 group = dist.new_group(sorted(ranks), timeout=timeout)
                 if rank in ranks:
-                    self._channels[kind, source, destination] = _Channel(group, ranks[rank == ranks[0]])
+                    peer = ranks[rank == ranks[0]]
+                    self._channels[kind, source, destination] = _Channel(group, host_group or group, peer)
         # NCCL connects at the first message and blocks until the peer does too: connect now, in one order for all.
         for (_, source, _), channel in self._channels.items():
             probe = [torch.zeros(1, device=device)]
@@ -69,9 +84,10 @@ class Channels:
 
     def send(self, kind: str, source: int, target: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send contiguous tensors from stage `source`, which is here, to stage `target` beside it."""
-        if self._device.type == "cuda":  # gloo's work cannot be polled
-            self._sends = [s for s in self._sends if not all(work.is_completed() for work in s[0])]
-        self._sends.append((self._channel(kind, source, target).send(tensors), tensors))
+        # What has left the device is let go; gloo's work cannot be polled.
+        self._sends = [(work, sent) for work, sent in self._sends if not (sent.is_cuda and work.is_completed())]
+        works = self._channel(kind, source, target).send(tensors)
+        self._sends += zip(works, tensors, strict=True)
 
     def post_receive(self, kind: str, source: int, target: int, key: Key, tensors: list[torch.Tensor]) -> None:
         """Begin to receive into `tensors` what stage `source` sends to stage `target`, which is here."""
@@ -89,7 +105,6 @@ class Channels:
 
     def wait_for_sends(self) -> None:
         """Wait until everything sent has left."""
-        for works, _ in self._sends:
-            for work in works:
-                work.wait()
+        for work, _ in self._sends:
+            work.wait()
         self._sends = []

@@ -7,8 +7,9 @@ clipping without parameters, a mean of micro-batch means), so this engine owns t
 - every rank runs exactly the instructions of `plan.schedule`, for each of its stages; nothing upstream of the first
   trainable stage runs backward or receives a gradient;
 - the frozen encoder may be ahead of the rest, also of the optimizer: features of coming micro-batches wait in a buffer;
-- a message is (hidden (B, L, D), position_ids and labels stacked (2, B, L)); a gradient is (B, L, D); `channels`
-  carries them, matched by order alone;
+- a message is (position_ids and labels stacked (2, B, L), on the host; hidden (B, L, D)); a gradient is (B, L, D);
+  `channels` carries them, matched by order alone;
+- no forward or backward waits for the device: what depends on data is known on the host;
 - micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all
   micro-batches and replicas;
 - loss, tokens, squared gradient norm, the count of non-finite values and what was requested of single ranks are
@@ -104,8 +105,7 @@ class Evaluation:
 class _Input(NamedTuple):
     """A micro-batch that stage 0 has read, and features (N, T, W) of its images once they are encoded."""
 
-    batch: PackedBatch  # on the device
-    labels: torch.Tensor  # on the host
+    batch: PackedBatch  # on the device, but for position ids and labels
     features: torch.Tensor | None = None
 
 
@@ -217,7 +217,7 @@ class FrozenPipelineEngine(PipelineEngine):
         self._last_stage = plan.pipeline * plan.chunks_per_rank - 1
         self._ahead: dict[int, _Input] = {}  # of the next step, by its micro-batches
         self._forward_schedules: dict[int, Schedule] = {}  # by number of micro-batches
-        self._channels = Channels(plan, self.global_rank, self.device, timeout)
+        self._channels = Channels(plan, self.global_rank, self.device, timeout, self.host_group)
         self.clock = StepClock(self.device)
         width = next(iter(self.chunks.values())).language.hidden_size
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
@@ -348,7 +348,7 @@ class FrozenPipelineEngine(PipelineEngine):
                 return
         else:
             batch = next(self._batches)
-        self._inputs[microbatch] = _Input(to_device(batch, self.device), batch.labels)
+        self._inputs[microbatch] = _Input(to_device(batch, self.device))
 
     def _encode(self, stage: int, microbatch: int) -> None:
         if microbatch not in self._inputs:  # there is no next step to read for
@@ -369,10 +369,10 @@ class FrozenPipelineEngine(PipelineEngine):
         return taken
 
     def _receive_activation(self, stage: int, microbatch: int) -> None:
+        integers = torch.empty((2, *self._shape[:2]), dtype=torch.int64)
         hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
-        integers = torch.empty((2, *self._shape[:2]), dtype=torch.int64, device=self.device)
         key = ("activation", stage, microbatch)
-        self._channels.post_receive("activation", stage - 1, stage, key, [hidden, integers])
+        self._channels.post_receive("activation", stage - 1, stage, key, [integers, hidden])
 
     def _forward(self, stage: int, microbatch: int) -> None:
         chunk = self.chunks[stage]
@@ -380,26 +380,26 @@ class FrozenPipelineEngine(PipelineEngine):
         trains = self._training and stage >= first
         with torch.set_grad_enabled(trains):
             if stage == 0:
-                batch, labels, features = self._take_input(microbatch)
+                batch, features = self._take_input(microbatch)
                 hidden = chunk.start(batch, features)
                 integers = torch.stack([batch.position_ids, batch.labels])
             else:
-                hidden, integers = self._take(("activation", stage, microbatch))
+                integers, hidden = self._take(("activation", stage, microbatch))
                 hidden.requires_grad_(trains and stage > first)
-                labels = integers[1]
+            position_ids, labels = integers
             if stage < self._last_stage:
-                output = chunk(hidden, integers[0])
+                output = chunk(hidden, position_ids)
                 self._integers[stage, microbatch] = integers
             elif self._training:
-                output, supervised = chunk.loss(hidden, integers[0], labels)
+                output, supervised = chunk.loss(hidden, position_ids, labels)
                 self._losses[microbatch] = output.detach(), supervised
                 self._loss_sum += output.detach()
                 self._supervised += supervised
             else:
-                loss_sum, predicted = chunk.predict(hidden, integers[0], labels)
+                loss_sum, predicted = chunk.predict(hidden, position_ids, labels)
                 self._loss_sum += loss_sum
                 self._supervised += len(predicted)
-                self._scores += count_answers(integers[1], predicted)
+                self._scores += count_answers(labels, predicted)
                 self.predicted[microbatch] = predicted
         if trains and stage > first:
             self._input[stage, microbatch] = hidden
@@ -409,7 +409,7 @@ class FrozenPipelineEngine(PipelineEngine):
     def _send_activation(self, stage: int, microbatch: int) -> None:
         key = (stage, microbatch)
         hidden = self._output.pop(key)
-        self._channels.send("activation", stage, stage + 1, [hidden.detach().contiguous(), self._integers.pop(key)])
+        self._channels.send("activation", stage, stage + 1, [self._integers.pop(key), hidden.detach().contiguous()])
         if self._training and stage >= self.plan.first_trainable_stage:
             self._output[key] = get_gradient_edge(hidden)  # backward needs the graph behind it, not the values
 
@@ -476,10 +476,12 @@ class FrozenPipelineEngine(PipelineEngine):
             no_update = "no supervised token in the step"
         else:
             scale = clip_coefficient(norm, config.optimizer.clip_norm) / sums.supervised
-            for name, parameter in self.trainable.items():
+            for parameter in self.trainable.values():
                 parameter.grad.mul_(scale)
-                if lr > 0 and name not in self.saw_gradient and bool(parameter.grad.any()):
-                    self.saw_gradient.add(name)
+            unseen = [name for name in self.trainable if name not in self.saw_gradient]
+            if lr > 0 and unseen:
+                found = torch.stack([self.trainable[name].grad.any() for name in unseen]).tolist()
+                self.saw_gradient |= {name for name, seen in zip(unseen, found, strict=True) if seen}
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self._take_model_step(None)

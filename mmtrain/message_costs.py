@@ -77,8 +77,8 @@ class MessageCosts:
         batch, length, width = hidden.shape
         self._messages = []
         for tokens in sorted({max(1, length // SMALLER), length}):
-            integers = torch.zeros((2, batch, tokens), dtype=torch.int64, device=device)
-            self._messages.append([hidden.new_zeros((batch, tokens, width)), integers])
+            integers = torch.zeros((2, batch, tokens), dtype=torch.int64)
+            self._messages.append([integers, hidden.new_zeros((batch, tokens, width))])
         self._samples = [_Samples() for _ in self._messages]
 
     def round(self) -> None:

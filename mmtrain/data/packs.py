@@ -121,18 +121,28 @@ def make_batch(
 
 
 def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
-    """The micro-batch with its tensors on `device`; nothing is copied if that is the CPU.
+    """The micro-batch with token ids, images and their places on `device`; nothing is copied if that is the CPU.
 
-    On CUDA the copies run from page-locked memory while the host goes on; kernels that use them wait for them. Image
-    places go with them: found on a GPU, they would have the host wait.
+    Position ids and labels stay where they are: what follows from them, masks and supervised places, is found on the
+    host, which would have to wait for a GPU's answer.
     """
-    if torch.device(device).type != "cuda":
+    if torch.device(device).type == "cpu":
         return batch
     moved = copy.copy(batch)
-    for name, value in {**vars(batch), "image_places": batch.image_places}.items():
-        if isinstance(value, torch.Tensor):
-            setattr(moved, name, value.pin_memory().to(device, non_blocking=True))
+    for name in ("input_ids", "images", "image_places"):
+        tensor = getattr(batch, name)
+        setattr(moved, name, None if tensor is None else copied(tensor, device))
     return moved
+
+
+def copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The tensor on `device`; the host goes on, and kernels that use the copy wait for it.
+
+    From page-locked memory on CUDA: from any other the host would wait until the copy is made.
+    """
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class _Images:

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from mmtrain.data.packs import copied
+
 MOST_KEY_COPIES = 4
 # Added release by release: scale and window_size after 2.10, enable_gqa by 2.12.
 _FLASH_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
@@ -185,7 +187,7 @@ def _run_sequences(
     seen = [end - begin for _, begin, _, end in runs.runs]
     places = torch.cat([torch.arange(row * length + begin, row * length + end) for row, begin, _, end in runs.runs])
     offsets = (torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32) for counts in (asked, seen))
-    on_device = (tensor.to(device, non_blocking=True) for tensor in (places, *offsets))
+    on_device = (copied(tensor, device) for tensor in (places, *offsets))
     return *on_device, max(asked), max(seen)
 
 

@@ -24,6 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from mmtrain.data.packs import copied
 from mmtrain.errors import UserError
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.bookends import Bookend, absent_modules, decoder_layers, decoder_path, holds_layer_0, replace
@@ -70,8 +71,9 @@ class LanguageSlice(nn.Module):
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states (B, L, D) through the slice's decoder layers, and the final norm if it has the head.
 
-        `position_ids` (B, L) restart at 0 in each document; tokens attend within their document only. A slice that
-        holds decoder layer 0 takes what `embed` returned (with image features in it). Calls must not overlap.
+        `position_ids` (B, L) restart at 0 in each document; tokens attend within their document only. On a GPU the host
+        waits for them, unless they are on the CPU. A slice that holds decoder layer 0 takes what `embed` returned (with
+        image features in it). Calls must not overlap.
         """
         if self.first == self.last and not self.has_head:
             return hidden
@@ -82,7 +84,7 @@ class LanguageSlice(nn.Module):
 
         `places` (S,) int64 rise over rows laid end to end; there may be none. What comes after the last use of other
         tokens is left out: the final norm, and most of the last decoder layer after `narrow_last_layer`. On a GPU the
-        host waits for `places`, unless they are on the CPU.
+        host waits for `places`, too, unless they are on the CPU.
         """
         assert self.has_head, "only a slice with the head has results that are not handed on"
         count = len(places)
@@ -106,11 +108,14 @@ class LanguageSlice(nn.Module):
         try:
             if before is not None:
                 before.hand_in = hidden
-            with document_positions(position_ids):
+            # Told that nothing is padding, transformers does not look for documents, and the host waits for no answer.
+            no_padding = torch.ones(position_ids.shape, dtype=torch.bool, device=hidden.device)
+            with document_positions(position_ids, no_padding):
                 # Behind a bookend the input tells shape, dtype and device only: detached, nothing is saved for it.
                 output = self.model.get_submodule(decoder_path(self.model)[0])(
                     inputs_embeds=hidden if before is None else hidden.detach(),
-                    position_ids=position_ids,
+                    attention_mask=no_padding,
+                    position_ids=copied(position_ids, hidden.device),
                     use_cache=False,
                 )
             result = output.last_hidden_state if after is None else after.handed_out

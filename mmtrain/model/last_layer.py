@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mmtrain.data.packs import copied
 from mmtrain.model.kernels import Documents
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
@@ -49,11 +50,12 @@ class Rows:
     @classmethod
     def of(cls, places: torch.Tensor, device: torch.device) -> Rows:
         """Of places on any device; the host waits for them if that is not the CPU."""
-        return cls(places.to(device, non_blocking=True), places.cpu())
+        return cls(copied(places, device), places.cpu())
 
     def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(B, L, ...) -> (1, S, ...)."""
-        return tensor.flatten(0, 1).index_select(0, self.places)[None]
+        """(B, L, ...) -> (1, S, ...), on the tensor's device."""
+        places = self.places if tensor.device == self.places.device else self.on_host
+        return tensor.flatten(0, 1).index_select(0, places)[None]
 
 
 class LastLayer:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mmtrain.data.packs import copied
 from mmtrain.data.samples import IGNORE
 from mmtrain.plan.costs import LOGITS_PER_CHUNK
 
@@ -103,19 +104,21 @@ def loss_sum_and_predictions(
 def count_answers(labels: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
     """How many tokens and answers a prediction gets right: (correct tokens, answers, exact answers), (3,) float64.
 
-    `labels` (B, L) int64; `predicted` (S,) of their `supervised_places`. An answer is a maximal run of
-    supervised positions in a row; it is exact if each of its tokens is the predicted one, its end mark included. Runs
-    of neighbouring documents never merge, since a document's last position predicts nothing.
+    `labels` (B, L) int64, on the host; `predicted` (S,) of their `supervised_places`, on any device, where the result
+    is made without the host waiting. An answer is a maximal run of supervised positions in a row; it is exact if each
+    of its tokens is the predicted one, its end mark included. Runs of neighbouring documents never merge, since a
+    document's last position predicts nothing.
     """
+    device = predicted.device
     supervised = labels != IGNORE
     begins = supervised.clone()
     begins[:, 1:] &= ~supervised[:, :-1]
     answer = begins.flatten().cumsum(0)[supervised.flatten()] - 1  # which answer each supervised position belongs to
     answers = int(begins.sum())
-    wrong = (predicted != labels[supervised]).long()
-    wrong_tokens = torch.zeros(answers, dtype=torch.int64, device=labels.device).index_add_(0, answer, wrong)
-    counts = torch.stack([(1 - wrong).sum(), torch.tensor(answers, device=labels.device), (wrong_tokens == 0).sum()])
-    return counts.double()
+    wrong = (predicted != copied(labels[supervised], device)).long()
+    wrong_tokens = torch.zeros(answers, dtype=torch.int64, device=device).index_add_(0, copied(answer, device), wrong)
+    all_answers = torch.full((), answers, device=device)
+    return torch.stack([(1 - wrong).sum(), all_answers, (wrong_tokens == 0).sum()]).double()
 
 
 def _rows_per_chunk(vocab_size: int) -> int:

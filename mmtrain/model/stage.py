@@ -5,7 +5,8 @@ every stage   hidden (B, L, D), position_ids (B, L) --decoder layers--> hidden (
 last stage    hidden (B, L, D), position_ids, labels (B, L) --decoder layers, norm, head--> loss sum, supervised tokens
               (or predicted tokens); of the last decoder layer, what supervised tokens alone need
 
-Between stages travel hidden states in the LLM's dtype, position_ids and labels (int64), nothing else.
+Between stages travel hidden states in the LLM's dtype, position_ids and labels (int64, on the host), nothing else. On a
+GPU no call waits for the device: what depends on data, masks and supervised places, is found on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 
 from mmtrain.config import RunConfig
 from mmtrain.data.images import ImageTransform, image_transform
-from mmtrain.data.packs import PackedBatch
+from mmtrain.data.packs import PackedBatch, copied
 from mmtrain.data.samples import IMAGE_POSITION
 from mmtrain.model.fusion import fuse
 from mmtrain.model.init_from import read_projector
@@ -126,7 +127,7 @@ class Chunk(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Last stage: its input (B, L, D), position_ids and labels (B, L) -> (loss sum in nats, supervised tokens).
 
-        Both are 0-dimensional. Labels on the CPU save a GPU a wait.
+        Both are 0-dimensional.
         """
         language = self.language
         rows, targets = self._supervised(hidden, position_ids, labels)
@@ -146,7 +147,7 @@ class Chunk(nn.Module):
         """Normed hidden states (S, D) and targets (S,) of the supervised tokens, on the device."""
         places = supervised_places(labels)
         rows = self.language.forward_rows(hidden, position_ids, places)
-        return rows.to(self.dtype), labels.flatten()[places].to(hidden.device, non_blocking=True)
+        return rows.to(self.dtype), copied(labels.flatten()[places], hidden.device)
 
 
 def build_chunk(
