@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from mmtrain.plan.planner import Plan
 
+MAX_CTAS = 8  # of NCCL, for each channel: a receive that is posted ahead keeps as many of a GPU's processors busy
+
 Key = tuple[str, int, int]  # (kind, stage, micro-batch) of a message that is awaited
 
 
@@ -72,7 +74,7 @@ class Channels:
         for replica in range(plan.data):
             for kind, source, destination in flows:
                 ranks = places[source, replica], places[destination, replica]
-                group = dist.new_group(sorted(ranks), timeout=timeout)
+                group = dist.new_group(sorted(ranks), timeout=timeout, pg_options=_options(device))
                 if rank in ranks:
                     peer = ranks[rank == ranks[0]]
                     self._channels[kind, source, destination] = _Channel(group, host_group or group, peer)
@@ -108,3 +110,13 @@ class Channels:
         for work, _ in self._sends:
             work.wait()
         self._sends = []
+
+
+def _options(device: torch.device) -> dist.Backend.Options | None:
+    """NCCL's options of a channel, where this torch lets them be set; None for the defaults."""
+    if device.type != "cuda" or not hasattr(dist, "ProcessGroupNCCL"):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    if hasattr(options, "config"):
+        options.config.max_ctas = MAX_CTAS
+    return options

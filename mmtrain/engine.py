@@ -55,10 +55,11 @@ from mmtrain.optimizer import (
     load_trained,
     make_optimizer,
 )
-from mmtrain.plan.planner import Plan
-from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule
+from mmtrain.plan.planner import Plan, models_of
+from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule, in_common_order
 from mmtrain.step_clock import SLOTS, StepClock
 from mmtrain.time_use import RankSeconds
+from mmtrain.warm_up import warm_up
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,8 @@ class FrozenPipelineEngine(PipelineEngine):
 
     `chunks` holds this rank's stages; `on_instruction`, if given, is called with (step, instruction) right before each
     instruction is executed. `first_step`, from 0, is the step that a resumed run goes on with. Rank 0 appends a line to
-    `bad_steps_file` for each step that is not finite (see mmtrain.bad_steps).
+    `bad_steps_file` for each step that is not finite (see mmtrain.bad_steps). `warms_up` says whether everything runs
+    once before the first message (see mmtrain.warm_up); None: on a GPU.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class FrozenPipelineEngine(PipelineEngine):
         *,
         first_step: int = 0,
         bad_steps_file: Path | None = None,
+        warms_up: bool | None = None,
     ) -> None:
         named = [pair for chunk in chunks.values() for pair in chunk.global_parameters()]
         self._masters = MasterWeights({name: p for name, p in named if p.requires_grad})
@@ -217,6 +220,11 @@ class FrozenPipelineEngine(PipelineEngine):
         self._last_stage = plan.pipeline * plan.chunks_per_rank - 1
         self._ahead: dict[int, _Input] = {}  # of the next step, by its micro-batches
         self._forward_schedules: dict[int, Schedule] = {}  # by number of micro-batches
+        warms_up = self.device.type == "cuda" if warms_up is None else warms_up
+        if warms_up:
+            models = models_of(config)
+            warm_up(config, models, self.chunks, self._masters, plan.first_trainable_stage, self.device)
+        self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains: not in a first step on GPUs
         self._channels = Channels(plan, self.global_rank, self.device, timeout, self.host_group)
         self.clock = StepClock(self.device)
         width = next(iter(self.chunks.values())).language.hidden_size
@@ -278,8 +286,7 @@ class FrozenPipelineEngine(PipelineEngine):
                 if k not in self._inputs
                 for op in (Op.LOAD, Op.ENCODE)
             )
-        self._run(self.plan.schedule[self.stage_id])
-        self._wait_for_sends()
+        self._run_schedule(self.plan.schedule)
         self._ahead = {k - self.plan.microbatches_per_step: waiting for k, waiting in self._inputs.items()}
         self.step_index += 1
         return self._result
@@ -298,8 +305,7 @@ class FrozenPipelineEngine(PipelineEngine):
         self._batches = batches
         self._training = False
         self._inputs = {}  # what is encoded for the next training step stays as it is
-        self._run(self._forward_schedules[microbatches][self.stage_id])
-        self._wait_for_sends()
+        self._run_schedule(self._forward_schedules[microbatches])
         sums = self._statistics
         return Evaluation(sums.loss_sum, int(sums.supervised), int(sums.correct), int(sums.answers), int(sums.exact))
 
@@ -317,6 +323,13 @@ class FrozenPipelineEngine(PipelineEngine):
         self._scores = torch.zeros(3, dtype=torch.float64, device=self.device)  # of an evaluation: see count_answers
         self.predicted = {}
         self.clock.begin()
+
+    def _run_schedule(self, schedule: Schedule) -> None:
+        if not self._posts_ahead[self._training]:
+            schedule = in_common_order(schedule, self.plan.chunks_per_rank)
+            self._posts_ahead[self._training] = True
+        self._run(schedule[self.stage_id])
+        self._wait_for_sends()
 
     def _run(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from scenes import (
+    IMAGE_SIZE,
     IMAGE_TOKEN,
     as_batch,
     encoding_ahead,
@@ -23,11 +24,13 @@ from scenes import (
     stock_llava,
     stock_loss_sum,
 )
+from transformers import CLIPImageProcessorPil
 
 from mmtrain.data.samples import IGNORE, IMAGE_POSITION
 from mmtrain.engine import FrozenPipelineEngine, NonFiniteError, join_process_group
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
+from mmtrain.plan.schedule import Op
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +128,64 @@ def test_an_encoder_that_is_ahead_changes_no_bit_and_reads_nothing_beyond_the_ru
         assert said == expected
         assert all(np.array_equal(tensors[name], expected_tensors[name]) for name in expected_tensors)
         assert reads == expected_reads == (3 * 4 // data if rank < data else 0)
+
+
+def train_warmed_up(config, ahead, warms_up):
+    """Two steps and an evaluation; all that they said and left, and what ran in which order."""
+    executed = []
+    generators = torch.get_rng_state()
+    engine, batches = build(config, ahead, warms_up=warms_up, on_instruction=lambda *what: executed.append(what))
+    assert torch.equal(torch.get_rng_state(), generators)
+    assert all(p.grad is None for chunk in engine.chunks.values() for p in chunk.parameters())
+    assert engine.optimizer_state() == {} and not engine.saw_gradient
+    eight = [step(10 * s) + step(10 * s + 4) for s in range(3)]
+    stream = itertools.chain.from_iterable(map(batches, eight[1:])) if engine.stage_id == 0 else None
+    local = engine.plan.microbatches_per_step
+    said = [engine.evaluate(batches(eight[0]), local), *(engine.train_step(stream) for _ in range(2))]
+    left = {**engine.trainable, **engine.optimizer_state()}
+    return said, {name: tensor.detach().numpy().copy() for name, tensor in left.items()}, executed
+
+
+def posted_ahead(executed, first_or_second):
+    """Receives of a step that other computes come before, until the one that waits for the message."""
+    of_step = [what for number, what in executed if number == first_or_second]
+    found, waiting = 0, set()
+    for what in of_step:
+        if what.op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
+            waiting.add((what.op is Op.RECEIVE_ACTIVATION, what.stage, what.microbatch))
+        elif what.op in (Op.FORWARD, Op.BACKWARD):
+            waiting.discard((what.op is Op.FORWARD, what.stage, what.microbatch))
+            found += len(waiting)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "cut", "trainable"),
+    [(2, 1, None, "projector"), (2, 2, INTERLEAVED, "projector"), (1, 1, None, "vision"), (2, 1, None, "llm.head")],
+)
+def test_a_run_is_the_same_with_and_without_warming_up_and_posts_no_receive_ahead_in_its_first_step(
+    parts, pipeline, data, cut, trainable
+):
+    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    CLIPImageProcessorPil(size=size, crop_size=size).save_pretrained(parts / "vision")
+    config = make_config(
+        parts,
+        parallel__pipeline=pipeline,
+        parallel__data=data,
+        parallel__boundaries=cut,
+        model__trainable=("projector", trainable),
+        train__packs_per_step=8,
+    )
+    ahead = 0 if trainable == "vision" else 2
+    cold, warm = (run_ranks(pipeline * data, train_warmed_up, config, ahead, warms_up) for warms_up in (False, True))
+    for (said, left, executed), (expected, expected_left, _) in zip(warm, cold, strict=True):
+        assert said == expected
+        assert left.keys() == expected_left.keys()
+        assert all(np.array_equal(left[name], expected_left[name]) for name in left), "to the last bit"
+        assert posted_ahead(executed, 0) == 0
+    if pipeline > 1:
+        assert any(posted_ahead(executed, 1) for *_, executed in warm)
+        assert any(posted_ahead(executed, 0) for *_, executed in cold)
 
 
 def evaluate_once(config, microbatches):

@@ -75,7 +75,12 @@ def run_micro_batch(device: Pretend, chunks: list, batch) -> torch.Tensor:
 @pytest.mark.parametrize("recompute", [0, 6])
 def test_no_stage_waits_for_the_device_and_no_operation_mixes_devices(parts, monkeypatch, by_kernel, recompute):
     config = make_config(
-        parts, parallel__pipeline=3, parallel__recompute_layers=recompute, train__packs_per_step=2, data__pack_length=64
+        parts,
+        parallel__pipeline=3,
+        parallel__boundaries=(2, 4),
+        parallel__recompute_layers=recompute,
+        train__packs_per_step=2,
+        data__pack_length=64,
     )
     batch = as_batch(MICROBATCH, 64)
     chunks = [build_chunk(config, stage) for rank in make_plan(config).ranks for stage in rank.stages]

@@ -41,8 +41,8 @@ model.pickled  model.projector_files  model.init_from
 model.projector  model.fusion  model.loss  model.trainable
 model.stage
 optimizer
-step_clock  channels  bad_steps  engine
-allocations  message_costs  calibration_work  calibration_solution  calibrate
+step_clock  channels  bad_steps  calibration_work  warm_up  engine
+allocations  message_costs  calibration_solution  calibrate
 audit
 checkpoint  restore
 evaluation
