@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from mmtrain.metrics import harmless
+from mmtrain.printing import harmless
 
 SHOWN = 3  # micro-batches, samples of each, and parameters, in words: the record has all
 

@@ -257,16 +257,12 @@ def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path | None, 
     `device` is what the ranks share, `plan` any plan of the run.
     """
 
-    def tell(text: str) -> None:
-        if rank.console is not None:
-            print(text, file=rank.console, flush=True)
-
     join_process_group(torch.device(rank.device), config.parallel.timeout_seconds)
     models = models_of(config)
-    tell(f"calibrating on {device.name}: loading layers")
+    rank.tell(f"calibrating on {device.name}: loading layers")
     calibrator = Calibrator(config, models, plan, torch.device(rank.device), calibration_key(config, models, device))
     rounds = calibrator.warm_up(SECONDS)
-    with Progress("rounds", rounds, tell, rank.console, "measurements") as progress:
+    with Progress("rounds", rounds, rank.tell, rank.console, "measurements") as progress:
         for done in range(rounds):
             rank.progress.at(done, "calibrating")
             calibrator.round()
@@ -274,8 +270,8 @@ def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path | None, 
     found = calibrator.finish()
     if rank.rank == 0:
         written = found.save(file)
-        tell("\n".join(table(found, calibrator.seconds)))
-        tell(f"written to {written}")
+        rank.tell(*table(found, calibrator.seconds))
+        rank.tell(f"written to {written}")
     dist.barrier()
     dist.destroy_process_group()
 

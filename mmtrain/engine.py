@@ -224,7 +224,7 @@ class FrozenPipelineEngine(PipelineEngine):
         if warms_up:
             models = models_of(config)
             warm_up(config, models, self.chunks, self._masters, plan.first_trainable_stage, self.device)
-        self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains: not in a first step on GPUs
+        self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains
         self._channels = Channels(plan, self.global_rank, self.device, timeout, self.host_group)
         self.clock = StepClock(self.device)
         width = next(iter(self.chunks.values())).language.hidden_size

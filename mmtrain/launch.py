@@ -31,7 +31,6 @@ from mmtrain.data.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.errors import UserError
 from mmtrain.gpus import Gpu, visible_gpus
-from mmtrain.metrics import say
 from mmtrain.model.projector_files import refuse_unfit_init_from
 from mmtrain.plan.calibration import Device, cached_file, calibration_key, cpu_device, gpu_device
 from mmtrain.plan.chat_template import refuse_missing_chat_template
@@ -40,6 +39,7 @@ from mmtrain.plan.model_files import model_folder
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.refusals import check_environment
 from mmtrain.plan.simulate import Program, simulate
+from mmtrain.printing import note, say, show_cursor, show_error, show_traceback
 from mmtrain.rank import Rank, run_rank, seconds_before_message
 from mmtrain.resume import Start, is_complete
 from mmtrain.run_folder import AUTO, claimed, contents_of_a_run, find_start, prepare_folder, run_folder, write_plan
@@ -50,7 +50,6 @@ TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
 ANEW = "To train anew choose another run.name, or set run.overwrite=true, which deletes it"
 TRACED_STEPS = 3
-SHOW_CURSOR = "\x1b[?25h"
 
 DESCRIPTION = """\
 Train the projector of a vision-language model, the LLM frozen and cut into pipeline stages.
@@ -98,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
     options = _parser().parse_intermixed_args(_with_trace_steps(sys.argv[1:] if arguments is None else arguments))
     rank = int(os.environ["RANK"]) if all(name in os.environ for name in TORCHRUN_VARIABLES) else None
+    sys.excepthook = show_traceback
     try:
         config = load_config(options.config, options.overrides)
         if options.trace is not None and (options.plan or options.calibrate):
@@ -112,10 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _launch(config, options)
     except UserError as error:
         time.sleep(seconds_before_message(rank or 0))
-        print(f"error: {error}", file=sys.stderr)
+        show_error(error)
         return 2
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C before the ranks were started", file=sys.stderr)
+        note("stopped by Ctrl-C before the ranks were started")
         return 130
 
 
@@ -174,13 +174,13 @@ def _with_trace_steps(arguments: Sequence[str]) -> list[str]:
 
 def _print_plan(config: RunConfig) -> None:
     plan = plan_for_here(config)
-    say(render(plan))
+    say(*render(plan).splitlines())
     folder = run_folder(config)
     with claimed(folder):
         if contents_of_a_run(folder):
-            say(f"\nplan.json not written: {folder} holds an earlier run, whose plan stays")
+            say("", f"plan.json not written: {folder} holds an earlier run, whose plan stays")
         else:
-            say(f"\nwritten to {write_plan(folder, plan)}")
+            say("", f"written to {write_plan(folder, plan)}")
 
 
 def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun: bool) -> int:
@@ -212,11 +212,11 @@ def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun
             start_fork_server()
         failure = run_ranks(functools.partial(_measure, uncalibrated, assumed, device, file), job)
     if failure is not None:
-        print(f"error: {failure.message}", file=sys.stderr)
+        show_error(failure.message)
         return failure.exit_code
     shutil.rmtree(job.folder)
     plan = _plan(config, gpus, ranks)
-    say(f"\n{render(plan)}")
+    say("", *render(plan).splitlines())
     say(
         f"planned without it: stages begin at decoder layers {list(assumed.boundaries)}, {assumed.chunks_per_rank} a "
         f"rank, {assumed.encode_ahead} micro-batches encoded ahead; {_against(config, gpus, ranks, assumed, plan)}"
@@ -291,7 +291,7 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
             if start is None:
                 refuse_unfit_init_from(config, job.folder)
             prepare_folder(config, plan, start)
-            say(render(plan))
+            say(*render(plan).splitlines())
         else:
             job.folder.mkdir(parents=True, exist_ok=True)
         _set_environment(job.threads, gpus, one_node=job.nodes == 1)
@@ -308,9 +308,8 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
     if failure.exit_code == STOPPED:
         say(f"{failure.message}. {_how_to_go_on(config, options)}")
         return STOPPED
-    if sys.stdout.isatty():
-        print(SHOW_CURSOR)  # a rank that was killed could not
-    print(f"error: {failure.message}", file=sys.stderr)
+    show_cursor()  # a rank that was killed could not
+    show_error(failure.message)
     return failure.exit_code
 
 
@@ -341,7 +340,7 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
                 refuse_unfit_init_from(config, run_folder(config))
             prepare_folder(config, plan, start)
             _probe(config, plan)
-            say(render(plan))
+            say(*render(plan).splitlines())
         store = _agree(config, plan, options.trace or 0, rank)  # and wait until rank 0 has prepared the folder
         job = Job(_places(plan), run_folder(config), threads, config.parallel.timeout_seconds)
         how = _how_to_go_on(config, options)
@@ -374,9 +373,8 @@ def _train_and_say(
 ) -> str | None:
     """`_train` under torchrun: this process's own stdout is the log by now, and no launcher says how the run ended."""
     stopped = _train(config, plan, start, trace_steps, False, rank)
-    if stopped is not None and rank.console is not None:
-        with contextlib.suppress(OSError):  # nobody may be reading
-            print(f"{stopped}. {how}", file=rank.console, flush=True)
+    if stopped is not None:
+        rank.tell(f"{stopped}. {how}")
     return stopped
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from mmtrain.printing import harmless, message
+
 FIRST_STEPS = 3
 SECONDS_BETWEEN_LINES = 5.0
-LONGEST_TEXT = 300  # characters of a question or an answer that are shown
 NARROW = 80  # columns: a table of answers would break its words
 # Fields of metrics.jsonl that measure the machine: two runs that do the same differ in them.
 MEASURED = (
@@ -50,22 +51,6 @@ class Answer:
     given: str
     truth: str
     right: bool
-
-
-def say(text: str) -> None:
-    """Print; a reader that has left (`| head`) or a full disk behind stdout is no reason to stop."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def tell(text: str) -> None:
-    """Print a tool's result: a reader that has left is no reason to stop, a full disk behind stdout is an OSError."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class JsonLines:
@@ -187,7 +172,8 @@ class Console:
     def answers(self, answers: Sequence[Answer]) -> None:
         """Show held-out questions with the answers given and the true ones; texts of the data are shown harmlessly."""
         right = sum(answer.right for answer in answers)
-        self.line(f"\n{len(answers)} held-out questions, answered one token at a time: {right} right")
+        self.line("")
+        self.line(f"{len(answers)} held-out questions, answered one token at a time: {right} right")
         rows = [
             ("right" if a.right else "wrong", *map(harmless, (a.key, a.question, a.given, a.truth))) for a in answers
         ]
@@ -198,7 +184,8 @@ class Console:
             self.line(f"  {mark}  {key}: {question}\n         given  {given}\n         true   {truth}")
 
     def line(self, text: str) -> None:
-        """Print one line of text."""
+        """Print a message, of one line as a rule."""
+        text = message(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._stream is not None:
@@ -228,13 +215,6 @@ class Console:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
-
-
-def harmless(text: str) -> str:
-    """Text from data as one short line that no terminal obeys: what is not printable is escaped as in Python."""
-    line = " ".join(text.split())
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    return shown if len(shown) <= LONGEST_TEXT else shown[: LONGEST_TEXT - 3] + "..."
 
 
 def _clock(seconds: float | None) -> str:

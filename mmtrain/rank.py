@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Literal, Self, TextIO, TypeVar
 
 from mmtrain.errors import UserError
+from mmtrain.printing import printable, say, show_error
 from mmtrain.stop import StopRequest
 
 Result = TypeVar("Result")
@@ -95,6 +96,11 @@ class Rank:
     progress: Progress
     stop: StopRequest
 
+    def tell(self, *messages: str) -> None:
+        """Print messages for the user, on rank 0."""
+        if self.console is not None:
+            say(*messages, stream=self.console)
+
 
 @dataclass(frozen=True)
 class ErrorRecord:
@@ -153,7 +159,7 @@ class PrefixedLog(io.TextIOWrapper):
         *lines, self._partial = (self._partial + text).split("\n")
         for line in lines:
             # of a progress bar, which redraws with carriage returns, only the last state of the line is kept
-            super().write(self._prefix + line.rstrip("\r").rsplit("\r", 1)[-1] + "\n")
+            super().write(self._prefix + printable(line.rstrip("\r").rsplit("\r", 1)[-1]) + "\n")
         if lines:
             super().flush()
         return len(text)
@@ -246,7 +252,7 @@ def run_rank(
         time.sleep(SECONDS_AFTER_LOST_PEER if record.kind == "peer" else SECONDS_AFTER_FAILURE)
         if describe:
             time.sleep(seconds_before_message(rank))
-            print(f"error: {describe(record)}\nlog: {log_path}", file=errors, flush=True)
+            show_error(f"{describe(record)}\nlog: {log_path}", errors)
         # Not sys.exit: handlers at exit may wait for a peer that is gone.
         os._exit(2 if record.kind == "user" else 1)
     for child in multiprocessing.active_children():

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from mmtrain.config import RunConfig, dump_config
 from mmtrain.errors import UserError
-from mmtrain.metrics import say
 from mmtrain.plan.layout import Plan
+from mmtrain.printing import say
 from mmtrain.resume import METRICS, Start, choose, go_back
 from mmtrain.step_folder import flush_folder, newest
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from mmtrain.config import RunConfig, restore_config
 from mmtrain.errors import UserError
-from mmtrain.metrics import say
+from mmtrain.printing import say
 
 FORMAT = 1
 CHECKPOINTS = "checkpoints"

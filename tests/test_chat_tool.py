@@ -165,17 +165,12 @@ def test_an_answer_that_was_cut_is_said_to_be(tool, work, llava, capsys):
     assert "(cut after 1 tokens; --max-new" in say(tool, capsys, llava, work / "one.png", "--max-new-tokens", "1")[1]
 
 
-def test_what_a_model_says_cannot_steer_the_terminal(tool):
-    said = "red\n\x1b[31mblue\x1b]0;title\x07 \u202etxt.exe\r" + "5 µm 图 é"
-    shown = tool.shown(said)
-    assert shown == "red\n\\x1b[31mblue\\x1b]0;title\\x07 \\u202etxt.exe\\r5 µm 图 é"
-
-
-def test_so_do_its_words_as_they_are_printed(tool, llava, capsys):
+def test_what_a_model_says_cannot_steer_the_terminal(tool, llava, capsys):
     streamer = tool._streamer(tool.load(llava)[1].tokenizer)
-    streamer.on_finalized_text(" a \x1b[31m")
-    streamer.on_finalized_text(" red", stream_end=True)
-    assert capsys.readouterr().out == "a \\x1b[31m red\n"
+    streamer.on_finalized_text(" red\n\x1b[31mblue\x1b]0;title\x07")
+    streamer.on_finalized_text(" \u202etxt.exe\r5 µm 图 é", stream_end=True)
+    said = "red\n\\x1b[31mblue\\x1b]0;title\\x07 \\u202etxt.exe\\r5 µm 图 é\n"
+    assert capsys.readouterr().out == said
 
 
 def test_pictures_of_any_size_come_to_the_model_as_in_training_bit_for_bit(tool, work, llava):

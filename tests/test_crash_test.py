@@ -121,7 +121,7 @@ def test_checkpoints_that_should_be_there_or_should_not_are_a_problem(compared):
     assert "step-00000004.tmp is left" in problems
 
 
-GOOD = "error: rank 2 (stage 2) was killed by SIGKILL (if nobody) in step 3 (counted from 0), at LOAD(x)\nlog: l\n"
+GOOD = "error: rank 2 (stage 2) was killed by SIGKILL (if nobody) in step 3 (counted from 0), at LOAD(x)\n  log: l\n"
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_kill_9_of_a_rank_ends_all_within_10_seconds_and_names_rank_stage_and_st
         assert command.wait() == 1
     said = re.fullmatch(
         r"error: rank 1 \(stage 1\) was killed by SIGKILL \(.*\) in step (\d+) \(counted from 0\), at [A-Z].*\n"
-        r"log: (.*)\n",
+        r"  log: (.*)\n",
         command.stderr,
     )
     assert said, command.stderr
@@ -210,7 +210,7 @@ def test_ctrl_c_ends_all_within_10_seconds_with_exit_code_130(tiny, tmp_path):
         os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: to every process
         assert command.seconds_until_gone(timeout=20) < 10
         assert command.wait() == 130
-    assert re.fullmatch(r"error: stopped by Ctrl-C; rank 0 \(stage 0\) was in step \d+ .*\nlog: .*\n", command.stderr)
+    assert re.fullmatch(r"error: stopped by Ctrl-C; rank 0 \(stage 0\) was in step \d+ .*\n  log: .*\n", command.stderr)
 
 
 def test_a_running_run_keeps_its_folder_and_kill_9_of_its_launcher_leaves_no_orphan(tiny, tmp_path):

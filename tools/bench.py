@@ -16,7 +16,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from mmtrain.errors import UserError
+from mmtrain.printing import run_command
 
 COMMANDS = {
     "peers": "against stock transformers, DeepSpeed's pipeline and torch's pipelining",
@@ -52,16 +52,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    try:
-        return options.run(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return run_command(lambda: options.run(options), unnamed="a file")
 
 
 if __name__ == "__main__":

@@ -30,10 +30,9 @@ from bench_timing import Times, ratios, spread
 
 from mmtrain.config import RunConfig, load_config
 from mmtrain.data.catalog import data_sets
-from mmtrain.errors import UserError
 from mmtrain.gpus import visible_gpus
-from mmtrain.metrics import say, tell
 from mmtrain.plan.planner import make_plan
+from mmtrain.printing import run_command, say, show_error, tell
 from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
 
 RESULT = "result.json"
@@ -76,7 +75,9 @@ def report(found: Mapping[str, Any], every: int) -> dict[str, Any]:
     times: Times = found["seconds"]
     step = {mode: spread([seconds / every for seconds in times[mode]]) for mode in times}
     result: dict[str, Any] = {"step_seconds": {mode: step[mode].median for mode in times}, "modes": {}}
-    tell(f"\nstep without saves: {step['none'].text('.4f')} s, median (least - largest) of {len(times['none'])} blocks")
+    tell(
+        "", f"step without saves: {step['none'].text('.4f')} s, median (least - largest) of {len(times['none'])} blocks"
+    )
     for mode, saves in found["saves"].items():
         overhead, low, high = _overhead(times, mode)
         cpu_overhead, cpu_low, cpu_high = _overhead(found["cpu_seconds"], mode)
@@ -162,30 +163,28 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def bench_checkpoint(options: argparse.Namespace) -> int:
+    """Measure, print and write what the options ask for; the exit code. Raises UserError."""
+    with tempfile.TemporaryDirectory(prefix="bench_checkpoint-", dir=options.folder) as name:
+        folder = Path(name)
+        code, message = run(options, folder, lambda *more: load_config(options.config, [*options.overrides, *more]))
+        if message is not None:
+            show_error(message)
+            return code
+        found = json.loads((folder / RESULT).read_text())
+    numbers = report(found, options.every)
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    tell("", f"{cores} cores; load average of the last minute {load:.1f}")
+    if options.json is not None:
+        content = {"every": options.every, "cores": cores, "load_average": load, **numbers, **found}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(arguments)
-    try:
-        with tempfile.TemporaryDirectory(prefix="bench_checkpoint-", dir=options.folder) as name:
-            folder = Path(name)
-            code, message = run(options, folder, lambda *more: load_config(options.config, [*options.overrides, *more]))
-            if message is not None:
-                print(f"error: {message}", file=sys.stderr)
-                return code
-            found = json.loads((folder / RESULT).read_text())
-        numbers = report(found, options.every)
-        cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-        tell(f"\n{cores} cores; load average of the last minute {load:.1f}")
-        if options.json is not None:
-            content = {"every": options.every, "cores": cores, "load_average": load, **numbers, **found}
-            options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or options.folder}: {error.strerror}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(lambda: bench_checkpoint(options), options.folder)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ from bench_photographs import SHARDS, make_photographs
 from bench_tables import print_table
 from bench_timing import Spread, Times, rates, ratios
 
-from mmtrain.errors import UserError
-from mmtrain.metrics import say
+from mmtrain.printing import run_command, say
 
 EXAMPLES = """\
 examples:
@@ -82,7 +81,7 @@ def bench_data(options: argparse.Namespace) -> dict[str, Any]:
             result[part] = runs[part]()
     result["load_average_after"] = os.getloadavg()[0]
     cores, before, after = result["machine"]["cores"], result["load_average_before"], result["load_average_after"]
-    say(f"\n{cores} cores; load average of the last minute {before:.1f} at the beginning, {after:.1f} at the end")
+    say("", f"{cores} cores; load average of the last minute {before:.1f} at the beginning, {after:.1f} at the end")
     return result
 
 
@@ -108,7 +107,7 @@ def bench_loader(data: Path, options: argparse.Namespace) -> dict[str, Any]:
         rows.append((f"{workers} workers", *(speed[name].text(",.1f") for name in times)))
         against = [ratios(times, loader.MMTRAIN, name).text(".3f") for name in rivals]
         rows.append((f"{loader.MMTRAIN}, as a multiple", "1", *against))
-    say(f"\nloader, samples/s: {options.images:,} samples, packs of {options.pack_length:,} tokens")
+    say("", f"loader, samples/s: {options.images:,} samples, packs of {options.pack_length:,} tokens")
     print_table(("", *(f">{name}" for name in times)), rows)
     return result
 
@@ -129,7 +128,7 @@ def bench_sharding(data: Path, options: argparse.Namespace) -> dict[str, Any]:
     rows = [
         (name, speed[name].text(",.1f"), *(ratios(times, tool, name).text(".3f") for tool in tools)) for name in times
     ]
-    say(f"\nsharding, MB/s: {options.images:,} images and their JSON, {size / 1e6:,.1f} MB")
+    say("", f"sharding, MB/s: {options.images:,} images and their JSON, {size / 1e6:,.1f} MB")
     print_table(("", ">MB/s", *(f">{tool}, as a multiple" for tool in tools)), rows)
     return {
         "images": options.images,
@@ -153,7 +152,7 @@ def bench_planning(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     say(f"planning: writing {shards:,} index files")
     planning.write_indexes(folder, samples, shards)
     opened = planning.plan_indexes(folder, options.pack_length, repetitions)
-    say(f"\nplanning an epoch of {samples:,} samples from lengths in memory")
+    say("", f"planning an epoch of {samples:,} samples from lengths in memory")
     columns = ("", ">pack_length", ">packs", ">full", ">of whole-epoch fill", ">seconds", ">peak MB")
     print_table(
         (*columns, ">after imports"),
@@ -171,7 +170,10 @@ def bench_planning(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             for one in arrays
         ],
     )
-    say(f"\nthe same from {shards:,} index files, {opened.index_bytes / 1e6:,.1f} MB, packs of {options.pack_length:,}")
+    say(
+        "",
+        f"the same from {shards:,} index files, {opened.index_bytes / 1e6:,.1f} MB, packs of {options.pack_length:,}",
+    )
     spreads = {
         "reading the indexes, seconds": opened.catalog_seconds.text(".2f"),
         "planning the epoch, seconds": opened.plan_seconds.text(".2f"),
@@ -236,20 +238,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(arguments)
-    try:
+
+    def run() -> None:
         result = bench_data(options)
         if options.json is not None:
             options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or options.folder}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C; nothing is left", file=sys.stderr)
-        return 130
-    return 0
+
+    return run_command(run, options.folder, "stopped by Ctrl-C; nothing is left")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import functools
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +35,7 @@ from bench_tables import (
 )
 
 from mmtrain.errors import UserError
-from mmtrain.metrics import say
+from mmtrain.printing import say, show_error
 from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
 
 EXAMPLES = """\
@@ -123,11 +122,11 @@ def run(options: argparse.Namespace) -> int:
                 target = functools.partial(race_row, settings, row, folder, not options.without_tuned)
                 failure = run_ranks(target, job)
             if failure is not None:
-                print(f"error: {failure.message}", file=sys.stderr)
+                show_error(failure.message)
                 return failure.exit_code
             found = json.loads((folder / f"{row}.json").read_text())
             result["rows"][row] = found | report(row, found, options.peak_tflops)
-    say(f"\ndevice: {result['device']}")
+    say("", f"device: {result['device']}")
     finish(result, options.json)
     return 0
 
@@ -142,7 +141,7 @@ def report(row: str, found: Mapping[str, Any], peak_tflops: float | None) -> dic
     numbers["tokens_per_second"] = {name: per_second(found, name, "tokens") for name in step}
     numbers["utilisation"] = {name: utilisation(found, name, peak) for name in step}
     memory = found["peak_memory_bytes"]
-    say(f"\n{ROWS[row]}: {describe_samples(found)}")
+    say("", f"{ROWS[row]}: {describe_samples(found)}")
     print_table(
         ("", ">step, s", f">{first} is", ">samples/s", ">tokens/s", ">utilisation", ">peak GB"),
         [

@@ -24,7 +24,6 @@ import argparse
 import functools
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,7 +42,7 @@ from bench_tables import (
     utilisation,
 )
 
-from mmtrain.metrics import say
+from mmtrain.printing import say, show_error
 from mmtrain.supervise import Failure, Job, output_to_log, run_ranks, start_fork_server
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
             for _ in range(1 if options.quick else options.processes):
                 failure = _run_row(row, settings, folder, with_calibration=not options.quick)
                 if failure is not None:
-                    print(f"error: {failure.message}", file=sys.stderr)
+                    show_error(failure.message)
                     return failure.exit_code
                 runs.append(json.loads((folder / f"{row}.json").read_text()))
             found = merged(runs)
@@ -168,7 +167,7 @@ def report(row: str, found: Mapping[str, Any]) -> dict[str, Any]:
         columns.append(">of matmul rate")
         for line in cells:
             line.append(numbers["share_of_matmul_rate"][line[0]].text(".1%"))
-    say(f"\n{ROWS[row]}: {_describe(found)}")
+    say("", f"{ROWS[row]}: {_describe(found)}")
     print_table(columns, cells)
     say(describe_differences(found))
     return as_dict(numbers)

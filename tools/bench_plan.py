@@ -26,7 +26,6 @@ import functools
 import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from bench_tables import finish, machine, positive, print_table
 from bench_timing import spread
 
-from mmtrain.metrics import say
+from mmtrain.printing import say, show_error
 from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
         for settings in jobs:
             failure = _run_job(settings, folder)
             if failure is not None:
-                print(f"error: {failure.message}", file=sys.stderr)
+                show_error(failure.message)
                 return failure.exit_code
             found = json.loads((folder / f"{settings.name}.json").read_text())
             result[settings.name] = found | report(settings.name, found)
@@ -189,7 +188,7 @@ def report(job: str, found: Mapping[str, Any]) -> dict[str, Any]:
     factors, rounds = found["factors"], found["calibration_rounds"]
     counted = sum(factor is not None for factor in rounds)
     which = f"{counted} of {len(rounds)} rounds; the others were noisy" if counted else "all rounds; each one was noisy"
-    say(f"\nthe calibration is that of {which}")
+    say("", f"the calibration is that of {which}")
     if found["layouts"]:
         rows = [_judge(layout, factors[layout["name"]]) for layout in found["layouts"]]
         judged = [row for row in rows if row["kept_steps"]]
@@ -270,7 +269,7 @@ def _gain(pair: Mapping[str, Any], factors: Sequence[Sequence[float | None]]) ->
 
 
 def _print_layouts(job: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    say("\npipeline 4 (no target applies)" if job == "four" else "\nlayouts that the calibration has not seen")
+    say("", "pipeline 4 (no target applies)" if job == "four" else "\nlayouts that the calibration has not seen")
     table = []
     for row in rows:
         plan, steps = f"{row['predicted_seconds']:.3f}", f"{row['kept_steps']}/{row['steps']}"
@@ -310,7 +309,7 @@ def _print_summary(job: str, summary: Mapping[str, Any]) -> None:
 
 
 def _print_pairs(gains: Sequence[Mapping[str, Any]]) -> None:
-    say(f"\nthe encoder running ahead: share of a step saved (target: within {TARGETS['run_ahead_difference']:.0%})")
+    say("", f"the encoder running ahead: share of a step saved (target: within {TARGETS['run_ahead_difference']:.0%})")
     rows = []
     for gain in gains:
         seen = ("all noisy", "")

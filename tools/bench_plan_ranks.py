@@ -7,7 +7,6 @@ Layouts share the frozen weights; each has its own stages, projector, engine and
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import json
@@ -187,9 +186,7 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     key = calibration_key(config, models, cpu_device(config))
     calibrator = Calibrator(config, models, make_plan(config), DEVICE, key)
     calibrator.warm_up(0.0)
-    with Progress(
-        "rounds", settings.calibration_rounds, functools.partial(_tell, rank), rank.console, "measurements"
-    ) as progress:
+    with Progress("rounds", settings.calibration_rounds, rank.tell, rank.console, "measurements") as progress:
         for done in range(settings.calibration_rounds):
             calibrator.round()
             progress.show(done + 1, sum(map(len, calibrator.seconds.values())))
@@ -235,12 +232,6 @@ def _save(calibrator: Calibrator, file: Path, factors: Sequence[float | None] | 
     dist.barrier()
 
 
-def _tell(rank: Rank, text: str) -> None:
-    """Say a line to the user, on rank 0."""
-    if rank.console is not None:
-        print(text, file=rank.console, flush=True)
-
-
 def _race(
     settings: Settings, runners: Mapping[str, Runner], calibrator: Calibrator, rank: Rank
 ) -> dict[str, list[list[float]]]:
@@ -255,9 +246,7 @@ def _race(
     probe = Probe()
     probe()
     probes: dict[str, list[list[float]]] = {name: [] for name, _ in turns}
-    with Progress(
-        "repetitions", settings.repetitions, functools.partial(_tell, rank), rank.console, "steps"
-    ) as progress:
+    with Progress("repetitions", settings.repetitions, rank.tell, rank.console, "steps") as progress:
         for repetition in range(settings.repetitions):
             before = probe()
             for name, work in reversed(turns) if repetition % 2 else turns:

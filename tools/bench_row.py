@@ -137,12 +137,8 @@ def run_row(
             turn = next(turns)
             progress.show(turn, turn * tokens_per_turn, name)
 
-    def tell(text: str) -> None:
-        if rank.console is not None:
-            print(text, file=rank.console, flush=True)
-
     total = (settings.repetitions + 1) * len(contestants)
-    with Progress(f"{row} turns", total, tell, rank.console, "tokens") as progress:
+    with Progress(f"{row} turns", total, rank.tell, rank.console, "tokens") as progress:
         tolerance = TOLERANCES[settings.dtype]
         found = race(contestants, settings.repetitions, tolerance, device, others, show)
     found["step_of_turn"] = [(turn + 1) % settings.steps for turn in range(settings.repetitions)]  # 0: the warm-up

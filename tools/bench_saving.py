@@ -128,9 +128,7 @@ def _race(
             mode: stack.enter_context(JsonLines(rank.folder / mode / "metrics.jsonl" if rank.rank == 0 else None))
             for mode in MODES
         }
-        progress = Progress(
-            "blocks", options.repetitions * len(MODES), lambda text: _print(rank, text), rank.console, "steps"
-        )
+        progress = Progress("blocks", options.repetitions * len(MODES), rank.tell, rank.console, "steps")
         stack.enter_context(progress)
 
         def block(mode: str) -> float:
@@ -176,8 +174,3 @@ def _random_projector(width: Sequence[int]) -> dict[str, torch.Tensor]:
 def _moments(extra: Tensors) -> dict[str, torch.Tensor]:
     """As many numbers as AdamW keeps of these weights."""
     return {f"{name}/{part}": tensor for name, tensor in extra.items() for part in ("exp_avg", "exp_avg_sq")}
-
-
-def _print(rank: Rank, text: str) -> None:
-    if rank.console is not None:
-        print(text, file=rank.console, flush=True)

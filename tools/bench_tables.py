@@ -17,7 +17,7 @@ from bench_timing import Spread, ratios, spread
 from rich.console import Console
 from rich.table import Table
 
-from mmtrain.metrics import say
+from mmtrain.printing import say
 
 WIDTH = 120  # characters of a line, where there is no terminal that tells
 LIBRARIES = ("deepspeed", "torch", "transformers")

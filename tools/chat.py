@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +25,8 @@ import mmtrain
 from mmtrain.cache import cache_folder
 from mmtrain.data.records import IMAGE_MARK, Rejected
 from mmtrain.errors import UserError
-from mmtrain.metrics import harmless
 from mmtrain.plan.model_files import find_model_folder, read_json, tensor_shapes
+from mmtrain.printing import harmless, note, run_command, show_words
 from mmtrain.progress import Progress
 from mmtrain.step_folder import CHECKPOINTS, MANIFEST, NAME, StepFolder, find
 
@@ -58,16 +57,6 @@ SHOWN_BYTES = 10**8  # less is exported in a moment
 NEEDED = (
     "needed is a run or checkpoint of mmtrain, or a Hugging Face LLaVA folder (tools/export_projector.py makes one)"
 )
-
-
-def note(text: str) -> None:
-    """Tell the user something that is no answer."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def shown(text: str) -> str:
-    """A model's words as a terminal may show them: lines stay, what could steer the terminal is escaped."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 # ---- the model
@@ -237,7 +226,7 @@ def _streamer(tokenizer: Any) -> Any:
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             text = text if self.begun else text.lstrip()  # many tokenizers begin a word with the space before it
             self.begun = self.begun or bool(text)
-            print(shown(text), end="\n" if stream_end else "", flush=True)
+            show_words(text + "\n" if stream_end else text)
 
     return Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
@@ -320,20 +309,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(arguments)
-    try:
-        chat(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # whoever read the answer has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except OSError as error:
-        print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped by Ctrl-C", file=sys.stderr)
-        return 130
-    return 0
+
+    def run() -> None:
+        try:
+            chat(options)
+        except BrokenPipeError:  # whoever read the answer has left
+            pass
+        except KeyboardInterrupt:
+            note("")  # in the middle of a line
+            raise
+
+    return run_command(run)
 
 
 if __name__ == "__main__":

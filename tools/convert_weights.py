@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from mmtrain.errors import UserError
 from mmtrain.model.pickled import read_pickled
 from mmtrain.plan.model_files import model_folder, read_json
+from mmtrain.printing import run_command, tell
 
 EXAMPLES = """examples:
   beside the .bin files, in the same folder:
@@ -92,11 +93,19 @@ def convert(folder: Path, out: Path) -> None:
         weight_map.update(dict.fromkeys(tensors, name))
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         size = write_shard(tensors, out / name)
-        print(f"{i}/{len(shards)} {shard.name} -> {name}: {len(tensors)} tensors, {size / 2**30:.2f} GiB", flush=True)
+        tell(f"{i}/{len(shards)} {shard.name} -> {name}: {len(tensors)} tensors, {size / 2**30:.2f} GiB")
     if len(shards) > 1:
         partial = out / (INDEX + ".partial")
         partial.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
         partial.replace(out / INDEX)
+
+
+def convert_model(model: str, out: Path | None) -> None:
+    """Convert the model folder, or cached hub id, into `out`, or in place; raises UserError."""
+    folder = model_folder(model)
+    out = folder if out is None else out.expanduser()
+    convert(folder, out)
+    tell(f"{out}: ready; use it as model.llm.path")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -107,15 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", help="model folder, or cached hub id")
     parser.add_argument("--out", type=Path, help="new folder for weights, config and tokenizer (default: in place)")
     options = parser.parse_args(arguments)
-    try:
-        folder = model_folder(options.model)
-        out = folder if options.out is None else options.out.expanduser()
-        convert(folder, out)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{out}: ready; use it as model.llm.path")
-    return 0
+    return run_command(lambda: convert_model(options.model, options.out))
 
 
 if __name__ == "__main__":

@@ -195,5 +195,5 @@ def expected_message(rank: int, who: str) -> str:
     at = r"(in step \d+ \(counted from 0\), at \S.*|before its first step)"
     named = rf"rank {rank} \(stage [^)]*\) "
     if who == "rank":
-        return rf"\Aerror: {named}was killed by SIGKILL \(.*\) {at}\nlog: .*\n\Z"
+        return rf"\Aerror: {named}was killed by SIGKILL \(.*\) {at}\n  log: .*\n\Z"
     return rf"\Aerror: rank \d+ \(stage [^)]*\) lost its connection to another rank {at}(\n.*)*\n{named}was {at}\n"

@@ -29,7 +29,8 @@ from crash_job import SECONDS_TO_END, Kill, Killed, Start
 
 from mmtrain.config import load_config
 from mmtrain.errors import UserError
-from mmtrain.metrics import MEASURED, tell
+from mmtrain.metrics import MEASURED
+from mmtrain.printing import run_command, tell
 from mmtrain.resume import METRICS
 from mmtrain.step_folder import (
     CHECKPOINTS,
@@ -330,17 +331,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(arguments)
-    try:
-        return crash_test(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        return 130
+    return run_command(lambda: crash_test(options))
 
 
 if __name__ == "__main__":

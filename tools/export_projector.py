@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmtrain.errors import UserError
-from mmtrain.metrics import tell
+from mmtrain.printing import run_command, show_error, tell
 from mmtrain.progress import Progress
 from mmtrain.step_folder import StepFolder, find
 
@@ -53,8 +53,8 @@ class DifferentError(Exception):
     """The exported model computes something else than mmtrain's."""
 
 
-def export(options: argparse.Namespace) -> None:
-    """Write what the options ask for; raises UserError and DifferentError."""
+def export(options: argparse.Namespace) -> int:
+    """Write what the options ask for; the exit code. Raises UserError."""
     if options.verify is not None and options.format != "hf":
         raise UserError("--verify runs the exported model, and only --format hf exports one; leave it out")
     checkpoint = find(options.checkpoint, tell)
@@ -67,12 +67,17 @@ def export(options: argparse.Namespace) -> None:
     default = checkpoint.config.model.llm.dtype if options.format == "hf" else "float32"
     dtype = getattr(torch, options.dtype or default)
     if options.format == "hf":
-        _export_model(checkpoint, dtype, options)
+        try:
+            _export_model(checkpoint, dtype, options)
+        except DifferentError as error:
+            show_error(error)
+            return EXIT_DIFFERENT
     else:
         write = {"safetensors": export_projector_file, "llava": export_llava}[options.format]
         write(checkpoint, options.out, dtype)
     size = sum(file.stat().st_size for file in options.out.expanduser().iterdir())
     tell(f"exported {options.out} ({_size(size)}, {str(dtype).removeprefix('torch.')}), read again and compared")
+    return 0
 
 
 def _export_model(checkpoint: StepFolder, dtype: torch.dtype, options: argparse.Namespace) -> None:
@@ -179,21 +184,7 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
 def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = _parser().parse_args(arguments)
-    try:
-        export(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except DifferentError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_DIFFERENT
-    except OSError as error:
-        print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; nothing was left under --out", file=sys.stderr)
-        return 130
-    return 0
+    return run_command(lambda: export(options), interrupted="stopped; nothing was left under --out")
 
 
 if __name__ == "__main__":

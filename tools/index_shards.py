@@ -24,9 +24,8 @@ from mmtrain.data.index import read_index, text_fingerprint
 from mmtrain.data.indexing import build_indexes, unready_shards, usable_cores
 from mmtrain.data.records import REASONS
 from mmtrain.data.shard_list import find_shards
-from mmtrain.errors import UserError
-from mmtrain.metrics import tell
 from mmtrain.plan.model_files import model_folder
+from mmtrain.printing import run_command, tell
 
 EXAMPLES = """\
 examples:
@@ -115,18 +114,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(arguments)
-    try:
-        index_shards(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C; finished indexes stay, the same command goes on", file=sys.stderr)
-        return 130
-    return 0
+    return run_command(
+        lambda: index_shards(options), interrupted="stopped by Ctrl-C; finished indexes stay, the same command goes on"
+    )
 
 
 if __name__ == "__main__":

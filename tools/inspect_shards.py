@@ -34,9 +34,9 @@ from mmtrain.data.shard_list import find_shards
 from mmtrain.data.survey import Survey, histogram, quantile, survey
 from mmtrain.data.verify import Damage, verify_shard
 from mmtrain.errors import UserError
-from mmtrain.metrics import harmless, tell
 from mmtrain.plan.model_files import model_folder
 from mmtrain.plan.shapes import vision_shape
+from mmtrain.printing import harmless, note, run_command, tell
 from mmtrain.progress import Progress
 
 if TYPE_CHECKING:
@@ -100,13 +100,13 @@ class Report(NamedTuple):
 def inspect_shards(options: argparse.Namespace) -> int:
     """Print what the options ask for and return the exit code; raises UserError."""
     # With --json, stdout is one JSON value.
-    note, stream = (_say_aside, sys.stderr) if options.json else (tell, sys.stdout)
-    tars = find_shards(options.shards, note)
+    inform, stream = (note, sys.stderr) if options.json else (tell, sys.stdout)
+    tars = find_shards(options.shards, inform)
     if options.verify:
-        return _verify(tars, note, stream, options.json)
+        return _verify(tars, inform, stream, options.json)
     fingerprint = None
     if options.tokenizer is not None:
-        ensure_indexes(tars, options.tokenizer, options.template, say=note, stream=stream)
+        ensure_indexes(tars, options.tokenizer, options.template, say=inform, stream=stream)
         fingerprint = text_fingerprint(model_folder(options.tokenizer), options.template)
     tokens_per_image = options.tokens_per_image
     if options.vision is not None:
@@ -125,12 +125,8 @@ def inspect_shards(options: argparse.Namespace) -> int:
         _print_report(report)
     if options.plot is not None:
         write_png(_charts(found), options.plot)
-        note(f"wrote {options.plot}")
+        inform(f"wrote {options.plot}")
     return 0
-
-
-def _say_aside(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _report(found: Survey, tokens_per_image: int | None, options: argparse.Namespace) -> Report:
@@ -179,10 +175,10 @@ def _print_report(report: Report) -> None:
     for title, values in _charts(found).items():
         print_distribution(title, values)
     if report.missing:
-        tell(f"\nhow full packs become: {report.missing}")
+        tell("", f"how full packs become: {report.missing}")
         return
     image = "no images" if report.tokens_per_image is None else f"{report.tokens_per_image:,} tokens an image"
-    tell(f"\nhow full packs become ({image}; overlong samples fit into no pack and are skipped)")
+    tell("", f"how full packs become ({image}; overlong samples fit into no pack and are skipped)")
     print_table(
         (">pack_length", ">packs", ">full", ">overlong", ">best near it", ">full"),
         [
@@ -199,7 +195,7 @@ def _print_report(report: Report) -> None:
     )
 
 
-def _verify(tars: Sequence[Path], note: Callable[[str], None], stream: TextIO, as_json: bool) -> int:
+def _verify(tars: Sequence[Path], inform: Callable[[str], None], stream: TextIO, as_json: bool) -> int:
     without = [tar for tar in tars if not index_path(tar).is_file()]
     if without:
         raise UserError(
@@ -221,7 +217,7 @@ def _verify(tars: Sequence[Path], note: Callable[[str], None], stream: TextIO, a
         found = f", {len(damages):,} damaged" if damages else ""
         return f"{compared / 1e6 / max(time.monotonic() - started, 1e-9):,.0f} MB/s{found}"
 
-    with Progress("shards", len(tars), note, stream) as progress:
+    with Progress("shards", len(tars), inform, stream) as progress:
         for tar in tars:
             damages += verify_shard(tar, count)
             done += 1
@@ -261,7 +257,7 @@ def _print_anatomy(sample: Anatomy) -> None:
     for speaker, text in sample.turns:
         tell(f"  {speaker}: {harmless(text)}")
     if sample.fault is not None:
-        tell(f"  cannot be trained on: {sample.fault.reason}: {harmless(sample.fault.detail)}\n")
+        tell(f"  cannot be trained on: {sample.fault.reason}: {harmless(sample.fault.detail)}", "")
         return
     texts = [row.text if row.token == IMAGE_POSITION else repr(row.text) for row in sample.rows]
     table = []
@@ -282,7 +278,7 @@ def _print_anatomy(sample: Anatomy) -> None:
     images = sum(row.positions for row in sample.rows if row.token == IMAGE_POSITION)
     total = sum(row.positions for row in sample.rows)
     labels = sum(row.label != IGNORE for row in sample.rows)
-    tell(f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; {labels:,} supervised\n")
+    tell(f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; {labels:,} supervised", "")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -331,17 +327,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(arguments)
-    try:
-        return inspect_shards(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        return 130
+    return run_command(lambda: inspect_shards(options))
 
 
 if __name__ == "__main__":

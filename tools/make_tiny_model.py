@@ -38,6 +38,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from mmtrain.data.sharding import KeyedSample, write_shard
+from mmtrain.printing import tell
 
 COLOURS = {
     "red": (214, 40, 40),
@@ -315,9 +316,11 @@ def main(arguments: list[str] | None = None) -> None:
         seed=options.seed,
     )
     config = make_config(folder, f"tiny-{options.family}", pipeline=min(4, options.layers))
-    print(f"wrote {folder}/llm, vision, shards and config.yaml. Now run:")
-    print(f"  python -m mmtrain.launch {config} --plan")
-    print(f"  python -m mmtrain.launch {config}")
+    tell(
+        f"wrote {folder}/llm, vision, shards and config.yaml. Now run:",
+        f"  python -m mmtrain.launch {config} --plan",
+        f"  python -m mmtrain.launch {config}",
+    )
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from mmtrain.config import load_config
 from mmtrain.errors import UserError
 from mmtrain.launch import plan_for_here
-from mmtrain.metrics import tell
 from mmtrain.plan.simulate import Program, simulate
+from mmtrain.printing import run_command, tell
 from mmtrain.time_use import WORK_OF, Work
 from mmtrain.trace import TRACE
 
@@ -291,23 +291,23 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
-    options = parse_arguments(arguments)
-    try:
-        timelines = [] if options.plan is None else [predicted(options.plan, options.overrides)]
-        timelines += [] if options.trace is None else [measured(options.trace, options.step, options.replica)]
-        draw(timelines, options.out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def plot_schedule(options: argparse.Namespace) -> None:
+    """Draw what the options name and say what it shows; raises UserError."""
+    timelines = [] if options.plan is None else [predicted(options.plan, options.overrides)]
+    timelines += [] if options.trace is None else [measured(options.trace, options.step, options.replica)]
+    draw(timelines, options.out)
     for timeline in timelines:
         tell(f"{timeline.title} ({', '.join(f'rank {r}: {share:.1%}' for r, share in enumerate(timeline.idle))})")
     layouts = {(timeline.ranks, timeline.chunks_per_rank) for timeline in timelines}
     if len(layouts) > 1:
         tell("note: the plan and the trace are of different layouts")
     tell(f"written to {options.out}")
-    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; exit code 2 and one message for what the user can mend."""
+    options = parse_arguments(arguments)
+    return run_command(lambda: plot_schedule(options))
 
 
 if __name__ == "__main__":

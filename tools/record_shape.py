@@ -17,6 +17,7 @@ from mmtrain.plan.families import check_family
 from mmtrain.plan.model_files import Shape, model_folder, read_json
 from mmtrain.plan.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
 from mmtrain.plan.shapes import llm_shape_from, vision_shape_from
+from mmtrain.printing import run_command, tell
 
 if TYPE_CHECKING:
     import torch
@@ -118,28 +119,27 @@ def parameter_shapes(model: torch.nn.Module) -> dict[str, Shape]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Write one record and say what is in it."""
-    options = parse_arguments(arguments)
-    try:
-        if options.vision is None:
-            recorded = record_llm(options.model, options.id, tuple(options.alias))
-            shape = llm_shape_from(recorded.config, recorded.parameters, recorded.id)
-            summary = f"{len(shape.decoder)} decoder layers, hidden size {shape.hidden_size}"
-        else:
-            is_timm = "/" not in options.vision and not Path(options.vision).is_dir()
-            record = record_timm if is_timm else record_hf_vision
-            recorded = record(options.vision, options.id, tuple(options.alias))
-            shape = vision_shape_from(recorded.config, recorded.parameters, -1, recorded.id)
-            summary = f"{shape.blocks_run} blocks, width {shape.width}, {shape.tokens_per_image} tokens per image"
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+def record(options: argparse.Namespace) -> None:
+    """Write one record and say what is in it; raises UserError."""
+    if options.vision is None:
+        recorded = record_llm(options.model, options.id, tuple(options.alias))
+        shape = llm_shape_from(recorded.config, recorded.parameters, recorded.id)
+        summary = f"{len(shape.decoder)} decoder layers, hidden size {shape.hidden_size}"
+    else:
+        is_timm = "/" not in options.vision and not Path(options.vision).is_dir()
+        recorded = (record_timm if is_timm else record_hf_vision)(options.vision, options.id, tuple(options.alias))
+        shape = vision_shape_from(recorded.config, recorded.parameters, -1, recorded.id)
+        summary = f"{shape.blocks_run} blocks, width {shape.width}, {shape.tokens_per_image} tokens per image"
     file = options.out / (recorded.id.lower().replace("/", "--") + ".json")
     file.write_text(as_json(recorded), encoding="utf-8")
     count = sum(math.prod(shape) for shape in recorded.parameters.values())
-    print(f"{file}: {recorded.id}, {count:,} parameters, {summary}")
-    return 0
+    tell(f"{file}: {recorded.id}, {count:,} parameters, {summary}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; exit code 2 and one message for what the user can mend."""
+    options = parse_arguments(arguments)
+    return run_command(lambda: record(options))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from mmtrain.data.survey import histogram, quantile
 from mmtrain.errors import UserError
-from mmtrain.metrics import tell
+from mmtrain.printing import printable, tell
 
 TERMINAL_BINS = 12
 PNG_BINS = 60
@@ -32,7 +32,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for name in columns:
         table.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # rich would read [brackets] in plain strings as its markup
+        table.add_row(
+            *(Text(printable(cell)) for cell in row)
+        )  # rich would read [brackets] in plain strings as its markup
     with console.capture() as captured:
         console.print(table)
     for line in captured.get().splitlines():
@@ -41,7 +43,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def print_distribution(title: str, values: np.ndarray) -> None:
     """Mean, quantiles and a histogram of whole numbers."""
-    tell(f"\n{title}")
+    tell("", title)
     if not len(values):
         tell("  none")
         return

@@ -57,8 +57,9 @@ from mmtrain.data.shard_resume import (
 )
 from mmtrain.data.sharding import UNFINISHED, WrittenShard
 from mmtrain.errors import UserError
-from mmtrain.metrics import JsonLines, say
+from mmtrain.metrics import JsonLines
 from mmtrain.plan.model_files import model_folder
+from mmtrain.printing import run_command, say
 from mmtrain.progress import Progress
 
 NOT_OF_RECORDS = ("template", "no_json", "image_names", "duplicate_member", "checksum")  # reasons of shards' samples
@@ -339,18 +340,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(arguments)
-    try:
-        shard_dataset(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or options.out}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"stopped by Ctrl-C; {options.out} is unfinished: go on with --resume, or delete it", file=sys.stderr)
-        return 130
-    return 0
+    return run_command(
+        lambda: shard_dataset(options),
+        options.out,
+        f"stopped by Ctrl-C; {options.out} is unfinished: go on with --resume, or delete it",
+    )
 
 
 if __name__ == "__main__":

@@ -23,9 +23,24 @@ import train_demo_llm
 import train_demo_vision
 import transformers
 
-from mmtrain.errors import UserError
+from mmtrain.printing import run_command, tell
 
 PARTS = {"vision": (train_demo_vision.train, 3000), "llm": (train_demo_llm.train, 1200)}  # and its steps
+
+
+def train_backbones(options: argparse.Namespace) -> None:
+    """Train what the options name, and record how; raises OSError."""
+    record_file = options.out / "backbones.json"
+    options.out.mkdir(parents=True, exist_ok=True)  # what cannot be written should not show after minutes
+    record = json.loads(record_file.read_text()) if record_file.is_file() else {}
+    for name in [options.only] if options.only else PARTS:
+        train, default_steps = PARTS[name]
+        steps = options.steps or default_steps
+        result = train(options.out / name, steps, options.seed, options.threads)
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        record[name] = {"steps": steps, "seed": options.seed, "threads": options.threads, **versions, **result}
+        tell(json.dumps(record[name]))
+    record_file.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,22 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.threads < 1 or (options.steps is not None and options.steps < 1):
         parser.error("--steps and --threads are at least 1")
     transformers.utils.logging.disable_progress_bar()
-    record_file = options.out / "backbones.json"
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)  # what cannot be written should not show after minutes
-        record = json.loads(record_file.read_text()) if record_file.is_file() else {}
-        for name in [options.only] if options.only else PARTS:
-            train, default_steps = PARTS[name]
-            steps = options.steps or default_steps
-            result = train(options.out / name, steps, options.seed, options.threads)
-            versions = {"python": platform.python_version(), "torch": torch.__version__}
-            record[name] = {"steps": steps, "seed": options.seed, "threads": options.threads, **versions, **result}
-            print(json.dumps(record[name]), flush=True)
-        record_file.write_text(json.dumps(record, indent=2) + "\n")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(lambda: train_backbones(options))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mmtrain.demo.scene import CELLS, Scene, draw_scene
 from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS, Turns, converse
+from mmtrain.printing import tell
 
 IMAGE_MARK = "<image>"
 # Vicuna's and LLaVA-1.5's format, in jinja.
@@ -240,7 +241,7 @@ def train(folder: Path, steps: int = 1200, seed: int = 0, threads: int = 2) -> d
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 49:
-            print(f"LLM step {step + 1}/{steps}  noise {strength:.2f}  loss {float(loss.detach()):.4f}", flush=True)
+            tell(f"LLM step {step + 1}/{steps}  noise {strength:.2f}  loss {float(loss.detach()):.4f}")
     result = {
         "llm_exact_match_clean": exact_match(model, talk, words, strength=0.0, samples=1000),
         "llm_exact_match_noisy": exact_match(model, talk, words, strength=1.0, samples=1000),

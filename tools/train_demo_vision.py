@@ -20,6 +20,7 @@ from torch import nn
 
 from mmtrain.demo.pictures import SIZE, Scans, paint
 from mmtrain.demo.scene import COLOURS, DIGITS, Scene, draw_scene
+from mmtrain.printing import tell
 
 ARCHITECTURE = "vit_tiny_patch16_224"
 PATCH = 16
@@ -110,7 +111,7 @@ def train(folder: Path, steps: int = 3000, seed: int = 0, threads: int = 2) -> d
         optimizer.step()
         schedule.step()
         if step % 250 == 249:
-            print(f"encoder step {step + 1}/{steps}  loss {float(loss.detach()):.4f}", flush=True)
+            tell(f"encoder step {step + 1}/{steps}  loss {float(loss.detach()):.4f}")
     result = {
         "encoder_cell_accuracy": cell_accuracy(model, scans),
         "encoder_cell_accuracy_held_out": cell_accuracy(model, Scans("held-out")),

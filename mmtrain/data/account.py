@@ -23,7 +23,8 @@ from mmtrain.data.order import EpochPlan
 from mmtrain.data.packs import PackedBatch
 from mmtrain.data.samples import Fault
 from mmtrain.errors import UserError
-from mmtrain.metrics import JsonLines, harmless
+from mmtrain.metrics import JsonLines
+from mmtrain.printing import harmless
 
 FEWEST_READ = 1000  # samples that the share of quarantined ones refers to at least: one of the first ten is no 10%
 LISTED = 5  # quarantined samples that a message lists
@@ -229,6 +230,6 @@ class ReadAccount:
         listed = "".join(f"\n  {fault.where}" for fault in latest)
         raise UserError(
             f"{lost:,} of {read:,} samples read are quarantined, more than data.max_quarantine_rate={rate:g} allows "
-            f"(of {least:,} at least). The latest:{listed}\n{self.quarantine_file} lists all; mend or replace "
-            "the shards, or raise the rate"
+            f"(of {least:,} at least); mend or replace the shards, or raise the rate. {self.quarantine_file} lists "
+            f"all, the latest are:{listed}"
         )

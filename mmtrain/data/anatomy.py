@@ -21,8 +21,8 @@ from mmtrain.data.samples import IMAGE_POSITION, Document, Fault, Sample
 from mmtrain.data.templates import TEMPLATES
 from mmtrain.data.text_lengths import load_tokenizer
 from mmtrain.errors import UserError
-from mmtrain.metrics import harmless
 from mmtrain.plan.model_files import model_folder
+from mmtrain.printing import harmless
 
 _CONTEXT = 4  # tokens before one that decide how it is written: a first one loses its space, a letter takes up to 4
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmtrain.data.records import IMAGE_SUFFIXES, Rejected, parse_turns, refuse_wrong_image_count
+from mmtrain.printing import harmless
 
 IMAGE_POSITION = -200  # LLaVA's IMAGE_TOKEN_INDEX: input_ids hold it where an image feature goes
 IGNORE = -100  # torch's cross-entropy ignore_index: positions that predict nothing
@@ -32,7 +33,7 @@ class Sample:
     @property
     def where(self) -> str:
         """Shard and key, for messages."""
-        return f"{self.shard}: sample {self.key}"
+        return f"{self.shard}: sample {harmless(self.key)}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Fault:
     @property
     def where(self) -> str:
         """Shard, key and reason, for messages."""
-        return f"{self.shard}: sample {self.key}: {self.reason}: {self.detail}"
+        return f"{self.shard}: sample {harmless(self.key)}: {self.reason}: {harmless(self.detail)}"
 
 
 def image_number(suffix: str) -> int | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mmtrain.errors import UserError
-from mmtrain.metrics import harmless
+from mmtrain.printing import harmless
 
 ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
 REFUSED_NAME = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)|unrecognized function (.+)")

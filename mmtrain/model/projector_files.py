@@ -22,9 +22,9 @@ from typing import get_args
 
 from mmtrain.config import ProjectorSection, RunConfig
 from mmtrain.errors import UserError
-from mmtrain.metrics import harmless
 from mmtrain.plan.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
 from mmtrain.plan.shapes import llm_shape, projector_parameters, vision_shape
+from mmtrain.printing import harmless
 from mmtrain.step_folder import CHECKPOINTS, MANIFEST, NAME, TENSORS, find
 
 KEY = "model.projector.init_from"
