@@ -37,8 +37,14 @@ def _wrong_together(message: str) -> PydanticCustomError:
 
 Float = Annotated[float, BeforeValidator(_exponent_number)]
 Decay = Annotated[Float, Field(ge=0, lt=1)]
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+# Upper bounds are there so that a slip, or a file from somebody else, is an error and not memory or hours: what a plan,
+# an index or a rank makes one of. Each lies above what anybody uses.
+PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
+MAX_LAYERS = 1000  # of a model; the deepest published LLMs have 126 decoder layers
+MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GPUs
+MAX_MICROBATCHES = 32_768  # of a step, times pipeline ranks; the plan simulates each, 4 s for 8,192
+LayerIndex = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 Dtype = Literal["float32", "bfloat16"]
 # Of each pair one is set: an override of one takes the place of the other in the file.
 ALTERNATIVES = (("data.shards", "data.sets"), ("train.max_steps", "train.epochs"), ("eval.shards", "eval.fraction"))
@@ -54,7 +60,9 @@ class Section(BaseModel):
 class RunSection(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder name of this run below run.dir")
     dir: str = Field("runs", description="folder that holds all runs")
-    seed: NonNegativeInt = Field(0, description="seed of every random draw: projector initialisation, data order")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="seed of every random draw: projector initialisation, data order"
+    )
     overwrite: bool = Field(False, description="true: delete an existing run folder of this name and start anew")
 
 
@@ -87,28 +95,31 @@ class ModelSection(Section):
     trainable: tuple[str, ...] = Field(
         ("projector",),
         min_length=1,
+        max_length=1000,
         description="name patterns of what trains, e.g. projector, llm.layers.31, llm.layers.*.mlp.*, llm.head",
     )
 
 
 class ParallelSection(Section):
-    pipeline: PositiveInt = Field(1, description="pipeline ranks that share one copy of the model")
-    data: PositiveInt = Field(1, description="data-parallel replicas of the whole pipeline")
-    chunks_per_rank: Literal["auto"] | PositiveInt = Field(
+    pipeline: Annotated[int, Field(ge=1, le=MAX_LAYERS)] = Field(
+        1, description="pipeline ranks that share one copy of the model"
+    )
+    data: Annotated[int, Field(ge=1, le=10_000)] = Field(1, description="data-parallel replicas of the whole pipeline")
+    chunks_per_rank: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)] = Field(
         "auto",
         description="stages that a pipeline rank holds: 1 is 1F1B, more interleave, which idles less and sends more; "
         "auto: what the simulation favours within memory",
     )
-    encoder_run_ahead: Literal["auto"] | NonNegativeInt = Field(
+    encoder_run_ahead: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)] = Field(
         "auto",
         description="micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which "
         "its rank would wait; auto: what the simulation favours; 0: none. It changes no result",
     )
-    boundaries: tuple[NonNegativeInt, ...] | None = Field(
+    boundaries: tuple[LayerIndex, ...] | None = Field(
         None,
         description="decoder layer at which stage 1, 2, ... begins, e.g. [8, 16, 24]; null: the planner chooses",
     )
-    device_memory_gib: Annotated[Float, Field(gt=0)] | None = Field(
+    device_memory_gib: Annotated[Float, Field(gt=0, le=1e6)] | None = Field(
         None, description="memory a rank may use, GiB; null: that of the GPUs here, no limit without one"
     )
     device_tflops: Annotated[Float, Field(gt=0)] | None = Field(
@@ -116,7 +127,7 @@ class ParallelSection(Section):
         description="what a rank's device can do at its best in the LLM's dtype, dense, in 1e12 FLOP/s (H100 SXM, "
         "bfloat16: 989); only model_flops_utilization uses it; null: the matmul rate of a calibration, if there is one",
     )
-    recompute_layers: Literal["auto"] | NonNegativeInt | tuple[NonNegativeInt, ...] = Field(
+    recompute_layers: Literal["auto"] | LayerIndex | tuple[LayerIndex, ...] = Field(
         "auto",
         description="decoder layers per rank whose activations are recomputed in backward: one number, one per "
         "pipeline rank, or auto (none if all fits in memory, else as few as needed); more than there are means all",
@@ -126,7 +137,9 @@ class ParallelSection(Section):
         description="file of measured costs to plan with; null: the one in the cache for this run on this device, else "
         "assumed costs",
     )
-    threads_per_rank: PositiveInt | None = Field(None, description="CPU threads of a rank; null: cores / local ranks")
+    threads_per_rank: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="CPU threads of a rank; null: cores / local ranks"
+    )
     timeout_seconds: Annotated[int, Field(ge=1, le=604800)] = Field(
         600, description="a collective or message waiting longer than this fails"
     )
@@ -167,7 +180,7 @@ class DataSetSection(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="stands before the keys of its samples: name/key"
     )
     shards: Shards = Field(description="webdataset tars: a path, a glob, a brace range, or a list")
-    weight: Annotated[Float, Field(gt=0)] = Field(
+    weight: Annotated[Float, Field(gt=0, le=1e6)] = Field(
         1.0, description="passes over it in an epoch: 2.5 is twice all of it and half of it once more, 0.1 a tenth"
     )
 
@@ -185,8 +198,8 @@ class DataSection(Section):
         (),
         description="programs that pipe: URLs among the shards may run, e.g. [curl]; their output is kept in the cache",
     )
-    pack_length: PositiveInt = Field(2048, description="tokens in a pack")
-    max_images_per_pack: PositiveInt | None = Field(
+    pack_length: Annotated[int, Field(ge=1, le=10_000_000)] = Field(2048, description="tokens in a pack")
+    max_images_per_pack: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
         None, description="images in a pack, to bound the encoder's memory; null: as many as its tokens hold"
     )
     template: Literal["plain", "chat"] = Field(
@@ -210,17 +223,21 @@ class DataSection(Section):
         description="shards whose samples are mixed with each other: more mix better, and read more files in turn; of "
         "small shards as many as hold data.pack_window samples",
     )
-    pack_window: PositiveInt = Field(4096, description="samples that are packed together: more fill packs better")
-    workers: NonNegativeInt = Field(2, description="processes that decode ahead, on ranks that read data")
+    pack_window: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+        4096, description="samples that are packed together: more fill packs better"
+    )
+    workers: Annotated[int, Field(ge=0, le=1024)] = Field(
+        2, description="processes that decode ahead, on ranks that read data"
+    )
     max_quarantine_rate: Annotated[Float, Field(ge=0, le=1)] = Field(
         0.01,
         description="a larger share of damaged samples among those read (of the first 1,000 at least) ends the run",
     )
-    io_retry_seconds: Annotated[Float, Field(ge=0)] = Field(
+    io_retry_seconds: Annotated[Float, Field(ge=0, le=1e7)] = Field(
         60.0, description="how long a read that fails is tried again, for storage that comes back, before the run ends"
     )
     ledger: bool = Field(False, description="write samples.jsonl: for each step the keys of its samples in pack order")
-    expected_text_tokens: PositiveInt = Field(
+    expected_text_tokens: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         80, description="text tokens of a typical sample; only the planner's estimates use it"
     )
     expected_supervised_fraction: Annotated[Float, Field(gt=0, le=1)] = Field(
@@ -240,8 +257,12 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    packs_per_step: PositiveInt = Field(description="packs in one optimizer step, over all replicas")
-    packs_per_microbatch: PositiveInt = Field(1, description="packs that one pipeline forward handles")
+    packs_per_step: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+        description="packs in one optimizer step, over all replicas"
+    )
+    packs_per_microbatch: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        1, description="packs that one pipeline forward handles"
+    )
     max_steps: PositiveInt | None = Field(None, description="optimizer steps of the run; or set train.epochs")
     epochs: PositiveInt | None = Field(
         None, description="passes over the data instead; the last step is filled up from the pass that would follow"
@@ -284,7 +305,7 @@ class EvalSection(Section):
     max_samples: PositiveInt | None = Field(
         None, description="evaluate the first so many samples only; null: all, and all stay in memory"
     )
-    show_answers: NonNegativeInt = Field(
+    show_answers: Annotated[int, Field(ge=0, le=10_000)] = Field(
         6, description="held-out questions to answer, word by word, at the end of the run; 0: none"
     )
     permuted_control: bool = Field(
@@ -307,7 +328,7 @@ class EvalSection(Section):
 
 class CheckpointSection(Section):
     every_steps: PositiveInt | None = Field(None, description="save after every so many steps; null: by time alone")
-    every_minutes: Annotated[Float, Field(gt=0)] | None = Field(
+    every_minutes: Annotated[Float, Field(gt=0, le=1e7)] | None = Field(
         10.0, description="save when the last save is this long ago; null: by steps alone. The end is always saved"
     )
     keep_last: PositiveInt | None = Field(3, description="keep the newest so many checkpoints; null: all")
@@ -340,6 +361,18 @@ class RunConfig(Section):
             raise _wrong_together(
                 f"train.packs_per_step: {packs} does not divide by parallel.data x train.packs_per_microbatch = "
                 f"{data} x {per_microbatch} = {unit}; nearest that does: {nearest}"
+            )
+        pipeline = self.parallel.pipeline
+        if pipeline * data > MAX_RANKS:
+            raise _wrong_together(
+                f"parallel.data: {data} x parallel.pipeline {pipeline} are {pipeline * data:,} ranks; at most "
+                f"{MAX_RANKS:,}"
+            )
+        if packs // unit * pipeline > MAX_MICROBATCHES:
+            raise _wrong_together(
+                f"train.packs_per_step: {packs // unit:,} micro-batches a step on each of {pipeline} pipeline ranks; "
+                f"together at most {MAX_MICROBATCHES:,}: fewer packs, or more train.packs_per_microbatch or "
+                "parallel.data"
             )
         return self
 

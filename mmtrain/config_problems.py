@@ -21,6 +21,8 @@ Path = tuple[str, ...]
 ELEMENT = "*"  # stands in a key path for the number of a list's element
 _NOUNS = {int: "an integer", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
+MOST_EXPLAINED = 20  # problems; finding the nearest key takes milliseconds each, and nobody reads on
+LONGEST_KEY = 60  # characters of an unknown key that are compared and shown
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -54,10 +56,13 @@ def describe_allowed(field: FieldInfo) -> str:
 
 
 def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict) -> list[str]:
-    """One line per wrong key, in the order found; `given` is what was validated."""
+    """One line per wrong key, in the order found, the first MOST_EXPLAINED of them; `given` is what was validated."""
     fields = dict(all_fields(model))
     lines: dict[Path | str, str] = {}
     for error in errors:
+        if len(lines) == MOST_EXPLAINED:
+            lines["more"] = "and more; mend these first"
+            break
         path, below = _key_path(error["loc"], fields)
         declared = _declared(path)
         key = ".".join(path)
@@ -97,6 +102,7 @@ def _declared(path: Path) -> Path:
 
 
 def _unknown_key(path: Path, value: Any, fields: dict[Path, FieldInfo]) -> str:
+    path = tuple(part if len(part) <= LONGEST_KEY else part[: LONGEST_KEY - 3] + "..." for part in path)
     near = nearest_key(path, list(fields))
     siblings = [candidate[-1] for candidate in fields if candidate[:-1] == _declared(path[:-1])]
     where = ".".join(path[:-1]) or "the top level"
@@ -170,7 +176,7 @@ def _limits(metadata: Sequence[Any]) -> str:
     """Bounds and patterns among a field's metadata, e.g. ` >= 0 and <= 1`."""
     flat = _flat(metadata)
     bounds = [
-        f"{sign} {getattr(item, name)}"
+        f"{sign} {getattr(item, name):,}"
         for item in flat
         for name, sign in _BOUNDS.items()
         if getattr(item, name, None) is not None

@@ -165,10 +165,22 @@ def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("train.packs_per_step=0", "train.packs_per_step: 0 is not allowed; needs an integer >= 1 (packs in one"),
-        ("train.max_steps=1.5", "train.max_steps: 1.5 is not allowed; needs an integer >= 1 or null (optimizer steps"),
-        ("train.max_steps=1e3", "train.max_steps: '1e3' is not allowed; needs an integer >= 1"),
-        ("parallel.data=true", "parallel.data: true is not allowed; needs an integer >= 1 (data-parallel"),
+        (
+            "train.packs_per_step=0",
+            "train.packs_per_step: 0 is not allowed; needs an integer >= 1 and <= 10,000,000 (packs in one",
+        ),
+        (
+            "train.max_steps=1.5",
+            "train.max_steps: 1.5 is not allowed; needs an integer >= 1 and <= 1,000,000,000 or null (optimizer steps",
+        ),
+        (
+            "train.max_steps=1e3",
+            "train.max_steps: '1e3' is not allowed; needs an integer >= 1 and <= 1,000,000,000",
+        ),
+        (
+            "parallel.data=true",
+            "parallel.data: true is not allowed; needs an integer >= 1 and <= 10,000 (data-parallel",
+        ),
         ("optimizer.lr=fast", "optimizer.lr: 'fast' is not allowed; needs a number >= 0 (peak learning rate)"),
         ("optimizer.lr=.inf", "optimizer.lr: inf is not allowed; needs a number >= 0"),
         ("optimizer.warmup_fraction=2", "optimizer.warmup_fraction: 2 is not allowed; needs a number >= 0 and <= 1 ("),
@@ -187,27 +199,42 @@ def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
         ("model.trainable=[]", "model.trainable: [] is not allowed; needs a non-empty list of texts (name patterns"),
         ("model.trainable=projector", "model.trainable: 'projector' is not allowed; needs a non-empty list of texts"),
         ("data.shards=[]", "data.shards: [] is not allowed; needs text, a non-empty list of texts or null (webdataset"),
-        ("eval.every_steps=0", "eval.every_steps: 0 is not allowed; needs an integer >= 1 or null (steps between two"),
+        (
+            "eval.every_steps=0",
+            "eval.every_steps: 0 is not allowed; needs an integer >= 1 and <= 1,000,000,000 or null (steps",
+        ),
         ("eval.shards=[]", "eval.shards: [] is not allowed; needs text, a non-empty list of texts or null (held-out"),
         (
             "checkpoint.every_steps=0",
-            "checkpoint.every_steps: 0 is not allowed; needs an integer >= 1 or null (save after every so many steps",
+            "checkpoint.every_steps: 0 is not allowed; needs an integer >= 1 and <= 1,000,000,000 or null (save after",
         ),
-        ("checkpoint.every_minutes=0", "checkpoint.every_minutes: 0 is not allowed; needs a number > 0 or null (save"),
-        ("checkpoint.keep_last=0", "checkpoint.keep_last: 0 is not allowed; needs an integer >= 1 or null (keep the"),
+        (
+            "checkpoint.every_minutes=0",
+            "checkpoint.every_minutes: 0 is not allowed; needs a number > 0 and <= 10,000,000.0 or null (save",
+        ),
+        (
+            "checkpoint.keep_last=0",
+            "checkpoint.keep_last: 0 is not allowed; needs an integer >= 1 and <= 1,000,000,000 or null (keep the",
+        ),
         (
             "checkpoint.keep_best=accuracy",
             "checkpoint.keep_best: 'accuracy' is not allowed; needs one of loss, token_accuracy, exact_match or null (",
         ),
-        ("checkpoint.max_failures=0", "checkpoint.max_failures: 0 is not allowed; needs an integer >= 1 (saves in a"),
-        ("train.max_bad_steps=-1", "train.max_bad_steps: -1 is not allowed; needs an integer >= 0 (steps with a NaN"),
+        (
+            "checkpoint.max_failures=0",
+            "checkpoint.max_failures: 0 is not allowed; needs an integer >= 1 and <= 1,000,000,000 (saves in a",
+        ),
+        (
+            "train.max_bad_steps=-1",
+            "train.max_bad_steps: -1 is not allowed; needs an integer >= 0 and <= 1,000,000,000 (steps with a NaN",
+        ),
         ("model.projector.init_from=[a]", "model.projector.init_from: ['a'] is not allowed; needs text or null (begin"),
         ("run.overwrite=1", "run.overwrite: 1 is not allowed; needs true or false (true: delete"),
         ("run.name=../x", "run.name: '../x' is not allowed; needs text matching ^[A-Za-z0-9]"),
         (
             "parallel.recompute_layers=[1, x]",
-            "parallel.recompute_layers: [1, 'x'] is not allowed; needs auto, an integer >= 0 or a list of "
-            "integers >= 0 (",
+            "parallel.recompute_layers: [1, 'x'] is not allowed; needs auto, an integer >= 0 and <= 1,000 or "
+            "a list of integers >= 0 and <= 1,000 (",
         ),
     ],
 )
@@ -350,3 +377,21 @@ def test_an_override_takes_the_place_of_the_key_in_the_file_that_says_the_same_t
     assert load_config(minimal, ["train.epochs=null"]).train.max_steps == 10
     both = written(minimal.parent, MINIMAL.replace("max_steps: 10", "max_steps: 10, epochs: 1"))
     assert problems(both)[1] == "train.max_steps: set exactly one of train.max_steps and train.epochs"
+
+
+@pytest.mark.parametrize("kept", ["{<<: *cc3m, name: sbu}", "{<<: [*cc3m], name: sbu}"])
+def test_merge_keys_take_what_a_mapping_does_not_say_itself(tmp_path, kept):
+    sets = "data: {sets: [&cc3m {name: cc3m, shards: a.tar, weight: 2.5}, " + kept + "]}"
+    one, other = load_config(written(tmp_path, MINIMAL.replace("data: {shards: a.tar}", sets))).data.sets
+    assert (one.name, other.name, other.shards, other.weight) == ("cc3m", "sbu", "a.tar", 2.5)
+
+
+def test_a_key_given_twice_beside_a_merge_is_refused(tmp_path):
+    sets = "data: {sets: [&a {name: a, shards: a.tar}, {<<: *a, name: b, name: c}]}"
+    (problem,) = problems(written(tmp_path, MINIMAL.replace("data: {shards: a.tar}", sets)))
+    assert "key name is given twice" in problem
+
+
+def test_of_very_many_problems_the_first_are_said(tmp_path):
+    said = problems(written(tmp_path, MINIMAL + "".join(f"key{i}: 1\n" for i in range(5000))))
+    assert len(said) < 30 and said[-1] == "and more; mend these first"

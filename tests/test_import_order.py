@@ -16,7 +16,7 @@ TABLE = """
 errors  cache  printing
 stop  rank  gpus
 data.records
-strict_yaml  config_problems  config
+small_files  strict_yaml  config_problems  config
 geometry
 demo.names
 plan.model_files  plan.chat_template  plan.families  plan.recorded_shapes  plan.shapes
@@ -57,8 +57,8 @@ fork_server  supervise  launch
 ORDER = TABLE.split()
 
 TORCH_FREE_TABLE = """
-errors  cache  printing  strict_yaml  config_problems  config  geometry  metrics  rank  gpus  supervise  run_folder
-launch  step_folder  stop  resume  time_use  trace
+errors  cache  printing  small_files  strict_yaml  config_problems  config  geometry  metrics  rank  gpus  supervise
+run_folder  launch  step_folder  stop  resume  time_use  trace
 progress  data.records  data.samples  data.order  data.index  data.archive  data.shard_list  data.scan  data.indexing
 data.catalog  data.reader  data.sharding  data.llava_json  data.shard_intake  data.shard_jobs
 data.shard_resume  data.fill  data.verify  data.survey  data.piped
