@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from mmtrain.config_problems import all_fields, explain, section_of
 from mmtrain.data.records import MAX_IMAGE_PIXELS
 from mmtrain.errors import UserError
+from mmtrain.small_files import shortened
 from mmtrain.strict_yaml import parse_yaml, read_yaml
 
 
@@ -449,7 +450,7 @@ def _apply(content: dict, override: str) -> None:
     kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
     is_null = text == "null" and types.NoneType in kinds
     is_text = str in kinds and not is_null and not text.startswith(("[", '"', "'"))
-    content[path[-1]] = text if is_text else parse_yaml(text, f"override {override!r}")
+    content[path[-1]] = text if is_text else parse_yaml(text, shortened(f"override {override!r}"))
 
 
 def _drop_alternatives(content: dict, overridden: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from mmtrain.errors import UserError
 # up to 25 times as much memory as their text.
 MAX_JSON_BYTES = 25_000_000
 MAX_DEPTH = 64  # of lists and objects inside each other; model folders have 6. transformers copies them by recursion
+LONGEST_NUMBER = 100  # digits; Python refuses to read or print integers of more than 4,300
 LONGEST_SHOWN = 200  # characters of a file's content in an error
 
 
@@ -51,7 +52,7 @@ def parse_json(text: bytes) -> Any:
     Of two equal keys readers take the first or the last, so that one would check what the other does not use.
     """
     try:
-        content = json.loads(text.decode("utf-8"), object_pairs_hook=_object)
+        content = json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer)
     except RecursionError:
         raise _too_deep() from None
     level = [content]
@@ -74,6 +75,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ValueError(f"key {shortened(repr(twice))} is given twice")
     return content
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
 
 
 def _inside(outer: dict | list) -> Iterable[Any]:

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from mmtrain.errors import UserError
-from mmtrain.small_files import read_limited, shortened
+from mmtrain.small_files import LONGEST_NUMBER, read_limited, shortened
 
 MAX_BYTES = 500_000  # PyYAML reads about 300,000 a second; the shipped configurations have 2,000
 MAX_VALUES = 20_000  # keys and values, aliases expanded; a list of so many shards is said shorter by a glob
 MAX_DEPTH = 32  # configurations have 5
-LONGEST_NUMBER = 100  # digits; Python refuses to print integers of more than 4,300
 
 
 class _Extent(NamedTuple):

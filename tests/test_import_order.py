@@ -19,7 +19,8 @@ data.records
 small_files  strict_yaml  config_problems  config
 geometry
 demo.names
-plan.model_files  plan.chat_template  plan.families  plan.recorded_shapes  plan.shapes
+plan.model_files  plan.model_numbers  plan.vision_files
+plan.chat_template  plan.families  plan.recorded_shapes  plan.shapes
 plan.block_costs  plan.costs  plan.calibration  plan.timings
 plan.schedule  plan.deadlocks  plan.schedule_check  plan.simulate  plan.run_ahead
 plan.memory  plan.cut  plan.search

@@ -28,6 +28,7 @@ from mmtrain.data.records import DECODE_ERRORS, MAX_IMAGE_PIXELS, Rejected, open
 from mmtrain.demo.names import is_demo
 from mmtrain.errors import UserError
 from mmtrain.plan.model_files import model_folder, read_json
+from mmtrain.plan.vision_files import hf_image_size, preprocessing, timm_image_size
 
 Fit = Literal["pad", "resize", "center_crop"]
 # Pixels. A thread of 1 x 65,000 is no large image, but its square is.
@@ -156,13 +157,9 @@ def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
     config = read_json(folder / "config.json")
     if "architecture" in config:
         facts = config.get("pretrained_cfg", config)
-        size = (config.get("model_args") or {}).get("img_size") or facts["input_size"][-1]
-        size = size[-1] if isinstance(size, list) else size
-        return size, facts["mean"], facts["std"], facts["interpolation"]
-    facts = read_json(folder / "preprocessor_config.json")
-    size = config.get("vision_config", config).get("image_size", 224)  # as CLIPVisionConfig and SiglipVisionConfig
-    interpolation = Image.Resampling(facts.get("resample", Image.Resampling.BICUBIC)).name
-    return size, facts["image_mean"], facts["image_std"], interpolation
+        return timm_image_size(config, str(folder)), facts["mean"], facts["std"], facts["interpolation"]
+    facts = preprocessing(folder)
+    return hf_image_size(config, str(folder)), facts.mean, facts.std, Image.Resampling(facts.resample).name
 
 
 def is_timm_name(name: str) -> bool:

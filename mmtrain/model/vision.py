@@ -21,6 +21,7 @@ from mmtrain.data.images import is_timm_name, refuse_wrong_activation, timm_conf
 from mmtrain.errors import UserError
 from mmtrain.geometry import tokens_per_image
 from mmtrain.plan.model_files import cached_snapshot, hub_cache, model_folder, read_json
+from mmtrain.plan.vision_files import square
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -165,8 +166,8 @@ def _create_timm(name: str, weights: Path | None) -> nn.Module:
 def _cut_timm(model: nn.Module, name: str, select_layer: int, dtype: torch.dtype) -> TimmTower:
     patches = model.patch_embed
     _check_layer(select_layer, len(model.blocks), name)
-    image_size = _square(getattr(patches, "img_size", None) or model.pretrained_cfg["input_size"][1:], "images", name)
-    patch_size = _square(patches.patch_size, "patches", name)
+    image_size = square(getattr(patches, "img_size", None) or model.pretrained_cfg["input_size"][1:], "images", name)
+    patch_size = square(patches.patch_size, "patches", name)
     tower = TimmTower(model, select_layer, image_size, patch_size)
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -202,9 +203,3 @@ def _check_layer(select_layer: int, blocks: int, name: str) -> None:
         raise UserError(
             f"model.vision.select_layer: {select_layer}, but {name} has {blocks} blocks; needed is -{blocks} to -1"
         )
-
-
-def _square(size: tuple[int, int], of: str, name: str) -> int:
-    if size[0] != size[1]:
-        raise UserError(f"model.vision.name: {name} takes {of} of {size[0]} x {size[1]} pixels; needed are square ones")
-    return size[0]

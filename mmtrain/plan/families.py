@@ -15,6 +15,7 @@ import re
 
 from mmtrain.errors import UserError
 from mmtrain.plan.model_files import Shape
+from mmtrain.plan.model_numbers import MAX_EXPERTS, check_llm_numbers
 
 _BASE = r"(?:model\.|transformer\.|gpt_neox\.)(?:decoder\.)?"
 _LAYER = re.compile(_BASE + r"(?:layers|h)\.(\d+)\.(.+)")
@@ -54,7 +55,7 @@ def check_family(config_json: dict) -> None:
     Families that pass here may still differ from what mmtrain assumes: launch probes the run's own model for that.
     """
     family = config_json.get("model_type")
-    if not family:
+    if not family or not isinstance(family, str):
         raise UserError("config.json has no model_type: not a Hugging Face model; give the folder of a causal LLM")
     if config_json.get("is_encoder_decoder"):
         raise UserError(f"{family} is an encoder-decoder; mmtrain stages decoder-only causal LLMs (llama, qwen2, ...)")
@@ -70,6 +71,7 @@ def check_family(config_json: dict) -> None:
             f"{family} cannot be cut into stages: its decoder layers take ALiBi or other arguments than position_ids "
             "and one attention mask; use a llama-like family (llama, mistral, qwen2, gemma2, phi3, ...)"
         )
+    check_llm_numbers(config_json)
     recurrent = sorted({kind for kind in layer_kinds(config_json) if _RECURRENT_LAYER.search(kind)})
     if recurrent or (family in _RECURRENT and not layer_kinds(config_json)):
         kinds = ", ".join(recurrent) or "recurrent"
@@ -127,6 +129,8 @@ def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, 
         if expert is None:
             parameters[name] = shape
             continue
+        if len(shape) != 2 or int(expert[2]) >= MAX_EXPERTS:
+            raise UserError(f"{name} has shape {shape}: no expert's matrix; download the weights again")
         rows, columns = shape
         if expert[3] in ("down_proj", "w2"):
             fused, rows_per_expert = f"{expert[1]}.down_proj", rows

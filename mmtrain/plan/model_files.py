@@ -7,16 +7,25 @@ headers of its safetensors files (8 bytes little-endian length, then JSON: githu
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from mmtrain.demo.names import demo_model, is_demo
 from mmtrain.errors import UserError
+from mmtrain.small_files import MAX_JSON_BYTES, parse_json, read_limited, shortened
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
-HEADER_LIMIT = 100_000_000  # bytes; the safetensors library refuses longer headers too
+LONGEST_NAME = 500  # characters of a tensor's; real ones have 80
+MAX_DIMENSIONS = 16  # of a tensor; convolutions have 5
+# Bits of an element, by the names of the safetensors library (its `Dtype`), where it has them.
+BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
 
 Shape = tuple[int, ...]
 
@@ -49,9 +58,12 @@ def find_model_folder(path: str) -> Path | None:
     if is_demo(path):
         return demo_model(path)
     folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    return cached_snapshot(path) if HUB_ID.fullmatch(path) else None
+    try:
+        if folder.is_dir():
+            return folder
+        return cached_snapshot(path) if HUB_ID.fullmatch(path) else None
+    except OSError as error:  # a name that is too long, a folder above it that may not be entered
+        raise UserError(f"{shortened(path)}: no model can be looked for there ({error.strerror})") from None
 
 
 def model_folder(path: str) -> Path:
@@ -74,13 +86,13 @@ def model_folder(path: str) -> Path:
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object from a file; raises UserError naming the file."""
+    """A JSON object from a file; raises UserError naming the file, for what is damaged, too large or too deep, too."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_limited(path, MAX_JSON_BYTES, "a file of JSON"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); the download may be incomplete") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({shortened(str(error))}); the download may be incomplete") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds a JSON {type(content).__name__}, an object is needed")
     return content
@@ -96,7 +108,12 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index}: has no weight_map; download the file again")
-        files = list(dict.fromkeys(folder / str(name) for name in weight_map.values()))
+        for name in weight_map.values():
+            # A path could lead out of the folder, or name a file that is no weights and never ends.
+            if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name or "\0" in name:
+                shown = shortened(repr(name))
+                raise UserError(f"{index}: names {shown}, no .safetensors file beside it; download the file again")
+        files = [folder / name for name in dict.fromkeys(weight_map.values())]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise UserError(
@@ -121,24 +138,59 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
 
 
 def read_header(file: Path) -> dict[str, Shape]:
-    """Name and shape of every tensor in one safetensors file, from its header alone."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        if prefix == b"version ":
-            raise UserError(f"{file}: is a git-lfs pointer, not the weights; run git lfs pull, or hf download")
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > HEADER_LIMIT or 8 + length > size:
-            raise UserError(f"{file}: not a complete safetensors file ({size} bytes); download it again")
-        raw = stream.read(length)
+    """Name and shape of every tensor in one safetensors file, from its header alone.
+
+    Raises UserError unless the header is one, and describes tensors of known types that fill the file without gap or
+    overlap, as the safetensors library demands.
+    """
     try:
-        header = json.loads(raw)
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            if prefix == b"version ":
+                raise UserError(f"{file}: is a git-lfs pointer, not the weights; run git lfs pull, or hf download")
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > MAX_JSON_BYTES or 8 + length > size:
+                raise UserError(f"{file}: not a complete safetensors file ({size} bytes); download it again")
+            raw = stream.read(length)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+    try:
+        header = parse_json(raw)
+        if not isinstance(header, dict):
+            raise ValueError("no object")
         header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-        complete = 8 + length + end == size
-    except (ValueError, LookupError, TypeError, AttributeError) as error:  # bytes that changed may leave valid JSON
-        raise UserError(f"{file}: damaged safetensors header ({error}); download it again") from None
-    if not complete:
+        spans = {name: _span(name, entry) for name, entry in header.items()}
+    except ValueError as error:  # bytes that changed may leave valid JSON
+        detail = shortened(str(error))
+        raise UserError(f"{file}: damaged safetensors header ({detail}); download it again") from None
+    end = 0
+    for name, (begin, after) in sorted(spans.items(), key=lambda item: item[1]):
+        if begin != end:
+            raise UserError(
+                f"{file}: damaged safetensors header ({shortened(repr(name))} begins at byte {begin}, but the bytes "
+                f"before it end at {end}); download it again"
+            )
+        end = after
+    if 8 + length + end != size:
         raise UserError(f"{file}: {size} bytes, but its header needs {8 + length + end}; download it again")
-    return shapes
+    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+
+def _span(name: str, entry: Any) -> tuple[int, int]:
+    """Begin and end of a tensor's bytes; raises ValueError for an entry that does not describe one."""
+    shown = shortened(repr(name))
+    if not isinstance(entry, dict):
+        raise ValueError(f"{shown} is no object")
+    shape, offsets, dtype = (entry.get(key) for key in ("shape", "data_offsets", "dtype"))
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"{shown} is a name of {len(name):,} characters")
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"{shown} has dtype {shortened(repr(dtype))}")
+    for numbers, what in ((shape, "shape"), (offsets, "data_offsets")):
+        whole = isinstance(numbers, list) and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        if not whole or len(numbers) > MAX_DIMENSIONS:
+            raise ValueError(f"{shown} has {what} {shortened(repr(numbers))}")
+    if len(offsets) != 2 or math.prod(shape) * BITS[dtype] != (offsets[1] - offsets[0]) * 8:
+        raise ValueError(f"{shown} has {dtype} of shape {shape} in bytes {offsets}")
+    return offsets[0], offsets[1]

@@ -14,8 +14,10 @@ from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.cut import RESERVED_SHARE, best_cut, given_cut, stage_costs
 from mmtrain.plan.layout import bytes_text, stage_of
+from mmtrain.plan.model_files import find_model_folder, read_json
 from mmtrain.plan.search import Search
 from mmtrain.plan.shapes import matches
+from mmtrain.plan.vision_files import HF_FAMILIES, preprocessing
 
 _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.weight$")
 
@@ -63,6 +65,15 @@ def check_layout(config: RunConfig, models: Models) -> None:
             f"data.pack_length: {config.data.pack_length} tokens, but an image of {config.model.vision.name} takes "
             f"{image}; packs must hold an image and its text, e.g. {2 ** image.bit_length()}"
         )
+
+
+def check_preprocessing(config: RunConfig) -> None:
+    """Raises UserError for an encoder's folder, its weights in it, that does not say how its images are normalised."""
+    folder = find_model_folder(config.model.vision.name)
+    if folder is None or not any(folder.glob("model.safetensors*")):
+        return
+    if read_json(folder / "config.json").get("model_type") in tuple(HF_FAMILIES):
+        preprocessing(folder)
 
 
 def check_run_ahead(config: RunConfig, models: Models) -> None:

@@ -15,11 +15,21 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from mmtrain.config import MAX_LAYERS
 from mmtrain.errors import UserError
 from mmtrain.geometry import tokens_per_image
 from mmtrain.plan.families import check_family, global_name, layer_kinds, parameters_on_disk
 from mmtrain.plan.model_files import Shape, find_model_folder, model_folder, read_json, tensor_shapes
+from mmtrain.plan.model_numbers import check_vision_numbers
 from mmtrain.plan.recorded_shapes import Recorded, find_recorded, nearest_recorded
+from mmtrain.plan.vision_files import (
+    HF_FAMILIES,
+    hf_facts,
+    hf_image_size,
+    square,
+    timm_image_size,
+)
+from mmtrain.small_files import shortened
 
 __all__ = [
     "LlmShape",
@@ -155,13 +165,15 @@ def llm_shape_from(config_json: dict, parameters: dict[str, Shape], source: str)
         else:
             front.append(parameter)
     embedding = next((p for p in front if p.name == "llm.embedding.weight"), None)
-    if embedding is None or not decoder:
+    if embedding is None or len(embedding.shape) != 2 or not decoder:
         raise UserError(
             f"{source}: no embedding or no decoder layers among its {len(parameters)} tensors "
             f"(first: {next(iter(parameters), 'none')}); is it a causal LLM?"
         )
     if layers is None:
         layers = max(decoder) + 1
+    if layers > MAX_LAYERS:
+        raise UserError(f"{source}: the weights have {layers:,} decoder layers; no model has more than {MAX_LAYERS:,}")
     missing = [index for index in range(layers) if index not in decoder]
     if missing:
         raise UserError(f"{source}: config.json says {layers} decoder layers, the weights lack layer {missing[0]}")
@@ -174,6 +186,9 @@ def llm_shape_from(config_json: dict, parameters: dict[str, Shape], source: str)
     elif not any(p.name == "llm.head.weight" for p in head):
         raise UserError(f"{source}: the weights lack the LM head, and config.json does not tie it to the embedding")
     hidden_size = _first(config_json, "hidden_size", "n_embd", "d_model") or embedding.shape[1]
+    norm = next((p for p in head if p.name == "llm.norm.weight"), None)
+    if norm is not None and norm.shape != (hidden_size,):
+        raise UserError(f"{source}: config.json says hidden size {hidden_size}, the last norm has shape {norm.shape}")
     heads = _first(config_json, "num_attention_heads", "n_head")
     if heads is None:
         raise UserError(f"{source}: config.json has no num_attention_heads")
@@ -265,7 +280,7 @@ def vision_shape_from(config_json: dict, tensors: dict[str, Shape], select_layer
     if "architecture" in config_json:
         return _timm_shape(config_json, tensors, select_layer, source)
     family = config_json.get("model_type")
-    if family not in ("clip", "siglip", "clip_vision_model", "siglip_vision_model"):
+    if family not in tuple(HF_FAMILIES):  # by ==: it may be a list
         raise UserError(
             f"{source}: model_type {family} is not a vision encoder known here; give a timm model (config.json with "
             "architecture), or a Hugging Face clip, clip_vision_model, siglip or siglip_vision_model"
@@ -277,7 +292,7 @@ def vision_shape_from(config_json: dict, tensors: dict[str, Shape], select_layer
             for name, shape in tensors.items()
             if name.startswith("vision_model.") and not name.endswith(".position_ids")
         }
-    facts = config_json.get("vision_config", config_json)
+    image_size, facts = hf_image_size(config_json, source), hf_facts(config_json, source)
     return _selected(
         tensors,
         select_layer,
@@ -287,13 +302,25 @@ def vision_shape_from(config_json: dict, tensors: dict[str, Shape], select_layer
         patches="embeddings.patch_embedding.weight",
         heads=facts.get("num_attention_heads"),
         prefix_tokens=int("embeddings.class_embedding" in tensors),
-        image_size=facts.get("image_size", 224),
+        image_size=image_size,
+        positions="embeddings.position_embedding.weight",
     )
 
 
 def _timm_shape(config_json: dict, tensors: dict[str, Shape], select_layer: int, source: str) -> VisionShape:
     arguments = config_json.get("model_args") or {}
-    size = arguments.get("img_size") or config_json["pretrained_cfg"]["input_size"][-1]
+    architecture = shortened(str(config_json["architecture"]))
+    width = tensors.get("patch_embed.proj.weight", (0,))[0]
+    norms = [shape for name, shape in tensors.items() if re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)]
+    hybrid = any(name.startswith("patch_embed.backbone.") for name in tensors)
+    if not any(name.startswith("blocks.") for name in tensors) or hybrid or any(norm != (width,) for norm in norms):
+        raise UserError(
+            f"model.vision.name: {source} is no plain vision transformer ({architecture}); its features are no grid of "
+            "equal patches. Use a ViT, e.g. vit_base_patch16_clip_quickgelu_224.openai"
+        )
+    image_size = timm_image_size(config_json, source)
+    heads = (arguments.get("num_heads") if isinstance(arguments, dict) else None) or config_json.get("num_heads")
+    check_vision_numbers({"num_heads": heads}, f"{source}: config.json")
     return _selected(
         tensors,
         select_layer,
@@ -301,9 +328,9 @@ def _timm_shape(config_json: dict, tensors: dict[str, Shape], select_layer: int,
         blocks="blocks.",
         unused=("norm.", "fc_norm.", "attn_pool.", "head."),
         patches="patch_embed.proj.weight",
-        heads=arguments.get("num_heads") or config_json.get("num_heads"),
+        heads=heads,
         prefix_tokens=sum(math.prod(tensors[name][:-1]) for name in ("cls_token", "reg_token") if name in tensors),
-        image_size=size[-1] if isinstance(size, list) else size,
+        image_size=image_size,
     )
 
 
@@ -318,24 +345,38 @@ def _selected(
     heads: int | None,
     prefix_tokens: int,
     image_size: int,
+    positions: str | None = None,
 ) -> VisionShape:
-    """The parameters that run when `select_layer` is taken: no later block, no final norm, pooling or classifier."""
+    """The parameters that run when `select_layer` is taken: no later block, no final norm, pooling or classifier.
+
+    `positions` names the table with a row for each patch and prefix token, where the model is not loaded with another.
+    """
     if patches not in tensors or len(tensors[patches]) != 4:
         raise UserError(f"{source}: has no {patches}; only vision transformers with one patch convolution are known")
-    index_of = {name: int(name.removeprefix(blocks).split(".")[0]) for name in tensors if name.startswith(blocks)}
+    numbered = re.compile(re.escape(blocks) + r"(\d+)\.")
+    index_of = {name: int(match[1]) for name in tensors if (match := numbered.match(name))}
     depth = max(index_of.values(), default=-1) + 1
+    if not 0 < depth <= MAX_LAYERS:
+        raise UserError(f"{source}: its weights have {depth:,} blocks ({blocks}N); a vision transformer has 1 to 1,000")
     blocks_run = depth + select_layer + 1
     if blocks_run < 1:
         raise UserError(
             f"model.vision.select_layer: {select_layer} is out of range: {source} has {depth} blocks, "
             f"so -1 (the last) down to {-depth} (the first)"
         )
-    width, _, _, patch_size = tensors[patches]
+    width, _, *patch = tensors[patches]
+    patch_size = square(patch, "patches", source)
+    tokens = tokens_per_image(image_size, patch_size)
+    if positions is not None and (table := tensors.get(positions)) is not None and table[0] != tokens + prefix_tokens:
+        raise UserError(
+            f"{source}: images of {image_size} pixels have {tokens + prefix_tokens} patches and prefix tokens, but "
+            f"{positions} has {table[0]} rows; correct image_size in config.json, or download the folder again"
+        )
     return VisionShape(
         source=source,
         width=width,
         heads=heads or max(1, width // 64),  # 64 features a head: what ViTs use that do not say otherwise
-        tokens_per_image=tokens_per_image(image_size, patch_size),
+        tokens_per_image=tokens,
         prefix_tokens=prefix_tokens,
         image_size=image_size,
         patch_size=patch_size,
