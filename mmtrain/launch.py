@@ -42,7 +42,7 @@ from mmtrain.plan.simulate import Program, simulate
 from mmtrain.printing import note, say, show_cursor, show_error, show_traceback
 from mmtrain.rank import Rank, run_rank, seconds_before_message
 from mmtrain.resume import Start, is_complete
-from mmtrain.run_folder import AUTO, claimed, contents_of_a_run, find_start, prepare_folder, run_folder, write_plan
+from mmtrain.run_folder import AUTO, claimed, find_start, prepare_folder, run_folder
 from mmtrain.supervise import STOPPED, Job, output_to_log, run_ranks, start_fork_server
 from mmtrain.trace import refuse_unfit_trace
 
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.trace is not None and (options.plan or options.calibrate):
             raise UserError("--trace records training; tools/plot_schedule.py --plan CONFIG draws what is planned")
         if options.plan:
-            _print_plan(config)
+            say(*render(plan_for_here(config)).splitlines())
             return 0
         if options.calibrate:
             return _calibrate(config, options, under_torchrun=rank is not None)
@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. train.max_steps=100")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--plan", action="store_true", help="print the plan, write it to plan.json, start nothing")
+    instead.add_argument("--plan", action="store_true", help="print the plan; start nothing, write nothing")
     instead.add_argument(
         "--calibrate",
         action="store_true",
@@ -170,17 +170,6 @@ def _with_trace_steps(arguments: Sequence[str]) -> list[str]:
         is_alone = argument == "--trace" and re.fullmatch(r"[-+]?[\d.]+", after) is None
         result.append(f"--trace={TRACED_STEPS}" if is_alone else argument)
     return result
-
-
-def _print_plan(config: RunConfig) -> None:
-    plan = plan_for_here(config)
-    say(*render(plan).splitlines())
-    folder = run_folder(config)
-    with claimed(folder):
-        if contents_of_a_run(folder):
-            say("", f"plan.json not written: {folder} holds an earlier run, whose plan stays")
-        else:
-            say("", f"written to {write_plan(folder, plan)}")
 
 
 def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun: bool) -> int:

@@ -127,8 +127,7 @@ def prepare_folder(config: RunConfig, plan: Plan, start: Start | None, say: Call
     for pattern in BEFORE_THE_FIRST_STEP:
         for left in folder.glob(pattern):
             left.unlink()
-    write_plan(folder, plan)
-    _write(folder / CONFIG, dump_config(config))
+    _describe_run(folder, config, plan)
 
 
 def take_over(folder: Path, config: RunConfig, plan: Plan, start: Start, say: Callable[[str], None]) -> None:
@@ -138,15 +137,13 @@ def take_over(folder: Path, config: RunConfig, plan: Plan, start: Start, say: Ca
     """
     if start.is_own:
         go_back(folder, start.checkpoint, say)
-    write_plan(folder, plan)
-    _write(folder / CONFIG, dump_config(config))
+    _describe_run(folder, config, plan)
 
 
-def write_plan(folder: Path, plan: Plan) -> Path:
-    """Write plan.json into the run's folder, making that; its path."""
+def _describe_run(folder: Path, config: RunConfig, plan: Plan) -> None:
     _make(folder)
     _write(folder / PLAN, json.dumps(plan.as_dict(), indent=1) + "\n")
-    return folder / PLAN
+    _write(folder / CONFIG, dump_config(config))
 
 
 def _make(folder: Path) -> None:

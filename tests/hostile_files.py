@@ -1,8 +1,8 @@
 """Configurations and model folders that somebody might hand over: each is a launch command that must refuse it.
 
 `python tests/hostile_files.py` reads lists of arguments as JSON lines, gives each to the launcher and writes what came
-of it: exit code, seconds of a core (other tests may run), what it said, and this process's peak memory so far. One process, so that no case pays for
-imports.
+of it: exit code, seconds of a core (other tests may run), what it said, and this process's peak memory so far. One
+process, so that no case pays for imports.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from hostile_files import cases, weights
+from hostile_files import cases
 
 SECONDS, BYTES = 5, 10**9
 

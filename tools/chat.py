@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   ask the demo's model about one of the pictures that its run held out (it knows no other kind):
-    tar -xf "$(ls ~/.cache/mmtrain/demo/held-out-*/*.tar | head -1)" held-out-000000.png
+    tar -xf "$(ls "${XDG_CACHE_HOME:-$HOME/.cache}"/mmtrain/demo/held-out-*/*.tar | head -1)" held-out-000000.png
     python tools/chat.py --model runs/llava_pp4 --image held-out-000000.png
   one question, one answer, for scripts:
     python tools/chat.py --model runs/mine --image photo.jpg --prompt "What is the dog doing?" > answer.txt
