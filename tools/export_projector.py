@@ -88,6 +88,8 @@ def _export_model(checkpoint: StepFolder, dtype: torch.dtype, options: argparse.
     with new_folder(options.out) as folder, _Bars() as bars:
         exported = export_hf(checkpoint, folder, dtype, int(options.max_shard_gb * 1e9), bars.show)
         tell(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
+        if exported.unmarked:
+            tell(exported.unmarked)
         if options.verify is not None:
             tell("comparing with mmtrain's own logits: both models are loaded, in float32, one after the other")
             found = compare_logits(checkpoint, folder, exported, dtype, options.verify)

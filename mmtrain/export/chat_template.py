@@ -45,18 +45,18 @@ _LISTS_TO_TEXT = """\
 """
 
 _PLAIN = """\
-{%- set plain = namespace(images=0, text='') %}
+{%- set plain = namespace(images=0) %}
 {%- for message in messages %}
   {%- set plain.images = plain.images + message.content.count('<image>') %}
-  {%- if message.role != 'system' %}
-    {%- set said = message.content.replace('\\n<image>', '').replace('<image>\\n', '').replace('<image>', '') %}
-    {%- set plain.text = plain.text + said.lstrip() %}
-  {%- endif %}
-  {%- if message.role == 'assistant' %}
-    {%- set plain.text = plain.text + eos_token %}
-  {%- endif %}
 {%- endfor %}
-{{- '<image>' * plain.images + plain.text }}"""
+{{- '<image>' * plain.images }}
+{%- for message in messages %}
+  {%- set said = message.content.replace('\\n<image>', '').replace('<image>\\n', '').replace('<image>', '').lstrip() %}
+  {%- if message.role == 'assistant' %}{% generation %}{{- said + eos_token }}{% endgeneration %}
+  {%- elif message.role != 'system' %}
+    {{- said }}
+  {%- endif %}
+{%- endfor %}"""
 
 
 def exported_chat_template(template: Template) -> str:

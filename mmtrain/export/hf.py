@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from mmtrain.errors import UserError
+from mmtrain.export.answer_marks import mark_answers
 from mmtrain.export.card import write_card
 from mmtrain.export.folder import require_space
 from mmtrain.export.formats import WHAT_WORKS
@@ -46,6 +47,7 @@ class ExportedModel:
     image_token_id: int
     added_rows: int
     kept_in_float32: frozenset[str]  # names of tensors that were not cast
+    unmarked: str | None  # why the chat template does not mark answers; None where it does
 
 
 def export_hf(
@@ -88,6 +90,8 @@ def export_hf(
     total = sum(TensorWriter(dtype, kept).bytes_of(name, source) for name, source in tensors.items())
     require_space(folder, total + SMALL_FILES)
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    unmarked = mark_answers(config, folder)
+    processor = replace(processor, notes=(*processor.notes, *([unmarked] if unmarked else [])))
     check_processor(config, processor, folder)
     progress("written", 0, total)
     writer = TensorWriter(dtype, kept, lambda done: progress("written", done, total))
@@ -97,7 +101,7 @@ def export_hf(
     check_written(folder, files, lambda done: progress("read again", done, size))
     write_card(folder, about, _name(dtype), encoder, language, processor)
     return ExportedModel(
-        total, len(tensors), len(files), processor.image_token_id, language.added_rows, frozenset(kept)
+        total, len(tensors), len(files), processor.image_token_id, language.added_rows, frozenset(kept), unmarked
     )
 
 

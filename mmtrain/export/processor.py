@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -33,8 +34,9 @@ from mmtrain.plan.model_files import model_folder, read_json
 from mmtrain.plan.shapes import llm_shape
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from the evaluation's.
-KEPT_OF_GENERATION = ("bos_token_id", "pad_token_id", "max_length", "max_new_tokens")
-UNSAID_OF_GENERATION = ("eos_token_id", "do_sample", "transformers_version", "use_cache")
+KEPT_OF_GENERATION = ("bos_token_id", "max_length", "max_new_tokens")
+UNSAID_OF_GENERATION = ("eos_token_id", "pad_token_id", "do_sample", "transformers_version", "use_cache")
+PAD_TOKENS = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endoftext|>")  # as vocabularies name them
 OF_THIS_LOADING = ("local_files_only", "is_local")  # that save_pretrained takes for settings of the tokenizer
 
 
@@ -68,10 +70,11 @@ def write_processor(config: RunConfig, encoder: Encoder, folder: Path) -> Export
     path = config.model.llm.path
     source = load_tokenizer(path)
     template = TEMPLATES[config.data.template](source, 1, sys.maxsize)
-    tokenizer = _tokenizer_for_prompts(source, template)
+    end = _end_of_answers(template)
+    tokenizer = _tokenizer_for_prompts(source, template, end)
     image_id = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
     rows = llm_shape(path).vocab_size
-    rows_needed = max(rows, image_id + 1)
+    rows_needed = max(rows, image_id + 1, tokenizer.pad_token_id + 1)
     _save_tokenizer(tokenizer, folder)
 
     transform = image_transform(config.model.vision.name, config.data.image_fit)
@@ -89,7 +92,7 @@ def write_processor(config: RunConfig, encoder: Encoder, folder: Path) -> Export
     }
     _write_json(folder / "processor_config.json", processor)
 
-    generation, left_out = _generation(path, tokenizer, _end_of_answers(template))
+    generation, left_out = _generation(path, tokenizer, end)
     if rows_needed > rows:  # the run's own LLM has no such rows, so it never says these tokens
         generation["suppress_tokens"] = list(range(rows, rows_needed))
     _write_json(folder / "generation_config.json", generation)
@@ -98,7 +101,7 @@ def write_processor(config: RunConfig, encoder: Encoder, folder: Path) -> Export
     return ExportedProcessor(image_id, rows_needed, rows_needed > rows, length, eos, notes)
 
 
-def _tokenizer_for_prompts(source: PreTrainedTokenizerBase, template: Template) -> PreTrainedTokenizerBase:
+def _tokenizer_for_prompts(source: PreTrainedTokenizerBase, template: Template, end: int) -> PreTrainedTokenizerBase:
     """A copy that reads <image>, writes the exported template, and begins a text as training does.
 
     A chat template writes its own BOS, so the tokenizer must add none: stock processors would add a second one, or one
@@ -106,9 +109,7 @@ def _tokenizer_for_prompts(source: PreTrainedTokenizerBase, template: Template) 
     """
     tokenizer = with_image_token(source)
     tokenizer.chat_template = exported_chat_template(template)
-    tokenizer.padding_side = "left"  # a batch of prompts is continued at its right end
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    _set_padding(tokenizer, {end, tokenizer.eos_token_id})
     prefix = template.prefix if isinstance(template, PlainTemplate) else []
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         marks = [(tokenizer.convert_ids_to_tokens(token), token) for token in prefix]
@@ -127,6 +128,20 @@ def _tokenizer_for_prompts(source: PreTrainedTokenizerBase, template: Template) 
     return tokenizer
 
 
+def _set_padding(tokenizer: PreTrainedTokenizerBase, ends: Collection[int | None]) -> None:
+    """Make the tokenizer pad at the left, since prompts are continued at their right end, with a token of its own.
+
+    A pad token that also ends answers would be masked in further training, and the model would unlearn to stop. One
+    that the vocabulary has for padding is taken, else <unk>, else a new one: no text holds it.
+    """
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
+        return
+    known = {**tokenizer.added_tokens_encoder, tokenizer.unk_token: tokenizer.unk_token_id}
+    found = (name for name in (*PAD_TOKENS, tokenizer.unk_token) if known.get(name) not in (None, *ends))
+    tokenizer.add_special_tokens({"pad_token": next(found, PAD_TOKENS[0])})
+
+
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save the tokenizer so that tokenizer.json is taken as it stands.
 
@@ -137,6 +152,7 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     file = folder / "tokenizer_config.json"
     settings = {name: value for name, value in read_json(file).items() if name not in OF_THIS_LOADING}
     settings["processor_class"] = "LlavaProcessor"
+    settings["padding_side"] = tokenizer.padding_side  # save_pretrained leaves it out: batches would be padded right
     # transformers 4 would add token_type_ids, which LLaVA's generate refuses
     settings["model_input_names"] = ["input_ids", "attention_mask"]
     if isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -159,8 +175,8 @@ def _generation(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> tupl
     said = own.get("eos_token_id") or read_json(folder / "config.json").get("eos_token_id")
     ends = [end, tokenizer.eos_token_id, *(said if isinstance(said, list) else [said])]
     generation = {name: own[name] for name in KEPT_OF_GENERATION if own.get(name) is not None}
-    generation.setdefault("pad_token_id", tokenizer.pad_token_id)
     generation |= {
+        "pad_token_id": tokenizer.pad_token_id,  # behind answers that end before others; decoding drops it
         "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None)),
         "do_sample": False,
     }
