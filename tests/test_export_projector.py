@@ -12,13 +12,13 @@ import torch
 import transformers
 from conftest import load_tool
 from safetensors.torch import load_file, save_file
-from untrained_runs import VERSIONS, config_of, export, load_stock, make_checkpoint
+from untrained_runs import VERSIONS, compared, config_of, export, load_stock, make_checkpoint
 
 from mmtrain.audit import fingerprint, model_fingerprint
 from mmtrain.config import RunConfig
 from mmtrain.data.catalog import is_held_out
 from mmtrain.export import hf
-from mmtrain.export.verify import compare_logits, sample_batches
+from mmtrain.export.verify import read_samples
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.layout import StagePlan
 from mmtrain.step_folder import StepFolder
@@ -119,6 +119,7 @@ def test_verify_says_what_it_compared(checkpoint, tmp_path, capsys):
         r"logits of (\d+) answer tokens in 8 samples: largest difference (\S+) .* at (\d+) of (\d+)", said
     )
     assert found and float(found[2]) <= 1e-4 and found[1] == found[3] == found[4]
+    assert "3 prompts of different lengths are answered in one batch as one at a time" in said
 
 
 def test_verify_refuses_a_model_that_computes_something_else(checkpoint, tmp_path, monkeypatch, capsys):
@@ -138,12 +139,38 @@ def test_verify_refuses_a_model_that_computes_something_else(checkpoint, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+def test_verify_refuses_a_folder_that_answers_batches_otherwise(
+    make_tiny, tiny, tmp_path, monkeypatch, capsys, template
+):
+    shutil.copytree(tiny / "llm", tmp_path / "llm")
+    (tmp_path / "llm" / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ '\\n' + message.role + ': ' + message.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\\nassistant: ' }}{% endif %}"
+    )
+    config = config_of(tiny, f"model.llm.path={tmp_path / 'llm'}", "data.template=chat")
+    make_checkpoint(tmp_path / "run", config)
+    right = hf.write_card
+
+    def padded_right(folder, *arguments):
+        file = folder / "tokenizer_config.json"
+        file.write_text(file.read_text().replace('"padding_side": "left"', '"padding_side": "right"'))
+        right(folder, *arguments)
+
+    options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out"), "--verify", "3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "write_card", padded_right)
+        assert TOOL.main(options) == 1
+    assert "batches are answered wrongly: a batch of 3 prompts is answered '" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert TOOL.main(options) == 0
+
+
 def test_verify_refuses_logits_that_are_no_numbers(checkpoint, tmp_path):
     exported = export(checkpoint, tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     tensors["language_model.model.norm.weight"][3] = float("nan")
     save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    assert not compare_logits(checkpoint, tmp_path / "out", exported, torch.float32, 2).passed
+    assert not compared(checkpoint, tmp_path / "out", exported, torch.float32, 2).passed
 
 
 def test_verify_knows_the_frozen_weights_of_training_from_others(tiny, make_tiny, tmp_path, capsys):
@@ -173,12 +200,12 @@ def start_of_rank(config: RunConfig, stage: StagePlan) -> dict:
 
 
 def test_verify_asks_about_samples_that_the_run_holds_out_and_else_about_its_data(tiny):
-    held_out = sample_batches(config_of(tiny, "eval.fraction=0.3"), 5)
+    held_out = [batch for _, batch in read_samples(config_of(tiny, "eval.fraction=0.3"), 5)]
     assert len(held_out) == 5 and all(is_held_out(batch.keys[0], 0.3) for batch in held_out)
     shard = sorted((tiny / "shards").glob("*.tar"))[1]
-    of_shard = sample_batches(config_of(tiny, f"eval.shards={shard}"), 100)
+    of_shard = [batch for _, batch in read_samples(config_of(tiny, f"eval.shards={shard}"), 100)]
     assert [batch.keys[0] for batch in of_shard] == [f"{number:06d}" for number in range(48, 96)]
-    first = sample_batches(config_of(tiny), 3)
+    first = [batch for _, batch in read_samples(config_of(tiny), 3)]
     assert [batch.keys[0] for batch in first] == ["000000", "000001", "000002"]
     assert all(batch.input_ids.shape == (1, batch.tokens) for batch in first), "nothing is padded"
 

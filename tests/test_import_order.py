@@ -49,9 +49,9 @@ checkpoint  restore
 evaluation
 export.formats  export.tensors
 export.timm_vit  export.vision
-export.chat_template  export.image_processor  export.processor  export.processor_check
+export.markdown  export.chat_template  export.image_processor  export.processor  export.processor_check
 export.folder  export.origin  export.projector_file  export.llava
-export.language  export.stock  export.card  export.hf  export.verify
+export.answer_marks  export.language  export.stock  export.batched  export.card  export.hf  export.verify
 train
 fork_server  supervise  launch
 """

@@ -14,6 +14,7 @@ from transformers import LlavaForConditionalGeneration
 
 from mmtrain.config import RunConfig, load_config
 from mmtrain.export.hf import ExportedModel, export_hf
+from mmtrain.export.verify import Comparison, compare_logits, expected_logits, stock_model
 from mmtrain.model.projector import make_projector
 from mmtrain.plan.shapes import llm_shape, vision_shape
 from mmtrain.step_folder import OPTIMIZER, STATE, TENSORS, StepFolder, step_path, write_step_folder, write_text
@@ -84,6 +85,13 @@ def export(
     """The checkpoint as a Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return export_hf(checkpoint, folder, dtype, shard_bytes)
+
+
+def compared(
+    checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, count: int
+) -> Comparison:
+    """The stock model's logits beside mmtrain's, as --verify compares them."""
+    return compare_logits(expected_logits(checkpoint, folder, exported, dtype, count), stock_model(folder))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

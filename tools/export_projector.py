@@ -81,9 +81,10 @@ def export(options: argparse.Namespace) -> int:
 
 
 def _export_model(checkpoint: StepFolder, dtype: torch.dtype, options: argparse.Namespace) -> None:
+    from mmtrain.export.batched import PROMPTS, batch_fault
     from mmtrain.export.folder import new_folder
     from mmtrain.export.hf import export_hf
-    from mmtrain.export.verify import compare_logits
+    from mmtrain.export.verify import BOUND, compare_logits, expected_logits, stock_model
 
     with new_folder(options.out) as folder, _Bars() as bars:
         exported = export_hf(checkpoint, folder, dtype, int(options.max_shard_gb * 1e9), bars.show)
@@ -92,7 +93,9 @@ def _export_model(checkpoint: StepFolder, dtype: torch.dtype, options: argparse.
             tell(exported.unmarked)
         if options.verify is not None:
             tell("comparing with mmtrain's own logits: both models are loaded, in float32, one after the other")
-            found = compare_logits(checkpoint, folder, exported, dtype, options.verify)
+            expected = expected_logits(checkpoint, folder, exported, dtype, options.verify)
+            model = stock_model(folder)
+            found = compare_logits(expected, model)
             line = (
                 f"logits of {found.tokens:,} answer tokens in {found.samples} samples: largest difference "
                 f"{found.difference:.1e} (largest logit {found.largest:.1f}), the same token said at "
@@ -103,7 +106,14 @@ def _export_model(checkpoint: StepFolder, dtype: torch.dtype, options: argparse.
                     f"{line}: the exported model is not the one that was trained; nothing was exported"
                 )
             tell(line)
-            if not found.frozen_as_trained:
+            plain = checkpoint.config.data.template == "plain"
+            if fault := batch_fault(folder, model, expected.samples, plain, BOUND):
+                raise DifferentError(
+                    f"batches are answered wrongly: {fault}; nothing was exported. Without --verify the folder is "
+                    "written all the same: ask it one prompt at a time"
+                )
+            tell(f"{PROMPTS} prompts of different lengths are answered in one batch as one at a time")
+            if not expected.frozen_as_trained:
                 versions = checkpoint.state["versions"]
                 tell(
                     "whether LLM and encoder are those that the run was trained with is open: it had transformers "

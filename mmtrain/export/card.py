@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+import yaml
+
+from mmtrain.export import markdown
 from mmtrain.export.language import ExportedLanguage
 from mmtrain.export.origin import Origin
 from mmtrain.export.processor import ExportedProcessor
@@ -42,14 +44,15 @@ def write_card(
 ) -> None:
     """Write README.md."""
     bases = [name for name in (about.llm, about.vision) if HUB_ID.fullmatch(name) and "/" in name]
-    front = ["---", "library_name: transformers", "pipeline_tag: image-text-to-text"]
-    front += ["base_model:", *(f"  - {json.dumps(name)}" for name in bases)] if bases else []
+    front = {"library_name": "transformers", "pipeline_tag": "image-text-to-text"} | (
+        {"base_model": bases} if bases else {}
+    )
     sections = [
-        "\n".join([*front, "---"]),
-        f"# {Path(about.llm).name} that sees through {Path(about.vision).name}",
-        f"Made with mmtrain {about.versions['mmtrain']}. {_what_trained(about)}",
-        "## Made of\n\n" + _table(_parts(about, dtype, language)),
-        "## Training\n\n" + _table(_training(about)),
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {markdown.name(Path(about.llm).name)} that sees through {markdown.name(Path(about.vision).name)}",
+        f"Made with mmtrain {markdown.name(about.versions['mmtrain'])}. {_what_trained(about)}",
+        "## Made of\n\n" + markdown.table(_parts(about, dtype, language)),
+        "## Training\n\n" + markdown.table(_training(about)),
         "## How to load\n\n" + LOADING.format(prompt=CHAT if about.template == "chat" else PLAIN),
     ]
     if notes := [*_language_notes(language, processor), *encoder.notes, *processor.notes]:
@@ -65,9 +68,10 @@ def _what_trained(about: Origin) -> str:
 
 
 def _parts(about: Origin, dtype: str, language: ExportedLanguage) -> dict[str, str]:
+    llm, vision = markdown.code(about.llm), markdown.code(about.vision)
     return {
-        "LLM": f"`{about.llm}` ({language.config['model_type']}, {about.llm_width:,} wide)",
-        "vision encoder": f"`{about.vision}`, block {about.vision_select_layer} ({about.vision_width:,} wide)",
+        "LLM": f"{llm} ({markdown.name(language.config['model_type'])}, {about.llm_width:,} wide)",
+        "vision encoder": f"{vision}, block {about.vision_select_layer} ({about.vision_width:,} wide)",
         "projector": about.projector_type,
         "images become square by": about.image_fit,
         "weights stored in": f"{dtype}; the projector was trained in float32 against an LLM in {about.llm_dtype}",
@@ -81,12 +85,12 @@ def _training(about: Origin) -> dict[str, str]:
         "held-out tokens right": (scores.get("token_accuracy"), "{:.1%}"),
         "held-out answers right": (scores.get("exact_match"), f"{{:.1%}} of {scores.get('answers', 0):,}"),
     }
-    versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+    versions = ", ".join(f"{name} {markdown.name(version)}" for name, version in about.versions.items())
     return {
         "steps": f"{about.steps:,}" + (f" of {about.max_steps:,}" if about.max_steps else ""),
         "template": about.template,
-        "data fingerprint": f"`{about.data_fingerprint}`",
-        "fingerprint of what was frozen": f"`{about.frozen_fingerprint}`",
+        "data fingerprint": markdown.code(about.data_fingerprint),
+        "fingerprint of what was frozen": markdown.code(about.frozen_fingerprint),
         "training loss": "unknown" if about.training_loss is None else f"{about.training_loss:.4f} nats a token",
         **{name: form.format(value) for name, (value, form) in shown.items() if value is not None},
         "versions": versions,
@@ -102,17 +106,14 @@ def _language_notes(language: ExportedLanguage, processor: ExportedProcessor) ->
         )
     if language.added_rows:
         notes.append(
-            f"The LLM has no spare row for `<image>` (id {processor.image_token_id}): its embedding and head gained "
-            f"{language.added_rows}, each the mean of the others. The embedding's is never read, since image features "
-            "take its place; the head's gives the mean of the other logits, so it is never the largest."
+            f"The LLM has no spare row for `<image>` (id {processor.image_token_id}) or for padding: its embedding and "
+            f"head gained {language.added_rows}, each the mean of the others. The embedding's is never used, since "
+            "image features take its place or it is masked; the head's gives the mean of the other logits, so it is "
+            "never the largest."
         )
     if language.left_out:
         notes.append(
             f"{len(language.left_out)} tensors of the LLM's files were left out, since stock transformers computes "
-            f"them or does not load them (e.g. `{language.left_out[0]}`)."
+            f"them or does not load them (e.g. {markdown.code(language.left_out[0])})."
         )
     return notes
-
-
-def _table(rows: dict[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])

@@ -87,6 +87,12 @@ def _evaluation(checkpoint: StepFolder) -> dict[str, Any] | None:
     metrics = checkpoint.run / "metrics.jsonl"
     if not metrics.is_file():
         return None
-    lines = [json.loads(line) for line in metrics.read_text().splitlines() if '"eval"' in line]
-    found = [line for line in lines if line["kind"] == "eval" and line["step"] == checkpoint.step]
-    return {name: found[-1][name] for name in SCORES} if found else None
+    found = None
+    for text in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text) if '"eval"' in text else None
+        except json.JSONDecodeError:  # the run is writing it
+            continue
+        if isinstance(line, dict) and line.get("kind") == "eval" and line.get("step") == checkpoint.step:
+            found = {name: line[name] for name in SCORES if isinstance(line.get(name), int | float)}
+    return found

@@ -27,6 +27,7 @@ from mmtrain.data.samples import IGNORE, Sample
 from mmtrain.data.templates import TEMPLATES, PlainTemplate, Template, with_image_token
 from mmtrain.data.text_lengths import load_tokenizer
 from mmtrain.errors import UserError
+from mmtrain.export import markdown
 from mmtrain.export.chat_template import exported_chat_template
 from mmtrain.export.image_processor import image_processor_config, image_processor_notes
 from mmtrain.geometry import tokens_per_image
@@ -189,7 +190,7 @@ def _generation(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> tupl
 
 
 def _generation_notes(left_out: dict) -> list[str]:
-    said = ", ".join(f"{name} {value}" for name, value in left_out.items() if value not in (None, False))
+    said = ", ".join(markdown.name(f"{name} {value}") for name, value in left_out.items() if value not in (None, False))
     also = f"; the LLM's own settings ({said}) are left out" if said else ""
     return [f"`generate` is greedy by default, as the run's evaluation is{also}."]
 
@@ -206,7 +207,7 @@ def _template_notes(template: Template) -> list[str]:
         f"`{IMAGE_MARK}` anywhere."
     ]
     if template.chat.dates:
-        date = next(iter(template.chat.dates.values()))
+        date = markdown.name(next(iter(template.chat.dates.values())))
         notes.append(f"The LLM's own template writes today's date; this one always writes {date}, as in training.")
     return notes
 

@@ -27,7 +27,7 @@ from mmtrain.data.catalog import DataSet, data_sets
 from mmtrain.data.loader import Documents
 from mmtrain.data.packs import Pack, PackedBatch, make_batch
 from mmtrain.data.reader import Reader
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document
+from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.shard_list import expand_shards
 from mmtrain.errors import UserError
 from mmtrain.export.hf import ExportedModel
@@ -52,7 +52,6 @@ class Comparison:
     difference: float  # the largest of all logits
     largest: float  # logit, in magnitude
     agreeing: int  # positions of which both say the same token
-    frozen_as_trained: bool  # whether the frozen weights are known to be those of training, bit for bit
 
     @property
     def passed(self) -> bool:
@@ -60,43 +59,60 @@ class Comparison:
         return self.difference <= BOUND * max(1.0, self.largest)
 
 
-def compare_logits(
-    checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, count: int
-) -> Comparison:
-    """Compare on the first `count` held-out samples of the run (of its training data, if it holds out none).
+@dataclass(frozen=True)
+class Expected:
+    """What mmtrain's own model computes, for an export to be compared with."""
 
-    Raises UserError where the stock model does not load without a remark, for other frozen weights than the run's, and
-    for data that are not here.
+    samples: tuple[Sample, ...]
+    batches: tuple[PackedBatch, ...]  # one sample each, unpadded
+    logits: tuple[torch.Tensor, ...]  # (S, V) at the S supervised positions of each
+    frozen_as_trained: bool  # whether the frozen weights are known to be those of training, bit for bit
+
+
+def expected_logits(
+    checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, count: int
+) -> Expected:
+    """mmtrain's logits on the first `count` held-out samples of the run (of its training data, if it holds out none).
+
+    Raises UserError for other frozen weights than the run's, and for data that are not here.
     """
-    batches = sample_batches(checkpoint.config, count)
+    samples, batches = zip(*read_samples(checkpoint.config, count), strict=True)
     chunk = whole_model(checkpoint)
     frozen_as_trained = _compare_frozen(checkpoint, chunk, folder)
-    own = _own_logits(chunk, batches, dtype, _own_names(exported.kept_in_float32))
-    del chunk
+    logits = _own_logits(chunk, batches, dtype, _own_names(exported.kept_in_float32))
+    return Expected(samples, batches, tuple(logits), frozen_as_trained)
+
+
+def stock_model(folder: Path) -> LlavaForConditionalGeneration:
+    """The exported model in float32; raises UserError where it does not load without a remark."""
     with quiet():
         model, report = LlavaForConditionalGeneration.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     if faults := {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}:
         raise UserError(f"LlavaForConditionalGeneration loads the exported folder with remarks: {faults}")
-    model.eval()
+    return model.eval()
+
+
+def compare_logits(expected: Expected, model: LlavaForConditionalGeneration) -> Comparison:
+    """Compare a stock model's logits with what is expected."""
     difference = largest = 0.0
     tokens = agreeing = 0
-    for batch, expected in zip(batches, own, strict=True):
-        ids = batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, exported.image_token_id)
+    for batch, own in zip(expected.batches, expected.logits, strict=True):
+        ids = batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, model.config.image_token_id)
         with torch.no_grad():
             found = model(input_ids=ids, pixel_values=batch.images, attention_mask=torch.ones_like(ids)).logits
         found = found[batch.labels != IGNORE]
-        agreeing += int((found.argmax(-1) == expected.argmax(-1)).sum())
+        agreeing += int((found.argmax(-1) == own.argmax(-1)).sum())
         tokens += len(found)
-        differences = (found[:, : expected.shape[1]] - expected).abs()
+        differences = (found[:, : own.shape[1]] - own).abs()
         difference = max(difference, float(differences.nan_to_num(nan=math.inf).max()))
-        largest = max(largest, float(expected.abs().max()))
-    return Comparison(len(batches), tokens, difference, largest, agreeing, frozen_as_trained)
+        largest = max(largest, float(own.abs().max()))
+    return Comparison(len(expected.batches), tokens, difference, largest, agreeing)
 
 
-def sample_batches(config: RunConfig, count: int) -> list[PackedBatch]:
-    """The first `count` samples that evaluation would read, each alone and unpadded; damaged ones are passed over."""
+def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatch]]:
+    """The first `count` samples that evaluation would read, and each as a batch; damaged ones are passed over."""
     documents = Documents(config)
     section = config.eval
     if section.shards is not None:
@@ -106,20 +122,20 @@ def sample_batches(config: RunConfig, count: int) -> list[PackedBatch]:
         catalog = documents.catalog(data_sets(config.data), section.fraction)
     numbers = range(len(catalog)) if section.fraction is None else catalog.held_out
     reader = Reader(catalog, config.data.io_retry_seconds)
-    batches: list[PackedBatch] = []
+    samples: list[tuple[Sample, PackedBatch]] = []
     for number in numbers:
-        if len(batches) == count:
+        if len(samples) == count:
             break
         found = catalog.faults.get(number) or documents.read(reader, number)
         if isinstance(found, Document) and any(label != IGNORE for label in found.labels):
             length = len(found.input_ids)
             batch = make_batch([Pack((found,))], length, documents.padding_id, documents.transform.decode)
             if batch.samples:
-                batches.append(documents.normalised(batch))
+                samples.append((found.sample, documents.normalised(batch)))
     reader.close()
-    if not batches:
+    if not samples:
         raise UserError("--verify: the run's data have no sample with an answer to compare on")
-    return batches
+    return samples
 
 
 def whole_model(checkpoint: StepFolder) -> Chunk:
@@ -169,7 +185,7 @@ def _own_names(exported: Iterable[str]) -> set[str]:
 
 
 def _own_logits(
-    chunk: Chunk, batches: list[PackedBatch], dtype: torch.dtype, exact: Collection[str]
+    chunk: Chunk, batches: Iterable[PackedBatch], dtype: torch.dtype, exact: Collection[str]
 ) -> list[torch.Tensor]:
     """mmtrain's logits (S, V) at the S supervised positions of each batch, with weights rounded to `dtype`."""
     for name, parameter in chunk.global_parameters():

@@ -10,11 +10,12 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from untrained_runs import config_of, export, load_stock, make_checkpoint, make_tower, weights
+from transformers import pipeline
+from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, make_tower, weights
 
 from mmtrain.errors import UserError
+from mmtrain.export.stock import quiet
 from mmtrain.export.tensors import INDEX
-from mmtrain.export.verify import compare_logits
 from mmtrain.step_folder import StepFolder
 
 TOWERS = {
@@ -47,7 +48,7 @@ def test_stock_logits_are_mmtrains_whatever_the_encoder(tiny, tmp_path, tower, s
     checkpoint = make_checkpoint(tmp_path / "run", config)
     exported = export(checkpoint, tmp_path / "out")
     load_stock(tmp_path / "out")
-    found = compare_logits(checkpoint, tmp_path / "out", exported, torch.float32, 8)
+    found = compared(checkpoint, tmp_path / "out", exported, torch.float32, 8)
     assert found.samples == 8 and found.tokens >= 40
     assert found.difference <= 1e-4 and found.agreeing == found.tokens
 
@@ -60,7 +61,7 @@ def test_stock_logits_are_mmtrains_whatever_the_llm(tiny, make_tiny, tmp_path, f
     exported = export(checkpoint, tmp_path / "out", shard_bytes=200_000)
     assert exported.files > 1 and (tmp_path / "out" / INDEX).is_file()
     load_stock(tmp_path / "out")
-    found = compare_logits(checkpoint, tmp_path / "out", exported, torch.float32, 4)
+    found = compared(checkpoint, tmp_path / "out", exported, torch.float32, 4)
     assert found.difference <= 1e-4 and found.agreeing == found.tokens > 20
 
 
@@ -93,8 +94,8 @@ def test_what_was_trained_besides_the_projector_lies_in_its_place(tiny, tmp_path
         assert torch.equal(found[f"language_model.{place}"], others[name])
     untouched = "model.layers.6.mlp.down_proj.weight"
     assert torch.equal(found[f"language_model.{untouched}"], llm[untouched])
-    compared = compare_logits(checkpoint, tmp_path / "out", exported, torch.float32, 4)
-    assert compared.difference <= 1e-4
+    found = compared(checkpoint, tmp_path / "out", exported, torch.float32, 4)
+    assert found.difference <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_another_dtype_is_a_cast_of_every_tensor_and_logits_are_those_of_rounded
     for name, tensor in weights(tmp_path / "cast").items():
         assert torch.equal(tensor, exact[name].to(dtype)), name
     assert load_stock(tmp_path / "cast", dtype="auto").dtype == dtype
-    found = compare_logits(checkpoint, tmp_path / "cast", exported, dtype, 4)
+    found = compared(checkpoint, tmp_path / "cast", exported, dtype, 4)
     assert found.difference <= 1e-4 and found.passed
 
 
@@ -133,6 +134,28 @@ def test_what_transformers_keeps_in_float32_is_not_rounded(tiny, make_tiny, tmp_
     assert kept == set(exported.kept_in_float32) and len(kept) == 1
     assert "e_score_correction_bias" in kept.pop()
     load_stock(tmp_path / "out", dtype="auto")
+
+
+def test_the_stock_pipeline_answers_a_batch_as_it_answers_one_at_a_time(checkpoint, tmp_path):
+    export(checkpoint, tmp_path / "out")
+    with quiet():
+        ask = pipeline("image-text-to-text", model=str(tmp_path / "out"), dtype=torch.float32)
+    asked = [
+        [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (50, 40), colour)}, *words]}]
+        for colour, words in (
+            ("red", []),
+            ("green", [{"type": "text", "text": "a green square"}]),
+            ("blue", [{"type": "text", "text": "a blue square that lies on a grey background, and beside it"}]),
+        )
+    ]
+    answers = [
+        [
+            row[0]["generated_text"]
+            for row in ask(text=asked, batch_size=size, max_new_tokens=12, return_full_text=False)
+        ]
+        for size in (1, 3)
+    ]
+    assert answers[0] == answers[1] and len(set(answers[0])) > 1
 
 
 def test_a_projector_that_the_stock_model_does_not_have_is_refused_with_the_formats_that_work(tiny, tmp_path):

@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from untrained_runs import config_of, export, load_stock, make_checkpoint, weights
+from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, weights
 
 from mmtrain.errors import UserError
 from mmtrain.export.language import language_for_export
 from mmtrain.export.stock import refuse_loading_faults, refuse_unfit_family
 from mmtrain.export.tensors import in_memory
-from mmtrain.export.verify import compare_logits
 from mmtrain.step_folder import StepFolder
 
 UNFIT = {
@@ -82,7 +81,7 @@ def test_a_full_embedding_gains_a_row_and_all_else_stays(without_spare_row):
         assert torch.equal(matrix[:size], before)
         assert torch.allclose(matrix[size], before.mean(0), atol=1e-6) and len(matrix) == size + 1
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
-    found = compare_logits(checkpoint, out, exported, torch.float32, 4)
+    found = compared(checkpoint, out, exported, torch.float32, 4)
     assert found.difference <= 1e-4 and found.agreeing == found.tokens
     assert "gained 1" in (out / "README.md").read_text()
 

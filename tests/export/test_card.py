@@ -1,0 +1,92 @@
+"""The model card shows names as they are, whatever they would mean in YAML, Markdown or HTML."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard, metadata_load
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from untrained_runs import VERSIONS, config_of, export, make_checkpoint
+
+NAMES = [
+    "a: b",
+    "--- # x",
+    "pipe | and \\| `tick` ``two``",
+    "`",
+    "**bold** _it_ ~~s~~ $x$ @someone",
+    "[link](http:x) ![](x) <http:x> www.example.com",
+    "<img src=x onerror=alert(1)> &lt; <!-- ",
+    "!!python object:os.system 'q' \"d\"",
+    "line\n\n# heading\n- item \x1b[31m",
+]
+
+
+def read(folder: Path) -> tuple[dict, list[Token]]:
+    """A card's metadata, and its Markdown as tokens."""
+    text = (folder / "README.md").read_text()
+    data = metadata_load(folder / "README.md")
+    card = ModelCard(text)
+    assert card.data.to_dict() == data == yaml.safe_load(text.split("---\n")[1])
+    return data, MarkdownIt("gfm-like", {"linkify": False}).parse(card.text)
+
+
+def shape(tokens: list[Token]) -> list[str]:
+    """Its blocks, and the markup inside, code and text as one."""
+    kinds = []
+    for token in tokens:
+        inside = [child.type for child in token.children or [] if child.type not in ("text", "code_inline")]
+        kinds.append(" ".join([token.type, *inside]))
+    return kinds
+
+
+@pytest.fixture(scope="module")
+def usual(tiny, tmp_path_factory) -> tuple[dict, list[str]]:
+    """Metadata and shape of a card whose names mean nothing."""
+    folder = tmp_path_factory.mktemp("usual")
+    for part in ("llm", "vision"):
+        (folder / part).symlink_to(tiny / part)
+    data, tokens = card_of(tiny, folder, folder / "llm", folder / "vision", dict(VERSIONS))
+    return data, shape(tokens)
+
+
+def card_of(tiny: Path, folder: Path, llm: Path, vision: Path, versions: dict) -> tuple[dict, list[Token]]:
+    config = config_of(tiny)
+    paths = {"llm": {"path": str(llm)}, "vision": {"name": str(vision)}}
+    model = {part: getattr(config.model, part).model_copy(update=paths[part]) for part in paths}
+    config = config.model_copy(update={"model": config.model.model_copy(update=model)})
+    checkpoint = make_checkpoint(folder / "run", config, versions=versions)
+    export(checkpoint, folder / "out")
+    return read(folder / "out")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_is_markup_is_shown_and_not_obeyed(tiny, tmp_path, usual, name):
+    llm, vision = tmp_path / name, tmp_path / f"{name} tower"
+    llm.mkdir()
+    for file in (tiny / "llm").iterdir():
+        (llm / file.name).symlink_to(file)
+    sampling = {"do_sample": True, f"{name} setting": name}
+    (llm / "generation_config.json").unlink(missing_ok=True)
+    (llm / "generation_config.json").write_text(json.dumps(sampling))
+    vision.symlink_to(tiny / "vision")
+    data, tokens = card_of(tiny, tmp_path, llm, vision, {**VERSIONS, "torch": name})
+    assert (data, shape(tokens)) == usual
+    shown = "\n".join(child.content for token in tokens for child in token.children or [])
+    visible = " ".join(name.split()).replace("\x1b", "\\x1b")
+    assert shown.count(visible) >= 6, shown
+
+
+def test_models_of_the_hub_are_named_in_the_metadata_and_read_back(tiny, tmp_path, monkeypatch):
+    from mmtrain.export.card import write_card  # as the export calls it, with names that the machine need not have
+
+    calls = []
+    monkeypatch.setattr("mmtrain.export.hf.write_card", lambda *arguments: calls.append(arguments))
+    export(make_checkpoint(tmp_path / "run", config_of(tiny)), tmp_path / "out")
+    folder, about, *rest = calls[0]
+    names = {"llm": "yes/on", "vision": "1e3/null"}
+    write_card(folder, type(about)(**about.as_json() | names), *rest)
+    assert read(folder)[0]["base_model"] == ["yes/on", "1e3/null"]
