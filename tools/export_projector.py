@@ -9,7 +9,8 @@
 
 The models are read where the run's configuration says, tensor by tensor: memory for the largest one is enough. Nothing
 is written over; OUT appears when all of it is on the disk and was read again. --verify then loads the exported model,
-and mmtrain's own, and compares their logits on samples that the run held out.
+and mmtrain's own, and compares their logits on samples that the run held out, and answers to a batch of prompts with
+those to one at a time.
 """
 
 from __future__ import annotations
@@ -177,7 +178,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=VERIFY_SAMPLES,
         metavar="N",
-        help=f"hf: compare logits with mmtrain's own on N held-out samples (default: {VERIFY_SAMPLES})",
+        help=f"hf: compare logits with mmtrain's own on N held-out samples (default: {VERIFY_SAMPLES}), batches with one "
+        "prompt at a time",
     )
     return parser
 

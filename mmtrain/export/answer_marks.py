@@ -4,8 +4,8 @@ chat_template.jinja --mark_answers--> the same text for every conversation, answ
 conversations --stock tokenizer and processor, return_assistant_tokens_mask--> the label mask of training, or no marks
 
 An answer's span is found as training finds it (`data.chat`): from the end of the prompt for it to its end mark. The
-marks are written without dashes and with nothing around them: programs without transformers' extension (TGI's kind,
-mistral.rs) take this very spelling out, llama.cpp reads over it, vLLM and SGLang render by transformers.
+marks are written without dashes and with nothing around them: programs without transformers' extension (mistral.rs,
+Dynamo) take this very spelling out, llama.cpp reads over it, vLLM and SGLang render by transformers.
 
 Price: where there are answers and no answer is asked for, as in training, two more renderings an answer.
 """

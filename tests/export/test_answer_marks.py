@@ -145,7 +145,7 @@ def test_the_text_stays_byte_for_byte_the_same(marked):
             text = written(processor.tokenizer, messages, ask, None)
             assert text == written(processor.tokenizer, messages, ask, before)
             texts.add(text)
-    assert len(texts) > 100
+    assert len(texts) > 50
 
 
 def test_without_transformers_extension_the_marks_can_be_cut_out_and_the_text_stays(marked):
