@@ -178,8 +178,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=VERIFY_SAMPLES,
         metavar="N",
-        help=f"hf: compare logits with mmtrain's own on N held-out samples (default: {VERIFY_SAMPLES}), batches with one "
-        "prompt at a time",
+        help="hf: compare logits with mmtrain's own on N held-out samples, and answers in a batch with single ones "
+        f"(default: {VERIFY_SAMPLES})",
     )
     return parser
 
