@@ -9,7 +9,9 @@ from pathlib import Path
 import jinja2
 import numpy as np
 import pytest
+import transformers
 from chat_styles import CONVERSATIONS, QWEN25, STYLES, export, messages_of, run_config, with_images
+from packaging.version import Version
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
@@ -33,6 +35,7 @@ TEMPLATES = {name: values[:3] for name, values in STYLES.items()} | {
     "marks of its own that leave out the end": (OWN_MARKS, CHATML_MARKS, "byte_level"),
     "rewrites earlier answers": (REWRITES, CHATML_MARKS, "byte_level"),
 }
+MASKS_BESIDE_PICTURES = Version(transformers.__version__) >= Version("5.18")  # 5.17 shifts them by the pictures' tokens
 MASKS = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
 MORE = {
     "images in answers": (
@@ -90,7 +93,7 @@ def test_the_masks_of_stock_transformers_are_the_labels_of_training(marked):
             assert (found["input_ids"], [bool(mask) for mask in found["assistant_masks"]]) == wanted
         count = sum(text.count("<image>") for _, text in turns)
         marks_in_texts = any("<image>" in said for said in contents if isinstance(said, str))
-        if count and marks_in_texts:
+        if count and (marks_in_texts or not MASKS_BESIDE_PICTURES):
             continue  # the stock processor takes pictures from image parts alone
         pictures = [Image.fromarray(np.full((40, 30, 3), 9 * i, np.uint8)) for i in range(count)]
         found = processor.apply_chat_template(with_images(messages_of(turns, contents), pictures), **MASKS)
@@ -157,6 +160,7 @@ def test_without_transformers_extension_the_marks_can_be_cut_out_and_the_text_st
         assert texts[0] == texts[1]
 
 
+@pytest.mark.skipif(not MASKS_BESIDE_PICTURES, reason="transformers 5.17 shifts masks by the pictures' tokens")
 def test_plain_marks_the_caption_and_its_end_and_writes_what_it_wrote(tiny, tmp_path):
     config = run_config(tiny, tiny / "llm")
     export(config, tmp_path)
