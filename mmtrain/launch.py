@@ -195,7 +195,7 @@ def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun
         timeout_seconds=config.parallel.timeout_seconds,
         start_method="spawn" if gpus else "forkserver",
     )
-    _set_environment(job.threads, gpus, one_node=True)
+    _set_environment(job.threads, gpus)
     with output_to_log(job.log):
         if job.start_method == "forkserver":
             start_fork_server()
@@ -281,9 +281,11 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
                 refuse_unfit_init_from(config, job.folder)
             prepare_folder(config, plan, start)
             say(*render(plan).splitlines())
+            if job.nodes > 1:
+                _say_who_can_reach_it(options.rdzv_endpoint)
         else:
             job.folder.mkdir(parents=True, exist_ok=True)
-        _set_environment(job.threads, gpus, one_node=job.nodes == 1)
+        _set_environment(job.threads, gpus)
         with output_to_log(job.log):
             if job.start_method == "forkserver":
                 start_fork_server()
@@ -320,7 +322,7 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
     if rank == 0:
         _check_data(config, others_wait=world_size > 1)
     threads = _threads(config, local_ranks)
-    _set_environment(threads, gpus, one_node=local_ranks == world_size)
+    _set_environment(threads, gpus)
     with claimed(run_folder(config)) if rank == 0 else contextlib.nullcontext():
         start = None
         if rank == 0:
@@ -337,6 +339,18 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
         stopped = run_rank(target, job.folder, threads=threads, describe=job.describe)
     del store  # it may be the one that all ranks meet at
     return 0 if stopped is None else STOPPED
+
+
+def _say_who_can_reach_it(endpoint: str) -> None:
+    from mmtrain.rendezvous import EVERY_INTERFACE, listening_address
+
+    if (address := listening_address(endpoint)) == EVERY_INTERFACE:
+        say(
+            f"listening for the other machines on every interface: the host of --rdzv-endpoint {endpoint} is no "
+            "address of this machine, or only its own; better give its address in the cluster's network"
+        )
+    else:
+        say(f"listening for the other machines on {address}")
 
 
 def _how_to_go_on(config: RunConfig, options: argparse.Namespace) -> str:
@@ -483,7 +497,7 @@ def _threads(config: RunConfig, local_ranks: int) -> int:
     return config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def _set_environment(threads: int, gpus: Sequence[Gpu], one_node: bool) -> None:
+def _set_environment(threads: int, gpus: Sequence[Gpu]) -> None:
     """What libraries read once, when they are imported: before any of those imports."""
     variables: Mapping[str, str] = {
         "OMP_NUM_THREADS": str(threads),
@@ -493,8 +507,6 @@ def _set_environment(threads: int, gpus: Sequence[Gpu], one_node: bool) -> None:
     os.environ.update(variables)
     if gpus:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue a stream: none waits for another's work
-    if one_node and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo looks up the host's name, which may not resolve
 
 
 def _places(plan: Plan) -> tuple[str, ...]:

@@ -225,6 +225,7 @@ def run_rank(
             signal.signal(number, signal.SIG_DFL)
     stop = StopRequest(records / STOP_FILE if records else None)
     stop.listen()
+    _keep_to_this_machine()
 
     rank = int(os.environ["RANK"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -259,6 +260,16 @@ def run_rank(
         child.kill()  # a data worker that hangs, and ignores SIGTERM: Python's exit would wait for it
     log.finish()
     return result
+
+
+def _keep_to_this_machine() -> None:
+    """Let gloo and NCCL listen on the loopback interface alone where all ranks are on one machine (Linux).
+
+    They would on the one that the host's name belongs to, for anybody, and it may not even resolve.
+    """
+    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # without "=" every interface whose name begins so
 
 
 def seconds_before_message(rank: int) -> float:

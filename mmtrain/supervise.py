@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mmtrain.errors import UserError
 from mmtrain.rank import (
     ENDING_SIGNALS,
     STOP_FILE,
@@ -119,6 +120,8 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from mmtrain.rendezvous import BACKEND, THIS_MACHINE
+
     for handler in logging.getLogger("torch.distributed").handlers:
         # torch's own formatter imports torch._dynamo to write down that a rank has died: 2 to 6 s before the job ends.
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
@@ -164,7 +167,9 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
             start_method=job.start_method,
             logs_specs=Logs(log_dir=str(records / "elastic")),
             signals_to_handle=",".join(number.name for number in signals),
-            **_rendezvous(job),
+            rdzv_backend=BACKEND,
+            rdzv_endpoint=job.endpoint if job.nodes > 1 else THIS_MACHINE,
+            rdzv_configs={"rank": job.node, "timeout": job.timeout_seconds},
         )
         entry = functools.partial(run_rank, target, job.folder, threads=job.threads, records=records)
         try:
@@ -173,6 +178,8 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
             return _origin(job, records, {rank: failure.exitcode for rank, failure in error.failures.items()})
         except SignalException as error:
             return _stopped(job, records, error.sigval)
+        except UserError as error:
+            return Failure(2, str(error))
         except (RendezvousError, DistError) as error:
             return Failure(1, f"the {job.nodes} nodes did not come together at {job.endpoint}: {error}")
         finally:
@@ -186,15 +193,6 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
 def _call(entry: Callable[[], str | None]) -> str | None:
     """The agent wants a function with a name."""
     return entry()
-
-
-def _rendezvous(job: Job) -> dict[str, Any]:
-    """How the agents of all nodes find each other, as LaunchConfig wants it."""
-    if job.nodes == 1:  # port 0: the operating system picks a free one, without a race
-        settings = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
-        return settings | {"rdzv_configs": {"timeout": job.timeout_seconds}}
-    configs = {"rank": job.node, "timeout": job.timeout_seconds}
-    return {"rdzv_backend": "static", "rdzv_endpoint": job.endpoint, "rdzv_configs": configs}
 
 
 @contextlib.contextmanager

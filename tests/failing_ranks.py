@@ -61,7 +61,7 @@ def end(how: str) -> None:
 if __name__ == "__main__":
     how, folder = sys.argv[1], Path(sys.argv[2])
     folder.mkdir()
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    os.environ["OMP_NUM_THREADS"] = "1"
     multiprocessing.set_forkserver_preload(["torch.distributed"])
     job = Job(("stage 0", "stage 1"), folder, threads=1, timeout_seconds=60)
     with output_to_log(job.log):

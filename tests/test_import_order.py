@@ -53,7 +53,7 @@ export.markdown  export.chat_template  export.image_processor  export.processor 
 export.folder  export.origin  export.projector_file  export.llava
 export.answer_marks  export.language  export.stock  export.batched  export.card  export.hf  export.verify
 train
-fork_server  supervise  launch
+fork_server  rendezvous  supervise  launch
 """
 ORDER = TABLE.split()
 

@@ -15,7 +15,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from processes import Command, running, wait_for
+from processes import Command, listeners, running, wait_for
 
 from mmtrain import launch as launch_module
 from mmtrain.config import load_config
@@ -246,9 +246,13 @@ def free_port() -> int:
 
 def test_two_nodes_share_a_run(tiny, tmp_path):
     common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}", "parallel.pipeline=2", "train.max_steps=2"]
-    common += ["--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}", "--node-rank"]
+    port = free_port()
+    common += ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--node-rank"]
     with running([*common, "0"], tmp_path) as node_0, running([*common, "1"], tmp_path) as node_1:
+        wait_for(lambda: listeners([node_0.process.pid]) or node_0.process.poll() is not None, 60, "the store")
+        assert listeners([node_0.process.pid]) == {("127.0.0.1", port)}
         assert (node_0.wait(), node_1.wait()) == (0, 0), node_0.stderr + node_1.stderr
+    assert "listening for the other machines on 127.0.0.1\n" in node_0.stdout
     folder = tmp_path / "tiny"
     assert steps_done(folder) == 2 and (folder / "audit.json").exists()
     assert "[rank 1]" in (folder / "log-node1.txt").read_text()

@@ -123,7 +123,6 @@ def run(options: argparse.Namespace, folder: Path, override: Callable[..., RunCo
     plan = make_plan(config, min((gpu.total_bytes for gpu in gpus), default=None))
     threads = config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // len(plan.ranks))
     os.environ.update({"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"})
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not gpus:
         os.environ["DS_ACCELERATOR"] = "cpu"
     job = Job(

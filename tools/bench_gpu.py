@@ -80,7 +80,6 @@ def _row(text: str) -> str:
 def run(options: argparse.Namespace) -> int:
     """Make the models, race the rows, print tables; the exit code. Raises UserError without a CUDA device."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if options.device == "cpu":
         os.environ.update({"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
     import torch  # reads the environment when it is imported

@@ -99,7 +99,6 @@ def run(options: argparse.Namespace) -> int:
     result = {"machine": machine(), "threads": threads, "dtype": options.dtype, "rows": {}}
     os.environ.update({"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"})
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the contestants are on the processor
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory(prefix="bench_peers-", dir=options.folder) as name:
         folder = Path(name)
         say("making the models")

@@ -77,7 +77,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Make the models, run the layouts, print tables; the exit code."""
     os.environ.update({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"})
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     result: dict[str, Any] = {
         "machine": machine(),
