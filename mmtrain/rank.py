@@ -171,15 +171,17 @@ class PrefixedLog(io.TextIOWrapper):
 
 
 def redirect_python_output(log: PrefixedLog) -> None:
-    """Send print, warnings and every logging handler on a standard stream of this process to `log`."""
-    streams = {sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__}
+    """Send print, warnings and every logging handler that keeps a standard stream of this process to `log`.
+
+    Only what a handler keeps is replaced, and nothing of it is called: some have a `stream` that cannot be set, such as
+    logging.lastResort, which follows sys.stderr by itself, and others brought streams of any kind.
+    """
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     loggers = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
-    for logger in loggers:
-        for handler in logger.handlers:
-            if isinstance(handler, logging.StreamHandler) and (
-                handler.stream in streams or isinstance(handler.stream, PrefixedLog)
-            ):
-                handler.setStream(log)
+    for handler in (handler for logger in loggers for handler in logger.handlers):
+        kept = getattr(handler, "__dict__", {}).get("stream")
+        if isinstance(kept, PrefixedLog) or (kept is not None and any(kept is stream for stream in streams)):
+            vars(handler)["stream"] = log
     sys.stdout = sys.stderr = log
 
 

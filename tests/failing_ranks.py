@@ -18,6 +18,19 @@ from mmtrain.supervise import Job, output_to_log, run_ranks
 LAST_STEP = 5
 
 
+class Unhashable:
+    """A stream as others may bring: no hash, and equal to everything."""
+
+    write = flush = lambda self, *_: None
+    __eq__ = lambda self, other: True  # noqa: E731
+
+
+# What libraries have set up when they are imported; dill's is the first one, of which the stream cannot be set.
+logging.getLogger("dill").addHandler(logging._StderrHandler(logging.WARNING))
+logging.getLogger("plain").addHandler(logging.StreamHandler())
+logging.getLogger("odd").addHandler(logging.StreamHandler(Unhashable()))
+
+
 def work(how: str, rank: Rank) -> None:
     """Reduce a tensor with the other rank in every step; rank 1 ends as `how` says."""
     import torch
@@ -30,6 +43,8 @@ def work(how: str, rank: Rank) -> None:
     print("printed")
     warnings.warn("warned", stacklevel=1)
     logging.getLogger("library").error("logged")
+    logging.getLogger("dill").error("logged by dill")
+    logging.getLogger("plain").error("logged by a handler on stderr")
     os.system("echo said by another program")
     for step in range(LAST_STEP + 1):
         rank.progress.at(step, "ALL_REDUCE")

@@ -48,6 +48,8 @@ def test_everything_else_is_in_the_log_with_its_rank_in_front(outcomes):
     for rank in (0, 1):
         assert f"[rank {rank}] printed" in lines
         assert f"[rank {rank}] logged" in lines
+        assert lines.count(f"[rank {rank}] logged by dill") == 1
+        assert lines.count(f"[rank {rank}] logged by a handler on stderr") == 1
         assert any(line.startswith(f"[rank {rank}] ") and "UserWarning: warned" in line for line in lines)
     assert lines.count("said by another program") == 2
 
