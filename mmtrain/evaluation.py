@@ -36,7 +36,7 @@ from mmtrain.engine import Evaluation, FrozenPipelineEngine
 from mmtrain.errors import UserError
 from mmtrain.metrics import Answer, Scores
 from mmtrain.plan.schedule import Instruction
-from mmtrain.rank import Progress
+from mmtrain.rank_records import Progress
 
 # Micro-batches of one `engine.evaluate`, per pipeline rank. The first stage may be so many ahead of the last one, so
 # this bounds the hidden states that wait in between, and the idle share of a round to (p - 1) / (5p - 1).

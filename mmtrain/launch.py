@@ -43,13 +43,18 @@ from mmtrain.printing import note, say, show_cursor, show_error, show_traceback
 from mmtrain.rank import Rank, run_rank, seconds_before_message
 from mmtrain.resume import Start, is_complete
 from mmtrain.run_folder import AUTO, claimed, find_start, prepare_folder, run_folder
+from mmtrain.step_folder import step_folders, step_of
 from mmtrain.supervise import STOPPED, Job, output_to_log, run_ranks, start_fork_server
 from mmtrain.trace import refuse_unfit_trace
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# (rank, number of processes) as others name them who start several: Open MPI, MPICH and Intel MPI, and cluster managers
+# that set a part of what torchrun sets, once a machine
+OTHER_STARTERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("RANK", "WORLD_SIZE"))
 INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
 ANEW = "To train anew choose another run.name, or set run.overwrite=true, which deletes it"
 TRACED_STEPS = 3
+SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 128
 
 DESCRIPTION = """\
 Train the projector of a vision-language model, the LLM frozen and cut into pipeline stages.
@@ -89,16 +94,23 @@ exit codes:
   1    a rank failed; the message names the rank, its stage, the step and the cause
   2    what the user can mend: configuration, model, data, layout, a full disk; the message says how, without traceback
   3    stopped by SIGTERM or SIGUSR1 (Slurm: --signal=USR1@300) with everything saved: the same command goes on
-  130  stopped by Ctrl-C at once     143  by a second SIGTERM, or one before the ranks were started
+  130  stopped by Ctrl-C at once     143  by a second SIGTERM, or one before the ranks were started; what was not saved
+       is lost, and the same command goes on from the newest checkpoint
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
     options = _parser().parse_intermixed_args(_with_trace_steps(sys.argv[1:] if arguments is None else arguments))
-    rank = int(os.environ["RANK"]) if all(name in os.environ for name in TORCHRUN_VARIABLES) else None
+    rank = None
     sys.excepthook = show_traceback
     try:
+        if options.local_rank is not None:
+            raise UserError(
+                "--local_rank comes from DeepSpeed's launcher, which does not start mmtrain: it is started by python "
+                "-m mmtrain.launch itself, or by torchrun --nproc-per-node N -m mmtrain.launch"
+            )
+        rank = _rank_of_torchrun()
         config = load_config(options.config, options.overrides)
         if options.trace is not None and (options.plan or options.calibrate):
             raise UserError("--trace records training; tools/plot_schedule.py --plan CONFIG draws what is planned")
@@ -109,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _calibrate(config, options, under_torchrun=rank is not None)
         if rank is not None:
             return _join(config, options, rank)
+        if options.nnodes == 1:
+            _refuse_other_starters()
         return _launch(config, options)
     except UserError as error:
         time.sleep(seconds_before_message(rank or 0))
@@ -117,6 +131,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         note("stopped by Ctrl-C before the ranks were started")
         return 130
+
+
+def _rank_of_torchrun() -> int | None:
+    """This process's rank if torchrun has started it."""
+    found = {name: os.environ[name] for name in TORCHRUN_VARIABLES if name in os.environ}
+    if len(found) < len(TORCHRUN_VARIABLES):
+        return None
+    for name, value in found.items():
+        if name != "MASTER_ADDR" and not value.isdecimal():
+            raise UserError(
+                f"{name}={value!r} in the environment, where torchrun puts a number: to start ranks from here unset "
+                f"{', '.join(TORCHRUN_VARIABLES)}"
+            )
+    return int(found["RANK"])
+
+
+def _refuse_other_starters() -> None:
+    """Raise UserError if this is one of several processes, each of which would start the whole run."""
+    for rank, size in OTHER_STARTERS:
+        if rank in os.environ and os.environ.get(size, "1") != "1":
+            raise UserError(
+                f"this is one of {os.environ[size]} processes, says the environment ({rank}={os.environ[rank]}, {size}="
+                f"{os.environ[size]}: mpirun, or a cluster's manager), and each would start the whole run; start it "
+                "once, without mpirun: it starts its ranks itself; on several machines once on each, with --nnodes; or "
+                f"use torchrun. If they are left over from something else: unset {rank} {size}"
+            )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines that share the run (default 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: a free port of machine 0")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     return parser
 
 
@@ -269,6 +310,7 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
         nodes=options.nnodes,
         node=options.node_rank,
         endpoint=options.rdzv_endpoint,
+        saves_when_asked=True,
     )
     with claimed(job.folder) if job.node == 0 else contextlib.nullcontext():
         start = None
@@ -301,6 +343,8 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
         return STOPPED
     show_cursor()  # a rank that was killed could not
     show_error(failure.message)
+    if failure.exit_code > SIGNALLED and job.node == 0:
+        note(_what_is_saved(config, options))
     return failure.exit_code
 
 
@@ -339,6 +383,14 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
         stopped = run_rank(target, job.folder, threads=threads, describe=job.describe)
     del store  # it may be the one that all ranks meet at
     return 0 if stopped is None else STOPPED
+
+
+def _what_is_saved(config: RunConfig, options: argparse.Namespace) -> str:
+    """Of a run that a signal has ended at once."""
+    saved = step_folders(run_folder(config))
+    if saved:
+        return f"nothing was saved since step {step_of(saved[0])}. {_how_to_go_on(config, options)}"
+    return "nothing was saved yet: the same command begins where this run began"
 
 
 def _say_who_can_reach_it(endpoint: str) -> None:

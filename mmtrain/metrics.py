@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -73,8 +72,8 @@ class JsonLines:
         line = (json.dumps(without_nan(values), allow_nan=False) + "\n").encode()
         size = os.fstat(self._file).st_size
         try:
-            if os.write(self._file, line) < len(line):  # what fitted on a disk that is full now
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            while line:  # a full disk, or a limit, takes what still fits: the next write says which of them it is
+                line = line[os.write(self._file, line) :]
         except OSError as error:
             with contextlib.suppress(OSError):  # not a regular file: nothing to take back
                 os.ftruncate(self._file, size)

@@ -1,36 +1,30 @@
 """One rank's process: its place in the run, where its output goes, and its last words when it fails.
 
 A rank never prints: everything that it or a library writes, C++ included, goes to the run's log, and rank 0 gets a
-stream to the console for progress. While it runs it keeps its step and instruction in a small shared file; when it
-fails it writes an error record. Both outlive the process, so the launcher can say who failed, where and why.
+stream to the console for progress. What outlives it for the launcher is in rank_records.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import faulthandler
 import io
-import json
 import logging
-import mmap
 import multiprocessing
 import os
-import re
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
-from mmtrain.errors import UserError
 from mmtrain.printing import printable, say, show_error
+from mmtrain.rank_records import ErrorRecord, Progress
 from mmtrain.stop import StopRequest
 
 Result = TypeVar("Result")
@@ -43,44 +37,6 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # at once; SIGT
 SECONDS_AFTER_FAILURE = 1.0
 # A rank that only lost a peer stays longer: the launcher must find that peer first, not this victim.
 SECONDS_AFTER_LOST_PEER = 3.0
-
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-LOST_PEER = re.compile(
-    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process exited|"
-    r"socket (closed|error)|gloo.*(timed? ?out|timeout)|timed out waiting for (recv|send)|nccl.*(timeout|remote error)",
-    re.IGNORECASE | re.DOTALL,
-)
-
-
-class Progress:
-    """Step and current work of a rank in a file that survives the process; `path` None keeps them in memory."""
-
-    _FORMAT = struct.Struct("<qi200s")
-
-    def __init__(self, path: Path | None = None) -> None:
-        if path is None:
-            self._memory = mmap.mmap(-1, self._FORMAT.size)
-        else:
-            with path.open("w+b") as file:
-                file.truncate(self._FORMAT.size)
-                self._memory = mmap.mmap(file.fileno(), self._FORMAT.size)
-        self.step = 0
-        self.doing = "start-up"
-        self.at(0, self.doing)
-
-    def at(self, step: int, doing: object) -> None:
-        """Record that this rank now does `doing` (an instruction, or words) in step `step`."""
-        self.step, self.doing = step, str(doing)
-        self._FORMAT.pack_into(self._memory, 0, step, os.getpid(), self.doing.encode()[:200])
-
-    @classmethod
-    def read(cls, path: Path) -> tuple[int, str] | None:
-        """(step, doing) of the rank that wrote `path`, None when it never came to write it."""
-        data = path.read_bytes() if path.exists() else b""
-        if len(data) < cls._FORMAT.size:
-            return None
-        step, _, doing = cls._FORMAT.unpack(data)
-        return step, doing.rstrip(b"\0").decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -100,50 +56,6 @@ class Rank:
         """Print messages for the user, on rank 0."""
         if self.console is not None:
             say(*messages, stream=self.console)
-
-
-@dataclass(frozen=True)
-class ErrorRecord:
-    """Last words of a failed rank. kind: "user" (wrong input), "peer" (lost a peer, a victim) or "error"."""
-
-    rank: int
-    step: int
-    doing: str
-    kind: Literal["user", "peer", "error"]
-    cause: str
-    where: str
-    time: float
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int, progress: Progress) -> Self:
-        name = type(error).__name__
-        if isinstance(error, UserError):
-            kind, cause = "user", str(error)
-        elif isinstance(error, OSError) and error.errno in FULL_DISK:
-            kind = "user"
-            cause = f"{error.filename or 'a file'} cannot be written: {error.strerror}; free space, and start again: a "
-            cause += "run goes on from its newest checkpoint"
-        else:
-            lost_peer = isinstance(error, ConnectionError) or (
-                # torch.distributed's DistNetworkError and kin, by name: this module imports no torch
-                name.startswith("Dist") or (isinstance(error, RuntimeError) and LOST_PEER.search(str(error)))
-            )
-            kind, cause = "peer" if lost_peer else "error", f"{name}: {error}" if str(error) else name
-        frames = traceback.extract_tb(error.__traceback__)
-        package = str(Path(__file__).parent)
-        own = [f for f in frames if f.filename.startswith(package) and f.filename != __file__] or frames
-        where = f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
-        return cls(rank, progress.step, progress.doing, kind, cause, where, time.time())
-
-    def write(self, path: Path) -> None:
-        """Write whole or not at all: the launcher may read at any time."""
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.rename(path)
-
-    @classmethod
-    def read(cls, path: Path) -> Self | None:
-        return cls(**json.loads(path.read_text())) if path.exists() else None
 
 
 class PrefixedLog(io.TextIOWrapper):

@@ -13,6 +13,7 @@ import functools
 import logging
 import multiprocessing.forkserver
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -26,18 +27,23 @@ from mmtrain.errors import UserError
 from mmtrain.rank import (
     ENDING_SIGNALS,
     STOP_FILE,
-    ErrorRecord,
     PrefixedLog,
-    Progress,
     Rank,
     log_name,
     redirect_file_descriptor,
     redirect_python_output,
     run_rank,
 )
+from mmtrain.rank_records import OUT_OF_MEMORY, ErrorRecord, Progress
 from mmtrain.stop import SECONDS_TOGETHER, STOP_SIGNALS, Asked, StopFile
 
 PR_SET_CHILD_SUBREAPER = 36
+FORK_SERVER_IS_GONE = 255  # the exit code that multiprocessing gives to its children then (popen_forkserver.py)
+FORK_SERVER_ENDED = (
+    f"and all others ended with the process that they were forked from, which was killed ({OUT_OF_MEMORY}),"
+)
+# A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21 ProcessGroupNCCL.cpp:629] ..."
+WATCHDOG = re.compile(rb"\[rank(\d+)\]:.*(Watchdog caught collective operation timeout.*)")
 STOPPED = 3  # exit code of a run that a signal has ended in good order, everything saved
 
 
@@ -53,6 +59,7 @@ class Job:
     nodes: int = 1
     node: int = 0
     endpoint: str | None = None
+    saves_when_asked: bool = False  # SIGTERM and SIGUSR1 ask its ranks to save and end; otherwise they end it at once
 
     @property
     def log(self) -> Path:
@@ -110,9 +117,9 @@ def start_fork_server() -> None:
 def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
     """Run `target`, which must be picklable, in every local rank of `job` until all return or one fails.
 
-    `target` returns None at the run's end, or what there is to say of one that was stopped before. The first SIGTERM
-    or SIGUSR1 asks for that; a second SIGTERM ends the ranks at once. No process that a rank
-    started is left, however it ends.
+    `target` returns None at the run's end, or what there is to say of one that was stopped before. If the job
+    `saves_when_asked`, the first SIGTERM or SIGUSR1 asks for that, and a second SIGTERM ends the ranks at once. No
+    process that a rank started is left, however it ends.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -126,11 +133,13 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
         # torch's own formatter imports torch._dynamo to write down that a rank has died: 2 to 6 s before the job ends.
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     # A signal that the caller ignores stays ignored: nohup's SIGHUP would end the run when the terminal closes.
-    signals = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    at_once = ENDING_SIGNALS if job.saves_when_asked else (*ENDING_SIGNALS, *STOP_SIGNALS)
+    signals = [number for number in at_once if signal.getsignal(number) is not signal.SIG_IGN]
     earlier_children = set(_children(os.getpid()))
     if sys.platform == "linux":  # what a dead rank started becomes our child, to be ended below
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
+    log_begins = job.log.stat().st_size if job.log.exists() else 0
     with tempfile.TemporaryDirectory(prefix="mmtrain-") as name, _handlers_restored([*signals, *STOP_SIGNALS]):
         records = Path(name)
         stop_file = StopFile(records / STOP_FILE)
@@ -153,8 +162,9 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
             """
 
             def reify(self, *arguments: Any, **options: Any) -> Any:
-                for number in STOP_SIGNALS:
-                    signal.signal(number, ask)
+                if job.saves_when_asked:
+                    for number in STOP_SIGNALS:
+                        signal.signal(number, ask)
                 return super().reify(*arguments, **options)
 
         config = LaunchConfig(
@@ -175,7 +185,8 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
         try:
             ends = elastic_launch(config, _call)(entry)
         except ChildFailedError as error:
-            return _origin(job, records, {rank: failure.exitcode for rank, failure in error.failures.items()})
+            exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            return _origin(job, records, exit_codes, _ended_by_watchdog(job.log, log_begins))
         except SignalException as error:
             return _stopped(job, records, error.sigval)
         except UserError as error:
@@ -209,13 +220,23 @@ def _handlers_restored(signals: list[signal.Signals]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _origin(job: Job, records: Path, exit_codes: Mapping[int, int]) -> Failure:
-    """The failure to report, of the ranks on this node; the exit codes are those that the agent saw first."""
-    for rank, code in exit_codes.items():
-        if not (records / f"error-{rank}").exists():  # it had no time for last words
+def _origin(job: Job, records: Path, exit_codes: Mapping[int, int], waited: Mapping[int, str]) -> Failure:
+    """The failure to report, of the ranks on this node; the exit codes are those that the agent saw first.
+
+    `waited` are the ranks that NCCL's watchdog ended, and its words.
+    """
+    found = [ErrorRecord.read(records / f"error-{rank}") for rank in range(len(job.places))]
+    errors = [error for error in found if error is not None]
+    silent = {rank: code for rank, code in exit_codes.items() if not (records / f"error-{rank}").exists()}
+    for rank, code in silent.items():  # it had no time for last words
+        if code == FORK_SERVER_IS_GONE and job.start_method == "forkserver" and not _fork_server_lives():
+            return Failure(1, f"{_whereabouts(job, records, rank, FORK_SERVER_ENDED)}\n{_log_line(job)}")
+        if code == -signal.SIGABRT and rank in waited:
+            step, doing = Progress.read(records / f"progress-{rank}") or (0, "start-up")
+            errors.append(ErrorRecord(rank, step, doing, "peer", waited[rank], "", time.time()))
+        else:
             return Failure(1, f"{_whereabouts(job, records, rank, _end(code))}\n{_log_line(job)}")
-    errors = [ErrorRecord.read(records / f"error-{rank}") for rank in range(len(job.places))]
-    first = min((error for error in errors if error), key=lambda error: (error.kind == "peer", error.time))
+    first = min(errors, key=lambda error: (error.kind == "peer", error.time))
     if first.kind == "user":
         return Failure(2, first.cause)
     lines = [job.describe(first)]
@@ -227,12 +248,21 @@ def _origin(job: Job, records: Path, exit_codes: Mapping[int, int]) -> Failure:
     return Failure(1, "\n".join([*lines, _log_line(job)]))
 
 
+def _ended_by_watchdog(log: Path, begin: int) -> dict[int, str]:
+    """Ranks that waited longer than NCCL's timeout, and what its watchdog wrote to `log`, from byte `begin` on."""
+    written = b""
+    with contextlib.suppress(OSError), log.open("rb") as file:  # its folder may have been removed
+        file.seek(begin)
+        written = file.read()
+    return {int(rank): text.decode(errors="replace") for rank, text in WATCHDOG.findall(written)}
+
+
 def _end(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     end = f"was killed by {signal.Signals(-exit_code).name}"
     if exit_code == -signal.SIGKILL:
-        end += " (if nobody did that, the machine ran out of memory: see dmesg)"
+        end += f" ({OUT_OF_MEMORY})"
     return end
 
 
@@ -284,7 +314,15 @@ def _end_children(spared: set[int]) -> None:
 
 
 def _is_tracker(pid: int) -> bool:
+    return _runs(pid, b"resource_tracker")
+
+
+def _fork_server_lives() -> bool:
+    return any(_runs(pid, b"multiprocessing.forkserver") for pid in _children(os.getpid()))
+
+
+def _runs(pid: int, module: bytes) -> bool:
     try:
-        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return module in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False

@@ -4,6 +4,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,12 @@ from mmtrain.rank import Rank
 from mmtrain.supervise import Job, output_to_log, run_ranks
 
 LAST_STEP = 5
+# What NCCL's watchdog writes before it aborts the process that it watches, as somebody's log has it.
+WATCHDOG = (
+    b"[rank0]:[E1218 20:27:21.426415540 ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective operation "
+    b"timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST, NumelIn=1, NumelOut=1, Timeout(ms)=60000) ran for 60081 "
+    b"milliseconds before timing out.\n"
+)
 
 
 class Unhashable:
@@ -48,6 +55,9 @@ def work(how: str, rank: Rank) -> None:
     os.system("echo said by another program")
     for step in range(LAST_STEP + 1):
         rank.progress.at(step, "ALL_REDUCE")
+        if step == LAST_STEP and rank.rank == 0 and how == "watchdog":
+            os.write(2, WATCHDOG)
+            os.abort()
         if step == LAST_STEP and rank.rank == 1:
             end(how)
         dist.all_reduce(torch.ones(1))
@@ -64,9 +74,12 @@ def end(how: str) -> None:
         raise UserError("this file is damaged: make it anew")
     if how == "exit":
         os._exit(7)
-    if how == "hang":
+    if how in ("hang", "watchdog"):
         time.sleep(300)
-    if how == "stuck":  # both ranks, each waiting for the other
+    if how == "fork server killed":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(300)
+    if how.startswith("stuck"):  # both ranks, each waiting for the other
         import torch
         import torch.distributed as dist
 
@@ -78,7 +91,7 @@ if __name__ == "__main__":
     folder.mkdir()
     os.environ["OMP_NUM_THREADS"] = "1"
     multiprocessing.set_forkserver_preload(["torch.distributed"])
-    job = Job(("stage 0", "stage 1"), folder, threads=1, timeout_seconds=60)
+    job = Job(("stage 0", "stage 1"), folder, threads=1, timeout_seconds=60, saves_when_asked=how == "stuck")
     with output_to_log(job.log):
         failure = run_ranks(functools.partial(work, how), job)
     if failure is not None:

@@ -13,7 +13,8 @@ from ranks import run_ranks
 from mmtrain.config import RunConfig, load_config
 from mmtrain.engine import join_process_group  # noqa: F401 - imported once, before ranks are forked
 from mmtrain.plan.planner import Plan, make_plan
-from mmtrain.rank import Progress, Rank
+from mmtrain.rank import Rank
+from mmtrain.rank_records import Progress
 from mmtrain.resume import Start
 from mmtrain.run_folder import AUTO, find_start, prepare_folder, run_folder
 from mmtrain.step_folder import StepFolder, find, step_path, why_damaged

@@ -70,6 +70,7 @@ def test_many_shards_are_not_indexed_while_other_processes_wait(tiny, tmp_path, 
         (["--nnodes", "2", "--node-rank", "0"], ["--rdzv-endpoint HOST:PORT"]),
         (["--nnodes", "3", "--rdzv-endpoint", "localhost:29500"], ["--nnodes 3", "4 ranks"]),
         (["--node-rank", "1"], ["--node-rank 1"]),
+        (["--local_rank=1"], ["--local_rank", "DeepSpeed's launcher", "torchrun --nproc-per-node"]),
     ],
 )
 def test_wrong_input_is_exit_code_2_with_a_message_and_no_traceback(tiny, tmp_path, arguments, said):
@@ -85,6 +86,39 @@ def test_wrong_input_is_exit_code_2_with_a_message_and_no_traceback(tiny, tmp_pa
     for words in said:
         assert words in ran.stderr
     assert not (tmp_path / "runs").exists()
+
+
+REFUSED_DATA = "data.shards: no file nowhere/*.tar"  # the next thing that is looked at
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+            "OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2: mpi",
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            "one of 2 processes, says the environment (PMI_RANK=0, PMI_SIZE=2: mpirun",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "unset RANK WORLD_SIZE"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, REFUSED_DATA),
+        ({"RANK": "3", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}, REFUSED_DATA),
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}, REFUSED_DATA),
+        (
+            {"RANK": "", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK='' in the environment, where torchrun puts a number",
+        ),
+    ],
+)
+def test_who_started_it_is_read_from_the_environment_and_left_overs_do_not_matter(
+    tiny, tmp_path, monkeypatch, environment, said
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    ran = launch(tiny / "config.yaml", "data.shards=nowhere/*.tar", f"run.dir={tmp_path / 'runs'}", cwd=tmp_path)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and said in ran.stderr
 
 
 def test_a_family_without_a_staged_form_is_refused_by_name(tiny, tmp_path):
@@ -197,12 +231,18 @@ def test_kill_9_of_a_rank_ends_all_within_10_seconds_and_names_rank_stage_and_st
 
 def test_ctrl_c_ends_all_within_10_seconds_with_exit_code_130(tiny, tmp_path):
     arguments, folder = started(tiny, tmp_path)
-    with running(arguments, tmp_path) as command:
+    with running([*arguments, "checkpoint.every_steps=2"], tmp_path) as command:
         wait_until_it_trains(command, folder)
+        wait_for(lambda: "saved " in command.stdout, 60, "a checkpoint")
         os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: to every process
         assert command.seconds_until_gone(timeout=20) < 10
         assert command.wait() == 130
-    assert re.fullmatch(r"error: stopped by Ctrl-C; rank 0 \(stage 0\) was in step \d+ .*\n  log: .*\n", command.stderr)
+    said = re.fullmatch(
+        r"error: stopped by Ctrl-C; rank 0 \(stage 0\) was in step \d+ .*\n  log: .*\n"
+        r"nothing was saved since step (\d+). The same command goes on from there\n",
+        command.stderr,
+    )
+    assert said and (folder / f"checkpoints/step-{int(said[1]):08d}").is_dir(), command.stderr
 
 
 def test_a_running_run_keeps_its_folder_and_kill_9_of_its_launcher_leaves_no_orphan(tiny, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from processes import Command, running, wait_for
 
 SCRIPT = Path(__file__).parent / "failing_ranks.py"
-WAYS = ("children left", "raise", "wrong input", "exit", "hang")
+WAYS = ("children left", "raise", "wrong input", "exit", "hang", "watchdog", "fork server killed")
 
 
 class Outcome:
@@ -93,18 +94,45 @@ def test_a_hanging_rank_is_shown_beside_the_one_that_waited_for_it(outcomes):
     assert "rank 1 (stage 1) was in step 5 (counted from 0), at ALL_REDUCE\n" in failed.stderr
 
 
+def test_a_rank_that_nccls_watchdog_ended_is_not_blamed_for_what_it_waited_for(outcomes):
+    failed = outcomes["watchdog"]
+    assert failed.exit_code == 1
+    assert failed.stderr.startswith(
+        "rank 0 (stage 0) lost its connection to another rank in step 5 (counted from 0), at ALL_REDUCE: Watchdog "
+        "caught collective operation timeout: WorkNCCL("
+    )
+    assert "rank 1 (stage 1) was in step 5 (counted from 0), at ALL_REDUCE\n" in failed.stderr
+
+
+def test_the_death_of_the_process_that_all_ranks_are_forked_from_is_named(outcomes):
+    failed = outcomes["fork server killed"]
+    assert failed.exit_code == 1
+    assert re.match(
+        r"rank \d \(stage \d\) and all others ended with the process that they were forked from, which was killed \(if "
+        r"nobody did that, the machine ran out of memory: see dmesg\), in step 5 ",
+        failed.stderr,
+    )
+
+
 def test_a_dead_rank_is_written_down_without_importing_half_of_torch(outcomes):
     """torch's formatter would; the job would end seconds later."""
     assert "[launcher] ERROR torch.distributed.elastic.multiprocessing.api: failed (exitcode" in outcomes["exit"].log
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
-def test_a_signal_ends_deadlocked_ranks_within_10_seconds(tmp_path, number, name):
-    with running([SCRIPT, "stuck", tmp_path / "run"], tmp_path) as command:
+@pytest.mark.parametrize(
+    ("how", "number", "name"),
+    [
+        ("stuck", signal.SIGTERM, "SIGTERM"),
+        ("stuck", signal.SIGINT, "Ctrl-C"),
+        ("stuck with nothing to save", signal.SIGTERM, "SIGTERM"),  # tools/bench.py: the first one is enough
+    ],
+)
+def test_a_signal_ends_deadlocked_ranks_within_10_seconds(tmp_path, how, number, name):
+    with running([SCRIPT, how, tmp_path / "run"], tmp_path) as command:
         wait_for(lambda: command.stdout, 60, "the first step")
         time.sleep(1)  # by now both wait for each other, where Python runs no signal handler
         assert len(command.family()) >= 4  # launcher, fork server, two ranks
-        if number == signal.SIGTERM:  # the first one asks them to save, which these cannot
+        if number == signal.SIGTERM and how == "stuck":  # the first one asks them to save, which these cannot
             os.kill(command.process.pid, signal.SIGTERM)
             wait_for(lambda: "SIGTERM: the run saves" in command.stdout, 10, "the answer")
             time.sleep(1.5)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mmtrain.rank import Progress
+from mmtrain.rank_records import Progress
 from mmtrain.step_folder import CHECKPOINTS, UNFINISHED
 
 AT_START = ("opening the data", "loading weights", "building the engine", "loading the checkpoint")
