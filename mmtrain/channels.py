@@ -74,7 +74,7 @@ class Channels:
         for replica in range(plan.data):
             for kind, source, destination in flows:
                 ranks = places[source, replica], places[destination, replica]
-                group = dist.new_group(sorted(ranks), timeout=timeout, pg_options=_options(device))
+                group = dist.new_group(sorted(ranks), timeout=timeout, pg_options=_options(device, timeout))
                 if rank in ranks:
                     peer = ranks[rank == ranks[0]]
                     self._channels[kind, source, destination] = _Channel(group, host_group or group, peer)
@@ -112,11 +112,12 @@ class Channels:
         self._sends = []
 
 
-def _options(device: torch.device) -> dist.Backend.Options | None:
-    """NCCL's options of a channel, where this torch lets them be set; None for the defaults."""
+def _options(device: torch.device, timeout: timedelta) -> dist.Backend.Options | None:
+    """NCCL's options of one channel, where this torch lets them be set; None for the defaults."""
     if device.type != "cuda" or not hasattr(dist, "ProcessGroupNCCL"):
         return None
     options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout  # torch warns where the group's is another one
     if hasattr(options, "config"):
         options.config.max_ctas = MAX_CTAS
     return options

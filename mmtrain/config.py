@@ -273,6 +273,11 @@ class TrainSection(Section):
         description="steps with a NaN or infinite loss or gradient that a run leaves out, without an update, before it "
         "stops; each is written to bad_steps.jsonl",
     )
+    deterministic: bool = Field(
+        False,
+        description="true: GPUs use algorithms that give the same bits each time, slower ones among them; false: runs "
+        "on GPUs are equal to rounding. Runs on a CPU give the same bits either way",
+    )
 
     @model_validator(mode="after")
     def _one_end(self) -> Self:

@@ -40,18 +40,22 @@ def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device)
             "packs_per_microbatch": config.train.packs_per_microbatch,
             "recompute_layers": [s.recompute_layers for rank in plan.ranks if rank.data == 0 for s in rank.stages],
             "threads": threads,
+            "deterministic": config.train.deterministic,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         },
     }
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Versions and topology that are not those of the checkpoint: results agree to rounding then, not bit for bit."""
+    """Versions and topology that are not those of the checkpoint: results agree to rounding then, not bit for bit.
+
+    What a checkpoint of an earlier version does not say counts as the same.
+    """
     return [
         f"{name} {saved[part].get(name)} -> {value}"
         for part in ("versions", "topology")
         for name, value in now[part].items()
-        if saved[part].get(name) != value
+        if saved[part].get(name, value) != value
     ]
 
 

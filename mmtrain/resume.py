@@ -43,7 +43,7 @@ FREE = (
     *("model.llm.path", "model.vision.name", "model.projector.init_from"),
     *("data.shards", "data.sets.*.shards", "data.allow_pipe", "data.workers", "data.max_quarantine_rate"),
     *("data.io_retry_seconds", "data.ledger", "data.expected_*"),
-    *("train.packs_per_microbatch", "train.max_bad_steps"),
+    *("train.packs_per_microbatch", "train.max_bad_steps", "train.deterministic"),
     *("eval.shards", "eval.every_steps", "eval.max_samples", "eval.show_answers", "eval.permuted_control"),
 )
 # Keys without whose values a checkpoint means nothing: its tensors have no place, or its cursor no meaning.

@@ -47,6 +47,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     """
     mine = plan.ranks[rank.rank]
     device = torch.device(rank.device)
+    use_algorithms(config.train.deterministic)
     rank.progress.at(0, "joining the process group")
     host_group = _join(device, config.parallel.timeout_seconds)
     begin = _from_rank_0(start, host_group)
@@ -297,6 +298,18 @@ class _Run:
         dist.barrier()
         dist.destroy_process_group()
         return message
+
+
+def use_algorithms(deterministic: bool) -> None:
+    """Let all of this process's kernels give the same bits each time, or the fastest ones; before CUDA is used.
+
+    An operation that has no such kernel then raises RuntimeError; none of mmtrain's own is of that kind
+    (torch.use_deterministic_algorithms lists them).
+    """
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when it starts
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def _join(device: torch.device, timeout_seconds: int) -> dist.ProcessGroup | None:

@@ -157,7 +157,9 @@ def test_an_unknown_key_names_the_nearest_valid_one(minimal, override, value, ne
 
 def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
     _, line = problems(minimal, "train.lr=1")
-    assert line.endswith("keys of train: packs_per_step, packs_per_microbatch, max_steps, epochs, max_bad_steps")
+    assert line.endswith(
+        "keys of train: packs_per_step, packs_per_microbatch, max_steps, epochs, max_bad_steps, deterministic"
+    )
     _, line = problems(minimal, "seed=4")
     assert line.endswith("keys of the top level: run, model, parallel, data, train, optimizer, eval, checkpoint")
 

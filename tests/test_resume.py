@@ -249,7 +249,12 @@ def test_what_gives_a_checkpoint_its_meaning_cannot_be_allowed_to_change(tiny, u
 def test_how_a_run_runs_may_change_without_being_named(tiny, undisturbed):
     free = ("parallel.pipeline=4", "parallel.data=2", "parallel.timeout_seconds=99", "data.workers=0")
     free += ("checkpoint.keep_last=1", "checkpoint.keep_best=loss", "eval.every_steps=5", "data.ledger=false")
-    free += ("train.packs_per_microbatch=2", "train.max_bad_steps=3", f"data.shards={tiny}/shards/*.tar")
+    free += (
+        "train.packs_per_microbatch=2",
+        "train.max_bad_steps=3",
+        "train.deterministic=true",
+        f"data.shards={tiny}/shards/*.tar",
+    )
     start = find_start(load_config(*config_of(tiny, undisturbed, *free)))
     assert start is not None and start.checkpoint.step == LAST and start.is_own
 

@@ -111,6 +111,16 @@ def test_a_run_that_was_resumed_before_goes_on_as_well(tiny, references):
     assert_close(tensors(run, STEPS), tensors(reference, STEPS))
 
 
+def test_deterministic_algorithms_may_be_switched_on_later_which_is_recorded(tiny, references):
+    reference = references[1, 1]
+    options = (*RUN, *SAVED, "train.deterministic=true", *layout_of(1, 1))
+    run = branch(reference, "deterministic", tiny / "config.yaml", *options, cut=CUT)
+    (resumed,) = run.lines("metrics.jsonl", "resume")
+    assert resumed["changed"] == ["deterministic False -> True"]
+    assert run.checkpoint(STEPS).state["topology"]["deterministic"] is True
+    assert_bitwise(tensors(run, STEPS), tensors(reference, STEPS))  # on a CPU it makes no difference
+
+
 def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny, tmp_path):
     options = (*RUN, "model.llm.dtype=bfloat16", "model.trainable=[projector, llm.layers.6, llm.layers.1.mlp, vision]")
     reference = train(

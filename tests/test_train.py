@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mmtrain.train import use_algorithms
+
 STEPS = 4
 
 
@@ -143,3 +145,15 @@ def test_the_record_names_one_trained_rank_and_three_explicit_no_ops(runs):
         and "saved " in printed
     )
     assert len(printed.splitlines()) < 50, "library chatter belongs into log.txt"
+
+
+def test_deterministic_algorithms_are_set_with_the_workspace_that_cublas_needs_for_them(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    try:
+        use_algorithms(deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        use_algorithms(deterministic=False)
+    assert not torch.are_deterministic_algorithms_enabled()
