@@ -23,6 +23,7 @@ from mmtrain.engine import FrozenPipelineEngine, join_process_group
 from mmtrain.errors import UserError
 from mmtrain.evaluation import Evaluator, HeldOut
 from mmtrain.metrics import Console, JsonLines, Scores
+from mmtrain.model.kernels import say_ways
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.planner import Plan
@@ -129,6 +130,12 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     time_use = TimeUse(Yardstick.find(config, _described(config, device)) if rank.rank == 0 else None)
     gather = functools.partial(_gather, group=host_group)
     tracer = Tracer(rank.folder / TRACE, plan, trace_steps, gather) if trace_steps else None
+    ways = gather({way for chunk in chunks.values() for way in chunk.attention_ways(device)})
+    if ways is not None:
+        records, lines = say_ways(ways)
+        metrics.write(kind="attention", step=first_step, ways=records)
+        for line in lines:
+            console.line(line)
     run = _Run(
         *(rank, config, engine, audit, saver, account, batches, evaluator),
         *(metrics, console, time_use, tracer, data, about),

@@ -120,6 +120,15 @@ def test_the_console_tells_scores_control_and_answers(runs):
             assert lines[first + 2].startswith("         true   a ") and lines[first + 2].endswith(" background.")
 
 
+def test_a_run_says_how_its_attention_is_computed_before_its_first_step(runs):
+    for folder, printed in runs.values():
+        way = {"kernel": "document", "reason": "flash attention needs a GPU", "slow": False}
+        ranks = list(range(len(json.loads((folder / "plan.json").read_text())["ranks"])))
+        [record] = metrics((folder, printed), "attention")
+        assert record == {"kind": "attention", "step": 0, "ways": [way | {"ranks": ranks}]}
+        assert printed.index("attention: documents one by one") < printed.index("step 1/")
+
+
 def test_held_out_shards_that_are_missing_end_the_run_with_exit_code_2(tiny, tmp_path):
     command = [sys.executable, "-m", "mmtrain.launch", str(tiny / "config.yaml"), f"run.dir={tmp_path}"]
     done = subprocess.run([*command, "eval.shards=no.tar"], capture_output=True, text=True, timeout=120)

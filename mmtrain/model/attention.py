@@ -150,7 +150,8 @@ def packed_attention(
     if unknown or dropout or others.get("is_causal") is False:
         raise TypeError(f"{name} asks for attention with {unknown or ('dropout' if dropout else 'is_causal=False')}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if softcap is None and s_aux is None and use_flash(query, key, value, attention_mask):
+    extras = [name for name, given in (("soft caps", softcap), ("sinks", s_aux)) if given is not None]
+    if use_flash(query, key, value, attention_mask, extras):
         return attend_packed(query, key, value, attention_mask, scale), None
     attend = attend_by_run if isinstance(attention_mask, Runs) else attend_by_document
     return attend(query, key, value, attention_mask, scale, softcap, s_aux), None

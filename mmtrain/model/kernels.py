@@ -6,8 +6,8 @@
 scaled_dot_product_attention once per document runs on any device, and is the only way on a CPU: 1.5 s forward and
 backward for 4 layers and 2,048 tokens in 8 documents, where one dense mask takes 2.9 s. torch's variable-length flash
 attention takes all documents in one call but knows no fp32, soft caps or sinks. It was not run where this was written:
-its call is tested against torch's signature and a reference of its documentation, and at its first use on a GPU it is
-compared with the first way, which takes over if the two disagree.
+its call is tested against torch's signature and a reference of its documentation, and at its first use on a GPU its
+results and gradients are compared with those of the first way, which takes over if the two disagree.
 """
 
 from __future__ import annotations
@@ -15,20 +15,61 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from mmtrain.data.packs import copied
 
 MOST_KEY_COPIES = 4
+WIDEST_FLASH_HEAD = 192  # whose backward any GPU can do; wider heads need a data centre's
 # Added release by release: scale and window_size after 2.10, enable_gqa by 2.12.
 _FLASH_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
+
+
+class Way(NamedTuple):
+    """How attention is computed."""
+
+    kernel: str  # "flash": all documents in one call; "document": one call for each
+    reason: str | None  # why it is not flash
+    slow: bool  # a GPU does not do what it could
+
+
+_WAYS: ContextVar[set[Way] | None] = ContextVar("ways", default=None)
+
+
+@contextmanager
+def ways_taken() -> Iterator[set[Way]]:
+    """Within this context, the ways in which attention was computed."""
+    found: set[Way] = set()
+    token = _WAYS.set(found)
+    try:
+        yield found
+    finally:
+        _WAYS.reset(token)
+
+
+def say_ways(ways: Sequence[Collection[Way]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """A record of each way, with the ranks that take it, and a line of text; `ways` are those of each rank in turn."""
+    ranks: dict[Way, list[int]] = {}
+    for rank, taken in enumerate(ways):
+        for way in sorted(taken, key=str):
+            ranks.setdefault(way, []).append(rank)
+    records, lines = [], []
+    for way, on in ranks.items():
+        records.append({"kernel": way.kernel, "reason": way.reason, "slow": way.slow, "ranks": on})
+        text = "flash attention, all documents in one call" if way.reason is None else "documents one by one"
+        because = f", which is slow: {way.reason}" if way.slow else ""
+        where = f" (ranks {', '.join(map(str, on))})" if len(on) < len(ways) and len(ranks) > 1 else ""
+        lines.append(f"attention: {text}{because}{where}")
+    return records, lines
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,13 +174,23 @@ def attend_by_run(
     return torch.cat(outputs, dim=1)
 
 
+def flash_varlen_attn(*arguments: Any, **options: Any) -> torch.Tensor:
+    """torch's variable-length attention by flash attention, forward and therefore backward.
+
+    Left to itself torch 2.15 prefers cuDNN on Hopper and Blackwell, which builds a graph for every new shape, and every
+    pack has another: 42 to 51 ms a call instead of 0.25 (pytorch pull request 191576). Earlier releases have no choice.
+    """
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return varlen_attn(*arguments, **options)
+
+
 def attend_packed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     documents: Documents | Runs,
     scale: float,
-    kernel: Callable[..., torch.Tensor] = varlen_attn,
+    kernel: Callable[..., torch.Tensor] = flash_varlen_attn,
 ) -> torch.Tensor:
     """All documents of all rows in one call of torch's variable-length flash attention (fp16 or bf16, on a GPU).
 
@@ -191,42 +242,53 @@ def _run_sequences(
     return *on_device, max(asked), max(seen)
 
 
-def use_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | Runs) -> bool:
-    """Whether the GPU kernel takes these tensors, and is right on this GPU.
+def use_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | Runs, extras: Sequence[str] = ()
+) -> bool:
+    """Whether the GPU kernel takes these tensors, and is right on this GPU; `extras` names what else is asked for.
 
-    Backward beyond a head width of 192 needs a data centre's GPU, so such heads (gemma) go document by document; so do
-    runs so many that the keys they see, put end to end, are more than MOST_KEY_COPIES times the keys that there are.
+    Runs so many that the keys they see, put end to end, are more than MOST_KEY_COPIES times the keys that there are go
+    one by one.
     """
-    width = query.shape[-1]
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if not query.is_cuda or not half or width % 8 or width > 192 or value.shape[-1] > width:
-        return False
+    reason = _reason_against_flash(query, key, value, documents, extras)
+    found = _WAYS.get()
+    if found is not None:
+        found.add(Way("flash" if reason is None else "document", reason, reason is not None and query.is_cuda))
+    return reason is None
+
+
+def _reason_against_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | Runs, extras: Sequence[str]
+) -> str | None:
+    width, dtype = query.shape[-1], str(query.dtype).removeprefix("torch.")
+    if not query.is_cuda:
+        return "flash attention needs a GPU"
+    if extras:
+        return f"flash attention knows no {' or '.join(extras)}"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"flash attention does not compute in {dtype}"
+    if width % 8 or width > WIDEST_FLASH_HEAD or value.shape[-1] > width:
+        return f"heads are {width} wide: flash attention takes multiples of 8 up to {WIDEST_FLASH_HEAD}"
     if isinstance(documents, Runs):
         seen = sum(end - begin for _, begin, _, end in documents.runs)
         if seen > MOST_KEY_COPIES * key.shape[0] * key.shape[2]:
-            return False
+            return "supervised tokens are scattered"
     windowed = documents.window is not None
-    return _flash_agrees(query.shape[1] != key.shape[1], width, windowed, query.dtype, query.device)
+    if not _flash_agrees(query.shape[1] != key.shape[1], width, windowed, query.dtype, query.device):
+        return f"flash attention of torch {torch.__version__} fails or is wrong on {dtype} heads of {width} on this GPU"
+    return None
 
 
 @functools.cache
 def _flash_agrees(grouped: bool, width: int, windowed: bool, dtype: torch.dtype, device: torch.device) -> bool:
     # A small window stands for all: the comparison takes memory with the square of it.
     groups, window = 2 if grouped else 1, 100 if windowed else None
-    agrees = {"scale", "window_size"} <= _FLASH_OPTIONS and kernel_agrees(
-        varlen_attn, groups, width, window, dtype, device
+    return {"scale", "window_size"} <= _FLASH_OPTIONS and kernel_agrees(
+        flash_varlen_attn, groups, width, window, dtype, device
     )
-    if not agrees:
-        warnings.warn(
-            f"torch {torch.__version__}: variable-length attention does not work on {device} for {dtype} heads of "
-            f"{width}; documents are attended to one by one, which is slower",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return agrees
 
 
-@torch.no_grad()
+@torch.enable_grad()
 def kernel_agrees(
     kernel: Callable[..., torch.Tensor],
     groups: int,
@@ -237,39 +299,50 @@ def kernel_agrees(
 ) -> bool:
     """Whether a variable-length kernel gives what attention document by document gives in fp32, within rounding.
 
-    It is asked for all tokens, and for some. `groups` query heads share a key head; heads are `width` wide. A kernel
-    that raises RuntimeError (flash attention on a GPU before Ampere) does not agree.
+    It is asked for all tokens, and for some, and for the gradients of query, key and value of both. `groups` query
+    heads share a key head; heads are `width` wide. A kernel that raises RuntimeError (flash attention on a GPU before
+    Ampere) does not agree.
     """
     borders = (0, 13, 19, 20, 47 + (window or 0))  # the last document is longer than the window
     spans = tuple(itertools.pairwise(borders))
     documents = Documents(
         (spans,), window, torch.tensor(borders, dtype=torch.int32, device=device), borders[-1] - borders[-2]
     )
-    generator = torch.Generator(device).manual_seed(0)
-    query, key, value = (
-        torch.randn(1, heads, borders[-1], width, generator=generator, device=device) for heads in (2 * groups, 2, 2)
-    )
-    # Each document's first and last token outweigh the others for every query that sees them: a window that is off by
-    # one, or one token of another document or its own too few, changes a result by a good part of what there is.
-    scale = width**-0.5
-    query[..., 0], key[..., 0] = (14 / scale) ** 0.5, 0.0
-    for i, (begin, end) in enumerate(spans):
-        for token, size in ((end - 1, 1.5), (begin, 3.0)):
-            key[:, :, token, 0], value[:, :, token] = (14 / scale) ** 0.5, size * (-1) ** i
-    query, key, value = (states.to(dtype) for states in (query, key, value))
     some = torch.tensor([place for begin, end in spans for place in {begin, (begin + end) // 2, end - 1}]).sort().values
-    runs = documents.at(some)
-    try:
-        seen = attend_packed(query, key, value, documents, scale, kernel)
-        seen_by_some = attend_packed(query[:, :, some.to(device)], key, value, runs, scale, kernel)
-    except RuntimeError:
-        return False
-    expected = attend_by_document(query.float(), key.float(), value.float(), documents, scale)
-    # bf16 keeps 3 digits, of scores around 14 as well as of values.
-    bound = 0.1 * expected.abs().max()
-    difference = (seen.float() - expected).abs().max()
-    difference_of_some = (seen_by_some.float() - expected[:, some.to(device)]).abs().max()
-    return bool((difference <= bound) & (difference_of_some <= bound))
+    rows = some.to(device)
+    questions = ((documents, slice(None)), (documents.at(some), rows))
+    scale = width**-0.5
+    generator = torch.Generator(device).manual_seed(0)
+    # Scores around 14 show a wrong result best; but they leave a gradient of differences that bf16 does not hold.
+    for peak, with_gradients in ((14.0, False), (3.0, True)):
+        query, key, value, upstream = (
+            torch.randn(1, heads, borders[-1], width, generator=generator, device=device)
+            for heads in (2 * groups, 2, 2, 2 * groups)
+        )
+        # Each document's first and last token outweigh the others for every query that sees them: a window that is off
+        # by one, or one token of another document or its own too few, changes a result by a good part of what there is.
+        query[..., 0], key[..., 0] = (peak / scale) ** 0.5, 0.0
+        for i, (begin, end) in enumerate(spans):
+            for token, size in ((end - 1, 1.5), (begin, 3.0)):
+                key[:, :, token, 0], value[:, :, token] = (peak / scale) ** 0.5, size * (-1) ** i
+        given = [states.to(dtype).requires_grad_() for states in (query, key, value)]
+        exact = [states.detach().float().requires_grad_() for states in given]
+        upstream = upstream.transpose(1, 2)
+        for asked, places in questions:
+            expected = attend_by_document(*exact, documents, scale)[:, places]
+            try:
+                seen = attend_packed(given[0][:, :, places], *given[1:], asked, scale, kernel)
+                compared = [(seen, expected)]
+                if with_gradients:
+                    gradients = torch.autograd.grad(seen, given, upstream[:, places].to(dtype))
+                    exact_gradients = torch.autograd.grad(expected, exact, upstream[:, places])
+                    compared += zip(gradients, exact_gradients, strict=True)
+            except RuntimeError:
+                return False
+            # bf16 keeps 3 digits, of scores as well as of values: a right kernel is off by 0.02 at most.
+            if any((one - other).detach().abs().max() > 0.1 * other.detach().abs().max() for one, other in compared):
+                return False
+    return True
 
 
 def _attend(

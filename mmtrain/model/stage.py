@@ -24,6 +24,7 @@ from mmtrain.data.packs import PackedBatch, copied
 from mmtrain.data.samples import IMAGE_POSITION
 from mmtrain.model.fusion import fuse
 from mmtrain.model.init_from import read_projector
+from mmtrain.model.kernels import Way, ways_taken
 from mmtrain.model.language import LanguageSlice, load_slice
 from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.model.parity import takes_rows
@@ -117,6 +118,14 @@ class Chunk(nn.Module):
             hidden = fuse(embeddings, batch.image_places, None)
             return hidden + 0.0 * image_embeddings.sum().to(hidden.dtype)
         return fuse(embeddings, batch.image_places, image_embeddings)
+
+    @torch.no_grad()
+    def attention_ways(self, device: torch.device) -> set[Way]:
+        """How attention is computed in the decoder layers of this stage, found by running them on 8 tokens."""
+        with ways_taken() as found:
+            hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
+            self.language(hidden, torch.arange(8, device=device)[None])
+        return found
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Run the stage's decoder layers (and the final norm, on the last stage): (B, L, D) -> (B, L, D)."""

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 from transformers import LlamaConfig
 from transformers.masking_utils import (
@@ -15,7 +16,16 @@ from transformers.masking_utils import (
 )
 
 from mmtrain.model.attention import ATTENTION, document_positions, packed_attention, packed_mask
-from mmtrain.model.kernels import Documents, attend_by_document, attend_packed, kernel_agrees
+from mmtrain.model.kernels import (
+    Documents,
+    Way,
+    attend_by_document,
+    attend_packed,
+    flash_varlen_attn,
+    kernel_agrees,
+    say_ways,
+    ways_taken,
+)
 
 LENGTHS = ((13, 6, 1, 12), (20, 12))  # two rows of 32 tokens
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
@@ -235,6 +245,42 @@ def unsupported(*_, **__):
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
 
+class WrongBackward(torch.autograd.Function):
+    """The documented kernel with the gradients that another call has: of `change(arguments, options)`."""
+
+    @staticmethod
+    def forward(ctx, change, options, *arguments):
+        ctx.change, ctx.options, ctx.arguments = change, options, arguments
+        return documented_kernel(*arguments, **options)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        qkv = [tensor.detach().requires_grad_() for tensor in ctx.arguments[:3]]
+        with torch.enable_grad():
+            seen = ctx.change(*qkv, *ctx.arguments[3:], **ctx.options)
+        return None, None, *torch.autograd.grad(seen, qkv, upstream), *(4 * [None])
+
+
+def backward_of(change):
+    def kernel(*arguments, **options):
+        return WrongBackward.apply(change, options, *arguments)
+
+    kernel.__name__ = f"backward_of_{change.__name__}"
+    return kernel
+
+
+def unscaled(*arguments, scale, **options):
+    return documented_kernel(*arguments, scale=1.1 * scale, **options)
+
+
+def gradient_of_keys_is_lost(query, key, *arguments, **options):
+    return documented_kernel(query, key.detach() + 0 * key, *arguments, **options)
+
+
+def without_a_backward(*arguments, **options):
+    return documented_kernel(*arguments, **options).detach()
+
+
 @pytest.mark.parametrize(
     ("kernel", "window", "agrees"),
     [
@@ -248,6 +294,16 @@ def unsupported(*_, **__):
         (aligned_at_the_top, None, False),
         (aligned_at_the_top, WINDOW, False),
         (unsupported, None, False),
+        (backward_of(documented_kernel), None, True),
+        (backward_of(documented_kernel), 100, True),
+        (backward_of(one_token_too_many), WINDOW, False),
+        (backward_of(one_token_too_many), 100, False),
+        (backward_of(one_document_too_few), None, False),
+        (backward_of(aligned_at_the_top), None, False),
+        (backward_of(aligned_at_the_top), WINDOW, False),
+        (backward_of(unscaled), None, False),
+        (backward_of(gradient_of_keys_is_lost), None, False),
+        (without_a_backward, None, False),
     ],
 )
 @pytest.mark.parametrize("groups", [1, 4])
@@ -304,3 +360,44 @@ def test_positions_are_forgotten_behind_the_context_even_after_an_error():
         raise RuntimeError
     documents = packed_mask(2, 32, 32, mask_function=causal_mask_function)
     assert documents.rows == (((0, 32),), ((0, 32),))
+
+
+@pytest.mark.skipif(not hasattr(varlen, "_select_backend"), reason="this torch has flash attention alone")
+def test_flash_attention_computes_where_torch_would_take_cudnn(monkeypatch):
+    chosen = []
+
+    def recorded(query, *arguments):
+        chosen.append(arguments[-1])
+        return query, query, query
+
+    monkeypatch.setattr(varlen, "_cudnn_rejection_reasons", lambda *_: [])  # as on Hopper, with a recent cuDNN
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", recorded)
+    tokens = torch.zeros(8, 2, 16, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    for kernel in (varlen_attn, flash_varlen_attn):
+        kernel(tokens, tokens, tokens, offsets, offsets, 8, 8, scale=0.25, window_size=(-1, 0))
+    assert chosen == [torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value, varlen._FLASH_ATTENTION_BACKEND]
+
+
+def test_it_is_known_how_attention_was_computed():
+    documents = make_documents(create_causal_mask)
+    with ways_taken() as found:
+        packed_attention(torch.nn.Module(), *states(), documents)
+        packed_attention(torch.nn.Module(), *states(), documents)
+    assert found == {Way("document", "flash attention needs a GPU", False)}
+    packed_attention(torch.nn.Module(), *states(), documents)
+    assert len(found) == 1, "only within the context"
+
+
+def test_a_slow_way_is_said_with_its_reason_and_ranks():
+    fast, wide = Way("flash", None, False), Way("document", "heads are 256 wide", True)
+    records, lines = say_ways([{fast}, {fast, wide}, set()])
+    assert lines == [
+        "attention: flash attention, all documents in one call (ranks 0, 1)",
+        "attention: documents one by one, which is slow: heads are 256 wide (ranks 1)",
+    ]
+    assert records == [
+        {"kernel": "flash", "reason": None, "slow": False, "ranks": [0, 1]},
+        {"kernel": "document", "reason": "heads are 256 wide", "slow": True, "ranks": [1]},
+    ]
+    assert say_ways([{fast}, {fast}])[1] == ["attention: flash attention, all documents in one call"]
