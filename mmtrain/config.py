@@ -121,7 +121,9 @@ class ParallelSection(Section):
         description="decoder layer at which stage 1, 2, ... begins, e.g. [8, 16, 24]; null: the planner chooses",
     )
     device_memory_gib: Annotated[Float, Field(gt=0, le=1e6)] | None = Field(
-        None, description="memory a rank may use, GiB; null: that of the GPUs here, no limit without one"
+        None,
+        description="memory a rank may use, GiB, 6% of it for fragmentation; leave 2.5 GiB of a GPU to CUDA and NCCL; "
+        "null: that of the GPUs here, less max(6%, 2.5 GiB), no limit without one",
     )
     device_tflops: Annotated[Float, Field(gt=0)] | None = Field(
         None,

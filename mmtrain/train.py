@@ -27,6 +27,7 @@ from mmtrain.model.kernels import say_ways
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.planner import Plan
+from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import Instruction
 from mmtrain.plan.shapes import matches, projector_parameters
 from mmtrain.rank import Rank
@@ -86,6 +87,8 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     engine = FrozenPipelineEngine(
         config, plan, chunks, before_instruction, first_step=first_step, bad_steps_file=rank.folder / BAD_STEPS
     )
+    if device.type == "cuda":
+        refuse_short_memory(mine, f"{device} ({torch.cuda.get_device_name(device)})", _memory(device))
     audit = RankAudit(mine, chunks, engine.optimizer, engine.trainable)
     starts = [None] * dist.get_world_size()
     dist.all_gather_object(starts, audit.start(), group=host_group)
@@ -346,6 +349,11 @@ def _described(config: RunConfig, device: torch.device) -> Device:
     if device.type == "cuda":
         return gpu_device(torch.cuda.get_device_name(device))
     return cpu_device(config, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
+
+
+def _memory(device: torch.device) -> GpuMemory:
+    free, total = torch.cuda.mem_get_info(device)
+    return GpuMemory(total, free, torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
 
 
 def _without_init_from(config: RunConfig) -> RunConfig:

@@ -23,10 +23,17 @@ from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.timings import CPU, GPU, Timings, assumed_timings, calibrated
 
 RESERVED_SHARE = 0.06
-"""Share of a memory limit left to what is not counted: CUDA context, fragmentation, communication buffers."""
+"""Share of a memory limit left to what is not counted, fragmentation above all."""
+RESERVED_GPU_BYTES = 5 * 2**29
+"""Least of a GPU's memory that is left: its context, cuBLAS and up to nine communicators take 1.5 to 2.5 GiB."""
 
 Cut = tuple[int, ...]  # one border more than stages: stage s holds layers [cut[s], cut[s + 1])
 Span = tuple[int, int]  # layers [begin, end)
+
+
+def limit_on_gpu(memory_bytes: int) -> int:
+    """The memory limit of a rank on a GPU: such that the larger of both reserves is left of all its memory."""
+    return min(memory_bytes, max(0, math.floor((memory_bytes - RESERVED_GPU_BYTES) / (1 - RESERVED_SHARE))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from mmtrain.errors import UserError
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models, minimal_flops
-from mmtrain.plan.cut import StageCosts, given_cut, stage_costs, uniform_cut
+from mmtrain.plan.cut import StageCosts, given_cut, limit_on_gpu, stage_costs, uniform_cut
 from mmtrain.plan.layout import Plan, RankPlan, StagePlan, UniformCut, render, stage_of
 from mmtrain.plan.refusals import check_layout, check_preprocessing, check_run_ahead, check_trainable, does_not_fit
 from mmtrain.plan.search import Layout, Search
@@ -33,12 +33,13 @@ def models_of(config: RunConfig) -> Models:
 def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None) -> Plan:
     """Plan a run from its config and its models' shapes; starts nothing, imports no torch.
 
-    The memory limit of a rank is `parallel.device_memory_gib`, else `device_memory_bytes`, else none. `device` is what
+    The memory limit of a rank is `parallel.device_memory_gib`, else what `device_memory_bytes`, all that its GPU has,
+    leave to it, else none. `device` is what
     ranks compute on (None: this machine's CPU); a calibration on it gives the plan its costs. Raises UserError for a
     config that no plan can satisfy; what then would fit is in the message.
     """
     models = models_of(config)
-    limit = device_memory_bytes
+    limit = None if device_memory_bytes is None else limit_on_gpu(device_memory_bytes)
     if config.parallel.device_memory_gib is not None:
         limit = int(config.parallel.device_memory_gib * 2**30)
     check_preprocessing(config)

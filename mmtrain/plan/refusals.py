@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from mmtrain.errors import UserError
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.cut import RESERVED_SHARE, best_cut, given_cut, stage_costs
-from mmtrain.plan.layout import bytes_text, stage_of
+from mmtrain.plan.layout import RankPlan, bytes_text, stage_of
 from mmtrain.plan.model_files import find_model_folder, read_json
 from mmtrain.plan.search import Search
 from mmtrain.plan.shapes import matches
@@ -155,10 +156,11 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
         needs = search.smallest_needs(cut)
     else:
         cut, needs = search.least_memory(1 if chunks == "auto" else chunks)
-    source = "parallel.device_memory_gib" if config.parallel.device_memory_gib is not None else "the GPU's memory"
+    stated = config.parallel.device_memory_gib is not None
+    source = "parallel.device_memory_gib" if stated else "the GPU's memory, less what CUDA and NCCL take"
     lines = [
-        f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it left to the "
-        f"CUDA context and fragmentation; {'the given boundaries need' if by_hand else 'the smallest cut needs'}"
+        f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it left to "
+        f"fragmentation; {'the given boundaries need' if by_hand else 'the smallest cut needs'}"
     ]
     for rank, need in enumerate(needs):
         stages = range(rank, len(cut) - 1, pipeline)
@@ -183,6 +185,37 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
         options = [_option_text(config, together)]
         lines.append("No single change fits; this was planned and does:")
     return "\n".join(lines + [f"  {option}" for option in options])
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Bytes of a rank's GPU, as CUDA and torch's allocator tell them once the models are loaded."""
+
+    total: int
+    free: int  # that no process holds
+    allocated: int  # by this process's tensors
+    cached: int  # by its allocator, tensors included
+
+
+def refuse_short_memory(rank: RankPlan, gpu: str, memory: GpuMemory) -> None:
+    """Raises UserError for a GPU on which less is free than the plan still needs; others may hold the rest of it.
+
+    Frozen weights and master weights lie there by now; activations, workspace and the optimizer's moments do not.
+    """
+    needed = rank.total_bytes - memory.allocated
+    available = memory.free + memory.cached - memory.allocated
+    if needed <= available:
+        return
+    others = memory.total - memory.free - memory.cached
+    stages = ", ".join(str(stage.stage) for stage in rank.stages)
+    limit = (memory.total - others) / 2**30
+    raise UserError(
+        f"rank {rank.rank} (stage {stages}) does not fit on {gpu}: {bytes_text(available)} of "
+        f"{bytes_text(memory.total)} are free, and the plan still needs {bytes_text(needed)} beside the "
+        f"{bytes_text(memory.allocated)} that the rank has loaded; {bytes_text(others)} are held by CUDA itself and by "
+        "other processes (see nvidia-smi): end those, choose other GPUs by CUDA_VISIBLE_DEVICES, or plan for less with "
+        f"parallel.device_memory_gib={math.floor(limit * 10) / 10:g}"
+    )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,10 @@ from mmtrain.config import load_config
 from mmtrain.errors import UserError
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.costs import minimal_flops, run_costs
-from mmtrain.plan.cut import RESERVED_SHARE
+from mmtrain.plan.cut import RESERVED_SHARE, limit_on_gpu
 from mmtrain.plan.layout import Plan
 from mmtrain.plan.planner import make_plan, models_of, render
+from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule_check import check_schedule
 from mmtrain.plan.shapes import llm_shape
 
@@ -197,10 +199,41 @@ def test_recompute_is_as_asked_or_as_little_as_fits(config_file) -> None:
 
 def test_the_device_limits_a_rank_unless_the_config_does(config_file) -> None:
     config = load_config(config_file)
-    assert make_plan(config, 40 * 2**30).memory_limit_bytes == 40 * 2**30
+    assert make_plan(config, 80 * 2**30).memory_limit_bytes == 80 * 2**30
     assert make_plan(config, None).memory_limit_bytes is None
     stated = load_config(config_file, ["parallel.device_memory_gib=24"])
     assert make_plan(stated, 1).memory_limit_bytes == 24 * 2**30
+
+
+@pytest.mark.parametrize(("gib", "left_gib"), [(15.7, 2.5), (23.6, 2.5), (41, 2.5), (79.1, 4.746), (139.8, 8.388)])
+def test_of_a_gpu_six_percent_or_two_and_a_half_gib_are_left(gib: float, left_gib: float) -> None:
+    usable = limit_on_gpu(int(gib * 2**30)) * (1 - RESERVED_SHARE)
+    assert gib - usable / 2**30 == pytest.approx(left_gib, abs=1e-6)
+
+
+LOADED = GpuMemory(total=24 * 2**30, free=15 * 2**30, allocated=6 * 2**30, cached=7 * 2**30)  # 2 GiB: CUDA itself
+
+
+def test_a_gpu_with_enough_free_memory_is_not_refused(config_file) -> None:
+    rank = dataclasses.replace(plan_of(config_file).ranks[2], weight_bytes=0, optimizer_bytes=0, workspace_bytes=0)
+    refuse_short_memory(dataclasses.replace(rank, activation_bytes=22 * 2**30), "cuda:2 (A10)", LOADED)
+    with pytest.raises(UserError, match=r"^rank 2 \(stage 2\) does not fit"):
+        refuse_short_memory(dataclasses.replace(rank, activation_bytes=22 * 2**30 + 1), "cuda:2 (A10)", LOADED)
+
+
+def test_a_gpu_that_another_process_fills_is_refused_with_what_is_free_and_needed(config_file) -> None:
+    rank = plan_of(config_file).ranks[2]
+    filled = dataclasses.replace(LOADED, free=2**30, allocated=rank.weight_bytes, cached=rank.weight_bytes)
+    needed = (rank.total_bytes - rank.weight_bytes) / 2**30
+    assert needed > 1
+    with pytest.raises(UserError) as raised:
+        refuse_short_memory(rank, "cuda:2 (A10)", filled)
+    message = str(raised.value)
+    assert message.startswith("rank 2 (stage 2) does not fit on cuda:2 (A10): 1.0 GiB of 24.0 GiB are free, ")
+    assert f"still needs {needed:.1f} GiB" in message and "\n" not in message
+    loaded = rank.weight_bytes / 2**30
+    assert f"{23 - loaded:.1f} GiB are held by CUDA itself and by other processes" in message
+    assert message.endswith(f"parallel.device_memory_gib={math.floor(10 * (1 + loaded)) / 10:g}")
 
 
 def test_weight_bytes_and_trainable_counts_are_those_of_the_loaded_stages(tiny) -> None:
