@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.trace is not None and (options.plan or options.calibrate):
             raise UserError("--trace records training; tools/plot_schedule.py --plan CONFIG draws what is planned")
         if options.plan:
-            say(*render(plan_for_here(config)).splitlines())
+            say(*render(plan_for_here(config)).split("\n"))
             return 0
         if options.calibrate:
             return _calibrate(config, options, under_torchrun=rank is not None)
@@ -246,7 +246,7 @@ def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun
         return failure.exit_code
     shutil.rmtree(job.folder)
     plan = _plan(config, gpus, ranks)
-    say("", *render(plan).splitlines())
+    say("", *render(plan).split("\n"))
     say(
         f"planned without it: stages begin at decoder layers {list(assumed.boundaries)}, {assumed.chunks_per_rank} a "
         f"rank, {assumed.encode_ahead} micro-batches encoded ahead; {_against(config, gpus, ranks, assumed, plan)}"
@@ -322,7 +322,7 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
             if start is None:
                 refuse_unfit_init_from(config, job.folder)
             prepare_folder(config, plan, start)
-            say(*render(plan).splitlines())
+            say(*render(plan).split("\n"))
             if job.nodes > 1:
                 _say_who_can_reach_it(options.rdzv_endpoint)
         else:
@@ -375,7 +375,7 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
                 refuse_unfit_init_from(config, run_folder(config))
             prepare_folder(config, plan, start)
             _probe(config, plan)
-            say(*render(plan).splitlines())
+            say(*render(plan).split("\n"))
         store = _agree(config, plan, options.trace or 0, rank)  # and wait until rank 0 has prepared the folder
         job = Job(_places(plan), run_folder(config), threads, config.parallel.timeout_seconds)
         how = _how_to_go_on(config, options)
