@@ -134,7 +134,8 @@ class Catalog:
                 f"python tools/index_shards.py {shard} --tokenizer PATH --template NAME"
             )
         images = np.diff(index.first_image).astype(np.int32)
-        lengths = np.array(texts.tokens, np.int32) + images * np.int32(self.tokens_per_image)
+        exact = np.array(texts.tokens, np.int64) + images * np.int64(self.tokens_per_image)
+        lengths = np.minimum(exact, np.iinfo(np.int32).max).astype(np.int32)  # what no pack holds stays what none does
         faults = {**texts.faults, **index.faults}
         for image in np.flatnonzero(index.image_sizes.prod(axis=1) > self.max_image_pixels):
             width, height = index.image_sizes[image]

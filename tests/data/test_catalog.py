@@ -163,3 +163,11 @@ def test_samples_that_fit_no_pack_are_refused_by_name(tmp_path):
         catalog.refuse_overlong(Capacity(36))
     with pytest.raises(UserError, match=rf"^{tar}: sample c: .* of 37 tokens and 1 images \(1 samples in all"):
         catalog.refuse_overlong(Capacity(37, 1))
+
+
+def test_a_length_above_32_bits_is_overlong_and_wraps_into_no_other(tmp_path):
+    tar = write_indexed(tmp_path / "s.tar", [("a.json", LOOK), ("a.png", picture(3, 2))], tokens=2**31 - 1)
+    catalog = open_catalog(tar, tokens_per_image=2**20)
+    assert catalog.lengths.tolist() == [2**31 - 1]
+    with pytest.raises(UserError, match="sample a: 2147483647 tokens and 1 images do not fit"):
+        catalog.refuse_overlong(Capacity(4096))

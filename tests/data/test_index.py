@@ -157,42 +157,143 @@ def test_a_file_cut_off_or_with_something_behind_its_end_is_noticed(tar):
             read_index(tar)
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        (("keys",), ["a"]),
-        (("members", "counts"), [1, 0]),
-        (("members", "counts"), [1, 2]),
-        (("images", "counts"), [1, 1]),
-        (("images", "counts"), [0, 0]),
-        (("members", "size"), [3]),
-        (("members", "size"), [3, BYTES - 1535]),
-        (("members", "offset"), [512, -1]),
-        (("members", "size"), [3, "x"]),
-        (("images", "counts"), [1]),
-        (("images", "height"), [1, 2]),
-        (("faults",), [[0]]),
-        (("texts",), {"feed": {"tokens": [1], "faults": []}}),
-        (("texts",), []),
-    ],
-)
-def test_columns_that_do_not_fit_together_are_an_error_though_the_checksum_is_right(tar, column, value):
+def crafted(tar: Path, *changes: tuple[tuple[str | int, ...], object]) -> Path:
+    """An index of two samples in which these columns hold these values, with the checksum that it then needs."""
     content = {
         "keys": ["a", "b"],
         "members": {"counts": [1, 1], "suffix": ["json"] * 2, "offset": [512, 1536], "size": [3, 700], "crc32": [7, 8]},
         "images": {"counts": [1, 0], "width": [640], "height": [480]},
         "faults": [],
-        "texts": {},
+        "texts": {"feed": {"tokens": [5, 6], "faults": []}},
     }
-    *path, last = column
-    (content[path[0]] if path else content)[last] = value
+    header = {"format": "mmtrain shard index", "version": 1, "tar_bytes": BYTES, "samples": 2, "texts": ["feed"]}
+    for (*path, last), value in changes:
+        place = header if path == ["header"] else content
+        for name in path if path != ["header"] else ():
+            place = place[name]
+        place[last] = value
     second = json.dumps(content, separators=(",", ":")).encode()
-    header = {"format": "mmtrain shard index", "version": 1, "tar_bytes": BYTES, "samples": 2, "texts": []}
     header["bytes"] = len(second)
     header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
     index_path(tar).write_bytes(json.dumps(header, separators=(",", ":")).encode() + b"\n" + second + b"\n")
-    with pytest.raises(UserError, match="is damaged"):
+    return tar
+
+
+def test_the_index_that_is_crafted_is_sound_before(tar):
+    assert read_index(crafted(tar)).keys == ["a", "b"]
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        (("keys",), ["a"]),
+        (("keys",), ["a", 1]),
+        (("keys",), ["a", ""]),
+        (("keys",), ["a", "x\nerror: all is well"]),
+        (("keys",), ["a", "\ud800"]),
+        (("keys",), "ab"),
+        (("members",), []),
+        (("members", "counts"), [1, 0]),
+        (("members", "counts"), [2, 0]),
+        (("members", "counts"), [3, -1]),
+        (("members", "counts"), [1, 2**63]),
+        (("members", "suffix"), ["json", 7]),
+        (("members", "suffix"), ["json", "\x1b"]),
+        (("members", "size"), [3]),
+        (("members", "size"), [3, "x"]),
+        (("members", "size"), [3, "700"]),
+        (("members", "size"), [3, 700.5]),
+        (("members", "size"), [3, None]),
+        (("members", "size"), [3, -1]),
+        (("members", "size"), [3, 2**40]),
+        (("members", "size"), [3, 2**63 - 1]),
+        (("members", "size"), [3, 10**4000]),
+        (("members", "offset"), [512, -1]),
+        (("members", "offset"), [512, BYTES - 699]),
+        (("members", "offset"), [512, 2**63 - 1]),
+        (("members", "offset"), [512, 2**64]),
+        (("members", "offset"), [[512], [1536]]),
+        (("members", "offset"), [512, [1536, 1]]),
+        (("members", "offset"), nested(900)),
+        (("members", "crc32"), [7, 2**32]),
+        (("members", "crc32"), [7, -1]),
+        (("images",), None),
+        (("images", "counts"), [1]),
+        (("images", "counts"), [1, 1]),
+        (("images", "counts"), [0, 0]),
+        (("images", "width"), [2**32]),
+        (("images", "width"), [True]),
+        (("images", "height"), [1, 2]),
+        (("images", "height"), [-1]),
+        (("faults",), {"0": "not_json"}),
+        (("faults",), [[0]]),
+        (("faults",), [[2, "not_json", ""]]),
+        (("faults",), [[-1, "not_json", ""]]),
+        (("faults",), [[0.0, "not_json", ""]]),
+        (("faults",), [[0, "not_json", ""], [0, "not_json", ""]]),
+        (("faults",), [[0, "no such reason", ""]]),
+        (("faults",), [[0, "not_json", 1]]),
+        (("texts",), []),
+        (("texts",), {}),
+        (("texts", "feed"), 1),
+        (("texts", "feed"), {"faults": []}),
+        (("texts", "feed", "tokens"), [1]),
+        (("texts", "feed", "tokens"), [1, -2]),
+        (("texts", "feed", "tokens"), [1, 2**40]),
+        (("texts", "feed", "tokens"), [1, "2"]),
+        (("texts", "feed", "faults"), [[2, "template", ""]]),
+        (("header", "texts"), "feed"),
+        (("header", "texts"), [["feed"]]),
+        (("header", "texts"), ["beef"]),
+        (("header", "tar_bytes"), float(BYTES)),
+        (("header", "samples"), 3),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is_right(tar, column, value):
+    crafted(tar, (column, value))
+    named = {"samples": "keys"}.get(column[-1], column[-1])
+    with pytest.raises(UserError, match=rf"^{tar}\.index: is damaged \(.*{named}.*--rebuild .* {tar}$") as caught:
         read_index(tar)
+    assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
+
+
+def test_json_nested_without_end_is_an_error_that_names_the_file(tar):
+    crafted(tar)
+    second = b"[" * 200_000 + b"]" * 200_000
+    header = {"format": "mmtrain shard index", "version": 1, "tar_bytes": BYTES, "samples": 0, "texts": []}
+    header["bytes"] = len(second)
+    header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
+    for first in (json.dumps(header, separators=(",", ":")).encode(), second):
+        index_path(tar).write_bytes(first + b"\n" + second + b"\n")
+        with pytest.raises(UserError, match=rf"^{tar}\.index: is damaged"):
+            read_index(tar)
+
+
+@pytest.mark.parametrize(("suffix", "fault", "is_read"), [("json", [], False), ("json", [1], True), ("mp4", [], True)])
+def test_a_member_that_would_not_fit_into_memory_is_read_by_none(tar, suffix, fault, is_read):
+    size = 100 << 20
+    with tar.open("r+b") as stream:
+        stream.truncate(2 * size)  # a hole: no disk is used
+    crafted(
+        tar,
+        (("header", "tar_bytes"), 2 * size),
+        (("members", "size"), [3, size]),
+        (("members", "suffix"), ["json", suffix]),
+        (("faults",), [[place, "too_many_bytes", ""] for place in fault]),
+    )
+    if is_read:
+        assert read_index(tar).members[1][0].size == size
+    else:
+        with pytest.raises(UserError, match=r"members\.size: json has 104,857,600 bytes"):
+            read_index(tar)
 
 
 def test_an_index_of_another_version_is_told_from_a_damaged_one(tar):
