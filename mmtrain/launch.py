@@ -105,24 +105,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank = None
     sys.excepthook = show_traceback
     try:
+        rank = _rank_of_torchrun()
         if options.local_rank is not None:
             raise UserError(
                 "--local_rank comes from DeepSpeed's launcher, which does not start mmtrain: it is started by python "
                 "-m mmtrain.launch itself, or by torchrun --nproc-per-node N -m mmtrain.launch"
             )
-        rank = _rank_of_torchrun()
         config = load_config(options.config, options.overrides)
         if options.trace is not None and (options.plan or options.calibrate):
             raise UserError("--trace records training; tools/plot_schedule.py --plan CONFIG draws what is planned")
         if options.plan:
             say(*render(plan_for_here(config)).split("\n"))
             return 0
+        if rank is None and options.nnodes == 1:
+            _refuse_other_starters()
         if options.calibrate:
             return _calibrate(config, options, under_torchrun=rank is not None)
         if rank is not None:
             return _join(config, options, rank)
-        if options.nnodes == 1:
-            _refuse_other_starters()
         return _launch(config, options)
     except UserError as error:
         time.sleep(seconds_before_message(rank or 0))

@@ -181,7 +181,8 @@ def _keep_to_this_machine() -> None:
 
     They would on the one that the host's name belongs to, for anybody, and it may not even resolve.
     """
-    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+    ranks = os.environ["WORLD_SIZE"]
+    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE", ranks) == ranks:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # without "=" every interface whose name begins so
 

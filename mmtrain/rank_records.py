@@ -33,7 +33,7 @@ LOST_PEER = re.compile(
 )
 NCCL_REMEDIES = {  # what NCCL says of this machine (its src/init.cc and src/os/linux.cc), and what helps
     re.compile(
-        r"Duplicate GPU detected.*|Multiple Ranks are using the same GPU.*"
+        r"Duplicate GPU detected.*|Multiple Ranks are using the same GPU[^.]*"
     ): "each rank needs a GPU of its own: CUDA_VISIBLE_DEVICES must name as "
     "many different ones as this machine has ranks, and ranks of another launcher or machine must not share them",
     re.compile(r"Error.*/dev/shm/nccl-.*"): "NCCL needs room in /dev/shm: see df -h /dev/shm; remove what dead "
@@ -138,12 +138,9 @@ def _dead_worker(error: BaseException) -> str | None:
         cause = cause.__cause__ or cause.__context__
     if found is None:
         return None
-    text = f"its data worker (process {found['pid']}) "
-    if found["signal"] is None:
-        return text + "ended by itself; the log may say why"
-    text += f"was killed by a signal ({found['signal'].lower()}"
-    if found["signal"] == signal.strsignal(signal.SIGKILL):
-        text += f"; {OUT_OF_MEMORY}"
-    elif found["signal"] == signal.strsignal(signal.SIGBUS):
-        text += "; /dev/shm may be full: see df -h /dev/shm"
-    return text + ")"
+    worker, described = f"its data worker (process {found['pid']})", found["signal"]
+    if described is None:
+        return f"{worker} ended by itself; the log may say why"
+    name = next((number.name for number in signal.Signals if signal.strsignal(number) == described), described)
+    remedies = {"SIGKILL": OUT_OF_MEMORY, "SIGBUS": "/dev/shm may be full: see df -h /dev/shm"}
+    return f"{worker} was killed by {name}" + (f" ({remedies[name]})" if name in remedies else "")
