@@ -358,7 +358,8 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
     if world_size != needed:
         raise UserError(
             f"torchrun started {world_size} ranks; parallel.pipeline {config.parallel.pipeline} x parallel.data "
-            f"{config.parallel.data} needs {needed}: change --nproc-per-node, or these keys"
+            f"{config.parallel.data} needs {needed}: change --nproc-per-node, or these keys; if no torchrun "
+            f"started this process, unset {', '.join(TORCHRUN_VARIABLES)}"
         )
     gpus = visible_gpus()
     plan = _plan(config, gpus, local_ranks)

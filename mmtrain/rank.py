@@ -183,8 +183,8 @@ def _keep_to_this_machine() -> None:
     """
     ranks = os.environ["WORLD_SIZE"]
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE", ranks) == ranks:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # without "=" every interface whose name begins so
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever a cluster sets for runs on several machines
+        os.environ["NCCL_SOCKET_IFNAME"] = "=lo"  # without "=" every interface whose name begins so
 
 
 def seconds_before_message(rank: int) -> float:
