@@ -512,14 +512,15 @@ def _check_data(config: RunConfig, others_wait: bool) -> None:
         )
     shards = [path for paths in found.values() for path in paths]
     template, llm = config.data.template, config.model.llm.path
-    missing = unready_shards(shards, text_fingerprint(model_folder(llm), template)) if others_wait else []
+    seconds = config.data.io_retry_seconds
+    missing = unready_shards(shards, text_fingerprint(model_folder(llm), template), seconds) if others_wait else []
     if sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT:
         raise UserError(
             f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and other "
             f"processes would wait for it; first run python tools/index_shards.py {' '.join(map(str, missing[:3]))}"
             f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template}"
         )
-    ensure_indexes(shards, llm, template, say=say, stream=sys.stdout)
+    ensure_indexes(shards, llm, template, say=say, stream=sys.stdout, retry_seconds=seconds)
 
 
 def _probe(config: RunConfig, plan: Plan) -> None:

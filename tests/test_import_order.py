@@ -27,7 +27,7 @@ plan.memory  plan.cut  plan.search
 plan.layout  plan.refusals  plan.planner
 time_use  trace  metrics  progress
 step_folder  resume  run_folder
-data.samples  data.order  data.fill  data.index
+data.samples  data.order  data.fill  data.retry  data.index
 data.chat  data.templates  data.text_lengths
 data.archive  data.verify  data.scan  data.sharding
 demo.scene  demo.text  demo.pictures  demo.data
@@ -60,8 +60,8 @@ ORDER = TABLE.split()
 TORCH_FREE_TABLE = """
 errors  cache  printing  small_files  strict_yaml  config_problems  config  geometry  metrics  rank_records
 rank  gpus  supervise  run_folder  launch  step_folder  stop  resume  time_use  trace
-progress  data.records  data.samples  data.order  data.index  data.archive  data.shard_list  data.scan  data.indexing
-data.catalog  data.reader  data.sharding  data.llava_json  data.shard_intake  data.shard_jobs
+progress  data.records  data.samples  data.order  data.retry  data.index  data.archive  data.shard_list  data.scan
+data.indexing  data.catalog  data.reader  data.sharding  data.llava_json  data.shard_intake  data.shard_jobs
 data.shard_resume  data.fill  data.verify  data.survey  data.piped
 demo.names  demo.scene  demo.text  demo.pictures  demo.data  model.projector_files
 """

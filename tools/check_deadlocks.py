@@ -26,6 +26,7 @@ from mmtrain.plan.schedule import (
     in_common_order,
     training_schedule,
 )
+from mmtrain.printing import say
 
 
 class Layout(NamedTuple):
@@ -92,15 +93,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         found = list(pool.map(try_layout, grid, chunksize=8))
-    print(f"{len(found):,} layouts, {time.perf_counter() - begin:.0f} s. Hang, as planned / in common order:")
+    say(f"{len(found):,} layouts, {time.perf_counter() - begin:.0f} s. Hang, as planned / in common order:")
     for ordering in Ordering:
         planned = [one.layout for one in found if ordering in one.hangs]
         common = sum(ordering in one.hangs_in_common_order for one in found)
-        print(f"  {len(planned):6,} / {common:,}  {ordering.value}")
+        say(f"  {len(planned):6,} / {common:,}  {ordering.value}")
         by_shape = Counter((layout.pipeline, layout.chunks_per_rank) for layout in planned)
         for chunks in sorted({v for _, v in by_shape}):
             counts = ", ".join(f"{p}: {count}" for (p, v), count in sorted(by_shape.items()) if v == chunks)
-            print(f"           {chunks} stages a rank, by ranks: {counts}")
+            say(f"           {chunks} stages a rank, by ranks: {counts}")
     return int(any(Ordering.IDEAL in one.hangs or one.hangs_in_common_order for one in found))
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from mmtrain.config import DataSection
 from mmtrain.data.index import Member, read_columns
 from mmtrain.data.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
+from mmtrain.data.retry import RETRY_SECONDS
 from mmtrain.data.samples import Fault
 from mmtrain.data.shard_list import expand_shards
 from mmtrain.errors import UserError
@@ -88,8 +89,9 @@ class Catalog:
         tokens_per_image: int,
         max_image_pixels: int,
         held_out_fraction: float | None = None,
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """Read the index of every shard; `text_fingerprint` says for which tokenizer and template.
+        """Read the index of every shard, as `read_columns` does; `text_fingerprint`: of which tokenizer and template.
 
         Raises UserError for an index that is missing, damaged, stale, or without lengths for this fingerprint.
         """
@@ -97,6 +99,7 @@ class Catalog:
         self.tokens_per_image = tokens_per_image
         self.max_image_pixels = max_image_pixels
         self.held_out_fraction = held_out_fraction
+        self.retry_seconds = retry_seconds
         self.shards = tuple(shard for one in sets for shard in one.shards)
         self.names = tuple(one.name for one in sets for _ in one.shards)  # of each shard's data set
         self.firsts = [0]  # number of each shard's first sample
@@ -126,7 +129,7 @@ class Catalog:
 
     def _read_shard(self, name: str, shard: Path, digest: hashlib._Hash) -> _Shard:
         """The next shard's samples; notes faults and held-out ones, and adds to the fingerprint."""
-        index, first = read_columns(shard), self.firsts[-1]
+        index, first = read_columns(shard, self.retry_seconds), self.firsts[-1]
         texts = index.texts.get(self.text_fingerprint)
         if texts is None:
             raise UserError(

@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import re
+import stat
 import zlib
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,6 +34,7 @@ import numpy as np
 
 from mmtrain.cache import cache_folder
 from mmtrain.data.records import MAX_IMAGE_BYTES, MAX_JSON_BYTES, REASONS
+from mmtrain.data.retry import RETRY_SECONDS, may_pass, read_again
 from mmtrain.data.samples import image_number
 from mmtrain.errors import UserError
 from mmtrain.plan.model_files import read_json
@@ -127,21 +129,22 @@ class MissingIndex(UserError):  # noqa: N818
 def index_path(tar: Path) -> Path:
     """Where a shard's index is, or would be written: beside the tar, or in the cache if that folder is read-only.
 
-    One in the cache comes first: it was made because the one beside the tar, if any, could not be changed.
+    One in the cache comes first: it was made because the one beside the tar, if any, could not be changed. Raises
+    OSError where the storage fails to tell.
     """
     cached, beside = _in_cache(tar), _beside(tar)
-    if cached.is_file() or not (beside.is_file() or os.access(beside.parent, os.W_OK)):
+    if _is_file(cached) or not (_is_file(beside) or os.access(beside.parent, os.W_OK)):
         return cached
     return beside
 
 
-def read_columns(tar: Path) -> IndexColumns:
-    """The index of a shard, as arrays.
+def read_columns(tar: Path, retry_seconds: float = RETRY_SECONDS) -> IndexColumns:
+    """The index of a shard, as arrays; reads that fail for a reason that may pass are tried again for `retry_seconds`.
 
     Raises MissingIndex, and UserError for one that is damaged, that another version wrote, or that is stale: of a tar
     of another size than this one.
     """
-    path, header, content = _read(tar)
+    path, header, content = _read(tar, retry_seconds)
     try:
         return _from_columns(header, json.loads(content))
     except (ValueError, RecursionError) as error:
@@ -162,13 +165,13 @@ def read_index(tar: Path) -> ShardIndex:
     )
 
 
-def index_state(tar: Path, fingerprint: str) -> IndexState:
+def index_state(tar: Path, fingerprint: str, retry_seconds: float = RETRY_SECONDS) -> IndexState:
     """Whether a shard's index holds text lengths under this fingerprint; checks its bytes, but parses one line only.
 
     Raises UserError as read_index does, without MissingIndex.
     """
     try:
-        _, header, _ = _read(tar)
+        _, header, _ = _read(tar, retry_seconds)
     except MissingIndex:
         return IndexState.MISSING
     return IndexState.READY if fingerprint in header["texts"] else IndexState.NO_LENGTHS
@@ -231,15 +234,40 @@ def _in_cache(tar: Path) -> Path:
     return cache_folder("index") / f"{name}.index"
 
 
-def _read(tar: Path) -> tuple[Path, dict, bytes]:
-    """File, header and content line of an index whose bytes are those that were written, for the tar that is there."""
-    path = index_path(tar)
+def _is_file(path: Path) -> bool:
+    """As Path.is_file, which in some releases of Python takes a failure of the storage for "no"."""
     try:
-        lines = path.read_bytes()
-    except FileNotFoundError:
-        raise MissingIndex(f"{tar}: has no index {path}; make it: {MEND.replace(' --rebuild', '')} {tar}") from None
+        return stat.S_ISREG(path.stat().st_mode)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        if may_pass(error):
+            raise
+        return False
+
+
+def _load(tar: Path) -> tuple[Path, bytes, int]:
+    """File and bytes of a tar's index, and the tar's size; raises MissingIndex, UserError, and OSErrors that may pass.
+
+    All three are asked for together: a try that follows a failure must not mix what was before with what is after.
+    """
+    path = index_path(tar)
+    file = path
+    try:
+        with path.open("rb") as stream:
+            lines = stream.read()
+        file = tar
+        return path, lines, tar.stat().st_size
+    except OSError as error:
+        if may_pass(error):
+            raise
+        if file == path and isinstance(error, FileNotFoundError):
+            make = MEND.replace(" --rebuild", "")
+            raise MissingIndex(f"{tar}: has no index {path}; make it: {make} {tar}") from None
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def _read(tar: Path, retry_seconds: float) -> tuple[Path, dict, bytes]:
+    """File, header and content line of an index whose bytes are those that were written, for the tar that is there."""
+    path, lines, tar_bytes = read_again(lambda: _load(tar), tar, retry_seconds)
     first, _, rest = lines.partition(b"\n")
     try:
         header = json.loads(first)
@@ -259,10 +287,6 @@ def _read(tar: Path) -> tuple[Path, dict, bytes]:
             raise _corrupt(path, tar, "texts: holds something else than text")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise _corrupt(path, tar, f"{type(error).__name__}: {error}") from None
-    try:
-        tar_bytes = tar.stat().st_size
-    except OSError as error:
-        raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
     if tar_bytes != indexed:
         raise UserError(
             f"{path}: is stale: made for a tar of {indexed:,} bytes, but {tar.name} has {tar_bytes:,}. If "

@@ -33,6 +33,7 @@ from mmtrain.data.index import (
     write_index,
 )
 from mmtrain.data.records import Rejected
+from mmtrain.data.retry import RETRY_SECONDS, UnreadableError
 from mmtrain.data.samples import Sample, read_sample
 from mmtrain.data.scan import scan_shard
 from mmtrain.errors import UserError
@@ -56,6 +57,7 @@ def ensure_indexes(
     workers: int | None = None,
     say: Callable[[str], None] = lambda line: None,
     stream: TextIO | None = None,
+    retry_seconds: float = RETRY_SECONDS,
 ) -> None:
     """Make or complete the indexes that a run with this tokenizer and template needs; nothing where all are there.
 
@@ -63,23 +65,25 @@ def ensure_indexes(
     some to make; a `stream` that is a terminal gets a progress bar. Raises UserError for indexes that are stale or
     damaged: they are never replaced unasked, for their checksums are the only record of what the tars should hold.
     """
-    missing = unready_shards(tars, text_fingerprint(model_folder(tokenizer_path), template))
+    missing = unready_shards(tars, text_fingerprint(model_folder(tokenizer_path), template), retry_seconds)
     if missing:
         say(f"indexing {len(missing):,} of {len(tars):,} shards (once; the indexes are kept beside them)")
         build_indexes(missing, tokenizer_path, template, workers or usable_cores(), say=say, stream=stream)
 
 
-def unready_shards(tars: Sequence[Path], fingerprint: str) -> list[Path]:
+def unready_shards(tars: Sequence[Path], fingerprint: str, retry_seconds: float = RETRY_SECONDS) -> list[Path]:
     """Those without an index that holds lengths under this fingerprint.
 
-    Raises UserError naming the indexes that are stale or damaged.
+    Raises UserError naming the indexes that are stale or damaged, or the first that the storage fails to give.
     """
     missing: list[Path] = []
     failures: list[UserError] = []
     for tar in tars:
         try:
-            if index_state(tar, fingerprint) is not IndexState.READY:
+            if index_state(tar, fingerprint, retry_seconds) is not IndexState.READY:
                 missing.append(tar)
+        except UnreadableError:
+            raise
         except UserError as error:
             failures.append(error)
     _raise_all(failures, len(tars))

@@ -71,9 +71,10 @@ class Documents:
         """The catalog of data sets, for this tokenizer and template; missing indexes are made."""
         data, llm = self.config.data, self.config.model.llm.path
         # The launcher has made them; a rank that has to, without one, shares its cores with others.
-        ensure_indexes([shard for one in sets for shard in one.shards], llm, data.template, workers=1)
+        shards, seconds = [shard for one in sets for shard in one.shards], data.io_retry_seconds
+        ensure_indexes(shards, llm, data.template, workers=1, retry_seconds=seconds)
         fingerprint = text_fingerprint(model_folder(llm), data.template)
-        return Catalog(sets, fingerprint, self.tokens_per_image, data.max_image_pixels, held_out_fraction)
+        return Catalog(sets, fingerprint, self.tokens_per_image, data.max_image_pixels, held_out_fraction, seconds)
 
     def read(self, reader: Reader, number: int) -> Document | Fault:
         """The document of a sample; raises UserError where its length is not the one that its index says."""

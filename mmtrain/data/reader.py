@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import tarfile
-import time
 import zlib
 from collections import OrderedDict
 from pathlib import Path
@@ -18,12 +17,11 @@ from pathlib import Path
 from mmtrain.data.catalog import Catalog, Place
 from mmtrain.data.index import MEND, Member
 from mmtrain.data.records import Rejected
+from mmtrain.data.retry import read_again
 from mmtrain.data.samples import Fault, Sample, image_number, read_sample
 from mmtrain.errors import UserError
 
 OPEN_FILES = 64  # shards kept open, those read last
-FIRST_PAUSE = 0.1  # seconds before a failed read is tried again; each pause is twice the one before
-LONGEST_PAUSE = 10.0
 
 
 class Reader:
@@ -63,18 +61,7 @@ class Reader:
 
     def _read(self, shard: Path, member: Member) -> bytes:
         """A member's bytes, read again and again while the system fails to."""
-        deadline, pause = time.monotonic() + self.retry_seconds, FIRST_PAUSE
-        while True:
-            try:
-                return self._read_once(shard, member)
-            except OSError as error:
-                if time.monotonic() + pause > deadline:
-                    raise UserError(
-                        f"{shard}: cannot be read ({error.strerror or error}), tried for {self.retry_seconds:g} s "
-                        "(data.io_retry_seconds); mend the storage, or copy the shard again, and start again"
-                    ) from error
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+        return read_again(lambda: self._read_once(shard, member), shard, self.retry_seconds, lambda error: True)
 
     def _read_once(self, shard: Path, member: Member) -> bytes:
         try:

@@ -1,3 +1,4 @@
+import errno
 import json
 import multiprocessing
 import os
@@ -7,6 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import zlib
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,10 +25,12 @@ from mmtrain.data.index import (
     TextLengths,
     index_path,
     index_state,
+    read_columns,
     read_index,
     text_fingerprint,
     write_index,
 )
+from mmtrain.data.indexing import unready_shards
 from mmtrain.errors import UserError
 
 BYTES = 4096  # of the tar
@@ -328,6 +333,66 @@ def test_a_tar_that_is_gone_is_an_error_that_names_it(tar):
     tar.unlink()
     with pytest.raises(UserError, match=r"shard-000000\.tar: cannot be read \(No such file"):
         read_index(tar)
+
+
+READS = {
+    "read_columns": lambda tar, seconds: read_columns(tar, seconds).keys,
+    "index_state": lambda tar, seconds: index_state(tar, "f" * 16, seconds),
+    "unready_shards": lambda tar, seconds: unready_shards([tar, tar], "f" * 16, seconds),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_an_index_that_cannot_be_read_for_a_while_is_read_then(tar, read):
+    write_index(tar, small_index())
+    expected, index = read(tar, 0), index_path(tar)
+    aside = index.rename(tar.with_name("aside"))
+    index.symlink_to("/proc/self/mem")  # reading its first byte is an EIO
+    healer = threading.Timer(0.25, lambda: aside.replace(index))
+    healer.start()
+    try:
+        assert read(tar, 30) == expected
+    finally:
+        healer.join()
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_an_index_that_cannot_be_read_for_good_is_one_error_that_names_it_and_the_setting(tar, read):
+    write_index(tar, small_index())
+    index_path(tar).unlink()
+    index_path(tar).symlink_to("/proc/self/mem")
+    began = time.monotonic()
+    message = rf"^{tar}.*: cannot be read \(Input/output error\), tried for 0\.35 s \(data\.io_retry_seconds\)"
+    with pytest.raises(UserError, match=message) as caught:
+        read(tar, 0.35)
+    assert "\n" not in str(caught.value) and 0.25 < time.monotonic() - began < 2  # not once for each of its shards
+
+
+@pytest.mark.parametrize("call", ["stat", "open"])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EINTR, errno.ETIMEDOUT], ids=errno.errorcode.get)
+def test_errors_that_pass_are_no_missing_index(tar, monkeypatch, number, call):
+    write_index(tar, small_index())
+    whole, failures = getattr(Path, call), 2
+
+    def failing(path, *arguments, **options):
+        nonlocal failures
+        if path.suffix == ".index" and failures:
+            failures -= 1
+            raise OSError(number, os.strerror(number), str(path))
+        return whole(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, call, failing)  # no file system here gives these
+    assert index_state(tar, "f" * 16) is IndexState.READY and failures == 0
+
+
+def test_a_path_that_leads_nowhere_is_not_waited_for(tar):
+    write_index(tar, small_index())
+    index_path(tar).unlink()
+    (tar.parent / (tar.name + ".index")).symlink_to(tar.name + ".index")
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"\.index: cannot be read \(Too many levels"):
+        read_columns(tar)
+    assert time.monotonic() - began < 1
 
 
 def in_another_process(code: str, *arguments: object, **options) -> subprocess.CompletedProcess:
