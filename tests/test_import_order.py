@@ -28,7 +28,7 @@ plan.layout  plan.refusals  plan.planner
 time_use  trace  metrics  progress
 step_folder  resume  run_folder
 data.samples  data.order  data.fill  data.retry  data.index
-data.chat  data.templates  data.text_lengths
+data.bounded_jinja  data.chat  data.templates  data.text_lengths
 data.archive  data.verify  data.scan  data.sharding
 demo.scene  demo.text  demo.pictures  demo.data
 data.piped  data.shard_list  data.indexing

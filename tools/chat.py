@@ -139,7 +139,7 @@ def load(folder: Path) -> tuple[Any, Any]:
         raise UserError(f"{folder}: does not load ({harmless(str(error))})") from error
     if faults := {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}:
         raise UserError(f"{folder}: the weights do not fit config.json ({faults}); part of the model would be random")
-    if not processor.chat_template:
+    if not isinstance(processor.chat_template, str):
         raise UserError(f"{folder}: has no chat template, so how to ask is not known; add its chat_template.jinja")
     try:
         return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), processor
@@ -202,9 +202,15 @@ class Conversation:
     def _text(self, messages: list[dict]) -> str:
         import jinja2
 
+        from mmtrain.data.bounded_jinja import BoundedTemplate
+
+        tokenizer = self.processor.tokenizer
         try:
-            return self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            template = BoundedTemplate(self.processor.chat_template)
+            return template.render(
+                messages, add_generation_prompt=True, tools=None, documents=None, **tokenizer.special_tokens_map
+            )
+        except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
             raise UserError(
                 f"the model's chat template does not take this conversation ({harmless(str(error))})"
                 + ("; leave out --system" if messages[0]["role"] == "system" else "")

@@ -17,6 +17,7 @@ from datetime import datetime
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from mmtrain.data.bounded_jinja import BoundedTemplate
 from mmtrain.data.records import Rejected
 from mmtrain.plan.chat_template import missing_chat_template
 
@@ -51,6 +52,12 @@ class ChatText:
         self.name = tokenizer.name_or_path
         self.tokenizer = tokenizer
         self.jinja, self.dates = _chat_template(tokenizer)
+        # As `apply_chat_template` names them.
+        self.variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map}
+        try:
+            self.template = BoundedTemplate(self.jinja)
+        except jinja2.TemplateError as error:
+            raise Rejected("template", f"the chat template of {self.name} fails: {error}") from error
         whole = self._render(PROBE)
         answer = PROBE[1][1]
         if answer not in whole:
@@ -126,14 +133,13 @@ class ChatText:
 
     def _render(self, turns: Turns, add_generation_prompt: bool = False) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
+            return self.template.render(
                 [{"role": ROLES[speaker], "content": text} for speaker, text in turns],
-                chat_template=self.jinja,
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 fixed_dates=self.dates,
+                **self.variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ImportError) as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
             raise Rejected("template", f"the chat template of {self.name} fails: {error}") from error
 
     def _refuse_lost_text(self, given: Sequence[str], written: str) -> None:

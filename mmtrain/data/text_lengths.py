@@ -12,7 +12,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mmtrain.data.samples import IMAGE_POSITION, Sample
 from mmtrain.data.templates import TEMPLATES
 from mmtrain.errors import UserError
-from mmtrain.plan.model_files import model_folder
+from mmtrain.plan.model_files import model_folder, read_json
+from mmtrain.small_files import MAX_JSON_BYTES, shortened
+
+MAX_TOKENIZER_BYTES = 200_000_000  # of tokenizer.json; the largest, of 262,000 tokens, has 34 MB
 
 
 class TextCounter:
@@ -32,7 +35,14 @@ class TextCounter:
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer in an LLM's folder; raises UserError where there is none."""
     folder = model_folder(path)
+    for name, limit in (("tokenizer_config.json", MAX_JSON_BYTES), ("tokenizer.json", MAX_TOKENIZER_BYTES)):
+        file = folder / name
+        if file.is_file() and file.stat().st_size > limit:
+            raise UserError(f"{file}: larger than {limit:,} bytes; no tokenizer is so large")
+    if (folder / "tokenizer_config.json").is_file():
+        read_json(folder / "tokenizer_config.json")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: no tokenizer in {folder} ({str(error).splitlines()[0]})") from error
+    except Exception as error:  # this very class is what the tokenizers library raises for a file that it cannot read
+        reason = shortened((str(error).splitlines() or [type(error).__name__])[0])
+        raise UserError(f"{path}: no tokenizer in {folder} ({reason})") from error

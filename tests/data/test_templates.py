@@ -556,6 +556,16 @@ def test_a_template_that_fails_or_is_no_template_is_refused_in_its_own_words(byt
         ChatTemplate(byte_level("{{ messages[0]['content'] + 1 }}"), 1, 384)
 
 
+def test_a_template_that_never_ends_is_refused_at_once_or_at_the_sample_on_which_it_does(byte_level):
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match=r"data\.template=chat: the chat template of models/some-llm fails: it loops"):
+        ChatTemplate(byte_level(endless + CHATML), 1, 384)
+    later = "{% if messages | length > 2 %}" + endless + "{% endif %}" + CHATML
+    template = ChatTemplate(byte_level(later, MARKS[CHATML]), 1, 384)
+    with pytest.raises(Rejected, match="fails: it loops or allocates without end"):
+        template(talk("a", "b", "c", "d"))
+
+
 def test_answers_that_nothing_separates_are_refused(byte_level):
     bare = "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}\
 {% endif %}{% endfor %}"
