@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from mmtrain.errors import UserError
 from mmtrain.model.pickled import read_pickled
-from mmtrain.plan.model_files import model_folder, read_json
+from mmtrain.plan.model_files import model_folder, read_weight_map
 from mmtrain.printing import run_command, tell
 
 EXAMPLES = """examples:
@@ -37,10 +37,10 @@ def find_shards(folder: Path) -> list[Path]:
     """The folder's pickled weight files, in order; raises UserError where they are missing or incomplete."""
     index = folder / "pytorch_model.bin.index.json"
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        names = sorted(set(read_weight_map(index, ".bin").values()))
         missing = [name for name in names if not (folder / name).is_file()]
-        if missing or not names:
-            raise UserError(f"{folder}: {index.name} names {missing or 'no files'}; finish the download")
+        if missing:
+            raise UserError(f"{folder}: {index.name} names {missing}; finish the download")
         return [folder / name for name in names]
     if (folder / "pytorch_model.bin").is_file():
         return [folder / "pytorch_model.bin"]

@@ -17,6 +17,7 @@ from mmtrain.plan.families import check_family
 from mmtrain.plan.model_files import Shape, model_folder, read_json
 from mmtrain.plan.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
 from mmtrain.plan.shapes import llm_shape_from, vision_shape_from
+from mmtrain.plan.vision_files import hf_facts
 from mmtrain.printing import run_command, tell
 
 if TYPE_CHECKING:
@@ -103,9 +104,11 @@ def record_hf_vision(path: str, record_as: str | None, aliases: tuple[str, ...])
         "siglip_vision_model": (SiglipVisionConfig, SiglipVisionModel),
     }
     folder = model_folder(path)
-    family = read_json(folder / "config.json").get("model_type")
-    if family not in classes:
+    config_json = read_json(folder / "config.json")
+    family = config_json.get("model_type")
+    if family not in tuple(classes):  # by ==: it may be a list
         raise UserError(f"{folder}: model_type {family} is not one of {', '.join(classes)}")
+    hf_facts(config_json, str(folder))
     config_class, model_class = classes[family]
     stock_config = config_class.from_pretrained(folder)
     with torch.device("meta"):

@@ -105,14 +105,7 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{index}: has no weight_map; download the file again")
-        for name in weight_map.values():
-            # A path could lead out of the folder, or name a file that is no weights and never ends.
-            if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name or "\0" in name:
-                shown = shortened(repr(name))
-                raise UserError(f"{index}: names {shown}, no .safetensors file beside it; download the file again")
+        weight_map = read_weight_map(index, ".safetensors")
         files = [folder / name for name in dict.fromkeys(weight_map.values())]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
@@ -135,6 +128,19 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
             f"python tools/convert_weights.py {folder}"
         )
     return None
+
+
+def read_weight_map(index: Path, suffix: str) -> dict[str, str]:
+    """The file name of every tensor, from an index of weight files; raises UserError for other than files beside it."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: has no weight_map; download the file again")
+    for name in weight_map.values():
+        # A path could lead out of the folder, or name a file that is no weights and never ends.
+        if not isinstance(name, str) or not name.endswith(suffix) or "/" in name or "\0" in name:
+            shown = shortened(repr(name))
+            raise UserError(f"{index}: names {shown}, no {suffix} file beside it; download the file again")
+    return weight_map
 
 
 def read_header(file: Path) -> dict[str, Shape]:
