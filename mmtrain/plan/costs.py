@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mmtrain.config import RunConfig
 from mmtrain.plan.block_costs import (
@@ -98,6 +98,7 @@ class LayerCost:
     forward_working_bytes: int
     backward_working_bytes: int
     recomputing_working_bytes: int  # the backward's if the layer recomputes, what it makes again included
+    fp32_flops: Flops = field(default_factory=Flops)  # part of `flops` that is computed in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class EncoderCost:
     working_bytes: int
     feature_bytes: int  # what a micro-batch's features take until its forward
     batch_bytes: int  # what a loaded micro-batch takes until its forward
+    in_fp32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +299,8 @@ def _layer(
     kept_bytes_recomputing: int | None = None,
     working_bytes: tuple[int, int, int],
 ) -> LayerCost:
-    """`working_bytes` in forward, in backward, and in a backward that recomputes."""
+    """`working_bytes` in forward, in backward, and in a backward that recomputes; it computes in what it is stored."""
+    stored = tuple(stored)
     weight_bytes = state_bytes = elements = 0
     names: list[str] = []
     for group in stored:
@@ -321,6 +324,7 @@ def _layer(
         kept,
         kept if kept_bytes_recomputing is None else kept_bytes_recomputing,
         *working_bytes,
+        fp32_flops=flops if all(group.size == FP32 for group in stored) else Flops(),
     )
 
 
@@ -358,12 +362,17 @@ def _encoder_and_front(
     ]
 
     flops, kept = total(inputs, False)  # text does not pass the encoder: what trains there gives it no gradient
+    fp32_flops = flops if types.llm == FP32 else Flops()
     encoder = 0
     upstream = False
     for i, parts in enumerate(sequence):
         part_flops, part_kept = total(parts, upstream)
         flops, kept = flops + part_flops, kept + part_kept
-        encoder += part_flops.forward if i < encoder_parts else 0
+        if i < encoder_parts:
+            encoder += part_flops.forward
+            part_flops = replace(part_flops, forward=0)  # an instruction of its own
+        if i == encoder_parts or types.vision == FP32:
+            fp32_flops += part_flops
         upstream = upstream or any(part.trained for part in parts)
     frozen = not any(p.name in trained for p in vision.parameters)
     pixels = round(3 * vision.image_size**2 * work.images) * FP32
@@ -389,8 +398,9 @@ def _encoder_and_front(
             pixels + block_working,
             feature_bytes=round(patches * vision.width) * types.vision,
             batch_bytes=0,
+            in_fp32=types.vision == FP32,
         ),
-        replace(layer, flops=without_encoder, kept_bytes=kept, kept_bytes_recomputing=kept),
+        replace(layer, flops=without_encoder, kept_bytes=kept, kept_bytes_recomputing=kept, fp32_flops=fp32_flops),
     )
 
 

@@ -14,19 +14,23 @@ from mmtrain.plan.costs import FP32, LayerCost, RunCosts
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What is assumed of a device that was not measured. Every FLOP counts alike: only ratios to the rest matter."""
+    """What is assumed of a device that was not measured. Only ratios matter."""
 
     flops_per_second: float
+    fp32_slowdown: float  # seconds of a FLOP in fp32 over those of one in bfloat16
     bytes_per_second: float  # of a message on its way
     latency_seconds: float  # from a message's post to its first byte
     call_seconds: float  # of one FORWARD or BACKWARD, beyond its layers
 
 
-GPU = Assumptions(150e12, 12e9, 30e-6, 200e-6)
-"""Half of an A100's 312e12 in bfloat16; half of what PCIe 4.0 x16 carries one way (no NVLink: the likelier home of a
-pipeline); two NCCL kernels; Python and launches that the device waits for."""
-CPU = Assumptions(100e9, 3e9, 200e-6, 500e-6)
-"""One core in float32; gloo between processes of one machine, whose 4 MB cost their sender 1.4 ms."""
+GPU = Assumptions(150e12, 10, 12e9, 30e-6, 200e-6)
+"""Half of an A100's 312e12 in bfloat16; in fp32, which torch leaves off the tensor cores (no TF32 unless it is asked
+for), three quarters of its 19.5e12, a tenth of that (NVIDIA's data sheets; an H100's 67e12 and 989e12 give the same
+ratio, a 4090's 83e12 and 165e12 one near 1.3); half of what PCIe 4.0 x16 carries one way (no NVLink: the likelier home
+of a pipeline); two NCCL kernels; Python and launches that the device waits for."""
+CPU = Assumptions(100e9, 1, 3e9, 200e-6, 500e-6)
+"""One core, in float32 and bfloat16 alike; gloo between processes of one machine, whose 4 MB cost their sender
+1.4 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +59,22 @@ class Timings:
 
 
 def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timings:
-    """FLOPs at one rate, bytes at another, as assumed of a device."""
+    """FLOPs at one rate in fp32 and one in bfloat16, bytes at another, as assumed of a device."""
+
+    def compute(flops: int, in_fp32: int) -> float:
+        return (flops - in_fp32 + in_fp32 * device.fp32_slowdown) / device.flops_per_second
 
     def seconds(layer: LayerCost) -> LayerSeconds:
-        flops = layer.flops
-        forward, backward = (x / device.flops_per_second for x in (flops.forward, flops.dgrad + flops.wgrad))
+        flops, fp32 = layer.flops, layer.fp32_flops
+        forward = compute(flops.forward, fp32.forward)
+        backward = compute(flops.dgrad + flops.wgrad, fp32.dgrad + fp32.wgrad)
         return LayerSeconds(forward, backward, backward + forward * bool(layer.kept_bytes))
 
     return Timings(
         device=None,
         layers=tuple(seconds(layer) for layer in costs.layers),
         whole_last=seconds(costs.whole_last),
-        encode=costs.encoder.forward / device.flops_per_second,
+        encode=compute(costs.encoder.forward, costs.encoder.forward * costs.encoder.in_fp32),
         call=device.call_seconds,
         send=0.0,
         receive=0.0,

@@ -30,6 +30,7 @@ from mmtrain.plan.costs import (
     workload,
 )
 from mmtrain.plan.shapes import ParameterShape, llm_shape, projector_parameters, vision_shape
+from mmtrain.plan.timings import CPU, GPU, assumed_timings
 
 VICUNA, CLIP = "lmsys/vicuna-7b-v1.5", "vit_large_patch14_clip_quickgelu_336.openai"
 TOKENS = 32
@@ -404,6 +405,31 @@ def test_vicuna_by_hand() -> None:
     assert front.flops.dgrad == round(linear_2), "only what lies behind linear_1"
     assert front.flops.wgrad == round(linear_1 + linear_2)
     assert front.kept_bytes == round(4 * (1024 + 4096 + 4096) * 576 * images), "inputs of linear_1, gelu, linear_2"
+
+
+def test_the_projector_computes_in_fp32_and_all_else_as_it_is_stored() -> None:
+    costs = costs_of()
+    front, *others = costs.layers
+    assert front.fp32_flops == front.flops and front.flops.total > 0, "the embedding's look-up costs nothing"
+    assert all(layer.fp32_flops == Flops() for layer in (*others, costs.whole_last)) and not costs.encoder.in_fp32
+    costs = costs_of(model__llm__dtype="float32")
+    assert all(layer.fp32_flops == layer.flops for layer in (*costs.layers, costs.whole_last)) and costs.encoder.in_fp32
+    trained = costs_of(model__trainable=("vision", "projector")).layers[0]
+    projector = front.flops.forward + front.flops.wgrad + front.flops.forward  # linear_1 needs an input gradient, too
+    assert trained.fp32_flops.total == pytest.approx(projector) and trained.flops.total > 2 * projector
+
+
+def test_a_gpu_is_assumed_to_take_ten_times_as_long_in_fp32_and_a_cpu_as_long_as_in_bfloat16() -> None:
+    """Seconds of the front, whose projector is fp32, of a decoder layer and of the encoder, from their FLOPs."""
+    costs = costs_of(model__llm__dtype="bfloat16", model__vision__dtype="float32")
+    for device, rate, slower in ((GPU, 150e12, 10), (CPU, 100e9, 1)):
+        timings = assumed_timings(costs, 1, device)
+        front, layer = costs.layers[0].flops, costs.layers[1].flops
+        assert timings.layers[0].forward == slower * front.forward / rate
+        assert timings.layers[0].backward == slower * (front.dgrad + front.wgrad) / rate
+        assert timings.layers[1].forward == layer.forward / rate
+        assert timings.layers[1].backward == layer.dgrad / rate
+        assert timings.encode == slower * costs.encoder.forward / rate
 
 
 def test_a_llava_sample_costs_what_the_design_says() -> None:
