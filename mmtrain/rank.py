@@ -181,10 +181,12 @@ def _keep_to_this_machine() -> None:
 
     They would on the one that the host's name belongs to, for anybody, and it may not even resolve.
     """
-    ranks = os.environ["WORLD_SIZE"]
-    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE", ranks) == ranks:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever a cluster sets for runs on several machines
-        os.environ["NCCL_SOCKET_IFNAME"] = "=lo"  # without "=" every interface whose name begins so
+    here = os.environ.get("LOCAL_WORLD_SIZE")
+    if sys.platform != "linux" or here not in (None, os.environ["WORLD_SIZE"]):
+        return
+    for name, interface in (("GLOO_SOCKET_IFNAME", "lo"), ("NCCL_SOCKET_IFNAME", "=lo")):  # "=": "lo", not "lo..."
+        if here is not None or name not in os.environ:  # a cluster may name one for runs on several machines
+            os.environ[name] = interface
 
 
 def seconds_before_message(rank: int) -> float:
