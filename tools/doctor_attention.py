@@ -39,8 +39,8 @@ def attention(here: Here) -> Seen:
         forward, backward = max(forward, output), max(backward, *gradients)
     first, later, same = times[0] * 1e3, statistics.median(times[1:]) * 1e3, statistics.median(again[1:]) * 1e3
     text = (
-        f"{name}: forward {forward:.1e}, backward {backward:.1e} off; first call {first:,.0f} ms, "
-        f"later {later:.2f} ms with new lengths, {same:.2f} ms with the same"
+        f"{name}: {max(forward, backward):.1e} off; first call {first:,.0f} ms, new lengths {later:.2f}, same again "
+        f"{same:.2f}"
     )
     facts = {"forward": forward, "backward": backward, "seconds": times, "seconds_again": again}
     if not max(forward, backward) <= TOLERANCES[name]:

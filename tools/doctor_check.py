@@ -44,7 +44,7 @@ class Here:
     @property
     def device(self) -> str:
         """What ranks compute on, for people."""
-        return f"{self.gpus[0].name}" if self.gpus else "the CPU, over gloo"
+        return self.gpus[0].name if self.gpus else "the CPU"
 
     def save(self, file: Path) -> None:
         """For the process of the check."""

@@ -33,8 +33,8 @@ def channels(here: Here) -> Seen:
     rate = min(one["gigabytes_per_second"] for one in found)
     small = max(one["small_microseconds"] for one in found)
     return Seen(
-        f"{found[0]['channels']} channels among {ranks} ranks on {here.device}: all in order, slowest {rate:,.2f} GB/s "
-        f"a rank, small messages {small:,.0f} us",
+        f"{found[0]['channels']} among {ranks} ranks on {here.device}: all in order; {rate:,.2f} GB/s a rank, small "
+        f"messages {small:,.0f} us",
         {"ranks": found},
     )
 
@@ -74,7 +74,7 @@ def layout(pipeline: int, chunks: int, data: int, here: Here) -> Seen:
     )
     off = worst(run.losses, expected.losses)
     facts = {"losses": run.losses, "pipeline_1": expected.losses, "worst": off, "boundaries": run.plan["boundaries"]}
-    text = f"{len(run.losses)} steps on {here.device}: losses {off:.1e} off those of pipeline 1"
+    text = f"{len(run.losses)} steps on {here.device}: {off:.1e} off pipeline 1"
     if not off <= SAME:
         raise FailedError(f"{text}, {SAME:.0e} is rounding", facts=facts)
     return Seen(text, facts)

@@ -49,8 +49,8 @@ def plan_and_probe(here: Here) -> Seen:
     (record,) = (here.folder / "cache").rglob("*.json")
     found = json.loads(record.read_text())
     return Seen(
-        f"planned at pipeline 1, 2, 4; {found['family']} probed in {seconds['probe']:.1f} s: "
-        f"staged {found['staged']:.1g}, packed {found['packed']:.1g} off",
+        f"pipeline 1, 2, 4; {found['family']} probed in {seconds['probe']:.1f} s: staged {found['staged']:.1g}, "
+        f"packed {found['packed']:.1g} off",
         {"seconds": seconds, "probe": found},
     )
 
