@@ -34,6 +34,8 @@ class Mmtrain:
         if chunks is None:
             chunks = {stage.stage: build_chunk(config, stage, device=device) for stage in mine.stages}
         self.gradients: Gradients | None = None
+        self.idle: list[float] = []
+        """Share of the latest step that each rank waited."""
         self._sums: Gradients = {}
         self._batches = batches if mine.pipeline == 0 else None
         self._engine = FrozenPipelineEngine(config, plan, chunks, self._keep_gradients)
@@ -43,6 +45,7 @@ class Mmtrain:
         if self._sums:
             self.gradients = {name: g / result.supervised_tokens for name, g in self._sums.items()}
             self._sums = {}
+        self.idle = [rank.idle_fraction for rank in result.ranks]
         return result.loss
 
     def _keep_gradients(self, step: int, instruction: Instruction) -> None:

@@ -85,8 +85,8 @@ def race(
 ) -> dict[str, Any]:
     """Every rank calls this with contestants of the same names. The first step of each is its warm-up and its proof.
 
-    `others` only take their turns. Returns seconds by name, losses by contestant, the worst differences of the first
-    step and, on CUDA, each contestant's peak memory in bytes.
+    `others` only take their turns. Returns seconds by name, losses by contestant, the seconds and the worst differences
+    of first steps and, on CUDA, each contestant's peak memory in bytes.
     """
     losses: dict[str, list[float]] = {name: [] for name in contestants}
     peak: dict[str, int] = {}
@@ -108,8 +108,7 @@ def race(
             show(name, len(losses[name]) - 1)
         return seconds
 
-    for name in contestants:
-        timed(name)
+    first_seconds = {name: timed(name) for name in contestants}
     first = {name: of_steps[0] for name, of_steps in losses.items()}
     differences = check_first_step(first, {name: c.gradients for name, c in contestants.items()}, tolerance)
     for run in (others or {}).values():
@@ -117,7 +116,13 @@ def race(
     turns = {name: functools.partial(timed, name) for name in contestants} | dict(others or {})
     times: Times = alternate(turns, repetitions)
     check_losses(losses, tolerance.later_loss)
-    return {"seconds": times, "losses": losses, "first_step_differences": differences, "peak_memory_bytes": peak}
+    return {
+        "seconds": times,
+        "losses": losses,
+        "first_step_seconds": first_seconds,
+        "first_step_differences": differences,
+        "peak_memory_bytes": peak,
+    }
 
 
 def synchronise(device: torch.device) -> None:

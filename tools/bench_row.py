@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,12 @@ def run_row(
     rank: Rank,
     facts: dict[str, Any],
     weights: Sequence[torch.Tensor] = (),
+    afterwards: Callable[[], dict[str, Any]] = dict,
 ) -> None:
     """Race, and write what was found with `facts` to rank 0's FOLDER/ROW.json; leaves the process group.
 
-    `weights` are multiplied with as many rows as a pack has tokens, in turn with the steps.
+    `weights` are multiplied with as many rows as a pack has tokens, in turn with the steps. `afterwards` finds more
+    facts, on every rank, once nothing is timed any more.
     """
     device = torch.device(rank.device)
     others = {}
@@ -142,6 +144,7 @@ def run_row(
         tolerance = TOLERANCES[settings.dtype]
         found = race(contestants, settings.repetitions, tolerance, device, others, show)
     found["step_of_turn"] = [(turn + 1) % settings.steps for turn in range(settings.repetitions)]  # 0: the warm-up
+    facts |= afterwards()
     if rank.rank == 0:
         (rank.folder / f"{row}.json").write_text(json.dumps(found | facts))
     dist.barrier()

@@ -88,7 +88,7 @@ def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     worst = {
         key: {name: max(run[key][name] for run in runs) for name in runs[0][key]}
-        for key in ("first_step_differences", "peak_memory_bytes")
+        for key in ("first_step_seconds", "first_step_differences", "peak_memory_bytes")
     }
     turns = [step for run in runs for step in run["step_of_turn"]]
     return {**runs[0], **parts, **worst, "step_of_turn": turns, "processes": len(runs)}
