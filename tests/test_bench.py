@@ -7,10 +7,13 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from bench_flops import least_flops
+from bench_gpu import describe_state
+from bench_gpu_facts import kernels, read_state
 from bench_models import SHAPES, noise_image, random_llava, run_config, with_shared_weights
 from bench_race import TOLERANCES, UnequalError, race
 from bench_row import Work
@@ -19,6 +22,7 @@ from bench_stock import Stock
 from bench_tables import merged, per_second, utilisation
 from conftest import TOOLS
 from ranks import run_ranks
+from torch.autograd import DeviceType
 
 from mmtrain.data.images import ImageTransform
 from mmtrain.data.samples import IGNORE, IMAGE_POSITION
@@ -242,7 +246,7 @@ def test_all_peers_are_raced_and_every_measurement_is_in_the_json(tmp_path):
 
 def test_the_gpu_benchmark_runs_on_a_processor_too(tmp_path):
     options = ("--quick", "--shape", "tiny", "--device", "cpu", "--peak-tflops", "1", "--samples-per-pack", "3")
-    ran = bench("gpu", "ragged", *options, "--json", tmp_path / "found.json", "--folder", tmp_path)
+    ran = bench("gpu", "ragged", "pipeline", *options, "--json", tmp_path / "found.json", "--folder", tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     row = found["rows"]["ragged"]
@@ -253,7 +257,32 @@ def test_the_gpu_benchmark_runs_on_a_processor_too(tmp_path):
             expected = [step["minimal_flops"] / 1e12 / s for step, s in zip(steps, seconds, strict=True)]
             assert row["utilisation"][name]["values"] == pytest.approx(expected)
     assert row["recomputed_layers_of_mmtrain"] == 0 and found["dtype"] == "bfloat16"
+    assert list(row["first_step_seconds"]) == list(row["losses"])
+    assert row["counts"]["mmtrain"] == {"host_waits": None, "launches": None}, "which no CPU can tell"
+    alone = found["rows"]["pipeline"]
+    assert list(alone["losses"]) == ["mmtrain"] and len(alone["idle"]) == 2
+    layers = [name for rank in alone["ranks"] for name in rank["layers"]]
+    assert layers == ["front", *(f"llm.layers.{i}" for i in range(TINY.layers)), "head"], "each on one rank"
+    assert all(rank["planned_bytes"] > 0 for rank in alone["ranks"])
+    (expected,) = {step["minimal_flops"] for step in alone["steps"]}
+    assert alone["utilisation"]["mmtrain"]["values"] == pytest.approx(
+        [expected / 2e12 / seconds for seconds in alone["seconds"]["mmtrain"]]
+    ), "of what both devices could do"
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+
+
+def test_kernels_are_counted_without_copies_and_marks_and_a_devices_state_is_read():
+    def event(name, device=DeviceType.CUDA, mark=False):
+        return SimpleNamespace(name=name, device_type=device, is_user_annotation=mark)
+
+    names = ("ampere_sgemm_64x64_tn", "Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "flash_fwd_kernel")
+    seen = [*map(event, names), event("aten::mm", DeviceType.CPU), event("nccl:recv 0->1", mark=True)]
+    assert kernels(seen) == 2
+    state = read_state("570.86.15, 1980, 1980, 2619, 34, 115.42, 700.00\n")
+    assert describe_state(state) == (
+        "driver 570.86.15; right after the steps 1980 of 1980 MHz, memory 2619 MHz, 34 degrees, 115.42 of 700.00 W"
+    )
+    assert read_state("No devices were found\n") == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
