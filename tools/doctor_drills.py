@@ -9,7 +9,8 @@ from crash_job import SECONDS_TO_END, Kill, Start
 from doctor_check import FailedError, Here, Seen
 from doctor_runs import launcher
 
-TIMEOUT_SECONDS = 5  # parallel.timeout_seconds of the run in which a rank is stopped
+# parallel.timeout_seconds of the run in which a rank is stopped: connecting on GPUs may take some of it.
+TIMEOUT_SECONDS = {"cpu": 10, "cuda": 30}
 SECONDS_AFTER_TIMEOUT = 45.0  # as crash_test.py allows
 STEP = 2  # the drill strikes from here on
 LONG = "train.max_steps=100000"  # so that no run ends before it is struck
@@ -17,17 +18,18 @@ LONG = "train.max_steps=100000"  # so that no run ends before it is struck
 
 def kill(here: Here) -> Seen:
     """SIGKILL of a rank in a step."""
-    return _drill(here, Kill("step", "rank", STEP, 0.05), SECONDS_TO_END)
+    return _drill(here, Kill("step", "rank", STEP, 0.05), 60, SECONDS_TO_END)
 
 
 def stop(here: Here) -> Seen:
     """SIGSTOP of a rank in a step: nothing but a timeout tells the others."""
-    return _drill(here, Kill("step", "stop", STEP, 0.05), TIMEOUT_SECONDS + SECONDS_AFTER_TIMEOUT)
+    timeout = TIMEOUT_SECONDS["cuda" if here.gpus else "cpu"]
+    return _drill(here, Kill("step", "stop", STEP, 0.05), timeout, timeout + SECONDS_AFTER_TIMEOUT)
 
 
-def _drill(here: Here, blow: Kill, limit: float) -> Seen:
+def _drill(here: Here, blow: Kill, timeout: int, limit: float) -> Seen:
     name = f"drill-{blow.who}"
-    layout = ("parallel.pipeline=2", f"parallel.timeout_seconds={TIMEOUT_SECONDS if blow.who == 'stop' else 60}")
+    layout = ("parallel.pipeline=2", f"parallel.timeout_seconds={timeout}")
     start = Start(launcher(here, name, *layout, LONG), here.runs / name, here.folder / "tmp")
     try:
         killed = start.strike(blow, random.Random(0), limit + 30)

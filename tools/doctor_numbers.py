@@ -80,9 +80,8 @@ def compare_stages(config: RunConfig, device: str) -> Seen:
     differences: dict[str, float] = {}
     hidden = None
     for stage in stages:
-        expected = run_stage(config, stage, batch, hidden)
-        on_device = None if hidden is None else hidden.to(device)
-        found = run_stage(config, stage, to_device(batch, torch.device(device)), on_device)
+        expected = run_stage(config, stage, batch, hidden, "cpu")
+        found = run_stage(config, stage, to_device(batch, torch.device(device)), hidden, device)
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             differences[f"stage {stage.stage}: {name}"] = distance(found[name], tensor)
@@ -95,21 +94,23 @@ def compare_stages(config: RunConfig, device: str) -> Seen:
 
 
 def run_stage(
-    config: RunConfig, stage: StagePlan, batch: PackedBatch, hidden: torch.Tensor | None
+    config: RunConfig, stage: StagePlan, batch: PackedBatch, hidden: torch.Tensor | None, device: str
 ) -> dict[str, torch.Tensor]:
-    """What a stage makes of a micro-batch (stage 0) or of hidden states, and gradients of one backward, on the CPU."""
+    """What a stage makes of a micro-batch (stage 0) or of hidden states on a device, and gradients of one backward.
+
+    All of it comes back on the CPU.
+    """
     import torch
 
     from mmtrain.model.stage import build_chunk
 
-    device = batch.position_ids.device
     chunk = build_chunk(config, stage, device=device)
     found: dict[str, torch.Tensor] = {}
     if hidden is None:
         hidden = chunk.start(batch)
         leaf = None
     else:
-        leaf = hidden = hidden.detach().requires_grad_()
+        leaf = hidden = hidden.detach().to(device).requires_grad_()
     if stage.head:
         output, _ = chunk.loss(hidden, batch.position_ids, batch.labels.cpu())
         found["loss"] = output.detach()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench_gpu_facts import memory_of
 from bench_models import DTYPES, SHAPES, run_config, save_parts
 
 from mmtrain.allocations import MemoryTrace, tensor_bytes
@@ -132,29 +133,18 @@ def measure_memory(folder: Path, rank: Rank) -> None:
     engine = FrozenPipelineEngine(config, plan, {0: chunk})
     batches = itertools.cycle([expected_batch(config, models_of(config))])
     engine.train_step(batches)  # makes the optimizer's state, and what libraries keep
-    weights = itertools.chain(chunk.parameters(), chunk.buffers(), engine.trainable.values())
-    state = (t for s in engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
-    lasting = tensor_bytes(itertools.chain(weights, state))
-    gc.collect()
-    with MemoryTrace(device) as trace:
-        for span in ("first", "second"):
-            with trace.span(span):
-                engine.train_step(batches)
-    found = {
-        "shape": shape_name,
-        "dtype": dtype,
-        "planned_bytes": plan.ranks[0].total_bytes,
-        "allocated_bytes": lasting + trace.spans["second"].peak,
-        "reserved_bytes": None,
-        "process_bytes": None,
-    }
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        found |= {
-            "allocated_bytes": torch.cuda.max_memory_allocated(device),  # of the second step: a span resets it
-            "reserved_bytes": torch.cuda.max_memory_reserved(device),
-            "process_bytes": total - free,  # and what other processes hold
-        }
+    found = memory_of(lambda: engine.train_step(batches), device)
+    if found is None:
+        weights = itertools.chain(chunk.parameters(), chunk.buffers(), engine.trainable.values())
+        state = (t for s in engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+        lasting = tensor_bytes(itertools.chain(weights, state))
+        gc.collect()
+        with MemoryTrace(device) as trace:
+            for span in ("first", "second"):
+                with trace.span(span):
+                    engine.train_step(batches)
+        found = {"allocated_bytes": lasting + trace.spans["second"].peak}
+    found |= {"planned_bytes": plan.ranks[0].total_bytes, "shape": shape_name, "dtype": dtype}
     (folder / "memory.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
