@@ -51,7 +51,7 @@ exit codes:
 RECORD = Path(__file__).with_name("doctor_record.json")
 NUMBERS = "numbers are wrong here: do not train; send the output of --json with what torch, driver and GPU these are"
 QUIET = "run it again while nothing else runs"
-LOGS = "the check's log has the launcher's and the ranks' words"
+LOGS = "the check's log has the words of launcher and ranks; with --cpu the same check tells whether GPUs are at fault"
 CHECKS = (
     # The machine.
     Check("driver", "doctor_machine:driver", "torch can use the GPUs", "", 150, quick=True),
@@ -78,6 +78,8 @@ CHECKS = (
     Check("twice", "doctor_numbers:same_step_twice", "the same command gives the same bits",
           "do not count on exact resumption here; send the output of --json", 300),
     # Several ranks.
+    Check("device-waits", "doctor_layouts:device_waits", "which pipelines a wait for a whole GPU can hang",
+          "the planner is at fault, not this machine: send the output of --json", 60, quick=True),
     Check("channels", "doctor_layouts:channels", "messages between ranks, both ways, work in between",
           "NCCL_DEBUG=INFO says how GPUs reach each other; NCCL_P2P_DISABLE=1 tells whether direct access is at fault",
           180, ranks=2),
@@ -193,13 +195,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --json=~/file as it is
     add("--list", action="store_true", help="name the checks, what they prove and what they need; run none")
-    add("--only", nargs="+", metavar="NAME", help="only these checks")
-    add("--quick", action="store_true", help="only the most telling checks, within a minute")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", nargs="+", metavar="NAME", help="only these checks")
+    which.add_argument("--quick", action="store_true", help="only the most telling checks, within a minute")
     add("--cpu", action="store_true", help="as on a machine without a GPU")
     add("--timeout", type=float, metavar="SECONDS", help="of each check (each has its own, from 30 to 900)")
     add("--json", type=path, metavar="FILE", help="write everything that was seen")
     add("--record", type=path, metavar="FILE", default=RECORD, help="losses to compare the demo's with (the shipped)")
-    add(
+    which.add_argument(
         "--remake-record",
         action="store_true",
         help="run no check but make that file, on this CPU: for who has changed what the demo computes",

@@ -11,12 +11,34 @@ from doctor_check import FailedError, Here, Seen
 from doctor_runs import SAME, demo, launcher, pipeline_1, worst
 
 from mmtrain.config import load_config
+from mmtrain.plan.deadlocks import Ordering, find_deadlock
 from mmtrain.plan.planner import make_plan
+from mmtrain.plan.schedule import training_schedule
 from mmtrain.rank import Rank
 from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
 
+SUSPECTS = tuple((pipeline, chunks) for pipeline in (2, 4, 8) for chunks in (1, 2))  # ranks, stages a rank
 MOST_CHANNEL_RANKS = 4
 TIMEOUT_SECONDS = 60
+
+
+def device_waits(here: Here) -> Seen:
+    """Which pipelines hang where a compute waits for all that its GPU was given before; that none hangs without.
+
+    Such waits come from kernels that are loaded when they are first used, and from memory that is given back in a step.
+    Every run warms up against the first; for who sees one hang all the same, this is the list of suspects.
+    """
+    hanging, standing = [], []
+    for pipeline, chunks in SUSPECTS:
+        steps = [training_schedule(pipeline, 2 * pipeline, 0, chunks)] * 2
+        name = f"{pipeline}x{chunks}"
+        if find_deadlock(steps, Ordering.IDEAL, chunks):
+            raise FailedError(f"pipeline {name} hangs on any device")
+        (hanging if find_deadlock(steps, Ordering.DEVICE_WIDE_WAITS, chunks) else standing).append(name)
+    text = f"can hang pipeline {', '.join(hanging)} (ranks x stages a rank)"
+    if standing:
+        text += f", not {', '.join(standing)}"
+    return Seen(text, {"can_hang": hanging, "cannot_hang": standing})
 
 
 def channels(here: Here) -> Seen:

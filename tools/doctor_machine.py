@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from doctor_check import FailedError, Here, LeftOutError, Seen
+from doctor_runs import DEMO
 
 from mmtrain.cache import cache_folder
+from mmtrain.config import load_config
+from mmtrain.errors import UserError
 from mmtrain.gpus import ask_machine, has_driver, refuse_unusable
 from mmtrain.plan.layout import bytes_text
+from mmtrain.plan.refusals import check_environment
 
 MOSTLY_FREE = 0.9  # share of a GPU's memory that nobody should hold before a run
 SHARED_MEMORY_BYTES = 2**30  # data workers hand on their images there, NCCL its buffers
@@ -31,26 +35,20 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Trap(NamedTuple):
-    """A variable which, with such a value, makes runs hang, wrong or slow."""
+    """A variable which, with such a value, makes runs wrong or slow; see `check_environment` for those that hang."""
 
     variable: str
     value: str  # regular expression
     effect: str
 
 
-FOR_EVER = "ranks of a pipeline may wait for each other for ever"
 NO_TIMEOUT = "a rank that hangs hangs all others, whatever parallel.timeout_seconds says"
 THREE_DIGITS = "float32 products keep 3 digits: results differ from other machines'"
 TRAPS = (
-    Trap("CUDA_LAUNCH_BLOCKING", "1", FOR_EVER),
-    Trap("CUDA_DEVICE_MAX_CONNECTIONS", "1", FOR_EVER),
-    Trap("TORCH_NCCL_BLOCKING_WAIT", "1", FOR_EVER),
-    Trap("NCCL_BLOCKING_WAIT", "1", FOR_EVER),
     Trap("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", NO_TIMEOUT),
     Trap("NCCL_ASYNC_ERROR_HANDLING", "0", NO_TIMEOUT),
     Trap("NVIDIA_TF32_OVERRIDE", "1", THREE_DIGITS),
     Trap("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1", THREE_DIGITS),
-    Trap("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "every allocation waits for the GPU"),
     Trap("NCCL_P2P_DISABLE", "1", "GPUs send each other everything through the host's memory"),
     Trap("NCCL_SHM_DISABLE", "1", "GPUs send each other everything through the network"),
 )
@@ -151,7 +149,11 @@ def environment(here: Here) -> Seen:
 
 
 def traps(variables: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with these variables."""
+    """What is wrong with these variables, for a pipeline on GPUs and otherwise."""
+    try:
+        check_environment(load_config(DEMO, ["parallel.pipeline=2"]), variables)
+    except UserError as error:
+        yield str(error)
     for variable, value, effect in TRAPS:
         if variable in variables and re.fullmatch(value, variables[variable].strip()):
             yield f"{variable}={variables[variable]}: {effect}; unset it"
