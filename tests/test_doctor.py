@@ -185,7 +185,18 @@ def test_variables_that_break_what_runs_rely_on_are_named_and_others_are_not():
     assert (
         list(traps({"NVIDIA_TF32_OVERRIDE": "0", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "lo", "RANK": "0"})) == []
     )
-    bad = {"NCCL_P2P_DISABLE": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_SOCKET_IFNAME": "=nowhere0"}
+    bad = {
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "NCCL_SOCKET_IFNAME": "=nowhere0",
+    }
     torchrun = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "0")
     named = [text.split("=")[0].split(",")[0] for text in traps(bad | torchrun)]
-    assert named == ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_P2P_DISABLE", "RANK", "NCCL_SOCKET_IFNAME"]
+    assert named == [
+        "CUDA_LAUNCH_BLOCKING",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_P2P_DISABLE",
+        "RANK",
+        "NCCL_SOCKET_IFNAME",
+    ]

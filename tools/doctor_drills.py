@@ -40,9 +40,9 @@ def _drill(here: Here, blow: Kill, timeout: int, limit: float) -> Seen:
     said = killed.message.strip()
     facts = {"seconds": killed.seconds, "exit_code": killed.exit_code, "message": said, "doing": killed.doing}
     done = "killed" if blow.who == "rank" else "stopped"
-    text = f"a rank of two {done} at {killed.doing}: all gone in {killed.seconds:.1f} s"
+    text = f"{done} at {killed.doing}: all gone in {killed.seconds:.1f} s"
     if killed.seconds > limit:
         raise FailedError(f"{text}; {limit:.0f} s are allowed", facts=facts)
     if killed.expected_message is None or not re.search(killed.expected_message, killed.message):
         raise FailedError(f"{text}; the message does not name the rank: {said}", facts=facts)
-    return Seen(f"{text}; it said: {said.splitlines()[0].removeprefix('error: ')}", facts)
+    return Seen(f"{text}, the rank named", facts)

@@ -28,17 +28,16 @@ def device_waits(here: Here) -> Seen:
     Such waits come from kernels that are loaded when they are first used, and from memory that is given back in a step.
     Every run warms up against the first; for who sees one hang all the same, this is the list of suspects.
     """
-    hanging, standing = [], []
+    can_hang: dict[str, list[str]] = {"where the projector trains": [], "where the last stage alone does": []}
     for pipeline, chunks in SUSPECTS:
-        steps = [training_schedule(pipeline, 2 * pipeline, 0, chunks)] * 2
-        name = f"{pipeline}x{chunks}"
-        if find_deadlock(steps, Ordering.IDEAL, chunks):
-            raise FailedError(f"pipeline {name} hangs on any device")
-        (hanging if find_deadlock(steps, Ordering.DEVICE_WIDE_WAITS, chunks) else standing).append(name)
-    text = f"can hang pipeline {', '.join(hanging)} (ranks x stages a rank)"
-    if standing:
-        text += f", not {', '.join(standing)}"
-    return Seen(text, {"can_hang": hanging, "cannot_hang": standing})
+        for trains, first in zip(can_hang, (0, pipeline * chunks - 1), strict=True):
+            steps = [training_schedule(pipeline, 2 * pipeline, first, chunks)] * 2
+            if find_deadlock(steps, Ordering.IDEAL, chunks):
+                raise FailedError(f"pipeline {pipeline} with {chunks} stages a rank hangs on any device")
+            if find_deadlock(steps, Ordering.DEVICE_WIDE_WAITS, chunks):
+                can_hang[trains].append(f"{pipeline}x{chunks}")
+    listed = (f"{', '.join(names) or 'none'} {trains}" for trains, names in can_hang.items())
+    return Seen(f"can hang {'; '.join(listed)}", {"ranks_x_stages_a_rank": can_hang})
 
 
 def channels(here: Here) -> Seen:
