@@ -46,7 +46,7 @@ exit codes:
   0    all checks that ran passed
   1    one did not; its line says what was seen and what to do, its log is kept and named
   2    wrong input; the message says what to do
-  130  stopped by Ctrl-C
+  130  stopped by Ctrl-C or SIGTERM, the check that ran ended with it
 """
 RECORD = Path(__file__).with_name("doctor_record.json")
 NUMBERS = "numbers are wrong here: do not train; send the output of --json with what torch, driver and GPU these are"
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        print("stopped", file=sys.stderr)
         return 130
 
 

@@ -30,6 +30,7 @@ from mmtrain.rank import die_with_parent
 MARK = "MMTRAIN_DOCTOR_CHECK"
 FOUND = "found.json"
 LOG = "log.txt"
+SECONDS_TO_END = 10  # for processes that were killed
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,12 @@ def run_check(check: Check, here: Here, limit: float) -> Outcome:
             in_time = False
         finally:
             _end_family(mark)
-            child.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(SECONDS_TO_END)
     seconds = time.monotonic() - began
     if not in_time:
-        text = f"not done after {limit:g} s{_last_words(here.folder / LOG)}"
+        stays = " and not to be ended: it hangs in a driver" if child.poll() is None else ""
+        text = f"not done after {limit:g} s{stays}{_last_words(here.folder / LOG)}"
         return Outcome(check.name, "failed", text, seconds, f"{check.remedy}; --timeout gives more time")
     file = here.folder / FOUND
     if not file.exists():
@@ -146,8 +149,8 @@ def run_check(check: Check, here: Here, limit: float) -> Outcome:
 
 
 def _end_family(mark: str) -> None:
-    """Kill every process whose environment has the mark, until none is left."""
-    wanted, deadline = f"{MARK}={mark}".encode(), time.monotonic() + 10
+    """Kill every process whose environment has the mark, until none is left that can be."""
+    wanted, deadline = f"{MARK}={mark}".encode(), time.monotonic() + SECONDS_TO_END
     while time.monotonic() < deadline:
         left = []
         for entry in Path("/proc").glob("[0-9]*"):
