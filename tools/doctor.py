@@ -29,7 +29,8 @@ from doctor_check import Check, Here, Outcome, run_check
 
 from mmtrain.errors import UserError
 from mmtrain.gpus import Gpu, visible_gpus
-from mmtrain.metrics import harmless, tell, without_nan
+from mmtrain.metrics import without_nan
+from mmtrain.printing import harmless, run_command, tell
 
 EXAMPLES = """\
 examples:
@@ -230,17 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends the doctor ends the checks
         signal.signal(number, signal.default_int_handler)
-    try:
-        return doctor(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    return run_command(lambda: doctor(options), interrupted="stopped")
 
 
 if __name__ == "__main__":
