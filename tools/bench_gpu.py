@@ -194,6 +194,7 @@ def report(row: str, found: Mapping[str, Any], peak_tflops: float | None) -> dic
                 for name in step
             ],
         )
+    say(*found["attention"])
     if found["device_state"]:
         say(describe_state(found["device_state"]))
     return as_dict(numbers)

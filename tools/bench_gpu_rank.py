@@ -42,6 +42,7 @@ from mmtrain.engine import join_process_group
 from mmtrain.errors import UserError
 from mmtrain.model.attention import ATTENTION
 from mmtrain.model.bookends import absent_modules, replace
+from mmtrain.model.kernels import Way, say_ways
 from mmtrain.model.language import LanguageSlice
 from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import make_projector
@@ -90,7 +91,7 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
         def afterwards() -> dict[str, Any]:
             state = device_state(device)  # before its clocks fall
             counts = {name: counted(contestant.step, device) for name, contestant in contestants.items()}
-            return {"counts": counts, "device_state": state}
+            return {"counts": counts, "device_state": state, "attention": say_ways([chunk.attention_ways(device)])[1]}
 
         matrices = [p for p in layers.parameters() if p.ndim == 2]
         run_row(settings, row, contestants, rank, facts, matrices, afterwards)
@@ -117,9 +118,13 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
             idle, state = mmtrain.idle, device_state(device)
             layers = [name for stage in mine.stages for name in stage.layers]
             took = counted(mmtrain.step, device) | (memory_of(mmtrain.step, device) or {})
-            of_ranks: list[dict[str, Any]] = [{}] * pipeline
-            dist.all_gather_object(of_ranks, {"layers": layers, "planned_bytes": mine.total_bytes} | took)
-            return {"ranks": of_ranks, "idle": idle, "device_state": state}
+            ways = {way for chunk in chunks.values() for way in chunk.attention_ways(device)}
+            mine_found = {"layers": layers, "planned_bytes": mine.total_bytes} | took
+            of_ranks: list[tuple[set[Way], dict[str, Any]]] = [(set(), {})] * pipeline
+            dist.all_gather_object(of_ranks, (ways, mine_found))
+            attention = say_ways([ways for ways, _ in of_ranks])[1]
+            ranks = [found for _, found in of_ranks]
+            return {"ranks": ranks, "idle": idle, "device_state": state, "attention": attention}
 
         facts = work.facts(config) | {"pipeline": pipeline, "planned_idle": plan.idle_share}
         run_row(settings, row, {MMTRAIN: mmtrain}, rank, facts, matrices, afterwards)

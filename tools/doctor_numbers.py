@@ -130,13 +130,17 @@ def recorded(precision: str, here: Here) -> Seen:
     """The demo at pipeline 1 against the losses that the record has."""
     record = json.loads(here.record.read_text())
     name, overrides = PRECISIONS[precision]
-    found = demo(here, name, "parallel.pipeline=1", *overrides).losses
+    run = demo(here, name, "parallel.pipeline=1", *overrides)
+    found = run.losses
     expected, device = record["losses"][precision], "cuda" if here.gpus else "cpu"
     off, tolerance = worst(found, expected), record["tolerances"][precision][device]
     text = f"{precision} on {here.device}: {len(found)} steps, loss {found[0]:.4f} to {found[-1]:.4f}, {off:.1e} off"
     if not off <= tolerance:
         raise FailedError(f"{text} the record, {tolerance:g} is rounding", facts={"losses": found, "record": expected})
-    return Seen(text, {"losses": found, "record": expected, "worst": off, "tolerance": tolerance})
+    ways = [way for record in run.records("attention") for way in record["ways"]]
+    facts = {"losses": found, "record": expected, "worst": off, "tolerance": tolerance, "attention": ways}
+    slow = [way["reason"] for way in ways if way["slow"]]
+    return Seen(f"{text}; attention is slow: {slow[0]}" if slow and precision == "bfloat16" else text, facts)
 
 
 def recorded_float32(here: Here) -> Seen:
