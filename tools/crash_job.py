@@ -196,4 +196,4 @@ def expected_message(rank: int, who: str) -> str:
     named = rf"rank {rank} \(stage [^)]*\) "
     if who == "rank":
         return rf"\Aerror: {named}was killed by SIGKILL \(.*\) {at}\n  log: .*\n\Z"
-    return rf"\Aerror: rank \d+ \(stage [^)]*\) lost its connection to another rank {at}(\n.*)*\n{named}was {at}\n"
+    return rf"\Aerror: rank \d+ \(stage [^)]*\) lost its connection to another rank {at}(\n.*)*\n  {named}was {at}\n"

@@ -62,7 +62,6 @@ def channels(here: Here) -> Seen:
 
 def on_ranks(here: Here, ranks: int, target: Callable[[Rank], None]) -> None:
     """Run `target` on so many ranks of one machine; raises FailedError with the launcher's message."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if not here.gpus:
         os.environ["DS_ACCELERATOR"] = "cpu"
