@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import crash_test
 import pytest
 from crash_job import Kill, Killed, expected_message
 
+from mmtrain.printing import message
 from mmtrain.step_folder import step_path, write_step_folder, write_text
 
 
@@ -143,3 +145,16 @@ def test_a_job_that_stays_or_does_not_say_what_died_is_a_problem(tmp_path, secon
     assert len(problems) == (said is not None) and all(said in problem for problem in problems)
     (step_path(run, 2) / "state.json").unlink()
     assert any("state.json is missing" in problem for problem in crash_test._wrong_after_kill(killed, run, 10.0))
+
+
+def test_the_message_of_a_job_with_a_stopped_rank_is_recognised_as_it_is_printed():
+    at = "in step 2 (counted from 0), at BACKWARD(stage 0, micro-batch 0)"
+    lines = [
+        f"error: rank 0 (stage 0) lost its connection to another rank {at}: RuntimeError: Timed out waiting 10000ms",
+        f"rank 0 (stage 0) was {at}",
+        "rank 1 (stage 1) was before its first step",
+        "log: runs/a/log.txt",
+    ]
+    said = message("\n".join(lines)) + "\n"
+    assert re.search(expected_message(1, "stop"), said) and re.search(expected_message(0, "stop"), said)
+    assert not re.search(expected_message(2, "stop"), said)
