@@ -64,7 +64,7 @@ def tell(*messages: str) -> None:
 
 
 def show_words(text: str) -> None:
-    """Print a model's words as they come, without ending the line; a reader that has left is a BrokenPipeError."""
+    """Print words as they come, without ending the line; a reader that has left is a BrokenPipeError."""
     try:
         print(printable(text), end="", flush=True)
     except BrokenPipeError:
@@ -112,6 +112,11 @@ def show_cursor() -> None:
     """Give a terminal its cursor back, which a progress bar has hidden and not shown again."""
     if sys.stdout is not None and sys.stdout.isatty():
         print("\x1b[?25h")
+
+
+def clear_line() -> None:
+    """On a terminal, take back the line that `show_words` has begun."""
+    print("\r\x1b[K", end="", flush=True)
 
 
 def _print(messages: tuple[str, ...], stream: TextIO | None) -> None:

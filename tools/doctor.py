@@ -30,7 +30,7 @@ from doctor_check import Check, Here, Outcome, run_check
 from mmtrain.errors import UserError
 from mmtrain.gpus import Gpu, visible_gpus
 from mmtrain.metrics import without_nan
-from mmtrain.printing import harmless, run_command, tell
+from mmtrain.printing import clear_line, harmless, run_command, show_words, tell
 
 EXAMPLES = """\
 examples:
@@ -165,12 +165,12 @@ def _shown_running(check: Check) -> Iterator[None]:
     """On a terminal, what is being waited for."""
     shown = sys.stdout.isatty()
     if shown:
-        print(f"...       {check.name:{NAME_WIDTH}}  {check.purpose}", end="", flush=True)
+        show_words(f"...       {check.name:{NAME_WIDTH}}  {check.purpose}")
     try:
         yield
     finally:
         if shown:
-            print("\r\x1b[K", end="", flush=True)
+            clear_line()
 
 
 def _print(outcome: Outcome) -> None:

@@ -15,6 +15,7 @@ from doctor_layouts import on_ranks
 from doctor_runs import demo, launch, launcher
 
 from mmtrain.plan.layout import bytes_text
+from mmtrain.printing import say
 from mmtrain.rank import die_with_parent
 
 # Of the plan's bytes: what kernels work in is estimated, and allocators round; and what cuBLAS takes for itself.
@@ -64,7 +65,7 @@ def bench(here: Here) -> Seen:
         options += ["--shape", "ratios"]
     command = [sys.executable, Path(__file__).with_name("bench.py"), "gpu", *options]
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, preexec_fn=die_with_parent)
-    print(ran.stdout, ran.stderr, sep="\n", flush=True)
+    say(*ran.stdout.splitlines(), *ran.stderr.splitlines())
     if ran.returncode != 0:
         said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
         raise FailedError(said[-1].removeprefix("error: "))

@@ -16,6 +16,7 @@ from typing import Any
 
 from doctor_check import FailedError, Here
 
+from mmtrain.printing import say
 from mmtrain.rank import die_with_parent
 
 DEMO = Path(__file__).parent.parent / "configs" / "llava_pp4.yaml"
@@ -62,7 +63,7 @@ def launch(arguments: Sequence[str]) -> str:
     """Run `python -m mmtrain.launch`; what it printed. Raises FailedError with its message if it fails."""
     command = [sys.executable, "-m", "mmtrain.launch", *arguments]
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, preexec_fn=die_with_parent)
-    print(" ".join(command), ran.stdout, ran.stderr, sep="\n", flush=True)  # into the check's log
+    say(" ".join(command), *ran.stdout.splitlines(), *ran.stderr.splitlines())  # into the check's log
     if ran.returncode != 0:
         said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
         raise FailedError(said[0].removeprefix("error: "))
