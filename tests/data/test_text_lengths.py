@@ -1,0 +1,38 @@
+"""A tokenizer's files that are none, whatever is in them, are one error that names the folder."""
+
+import json
+import os
+
+import pytest
+
+from mmtrain.data.text_lengths import load_tokenizer
+from mmtrain.errors import UserError
+
+NESTED = '{"a": ' + "[" * 10_000 + "]" * 10_000 + "}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", NESTED),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": [["b", "c"]]}}'),
+        ("tokenizer_config.json", NESTED),
+        ("tokenizer_config.json", '{"model_max_length": ' + "9" * 5000 + "}"),
+    ],
+)
+def test_absurd_tokenizer_files_are_refused_by_name(tmp_path, name, text):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=str(tmp_path)):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_of_a_gigabyte_is_refused_unread(tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    os.truncate(tmp_path / "tokenizer.json", 2**30)
+    with pytest.raises(UserError, match="larger than 200,000,000 bytes"):
+        load_tokenizer(str(tmp_path))
