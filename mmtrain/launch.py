@@ -37,7 +37,7 @@ from mmtrain.plan.chat_template import refuse_missing_chat_template
 from mmtrain.plan.layout import Plan, render
 from mmtrain.plan.model_files import model_folder
 from mmtrain.plan.planner import make_plan, models_of
-from mmtrain.plan.refusals import check_environment
+from mmtrain.plan.refusals import GpuMemory, check_environment, refuse_short_memory
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.printing import note, say, show_cursor, show_error, show_traceback
 from mmtrain.rank import Rank, run_rank, seconds_before_message
@@ -299,6 +299,8 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
     plan = _plan(config, gpus, local_ranks)
     refuse_unfit_trace(plan, options.trace, config.train.max_steps)
     here = plan.ranks[options.node_rank * local_ranks : (options.node_rank + 1) * local_ranks]
+    for mine, (number, gpu) in zip(here, enumerate(gpus), strict=False):
+        refuse_short_memory(mine, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes))
     if any(rank.pipeline == 0 for rank in here):
         _check_data(config, others_wait=options.nnodes > 1)
     job = Job(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from processes import Command, listeners, running, wait_for
 from mmtrain import launch as launch_module
 from mmtrain.config import load_config
 from mmtrain.errors import UserError
+from mmtrain.gpus import Gpu
 from mmtrain.plan.planner import make_plan
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -313,3 +315,31 @@ def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeyp
         for rank in ranks:
             assert rank.wait() == 2
             assert rank.stderr.startswith("error: another run than on rank 0 is planned on rank 1: ")
+
+
+GPU = Gpu("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6), "")  # no run here may get so far as to use it
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+@pytest.mark.parametrize("setting", ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"])
+def test_a_setting_with_which_a_pipeline_on_gpus_can_hang_ends_it_at_once(
+    tiny, tmp_path, monkeypatch, capsys, setting, under_torchrun
+):
+    monkeypatch.setattr(launch_module, "visible_gpus", lambda: (GPU, GPU))
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environment |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in (environment | {setting: "1"} if under_torchrun else {setting: "1"}).items():
+        monkeypatch.setenv(name, value)
+    command = [str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]
+    assert launch_module.main(command) == 2
+    assert re.match(rf"error: {setting}=1 in the environment: .*; unset it", capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_that_is_full_already_ends_the_run_before_it_starts(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch_module, "visible_gpus", lambda: (GPU, dataclasses.replace(GPU, free_bytes=2**20)))
+    command = [str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]
+    assert launch_module.main(command) == 2
+    said = "error: rank 1 (stage 1) does not fit on GPU 1 (NVIDIA A10): 1.0 MiB of 24.0 GiB are free, and the plan"
+    assert capsys.readouterr().err.startswith(said)
+    assert list(tmp_path.iterdir()) == []

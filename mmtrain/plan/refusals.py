@@ -189,18 +189,18 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes of a rank's GPU, as CUDA and torch's allocator tell them once the models are loaded."""
+    """Bytes of a rank's GPU; what is allocated and cached is known once the rank is there."""
 
     total: int
     free: int  # that no process holds
-    allocated: int  # by this process's tensors
-    cached: int  # by its allocator, tensors included
+    allocated: int = 0  # by the rank's tensors
+    cached: int = 0  # by its allocator, tensors included
 
 
 def refuse_short_memory(rank: RankPlan, gpu: str, memory: GpuMemory) -> None:
     """Raises UserError for a GPU on which less is free than the plan still needs; others may hold the rest of it.
 
-    Frozen weights and master weights lie there by now; activations, workspace and the optimizer's moments do not.
+    Once the models are loaded, frozen and master weights are allocated; activations, workspace and moments are not.
     """
     needed = rank.total_bytes - memory.allocated
     available = memory.free + memory.cached - memory.allocated
@@ -209,12 +209,13 @@ def refuse_short_memory(rank: RankPlan, gpu: str, memory: GpuMemory) -> None:
     others = memory.total - memory.free - memory.cached
     stages = ", ".join(str(stage.stage) for stage in rank.stages)
     limit = (memory.total - others) / 2**30
+    loaded = f" beside the {bytes_text(memory.allocated)} that the rank has loaded" if memory.allocated else ""
     raise UserError(
         f"rank {rank.rank} (stage {stages}) does not fit on {gpu}: {bytes_text(available)} of "
-        f"{bytes_text(memory.total)} are free, and the plan still needs {bytes_text(needed)} beside the "
-        f"{bytes_text(memory.allocated)} that the rank has loaded; {bytes_text(others)} are held by CUDA itself and by "
-        "other processes (see nvidia-smi): end those, choose other GPUs by CUDA_VISIBLE_DEVICES, or plan for less with "
-        f"parallel.device_memory_gib={math.floor(limit * 10) / 10:g}"
+        f"{bytes_text(memory.total)} are free, and the plan still needs {bytes_text(needed)}{loaded}; "
+        f"{bytes_text(others)} are held by CUDA itself and by other processes (see nvidia-smi): end those, choose "
+        f"other GPUs by CUDA_VISIBLE_DEVICES, or plan for less with parallel.device_memory_gib="
+        f"{math.floor(limit * 10) / 10:g}"
     )
 
 
