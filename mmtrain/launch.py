@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.config import RunConfig, dump_config, load_config
+from mmtrain.console_stream import output_without_waiting, prepare_standard_streams
 from mmtrain.data.catalog import data_sets
 from mmtrain.data.index import text_fingerprint
 from mmtrain.data.indexing import ensure_indexes, unready_shards
@@ -101,9 +102,16 @@ exit codes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
+    prepare_standard_streams()
     options = _parser().parse_intermixed_args(_with_trace_steps(sys.argv[1:] if arguments is None else arguments))
-    rank = None
     sys.excepthook = show_traceback
+    with contextlib.nullcontext() if options.plan else output_without_waiting():
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Do what the options ask for; the exit code."""
+    rank = None
     try:
         rank = _rank_of_torchrun()
         if options.local_rank is not None:

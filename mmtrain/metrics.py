@@ -188,11 +188,7 @@ class Console:
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._stream is not None:
-            try:
-                self._stream.write(text + "\n")
-                self._stream.flush()
-            except OSError:  # the terminal or the reading end of a pipe is gone: no reason to end a run of days
-                self._stream = None
+            self._stream.write(text + "\n")
 
     def close(self) -> None:
         """Leave the bar as it stands and give the cursor back."""

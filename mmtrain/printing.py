@@ -16,6 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
+from mmtrain.console_stream import prepare_standard_streams
 from mmtrain.errors import UserError
 
 LONGEST_TEXT = 300  # characters of a text of data that are shown
@@ -89,6 +90,7 @@ def run_command(
 
     `unnamed` is the file that an OSError is of which names none, `interrupted` what is printed after Ctrl-C.
     """
+    prepare_standard_streams()
     sys.excepthook = show_traceback
     try:
         return command() or 0

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, TypeVar
 
+from mmtrain.console_stream import ConsoleStream
 from mmtrain.printing import printable, say, show_error
 from mmtrain.rank_records import ErrorRecord, Progress
 from mmtrain.stop import StopRequest
@@ -144,8 +145,8 @@ def run_rank(
     rank = int(os.environ["RANK"])
     folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / log_name(int(os.environ.get("GROUP_RANK", "0")))
-    console = os.fdopen(os.dup(1), "w", encoding="utf-8") if rank == 0 else None
-    errors = os.fdopen(os.dup(2), "w", encoding="utf-8")
+    console = ConsoleStream(1) if rank == 0 else None
+    errors = ConsoleStream(2)
     log = PrefixedLog(log_path, f"rank {rank}")
     for number in (1, 2):
         redirect_file_descriptor(number, log_path)
@@ -168,8 +169,11 @@ def run_rank(
         if describe:
             time.sleep(seconds_before_message(rank))
             show_error(f"{describe(record)}\nlog: {log_path}", errors)
+            errors.drain()
         # Not sys.exit: handlers at exit may wait for a peer that is gone.
         os._exit(2 if record.kind == "user" else 1)
+    if console is not None:
+        console.drain()
     for child in multiprocessing.active_children():
         child.kill()  # a data worker that hangs, and ignores SIGTERM: Python's exit would wait for it
     log.finish()

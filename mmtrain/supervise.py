@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mmtrain.console_stream import ConsoleStream
 from mmtrain.errors import UserError
 from mmtrain.rank import (
     ENDING_SIGNALS,
@@ -143,6 +144,7 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
     with tempfile.TemporaryDirectory(prefix="mmtrain-") as name, _handlers_restored([*signals, *STOP_SIGNALS]):
         records = Path(name)
         stop_file = StopFile(records / STOP_FILE)
+        console = ConsoleStream(1)  # sys.stdout is the log
 
         def ask(number: int, frame: object) -> None:
             asked, seconds = stop_file.read()
@@ -151,9 +153,7 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
                 raise SignalException("a second SIGTERM", signal.SIGTERM)
             if asked is Asked.NOTHING:
                 stop_file.ask(Asked.SAVE_AND_END)
-                text = f"{signal.Signals(number).name}: the run saves after the step it is in, and ends\n"
-                with contextlib.suppress(OSError):  # nobody may be reading
-                    os.write(1, text.encode())  # sys.stdout is the log
+                console.write(f"{signal.Signals(number).name}: the run saves after the step it is in, and ends\n")
 
         class Logs(DefaultLogsSpecs):
             """torch asks it for the ranks' outputs right before it starts them: from then on they can be asked to stop.

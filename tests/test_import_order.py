@@ -13,7 +13,7 @@ PACKAGE = ROOT / "mmtrain"
 
 # Top to bottom: a module may import those before it. A new module gets its place here.
 TABLE = """
-errors  cache  printing
+errors  cache  console_stream  printing
 rank_records  stop  rank  gpus
 data.records
 small_files  strict_yaml  config_problems  config
@@ -58,8 +58,8 @@ fork_server  rendezvous  supervise  launch
 ORDER = TABLE.split()
 
 TORCH_FREE_TABLE = """
-errors  cache  printing  small_files  strict_yaml  config_problems  config  geometry  metrics  rank_records
-rank  gpus  supervise  run_folder  launch  step_folder  stop  resume  time_use  trace
+errors  cache  console_stream  printing  small_files  strict_yaml  config_problems  config  geometry  metrics
+rank_records  rank  gpus  supervise  run_folder  launch  step_folder  stop  resume  time_use  trace
 progress  data.records  data.samples  data.order  data.retry  data.index  data.archive  data.shard_list  data.scan
 data.indexing  data.catalog  data.reader  data.sharding  data.llava_json  data.shard_intake  data.shard_jobs
 data.shard_resume  data.fill  data.verify  data.survey  data.piped
