@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from mmtrain.errors import UserError
 from mmtrain.printing import harmless, message
 
 FIRST_STEPS = 3
@@ -56,7 +57,8 @@ class JsonLines:
     """Appends one JSON object a line; each line is one write, so a killed run leaves whole lines.
 
     JSON has no number for NaN and infinities: they are written as the strings "nan", "inf" and "-inf", which float()
-    reads back. `path` is None on ranks that write nothing. Raises OSError when the file cannot be written.
+    reads back. `path` is None on ranks that write nothing. Raises OSError when the file cannot be written, UserError
+    when its folder was removed, moved or made unwritable since: nothing would be left of what a program does from then.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -70,7 +72,7 @@ class JsonLines:
         if self._file is None:
             return
         line = (json.dumps(without_nan(values), allow_nan=False) + "\n").encode()
-        size = os.fstat(self._file).st_size
+        size = self._refuse_lost()
         try:
             while line:  # a full disk, or a limit, takes what still fits: the next write says which of them it is
                 line = line[os.write(self._file, line) :]
@@ -78,6 +80,27 @@ class JsonLines:
             with contextlib.suppress(OSError):  # not a regular file: nothing to take back
                 os.ftruncate(self._file, size)
             raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def _refuse_lost(self) -> int:
+        """The file's size; raises UserError unless it is the one at its path, in a folder that can be written."""
+        opened = os.fstat(self._file)
+        try:
+            is_there = os.path.samestat(opened, self._path.stat())
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EACCES):
+                raise
+            is_there = error.errno == errno.EACCES
+        if not is_there:
+            raise UserError(
+                f"{self._path} is not there any more, or is another file: {self._path.parent} was removed, moved or "
+                "replaced while it was written; put it back, and give the same command again, which goes on with it"
+            )
+        if not os.access(self._path.parent, os.W_OK | os.X_OK):
+            raise UserError(
+                f"{self._path.parent} cannot be written any more (its permissions, or a file system that is read-only "
+                "now); make it writable, and give the same command again, which goes on with it"
+            )
+        return opened.st_size
 
     def close(self) -> None:
         if self._file is not None:

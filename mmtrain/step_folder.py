@@ -97,7 +97,8 @@ def write_step_folder(target: Path, files: Mapping[str, Callable[[Path], None]])
     unfinished = target.with_name(target.name + UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        unfinished.mkdir(parents=True)
+        target.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved is not made anew
+        unfinished.mkdir()
         entries = {}
         for name, write in files.items():
             write(unfinished / name)

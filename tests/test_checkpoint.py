@@ -127,6 +127,7 @@ class Run:
 
     def __init__(self, folder: Path, **section: Any) -> None:
         self.folder = folder
+        folder.mkdir(exist_ok=True)
         self.records: list[dict[str, Any]] = []
         self.saver = Checkpointer(folder, CheckpointSection(**section), True, lambda s: self.records.append(s.record()))
 

@@ -261,6 +261,16 @@ def test_a_running_run_keeps_its_folder_and_kill_9_of_its_launcher_leaves_no_orp
         assert command.seconds_until_gone(timeout=20) < 10
 
 
+def test_a_run_whose_folder_is_moved_away_says_so_and_ends(tiny, tmp_path):
+    arguments, folder = started(tiny, tmp_path, "checkpoint.every_steps=1")
+    with running(arguments, tmp_path) as command:
+        wait_until_it_trains(command, folder)
+        folder.rename(tmp_path / "elsewhere")
+        assert command.wait() == 2
+    assert command.stderr.startswith(f"error: {folder / 'metrics.jsonl'} is not there any more")
+    assert command.stderr.count("\n") == 1 and not folder.exists()
+
+
 def test_ranks_that_torchrun_started_are_joined(tiny, tmp_path):
     overrides = (f"run.dir={tmp_path}", "parallel.pipeline=1", "parallel.data=2", "train.max_steps=2")
     arguments = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *LAUNCH, tiny / "config.yaml", *overrides)

@@ -71,7 +71,7 @@ def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, alone, monkeyp
 
     monkeypatch.setattr(checkpoint_module, "remove", refuse)
     reported: list[Saved] = []
-    with Checkpointer(tmp_path / "run", CheckpointSection(keep_last=1, max_failures=1), True, reported.append) as saver:
+    with Checkpointer(tmp_path, CheckpointSection(keep_last=1, max_failures=1), True, reported.append) as saver:
         for step in (1, 2, 3):
             saver.save(step, WEIGHTS, {}, {}, {})
         saver.finish()
@@ -80,18 +80,18 @@ def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, alone, monkeyp
 
 def test_a_score_that_is_no_number_is_not_the_best(tmp_path, alone):
     section = CheckpointSection(keep_last=1, keep_best="loss")
-    with Checkpointer(tmp_path / "run", section, True, lambda saved: None) as saver:
+    with Checkpointer(tmp_path, section, True, lambda saved: None) as saver:
         for step, loss in enumerate((0.5, float("nan"), 0.7, 0.8), start=1):
             saver.save(step, WEIGHTS, {}, {}, {})
             saver.scored(step, SimpleNamespace(loss=loss))
         saver.finish()
         assert saver.best == (1, 0.5)
-    assert sorted(step_of(path) for path in step_folders(tmp_path / "run")) == [1, 4]
+    assert sorted(step_of(path) for path in step_folders(tmp_path)) == [1, 4]
 
 
 def test_files_of_a_checkpoint_may_be_read_by_whom_the_umask_lets(tmp_path, alone):
-    with Checkpointer(tmp_path / "run", CheckpointSection(), True, lambda saved: None) as saver:
+    with Checkpointer(tmp_path, CheckpointSection(), True, lambda saved: None) as saver:
         saver.save(1, WEIGHTS, {}, {}, {})
         saver.finish()
-    modes = {file.name: file.stat().st_mode for file in newest(tmp_path / "run")[0].path.iterdir()}
+    modes = {file.name: file.stat().st_mode for file in newest(tmp_path)[0].path.iterdir()}
     assert set(modes.values()) == {modes["state.json"]}

@@ -49,6 +49,7 @@ def save(run: Path, step: int) -> Path:
         OPTIMIZER: lambda path: path.write_bytes(tensor_bytes(step + 100)) and None,
         STATE: write_text(json.dumps({"format": 1, "step": step, "config": {}}) + "\n"),
     }
+    run.mkdir(exist_ok=True)
     assert write_step_folder(target, files) == sum((target / name).stat().st_size for name in files)
     return target
 
