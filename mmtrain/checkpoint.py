@@ -251,7 +251,7 @@ class Checkpointer:
             if best is None or path != step_path(self.folder, best[0]):
                 try:
                     remove(path)
-                except OSError as error:  # somebody is reading it: no reason to call the save a failure
+                except OSError as error:  # the next save tries again: no reason to call this one a failure
                     print(f"cannot delete {path}: {error}")
 
     def _is_whole(self, path: Path) -> bool:

@@ -12,7 +12,9 @@ or one that was damaged later, which the manifest shows. Nothing is pickled. No 
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
 import json
@@ -20,9 +22,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mmtrain.config import RunConfig, restore_config
 from mmtrain.errors import UserError
@@ -41,6 +43,11 @@ class StepFolder:
     """A checkpoint whose manifest was found right."""
 
     path: Path
+    held: BinaryIO | None = field(default=None, compare=False, repr=False)
+    """Its manifest, locked: as long as this object lives in this process, the run that saved it does not delete it."""
+
+    def __reduce__(self) -> tuple[type[StepFolder], tuple[Path]]:
+        return StepFolder, (self.path,)
 
     @functools.cached_property
     def state(self) -> dict[str, Any]:
@@ -186,14 +193,22 @@ def step_folders(run: Path) -> list[Path]:
 
 
 def newest(run: Path) -> tuple[StepFolder | None, dict[Path, str]]:
-    """A run's newest whole checkpoint, and what is wrong with each newer one."""
-    damaged = {}
-    for path in step_folders(run):
-        why = why_damaged(path)
-        if why is None:
-            return StepFolder(path), damaged
-        damaged[path] = why
-    return None, damaged
+    """A run's newest whole checkpoint, held, and what is wrong with each newer one.
+
+    The run may be saving: what it deletes meanwhile is neither taken nor called damaged.
+    """
+    while True:
+        damaged: dict[Path, str] = {}
+        for path in step_folders(run):
+            held = _hold(path)
+            why = why_damaged(path)
+            if why is None:
+                return StepFolder(path, held), damaged
+            if not path.exists():  # deleted since it was listed, so there is a newer one now
+                break
+            damaged[path] = why
+        else:
+            return None, damaged
 
 
 def find(path: Path, say: Callable[[str], None] = say) -> StepFolder:
@@ -215,9 +230,10 @@ def find(path: Path, say: Callable[[str], None] = say) -> StepFolder:
         raise UserError(
             f"{path}: neither the folder of a run, which has {CHECKPOINTS}/, nor a checkpoint, which has {MANIFEST}"
         )
+    held = _hold(path)
     if (why := why_damaged(path)) is not None:
         raise UserError(f"{path}: {why}")
-    return StepFolder(path)
+    return StepFolder(path, held)
 
 
 def remove_unfinished(run: Path) -> None:
@@ -227,11 +243,35 @@ def remove_unfinished(run: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a step folder; no moment shows a part of it under its name."""
+    """Delete a step folder; no moment shows a part of it under its name.
+
+    Raises BlockingIOError where another program reads it, which `find` has told to, and OSError where it cannot go.
+    """
     doomed = path.with_name(path.name + UNFINISHED)
     shutil.rmtree(doomed, ignore_errors=True)  # what an earlier try has left
-    path.rename(doomed)
+    with (path / MANIFEST).open("r+b") as manifest:
+        try:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(errno.EAGAIN, "another program reads it") from None
+        except OSError:  # a file system without locks: nobody can have asked for it to be kept
+            pass
+        path.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def _hold(path: Path) -> BinaryIO | None:
+    """The manifest of a step folder, locked so that no run deletes the folder until it is closed; None if it is gone.
+
+    Waits for a run that is deleting it. Where the file system has no locks it is opened alone.
+    """
+    try:
+        manifest = (path / MANIFEST).open("rb")
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(manifest, fcntl.LOCK_SH)
+    return manifest
 
 
 def _manifest(entries: Mapping[str, Any]) -> str:

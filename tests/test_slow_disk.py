@@ -16,7 +16,7 @@ from mmtrain import checkpoint as checkpoint_module
 from mmtrain.bad_steps import NonFiniteError
 from mmtrain.checkpoint import Checkpointer, Saved
 from mmtrain.config import CheckpointSection
-from mmtrain.step_folder import newest, step_folders, step_of
+from mmtrain.step_folder import find, newest, step_folders, step_of
 
 TIMEOUT_SECONDS = 2
 WEIGHTS = {"w": torch.ones(1)}
@@ -76,6 +76,16 @@ def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, alone, monkeyp
             saver.save(step, WEIGHTS, {}, {}, {})
         saver.finish()
     assert [(saved.step, saved.error) for saved in reported] == [(1, None), (2, None), (3, None)]
+
+
+def test_what_another_program_reads_is_kept_until_a_later_save(tmp_path, alone):
+    with Checkpointer(tmp_path, CheckpointSection(keep_last=1), True, lambda saved: None) as saver:
+        for step, left in ((1, [1]), (2, [1, 2]), (3, [3])):
+            saver.save(step, WEIGHTS, {}, {}, {})
+            saver.finish()
+            assert [step_of(path) for path in reversed(step_folders(tmp_path))] == left
+            read = find(tmp_path) if step == 1 else None  # as an export does
+    assert read is None
 
 
 def test_a_score_that_is_no_number_is_not_the_best(tmp_path, alone):

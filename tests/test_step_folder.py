@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
+import itertools
 import json
+import multiprocessing
 import os
+import pickle
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -345,6 +350,45 @@ def test_a_checkpoint_that_is_deleted_loses_its_name_first(run, monkeypatch):
     remove(step_path(run, 3))
     assert seen == [["step-00000003.tmp", "step-00000006"]]
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def save_and_keep_one(run: Path) -> None:
+    """What a run with checkpoint.keep_last=1 does to its folder, without an end."""
+    for step in itertools.count(10):
+        save(run, step)
+        for older in step_folders(run)[1:]:
+            with contextlib.suppress(BlockingIOError):
+                remove(older)
+
+
+def test_readers_of_a_run_that_is_saving_get_a_whole_checkpoint_which_stays_until_they_have_done(run):
+    saving = multiprocessing.get_context("fork").Process(target=save_and_keep_one, args=(run,), daemon=True)
+    saving.start()
+    try:
+        steps = set()
+        while len(steps) < 20:
+            found = find(run)
+            latest = step_folders(run)[0]
+            while step_folders(run)[0] == latest:  # until the run has saved, and deleted what is not held
+                time.sleep(0.001)
+            assert why_damaged(found.path) is None
+            assert found.tensors_file.read_bytes() == tensor_bytes(found.step)
+            steps.add(found.step)
+    finally:
+        saving.kill()
+        saving.join()
+
+
+def test_what_a_reader_has_held_is_deleted_after_it(run):
+    found = find(run)
+    with pytest.raises(BlockingIOError, match="another program reads it"):
+        remove(found.path)
+    assert why_damaged(found.path) is None
+    elsewhere = pickle.loads(pickle.dumps(found))  # as ranks get it: they rely on the launcher, which holds it
+    assert elsewhere == found
+    del found
+    remove(elsewhere.path)
+    assert not elsewhere.path.exists()
 
 
 def test_the_configuration_of_the_run_comes_back(tiny, tmp_path):

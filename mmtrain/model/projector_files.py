@@ -25,7 +25,7 @@ from mmtrain.errors import UserError
 from mmtrain.plan.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
 from mmtrain.plan.shapes import llm_shape, projector_parameters, vision_shape
 from mmtrain.printing import harmless
-from mmtrain.step_folder import CHECKPOINTS, MANIFEST, NAME, TENSORS, find
+from mmtrain.step_folder import CHECKPOINTS, MANIFEST, NAME, TENSORS, StepFolder, find
 
 KEY = "model.projector.init_from"
 LLAVA_FILE = "mm_projector.bin"
@@ -47,6 +47,7 @@ class ProjectorFiles:
     source: Path  # the file, or a folder of safetensors files
     shapes: Mapping[str, Shape]  # by name on disk, of the projector's tensors alone; none of a pickled file
     pickled: Path | None = None
+    checkpoint: StepFolder | None = None  # that it lies in, held until the tensors are read
 
 
 def find_projector(path: str) -> ProjectorFiles:
@@ -62,7 +63,7 @@ def find_projector(path: str) -> ProjectorFiles:
     if folder is None:
         raise UserError(f"{KEY}: {path}: no such file or folder, and no hub id in the local cache; {NEEDED}")
     if (folder / CHECKPOINTS).is_dir() or (folder / MANIFEST).exists() or NAME.fullmatch(folder.name):
-        return _in_safetensors(find(folder).tensors_file)
+        return _in_checkpoint(find(folder))
     for name in (TENSORS, LLAVA_FILE):
         if (folder / name).is_file():
             return _in_file(folder / name)
@@ -148,12 +149,13 @@ def _in_file(file: Path) -> ProjectorFiles:
     if file.suffix != ".safetensors":
         raise UserError(f"{KEY}: {file}: neither .safetensors nor {', '.join(sorted(PICKLED))}; {NEEDED}")
     if file.name == TENSORS and (file.parent / MANIFEST).exists():
-        file = find(file.parent).tensors_file  # a bit that flipped in the file shows in the manifest alone
-    return _in_safetensors(file)
-
-
-def _in_safetensors(file: Path) -> ProjectorFiles:
+        return _in_checkpoint(find(file.parent))  # a bit that flipped in the file shows in the manifest alone
     return ProjectorFiles(file, _projector_alone(read_header(file), file))
+
+
+def _in_checkpoint(checkpoint: StepFolder) -> ProjectorFiles:
+    file = checkpoint.tensors_file
+    return ProjectorFiles(file, _projector_alone(read_header(file), file), checkpoint=checkpoint)
 
 
 def _projector_alone(shapes: Mapping[str, Shape], source: str | Path) -> dict[str, Shape]:
