@@ -13,8 +13,10 @@ import functools
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import re
+import resource
 import shutil
 import sys
 import tempfile
@@ -56,6 +58,7 @@ INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minut
 ANEW = "To train anew choose another run.name, or set run.overwrite=true, which deletes it"
 TRACED_STEPS = 3
 SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 128
+FEWEST_OPEN_FILES, WANTED_OPEN_FILES = 256, 4096  # connections, pipes and shards of a process
 
 DESCRIPTION = """\
 Train the projector of a vision-language model, the LLM frozen and cut into pipeline stages.
@@ -127,6 +130,8 @@ def _run(options: argparse.Namespace) -> int:
             return 0
         if rank is None and options.nnodes == 1:
             _refuse_other_starters()
+        _allow_open_files()
+        _refuse_unusable_shared_memory()
         if options.calibrate:
             return _calibrate(config, options, under_torchrun=rank is not None)
         if rank is not None:
@@ -571,6 +576,30 @@ def _set_environment(threads: int, gpus: Sequence[Gpu]) -> None:
     os.environ.update(variables)
     if gpus:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue a stream: none waits for another's work
+
+
+def _allow_open_files() -> None:
+    """Let this process and its ranks open as many files as they may; raises UserError where these are too few."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < FEWEST_OPEN_FILES:
+        raise UserError(
+            f"this shell lets a program open {most} files (ulimit -n), and a rank with its data workers needs "
+            f"{FEWEST_OPEN_FILES}: have the limit raised, in /etc/security/limits.conf or the job's settings"
+        )
+    if soft != resource.RLIM_INFINITY and soft < WANTED_OPEN_FILES:
+        wanted = WANTED_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, WANTED_OPEN_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), most))
+
+
+def _refuse_unusable_shared_memory() -> None:
+    """Raises UserError where processes cannot share semaphores, which torch and data workers need."""
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except OSError as error:
+        raise UserError(
+            f"/dev/shm cannot be used ({error.strerror}): mount a tmpfs there that can be written, in a container with "
+            "--ipc=host or --shm-size=8g"
+        ) from error
 
 
 def _places(plan: Plan) -> tuple[str, ...]:

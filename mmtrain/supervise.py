@@ -45,6 +45,7 @@ FORK_SERVER_ENDED = (
 )
 # A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21 ProcessGroupNCCL.cpp:629] ..."
 WATCHDOG = re.compile(rb"\[rank(\d+)\]:.*(Watchdog caught collective operation timeout.*)")
+LONGEST_TEMPORARY_FOLDER = 70  # bytes: a socket's path has 107 at most, of which multiprocessing adds 32
 STOPPED = 3  # exit code of a run that a signal has ended in good order, everything saved
 
 
@@ -109,10 +110,30 @@ def start_fork_server() -> None:
     """Begin to import what ranks need in a process from which they are then forked (CPU only): 4 s earlier than spawn.
 
     Forking from the launcher itself hung one start in ten: the agent's threads hold locks that a fork copies. Call it
-    when environment and output are as the ranks shall inherit them.
+    when environment and output are as the ranks shall inherit them. Raises UserError where no temporary folder can be
+    used.
     """
+    _use_short_temporary_folder()
     multiprocessing.set_forkserver_preload(["mmtrain.fork_server"])
     multiprocessing.forkserver.ensure_running()
+
+
+def _use_short_temporary_folder() -> None:
+    """Where TMPDIR is too long for the sockets that multiprocessing makes below it, take the system's, ranks too."""
+    try:
+        given = tempfile.gettempdir()  # passes over a TMPDIR that is missing or read-only
+    except FileNotFoundError as error:
+        raise UserError(f"{error.strerror}: set TMPDIR to a folder that can be written") from error
+    if len(os.fsencode(given)) <= LONGEST_TEMPORARY_FOLDER:
+        return
+    usable = (name for name in ("/tmp", "/var/tmp") if os.access(name, os.W_OK | os.X_OK))
+    short = next(usable, None)
+    if short is None:
+        raise UserError(
+            f"TMPDIR={given} is too long for the sockets of the ranks: set it to a folder of at most "
+            f"{LONGEST_TEMPORARY_FOLDER} characters"
+        )
+    tempfile.tempdir = os.environ["TMPDIR"] = short
 
 
 def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mmtrain.cache import user_cache
 from mmtrain.demo.names import demo_model, is_demo
 from mmtrain.errors import UserError
 from mmtrain.small_files import MAX_JSON_BYTES, parse_json, read_limited, shortened
@@ -36,9 +37,7 @@ def hub_cache() -> Path:
     if explicit:
         return Path(explicit).expanduser()
     home = os.environ.get("HF_HOME")
-    if not home:
-        home = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    return Path(home).expanduser() / "hub"
+    return (Path(home).expanduser() if home else user_cache() / "huggingface") / "hub"
 
 
 def cached_snapshot(hub_id: str) -> Path | None:

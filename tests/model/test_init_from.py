@@ -42,7 +42,7 @@ def llava_module(projector: nn.Module) -> nn.Module:
 
 def save_step(run: Path, tensors: Tensors, step: int = 20) -> Path:
     target = step_path(run, step)
-    run.mkdir(exist_ok=True)
+    run.mkdir(parents=True, exist_ok=True)
     write_step_folder(
         target,
         {
