@@ -1,0 +1,81 @@
+"""Odd places to run in: a run, or one line that says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmtrain.cache import cache_folder
+from mmtrain.errors import UserError
+from mmtrain.plan.model_files import hub_cache
+
+LAUNCH = ("-m", "mmtrain.launch")
+
+
+def full_pipe() -> tuple[int, int]:
+    """A pipe that takes nothing more."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writer, b"." * 4096)
+    os.set_blocking(writer, True)
+    return reader, writer
+
+
+def test_a_run_ends_well_where_all_is_odd_and_nobody_reads_its_console(tiny, tmp_path):
+    """A long TMPDIR, few files until more are asked for, locale C, no HOME, stdin closed, files for their owner."""
+    temporary = tmp_path / ("x" * 120)
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment.pop("HOME", None)
+    settings = ("parallel.pipeline=2", "train.max_steps=2", f"run.dir={tmp_path}/é")
+    command = [sys.executable, *LAUNCH, tiny / "config.yaml", *settings]
+    reader, writer = full_pipe()
+    ran = subprocess.run(
+        ["sh", "-c", 'umask 077; ulimit -Sn 40; exec "$@" <&-', "sh", *command],
+        stdout=writer,
+        stderr=writer,
+        env=environment,
+        cwd=tmp_path,
+        timeout=200,
+    )
+    os.close(writer)
+    os.close(reader)
+    folder = tmp_path / "é" / "tiny"
+    assert ran.returncode == 0, (folder / "log.txt").read_text()
+    assert (folder / "audit.json").exists() and (folder / "checkpoints" / "step-00000002").is_dir()
+    assert list(temporary.iterdir()) == []
+
+
+def refused(tiny: Path, folder: Path, *before: str) -> str:
+    """What the launcher says where it is started behind this command."""
+    command = [*before, sys.executable, *LAUNCH, tiny / "config.yaml", f"run.dir={folder}"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1), ran.stderr
+    return ran.stderr
+
+
+def test_too_few_open_files_are_refused(tiny, tmp_path):
+    said = refused(tiny, tmp_path, "sh", "-c", 'ulimit -n 40; exec "$@"', "sh")
+    assert said.startswith("error: this shell lets a program open 40 files (ulimit -n)")
+
+
+def test_shared_memory_that_cannot_be_written_is_refused(tiny, tmp_path):
+    mount = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"', "sh")
+    if subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("mounting takes root's rights")
+    assert refused(tiny, tmp_path, *mount).startswith("error: /dev/shm cannot be used (Read-only file system)")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # as a container's user, whom /etc/passwd does not know
+    for ask in (lambda: cache_folder("demo"), hub_cache):
+        with pytest.raises(UserError, match=r"user 54321 has no home folder.*set XDG_CACHE_HOME"):
+            ask()
