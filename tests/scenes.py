@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import (
-    CLIPImageProcessor,
+    CLIPImageProcessorPil,
     CLIPVisionConfig,
     CLIPVisionModel,
     LlamaConfig,
@@ -77,7 +77,8 @@ def save_parts(folder: Path, layers: int = LAYERS, tied: bool = False) -> None:
     )
     LlamaForCausalLM(text).save_pretrained(folder / "llm")
     CLIPVisionModel(vision).save_pretrained(folder / "vision")
-    CLIPImageProcessor().save_pretrained(folder / "vision")
+    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    CLIPImageProcessorPil(size=size, crop_size=size).save_pretrained(folder / "vision")
 
 
 def stock_llava(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> LlavaForConditionalGeneration:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from scenes import (
-    IMAGE_SIZE,
     IMAGE_TOKEN,
     as_batch,
     encoding_ahead,
@@ -24,7 +23,6 @@ from scenes import (
     stock_llava,
     stock_loss_sum,
 )
-from transformers import CLIPImageProcessorPil
 
 from mmtrain.data.samples import IGNORE, IMAGE_POSITION
 from mmtrain.engine import FrozenPipelineEngine, NonFiniteError, join_process_group
@@ -166,8 +164,6 @@ def posted_ahead(executed, first_or_second):
 def test_a_run_is_the_same_with_and_without_warming_up_and_posts_no_receive_ahead_in_its_first_step(
     parts, pipeline, data, cut, trainable
 ):
-    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    CLIPImageProcessorPil(size=size, crop_size=size).save_pretrained(parts / "vision")
     config = make_config(
         parts,
         parallel__pipeline=pipeline,

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from scenes import IMAGE_SIZE, WIDTH, as_batch, make_config, make_document, save_parts
-from transformers import CLIPImageProcessorPil
 
 from mmtrain.data.images import image_transform
 from mmtrain.data.samples import IGNORE
@@ -57,8 +56,6 @@ def test_the_projector_stays_in_float32_between_bfloat16_parts(tmp_path):
 
 def front_of(folder, trainable):
     save_parts(folder)
-    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    CLIPImageProcessorPil(size=size, crop_size=size).save_pretrained(folder / "vision")
     config = make_config(folder, model__trainable=trainable)
     return build_chunk(config, make_plan(config).ranks[0].stages[0])
 
