@@ -75,6 +75,12 @@ class Progress:
         step, _, doing = cls._FORMAT.unpack(data)
         return step, doing.rstrip(b"\0").decode(errors="replace")
 
+    @classmethod
+    def process(cls, path: Path) -> int | None:
+        """Process id of the rank that writes `path`, None when it never came to write it."""
+        data = path.read_bytes() if path.exists() else b""
+        return None if len(data) < cls._FORMAT.size else cls._FORMAT.unpack(data)[1]
+
 
 @dataclass(frozen=True)
 class ErrorRecord:

@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -204,7 +205,8 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
         )
         entry = functools.partial(run_rank, target, job.folder, threads=job.threads, records=records)
         try:
-            ends = elastic_launch(config, _call)(entry)
+            with _stopped_ranks_continued(records):
+                ends = elastic_launch(config, _call)(entry)
         except ChildFailedError as error:
             exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
             return _origin(job, records, exit_codes, _ended_by_watchdog(job.log, log_begins))
@@ -241,6 +243,39 @@ def _handlers_restored(signals: list[signal.Signals]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _stopped_ranks_continued(records: Path) -> Iterator[None]:
+    """In the block a stopped rank (SIGSTOP, a debugger) that was told to end is continued, so that it does (Linux).
+
+    A signal waits while a process is stopped, and torch's agent would wait for it, 30 s long.
+    """
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(1):
+            for file in records.glob("progress-*"):
+                process = Progress.process(file)
+                if process and _is_stopped_and_told_to_end(process):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGCONT)
+
+    threading.Thread(target=watch, name="stopped ranks", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _is_stopped_and_told_to_end(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+    pending = sum(int(mask, 16) for mask in re.findall(r"^(?:Sig|Shd)Pnd:\s*(\w+)", status, re.MULTILINE))
+    told = any(pending >> (number - 1) & 1 for number in (*ENDING_SIGNALS, signal.SIGTERM))
+    return told and re.search(r"^State:\s*[Tt]", status, re.MULTILINE) is not None
+
+
 def _origin(job: Job, records: Path, exit_codes: Mapping[int, int], waited: Mapping[int, str]) -> Failure:
     """The failure to report, of the ranks on this node; the exit codes are those that the agent saw first.
 
@@ -263,7 +298,10 @@ def _origin(job: Job, records: Path, exit_codes: Mapping[int, int], waited: Mapp
     lines = [job.describe(first)]
     if first.kind == "peer":
         if job.nodes > 1:
-            lines.append("no rank of this node failed by itself: the launcher of another node names the cause")
+            lines.append(
+                "no rank of this node failed by itself: the launcher of another node names the cause; if that says the "
+                "same, the network between them is at fault"
+            )
         ranks = range(job.node * job.local_ranks, (job.node + 1) * job.local_ranks)
         lines += [_whereabouts(job, records, rank, "was") for rank in ranks]
     return Failure(1, "\n".join([*lines, _log_line(job)]))

@@ -125,6 +125,7 @@ def test_a_dead_rank_is_written_down_without_importing_half_of_torch(outcomes):
         ("stuck", signal.SIGTERM, "SIGTERM"),
         ("stuck", signal.SIGINT, "Ctrl-C"),
         ("stuck with nothing to save", signal.SIGTERM, "SIGTERM"),  # tools/bench.py: the first one is enough
+        ("stopped by somebody's SIGSTOP", signal.SIGINT, "Ctrl-C"),  # torch's agent alone would wait 30 s for it
     ],
 )
 def test_a_signal_ends_deadlocked_ranks_within_10_seconds(tmp_path, how, number, name):
