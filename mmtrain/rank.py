@@ -60,7 +60,10 @@ class Rank:
 
 
 class PrefixedLog(io.TextIOWrapper):
-    """A log that several processes append to: whole lines, each with the writer's name in front."""
+    """A log that several processes append to: whole lines, each with the writer's name in front.
+
+    A line that cannot be written (a full disk, an I/O error) is lost: a log does not decide how a run ends.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -70,12 +73,21 @@ class PrefixedLog(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         *lines, self._partial = (self._partial + text).split("\n")
-        for line in lines:
-            # of a progress bar, which redraws with carriage returns, only the last state of the line is kept
-            super().write(self._prefix + printable(line.rstrip("\r").rsplit("\r", 1)[-1]) + "\n")
-        if lines:
-            super().flush()
+        with contextlib.suppress(OSError):
+            for line in lines:
+                # of a progress bar, which redraws with carriage returns, only the last state of the line is kept
+                super().write(self._prefix + printable(line.rstrip("\r").rsplit("\r", 1)[-1]) + "\n")
+            if lines:
+                super().flush()
         return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
     def finish(self) -> None:
         """Write a last line that has no end."""
@@ -162,9 +174,8 @@ def run_rank(
         record = ErrorRecord.of(error, rank, progress)
         if records:
             record.write(records / f"error-{rank}")
-        with contextlib.suppress(OSError):  # the disk of the log is full
-            traceback.print_exc()
-            log.finish()
+        traceback.print_exc()
+        log.finish()
         time.sleep(SECONDS_AFTER_LOST_PEER if record.kind == "peer" else SECONDS_AFTER_FAILURE)
         if describe:
             time.sleep(seconds_before_message(rank))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 from mmtrain.rank import PrefixedLog
 
 
@@ -16,3 +18,12 @@ def test_each_line_of_a_log_says_who_wrote_it_and_a_progress_bar_leaves_one_line
         "[rank 0] 100%",
         "[rank 1] and an end without newline",
     ]
+
+
+def test_a_log_that_cannot_be_written_ends_nothing():
+    log = PrefixedLog(Path("/dev/full"), "rank 0")
+    for _ in range(1000):  # far more than buffers take
+        log.write("a line as libraries write them\n" * 10)
+    log.flush()
+    log.finish()
+    log.close()
