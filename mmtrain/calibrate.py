@@ -82,6 +82,9 @@ class Calibrator:
         }
         self._end = StepEnd(config, plan, trained)
         self._multiply, self._flops = matrix_products(self._pieces[self._window[0]])
+        for piece in self._pieces.values():  # before any message: see mmtrain.warm_up
+            piece.forward()
+            piece.backward()
         self._messages: MessageCosts | None = None
         if plan.pipeline > 1:
             self._messages = MessageCosts(
