@@ -17,6 +17,7 @@ import select
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 WAITING_BYTES = 1 << 18
@@ -44,6 +45,7 @@ class ConsoleStream(io.TextIOBase):
         self._is_writing = False
         self._is_gone = False
         self._taken_at = 0.0  # when the reader last took something
+        _STREAMS.add(self)
 
     @property
     def encoding(self) -> str:
@@ -81,6 +83,12 @@ class ConsoleStream(io.TextIOBase):
                     return
                 self._changed.wait(left)
 
+    def _begin_in_child(self) -> None:
+        """After a fork: the thread is the parent's, and so is what waits; its lock may have been held."""
+        self._changed, self._writer, self._is_writing = threading.Condition(), None, False
+        self._waiting.clear()
+        self._waiting_bytes = self._dropped = 0
+
     def _add(self, data: bytes) -> None:
         """Queue one line, the end of one, or a line redrawn, which begins with a carriage return."""
         latest = self._waiting[-1] if self._waiting else b"\n"
@@ -88,7 +96,7 @@ class ConsoleStream(io.TextIOBase):
             if latest.startswith(b"\r") and b"\n" not in latest:
                 self._waiting_bytes -= len(self._waiting.pop())
             self._waiting.append(data)
-        elif latest.endswith(b"\n"):
+        elif latest.endswith(b"\n") or len(latest) > WAITING_BYTES // 4:
             self._waiting.append(data)
         else:
             self._waiting[-1] += data
@@ -130,6 +138,17 @@ class ConsoleStream(io.TextIOBase):
                 self._taken_at = time.monotonic()
             except BlockingIOError:  # another program has set O_NONBLOCK
                 select.select([], [self._descriptor], [])
+
+
+_STREAMS: weakref.WeakSet[ConsoleStream] = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    for stream in list(_STREAMS):
+        stream._begin_in_child()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 @contextlib.contextmanager

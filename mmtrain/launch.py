@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,12 @@ from mmtrain.plan.model_files import model_folder
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.refusals import GpuMemory, check_environment, refuse_short_memory
 from mmtrain.plan.simulate import Program, simulate
-from mmtrain.printing import note, say, show_cursor, show_error, show_traceback
+from mmtrain.printing import note, run_command, say, show_cursor, show_error, show_traceback, tell
 from mmtrain.rank import Rank, run_rank, seconds_before_message
 from mmtrain.resume import Start, is_complete
 from mmtrain.run_folder import AUTO, claimed, find_start, prepare_folder, run_folder
 from mmtrain.step_folder import step_folders, step_of
-from mmtrain.supervise import STOPPED, Job, output_to_log, run_ranks, start_fork_server
+from mmtrain.supervise import STOPPED, Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
 from mmtrain.trace import refuse_unfit_trace
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -126,8 +126,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.trace is not None and (options.plan or options.calibrate):
             raise UserError("--trace records training; tools/plot_schedule.py --plan CONFIG draws what is planned")
         if options.plan:
-            say(*render(plan_for_here(config)).split("\n"))
-            return 0
+            return run_command(lambda: tell(*render(plan_for_here(config)).split("\n")))
         if rank is None and options.nnodes == 1:
             _refuse_other_starters()
         _allow_open_files()
@@ -249,7 +248,7 @@ def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun
         timeout_seconds=config.parallel.timeout_seconds,
         start_method="spawn" if gpus else "forkserver",
     )
-    _set_environment(job.threads, gpus)
+    set_rank_environment(job.threads, on_gpus=bool(gpus))
     with output_to_log(job.log):
         if job.start_method == "forkserver":
             start_fork_server()
@@ -342,7 +341,7 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
                 _say_who_can_reach_it(options.rdzv_endpoint)
         else:
             job.folder.mkdir(parents=True, exist_ok=True)
-        _set_environment(job.threads, gpus)
+        set_rank_environment(job.threads, on_gpus=bool(gpus))
         with output_to_log(job.log):
             if job.start_method == "forkserver":
                 start_fork_server()
@@ -382,7 +381,7 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
     if rank == 0:
         _check_data(config, others_wait=world_size > 1)
     threads = _threads(config, local_ranks)
-    _set_environment(threads, gpus)
+    set_rank_environment(threads, on_gpus=bool(gpus))
     with claimed(run_folder(config)) if rank == 0 else contextlib.nullcontext():
         start = None
         if rank == 0:
@@ -551,7 +550,8 @@ def _local_ranks(config: RunConfig, options: argparse.Namespace) -> int:
         raise UserError(f"--nnodes {nodes} --node-rank {node}: machines are numbered from 0 to --nnodes - 1")
     if nodes > 1 and endpoint is None:
         raise UserError(f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, the same on every machine")
-    if endpoint is not None and not re.fullmatch(r".+:\d{1,5}", endpoint):
+    port = re.fullmatch(r".+:(\d{1,5})", endpoint or "")
+    if endpoint is not None and not (port and 0 < int(port[1]) < 2**16):
         raise UserError(f"--rdzv-endpoint {endpoint}: needs HOST:PORT, e.g. first-machine:29500")
     ranks = config.parallel.pipeline * config.parallel.data
     if ranks % nodes:
@@ -564,18 +564,6 @@ def _local_ranks(config: RunConfig, options: argparse.Namespace) -> int:
 
 def _threads(config: RunConfig, local_ranks: int) -> int:
     return config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // local_ranks)
-
-
-def _set_environment(threads: int, gpus: Sequence[Gpu]) -> None:
-    """What libraries read once, when they are imported: before any of those imports."""
-    variables: Mapping[str, str] = {
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns, or hangs, in forked data workers
-        **({} if gpus else {"DS_ACCELERATOR": "cpu"}),
-    }
-    os.environ.update(variables)
-    if gpus:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue a stream: none waits for another's work
 
 
 def _allow_open_files() -> None:

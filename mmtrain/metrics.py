@@ -84,8 +84,8 @@ class JsonLines:
 
     def _refuse_lost(self) -> int:
         """The file's size; raises UserError unless it is the one at its path, in a folder that can be written."""
-        opened = os.fstat(self._file)
         try:
+            opened = os.fstat(self._file)
             is_there = os.path.samestat(opened, self._path.stat())
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EACCES):

@@ -177,6 +177,8 @@ def run_rank(
         traceback.print_exc()
         log.finish()
         time.sleep(SECONDS_AFTER_LOST_PEER if record.kind == "peer" else SECONDS_AFTER_FAILURE)
+        if console is not None:
+            console.drain()
         if describe:
             time.sleep(seconds_before_message(rank))
             show_error(f"{describe(record)}\nlog: {log_path}", errors)
@@ -196,12 +198,11 @@ def _keep_to_this_machine() -> None:
 
     They would on the one that the host's name belongs to, for anybody, and it may not even resolve.
     """
-    here = os.environ.get("LOCAL_WORLD_SIZE")
-    if sys.platform != "linux" or here not in (None, os.environ["WORLD_SIZE"]):
-        return
-    for name, interface in (("GLOO_SOCKET_IFNAME", "lo"), ("NCCL_SOCKET_IFNAME", "=lo")):  # "=": "lo", not "lo..."
-        if here is not None or name not in os.environ:  # a cluster may name one for runs on several machines
-            os.environ[name] = interface
+    here = os.environ.get("LOCAL_WORLD_SIZE")  # not said by every script that sets what torchrun sets
+    meet_here = os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost", "::1")
+    if sys.platform == "linux" and (here == os.environ["WORLD_SIZE"] or (here is None and meet_here)):
+        # Whatever a cluster names for runs on several machines. "=": "lo" and no other name that begins so.
+        os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"})
 
 
 def seconds_before_message(rank: int) -> float:

@@ -18,6 +18,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import operator
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from typing import Any, BinaryIO
 from mmtrain.config import RunConfig, restore_config
 from mmtrain.errors import UserError
 from mmtrain.printing import say
+from mmtrain.small_files import MAX_JSON_BYTES, parse_json, read_limited
 
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
@@ -44,7 +46,10 @@ class StepFolder:
 
     path: Path
     held: BinaryIO | None = field(default=None, compare=False, repr=False)
-    """Its manifest, locked: as long as this object lives in this process, the run that saved it does not delete it."""
+    """Its manifest, locked: as long as this object lives in this process, the run that saved it does not delete it.
+
+    A run that branches from it holds it to its end.
+    """
 
     def __reduce__(self) -> tuple[type[StepFolder], tuple[Path]]:
         return StepFolder, (self.path,)
@@ -52,7 +57,7 @@ class StepFolder:
     @functools.cached_property
     def state(self) -> dict[str, Any]:
         """The content of state.json."""
-        return json.loads((self.path / STATE).read_text())
+        return parse_json(read_limited(self.path / STATE, MAX_JSON_BYTES, "what mmtrain writes"))
 
     @property
     def step(self) -> int:
@@ -153,8 +158,8 @@ def flush(path: Path) -> None:
 def why_damaged(path: Path) -> str | None:
     """What is wrong with a step folder, naming the file; None if it is whole. Reads and hashes every byte."""
     try:
-        manifest = (path / MANIFEST).read_text()
-        content = json.loads(manifest)
+        manifest = read_limited(path / MANIFEST, MAX_JSON_BYTES, "what mmtrain writes").decode()
+        content = parse_json(manifest.encode())
         entries = content["files"]
         if content["format"] > FORMAT:
             return f"{MANIFEST} is of format {content['format']}: written by a later mmtrain, which can read it"
@@ -163,9 +168,9 @@ def why_damaged(path: Path) -> str | None:
         found = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {MANIFEST}
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except OSError as error:
+    except (OSError, UserError) as error:
         return f"{MANIFEST} cannot be read: {error}"
-    except (ValueError, KeyError, TypeError):  # ValueError: JSON and UTF-8 errors are
+    except (ValueError, KeyError, TypeError, AttributeError):  # ValueError: JSON and UTF-8 errors are
         return f"{MANIFEST} is damaged: not what mmtrain writes"
     if missing := sorted({TENSORS, OPTIMIZER, STATE, *entries} - found):
         return f"{missing[0]} is missing"
@@ -180,7 +185,12 @@ def why_damaged(path: Path) -> str | None:
                 return f"{name} is damaged: its SHA-256 is not that of what was written"
         except OSError as error:
             return f"{name} cannot be read: {error}"
-    step = StepFolder(path).step
+        except (KeyError, TypeError):
+            return f"{MANIFEST} is damaged: not what mmtrain writes"
+    try:
+        step = operator.index(StepFolder(path).step)
+    except (OSError, UserError, ValueError, KeyError, TypeError):
+        return f"{STATE} is damaged: not what mmtrain writes"
     if (named := NAME.fullmatch(path.name)) and int(named[1]) != step:
         return f"{STATE} is of step {step}: the folder was renamed"
     return None

@@ -107,6 +107,16 @@ def output_to_log(log: Path) -> Iterator[None]:
         os.close(stderr_copy)
 
 
+def set_rank_environment(threads: int, *, on_gpus: bool) -> None:
+    """Set what libraries read once, when they are imported: before any of those imports, for this process's ranks."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers warns, or hangs, in forked data workers
+    if on_gpus:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue a stream: none waits for another's work
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
 def start_fork_server() -> None:
     """Begin to import what ranks need in a process from which they are then forked (CPU only): 4 s earlier than spawn.
 
@@ -215,11 +225,15 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
         except UserError as error:
             return Failure(2, str(error))
         except (RendezvousError, DistError) as error:
-            return Failure(1, f"the {job.nodes} nodes did not come together at {job.endpoint}: {error}")
+            where = "the launcher's store was lost"
+            if job.nodes > 1:
+                where = f"the {job.nodes} nodes did not come together at {job.endpoint}"
+            return Failure(1, f"{where}: {error}")
         finally:
             for number in (*signals, *STOP_SIGNALS):
                 signal.signal(number, signal.SIG_IGN)
             _end_children(earlier_children)
+            console.drain()
     stopped = next(iter(ends.values()))
     return None if stopped is None else Failure(STOPPED, stopped)
 
@@ -235,7 +249,7 @@ def _handlers_restored(signals: list[signal.Signals]) -> Iterator[None]:
 
     torch sets its own handlers when it starts the ranks.
     """
-    earlier = {number: signal.signal(number, signal.SIG_DFL) for number in signals}
+    earlier = {number: signal.signal(number, signal.SIG_DFL) for number in dict.fromkeys(signals)}
     try:
         yield
     finally:

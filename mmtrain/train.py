@@ -83,12 +83,16 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
         if rank.stop.asked:
             engine.request(stop=True)
 
+    def refuse_if_short() -> None:
+        if device.type == "cuda":
+            refuse_short_memory(mine, f"{device} ({torch.cuda.get_device_name(device)})", _memory(device))
+
     rank.progress.at(first_step, "building the engine")
+    refuse_if_short()  # the engine warms up, and would run out of memory without a word on why
     engine = FrozenPipelineEngine(
         config, plan, chunks, before_instruction, first_step=first_step, bad_steps_file=rank.folder / BAD_STEPS
     )
-    if device.type == "cuda":
-        refuse_short_memory(mine, f"{device} ({torch.cuda.get_device_name(device)})", _memory(device))
+    refuse_if_short()  # master weights, communicators and libraries' workspaces are there now
     audit = RankAudit(mine, chunks, engine.optimizer, engine.trainable)
     starts = [None] * dist.get_world_size()
     dist.all_gather_object(starts, audit.start(), group=host_group)

@@ -5,6 +5,8 @@ for all that the device was given, also for messages posted ahead, whose sender 
 it is done while no message is under way; what first happens in a step all the same cannot hang, since the first step
 runs with its receives `in_common_order`.
 
+What remains: a later micro-batch that is larger than any before, for which either kind of memory grows in a step.
+
 What the run computes stays the same to the last bit: no weight, gradient, optimizer state or random generator changes.
 """
 
@@ -36,7 +38,8 @@ def warm_up(
     Inputs have the shapes of the run's micro-batches, and the contents that the planner expects of one. Takes about
     as long as a micro-batch, and its memory.
     """
-    batch = to_device(expected_batch(config, models), device)
+    host = expected_batch(config, models)
+    batch = to_device(host, device)
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
         for stage, chunk in chunks.items():
             trains = stage >= first_trainable_stage
@@ -53,4 +56,7 @@ def warm_up(
         weight.grad = torch.ones_like(weight)
         make_optimizer(torch.nn.Module(), {"throwaway": weight}, config.optimizer).step()
     if device.type == "cuda":
+        for value in vars(host).values():  # page-locked memory, too, grows only where all wait: have twice as much
+            if isinstance(value, torch.Tensor):
+                torch.empty(2 * value.nbytes, dtype=torch.uint8, pin_memory=True)
         torch.cuda.synchronize(device)

@@ -94,8 +94,10 @@ if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"
     multiprocessing.set_forkserver_preload(["torch.distributed"])
     job = Job(("stage 0", "stage 1"), folder, threads=1, timeout_seconds=60, saves_when_asked=how == "stuck")
+    signal.signal(signal.SIGTERM, before := lambda *_: None)
     with output_to_log(job.log):
         failure = run_ranks(functools.partial(work, how), job)
+    assert signal.getsignal(signal.SIGTERM) is before, "the caller's handlers are back"
     if failure is not None:
         print(failure.message, file=sys.stderr)
         sys.exit(failure.exit_code)

@@ -70,6 +70,7 @@ def test_many_shards_are_not_indexed_while_other_processes_wait(tiny, tmp_path, 
         (["eval.shards=held-out.tar"], ["eval.shards: no file held-out.tar"]),
         (["data.template=chat"], ["data.template: chat", "chat_template.jinja", "data.template=plain"]),
         (["--nnodes", "2", "--node-rank", "0"], ["--rdzv-endpoint HOST:PORT"]),
+        (["--nnodes", "2", "--rdzv-endpoint", "localhost:99999"], ["localhost:99999", "HOST:PORT"]),
         (["--nnodes", "3", "--rdzv-endpoint", "localhost:29500"], ["--nnodes 3", "4 ranks"]),
         (["--node-rank", "1"], ["--node-rank 1"]),
         (["--local_rank=1"], ["--local_rank", "DeepSpeed's launcher", "torchrun --nproc-per-node"]),
@@ -157,6 +158,19 @@ def test_a_reader_that_leaves_early_is_no_error(tiny, tmp_path):
     ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert ran.returncode == 0 and ran.stderr == ""
+
+
+def test_a_plan_that_cannot_be_printed_is_an_error(tiny, tmp_path):
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "mmtrain.launch", tiny / "config.yaml", "--plan"],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stderr) == (2, "error: standard output: No space left on device\n")
 
 
 def test_the_shipped_configs_include_one_of_72b():

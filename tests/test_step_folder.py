@@ -204,11 +204,35 @@ def test_a_manifest_that_says_something_else_is_found(run, change):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"files": []}', b'{"files": {}}\n', b"7"]
+    "content",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"files": []}', b'{"files": {}}\n', b"7", b"[" * 200_000],
 )
 def test_a_manifest_of_another_kind_is_found(run, content):
     (step_path(run, 6) / MANIFEST).write_bytes(content)
     assert_found_out(run, MANIFEST)
+
+
+def made_right(folder: Path, entries: dict) -> None:
+    """Write a manifest of these entries whose checksum is right, as whoever crafts a checkpoint can."""
+    content = {"format": 1, "files": entries}
+    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(content | {"sha256": checksum}, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("state", [b"[" * 200_000, b"[]", b"{}", b'{"step": "6"}', b'{"step": 6, "step": 7}', b"\xff"])
+def test_a_crafted_state_is_found_though_all_checksums_are_right(run, state):
+    folder = step_path(run, 6)
+    (folder / STATE).write_bytes(state)
+    entries = json.loads((folder / MANIFEST).read_text())["files"]
+    made_right(folder, entries | {STATE: {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}})
+    assert_found_out(run, STATE)
+
+
+@pytest.mark.parametrize("entry", [7, {}, {"bytes": 1}, None, []])
+def test_a_crafted_entry_is_found_though_its_checksum_is_right(run, entry):
+    folder = step_path(run, 6)
+    made_right(folder, json.loads((folder / MANIFEST).read_text())["files"] | {TENSORS: entry})
+    assert_found_out(run, "")
 
 
 @pytest.mark.parametrize("name", ["projector.safetensors.tmp", "step-00000006.tmp", "notes.txt"])

@@ -33,7 +33,7 @@ from mmtrain.data.catalog import data_sets
 from mmtrain.gpus import visible_gpus
 from mmtrain.plan.planner import make_plan
 from mmtrain.printing import run_command, say, show_error, tell
-from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
+from mmtrain.supervise import Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
 
 RESULT = "result.json"
 DEMO = Path(__file__).parent.parent / "configs" / "llava_pp4.yaml"
@@ -122,9 +122,7 @@ def run(options: argparse.Namespace, folder: Path, override: Callable[..., RunCo
     gpus = visible_gpus()
     plan = make_plan(config, min((gpu.total_bytes for gpu in gpus), default=None))
     threads = config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // len(plan.ranks))
-    os.environ.update({"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"})
-    if not gpus:
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    set_rank_environment(threads, on_gpus=bool(gpus))
     job = Job(
         places=tuple(f"stage {rank.pipeline}, replica {rank.data}" for rank in plan.ranks),
         folder=folder,

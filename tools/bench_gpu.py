@@ -42,7 +42,7 @@ from mmtrain.errors import UserError
 from mmtrain.gpus import visible_gpus
 from mmtrain.plan.layout import bytes_text
 from mmtrain.printing import say, show_error
-from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
+from mmtrain.supervise import Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
 
 EXAMPLES = """\
 examples:
@@ -91,9 +91,10 @@ def _row(text: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Make the models, race the rows, print tables; the exit code. Raises UserError without a CUDA device."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if options.device == "cpu":
-        os.environ.update({"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    threads = len(os.sched_getaffinity(0))
+    set_rank_environment(threads, on_gpus=options.device == "cuda")
     gpus = visible_gpus()
     if options.device == "cuda" and not gpus:
         raise UserError(
@@ -112,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         steps=2 if options.quick else 4,
         samples_per_pack=options.samples_per_pack,
         microbatches=2 if options.quick else options.microbatches,
-        threads=len(os.sched_getaffinity(0)),
+        threads=threads,
     )
     device = gpus[0].name if gpus else "cpu"
     result = {"machine": machine(), "device": device, "dtype": options.dtype, "shape": options.shape, "rows": {}}

@@ -88,7 +88,6 @@ def memory_of(step: Callable[[], object], device: torch.device) -> dict[str, int
     """Bytes of a step at its fullest: allocated by tensors, reserved by torch, held on the device by all processes."""
     if device.type != "cuda":
         return None
-    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     step()
     torch.cuda.synchronize(device)

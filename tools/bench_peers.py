@@ -43,7 +43,7 @@ from bench_tables import (
 )
 
 from mmtrain.printing import say, show_error
-from mmtrain.supervise import Failure, Job, output_to_log, run_ranks, start_fork_server
+from mmtrain.supervise import Failure, Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
 
 if TYPE_CHECKING:
     from bench_row import Settings
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     """Make the models, race the rows, print tables; the exit code."""
     threads = options.threads or len(os.sched_getaffinity(0))
     result = {"machine": machine(), "threads": threads, "dtype": options.dtype, "rows": {}}
-    os.environ.update({"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"})
+    set_rank_environment(threads, on_gpus=False)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the contestants are on the processor
     with tempfile.TemporaryDirectory(prefix="bench_peers-", dir=options.folder) as name:
         folder = Path(name)

@@ -35,7 +35,7 @@ from bench_tables import finish, machine, positive, print_table
 from bench_timing import spread
 
 from mmtrain.printing import say, show_error
-from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
+from mmtrain.supervise import Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
 
 if TYPE_CHECKING:
     from bench_plan_ranks import Layout, Settings
@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Make the models, run the layouts, print tables; the exit code."""
-    os.environ.update({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"})
+    set_rank_environment(1, on_gpus=False)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     result: dict[str, Any] = {
         "machine": machine(),
@@ -268,7 +268,7 @@ def _gain(pair: Mapping[str, Any], factors: Sequence[Sequence[float | None]]) ->
 
 
 def _print_layouts(job: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    say("", "pipeline 4 (no target applies)" if job == "four" else "\nlayouts that the calibration has not seen")
+    say("", "pipeline 4 (no target applies)" if job == "four" else "layouts that the calibration has not seen")
     table = []
     for row in rows:
         plan, steps = f"{row['predicted_seconds']:.3f}", f"{row['kept_steps']}/{row['steps']}"

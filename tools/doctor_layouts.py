@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable
 
 from doctor_check import FailedError, Here, Seen
@@ -15,7 +14,7 @@ from mmtrain.plan.deadlocks import Ordering, find_deadlock
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import training_schedule
 from mmtrain.rank import Rank
-from mmtrain.supervise import Job, output_to_log, run_ranks, start_fork_server
+from mmtrain.supervise import Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
 
 SUSPECTS = tuple((pipeline, chunks) for pipeline in (2, 4, 8) for chunks in (1, 2))  # ranks, stages a rank
 MOST_CHANNEL_RANKS = 4
@@ -62,9 +61,7 @@ def channels(here: Here) -> Seen:
 
 def on_ranks(here: Here, ranks: int, target: Callable[[Rank], None]) -> None:
     """Run `target` on so many ranks of one machine; raises FailedError with the launcher's message."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if not here.gpus:
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    set_rank_environment(1, on_gpus=bool(here.gpus))
     job = Job(
         places=tuple(f"rank {rank} of {ranks}" for rank in range(ranks)),
         folder=here.folder / "ranks",

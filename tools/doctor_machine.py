@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from mmtrain.cache import cache_folder
 from mmtrain.config import load_config
 from mmtrain.errors import UserError
 from mmtrain.gpus import ask_machine, has_driver, refuse_unusable
+from mmtrain.launch import FEWEST_OPEN_FILES, TORCHRUN_VARIABLES
 from mmtrain.plan.layout import bytes_text
 from mmtrain.plan.refusals import check_environment
 
@@ -29,9 +29,6 @@ MOSTLY_FREE = 0.9  # share of a GPU's memory that nobody should hold before a ru
 SHARED_MEMORY_BYTES = 2**30  # data workers hand on their images there, NCCL its buffers
 SHARED_MEMORY = Path("/dev/shm")
 HOST_BYTES_A_RANK = 4 * 2**30  # a rank's libraries, its CUDA context and weights on their way
-OPEN_FILES = 1024
-LONGEST_TMPDIR = 70  # characters: multiprocessing's sockets lie below it, and their paths have 107 at most
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Trap(NamedTuple):
@@ -157,23 +154,12 @@ def traps(variables: Mapping[str, str]) -> Iterator[str]:
     for variable, value, effect in TRAPS:
         if variable in variables and re.fullmatch(value, variables[variable].strip()):
             yield f"{variable}={variables[variable]}: {effect}; unset it"
-    if all(variable in variables for variable in TORCHRUN):
-        yield f"{', '.join(TORCHRUN)} are set: mmtrain.launch takes itself for a rank that torchrun started; unset RANK"
-    interfaces = {name for _, name in socket.if_nameindex()}
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = variables.get(variable, "")
-        names = [name for name in wanted.lstrip("=").split(",") if name]
-        if names and wanted[0] != "^" and not any(one.startswith(name) for one in interfaces for name in names):
-            yield f"{variable}={wanted}: no network interface is called so; unset it"
+    if all(variable in variables for variable in TORCHRUN_VARIABLES):
+        names = ", ".join(TORCHRUN_VARIABLES)
+        yield f"{names} are set: mmtrain.launch takes itself for a rank that torchrun started; unset RANK"
 
 
 def _folders() -> Iterator[str]:
-    wanted = os.environ.get("TMPDIR")
-    folder = tempfile.gettempdir()
-    if wanted and not Path(wanted).is_dir():
-        yield f"TMPDIR={wanted} is no folder; make it, or unset TMPDIR"
-    if len(folder) > LONGEST_TMPDIR:
-        yield f"TMPDIR has {len(folder)} characters, and sockets below it may have 107; choose one of {LONGEST_TMPDIR}"
     cache = cache_folder("")
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -184,6 +170,6 @@ def _folders() -> Iterator[str]:
 
 
 def _limits() -> Iterator[str]:
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < OPEN_FILES:
-        yield f"a process may open {files} files; ulimit -n {OPEN_FILES} (or more) before the run"
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < FEWEST_OPEN_FILES:
+        yield f"a process may open {most} files, and a rank needs {FEWEST_OPEN_FILES}; have ulimit -Hn raised"

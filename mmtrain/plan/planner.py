@@ -34,9 +34,8 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     """Plan a run from its config and its models' shapes; starts nothing, imports no torch.
 
     The memory limit of a rank is `parallel.device_memory_gib`, else what `device_memory_bytes`, all that its GPU has,
-    leave to it, else none. `device` is what
-    ranks compute on (None: this machine's CPU); a calibration on it gives the plan its costs. Raises UserError for a
-    config that no plan can satisfy; what then would fit is in the message.
+    leave to it, else none. `device` is what ranks compute on (None: this machine's CPU); a calibration on it gives the
+    plan its costs. Raises UserError for a config that no plan can satisfy; what then would fit is in the message.
     """
     models = models_of(config)
     limit = None if device_memory_bytes is None else limit_on_gpu(device_memory_bytes)

@@ -13,7 +13,7 @@ from mmtrain.config import RunConfig
 from mmtrain.errors import UserError
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models
-from mmtrain.plan.cut import RESERVED_SHARE, best_cut, given_cut, stage_costs
+from mmtrain.plan.cut import RESERVED_SHARE, best_cut, given_cut, limit_on_gpu, stage_costs
 from mmtrain.plan.layout import RankPlan, bytes_text, stage_of
 from mmtrain.plan.model_files import find_model_folder, read_json
 from mmtrain.plan.search import Search
@@ -208,7 +208,8 @@ def refuse_short_memory(rank: RankPlan, gpu: str, memory: GpuMemory) -> None:
         return
     others = memory.total - memory.free - memory.cached
     stages = ", ".join(str(stage.stage) for stage in rank.stages)
-    limit = (memory.total - others) / 2**30
+    most = memory.total - others
+    limit = (most if memory.cached else limit_on_gpu(most)) / 2**30  # later CUDA itself is among the others
     loaded = f" beside the {bytes_text(memory.allocated)} that the rank has loaded" if memory.allocated else ""
     raise UserError(
         f"rank {rank.rank} (stage {stages}) does not fit on {gpu}: {bytes_text(available)} of "
