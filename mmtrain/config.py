@@ -199,7 +199,8 @@ class DataSection(Section):
     )
     allow_pipe: tuple[str, ...] = Field(
         (),
-        description="programs that pipe: URLs among the shards may run, e.g. [curl]; their output is kept in the cache",
+        description="programs that pipe: URLs among the shards may run, e.g. [curl], whose output is kept in the "
+        "cache; only the command line may say it",
     )
     pack_length: Annotated[int, Field(ge=1, le=10_000_000)] = Field(2048, description="tokens in a pack")
     max_images_per_pack: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
@@ -389,12 +390,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a YAML file, with `key.sub=value` overrides applied in order.
 
     Raises UserError listing every problem at once: per key its path, the value seen, what is allowed; for an unknown
-    key the nearest valid one.
+    key the nearest valid one. `data.allow_pipe` is taken from overrides alone.
     """
     content = read_yaml(Path(path))
     if content is not None and not isinstance(content, dict):
         raise UserError(f"{path}: holds a {type(content).__name__}; needs the sections {_sections()}")
     content = _without_empty_sections(RunConfig, content or {})
+    data = content.get("data")
+    if isinstance(data, dict) and data.get("allow_pipe"):
+        raise UserError(
+            f"{path}: data.allow_pipe says which programs may run, and no file may say that, since it can come from "
+            "anybody: take it out, and give it on the command line, e.g. 'data.allow_pipe=[curl]'"
+        )
     for override in overrides:
         _apply(content, override)
     _drop_alternatives(content, [override.partition("=")[0].strip() for override in overrides])
@@ -410,18 +417,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def restore_config(content: dict[str, Any], source: str) -> RunConfig:
     """The configuration of which `model_dump(mode="json")` made this; keys that mmtrain did not have then get defaults.
 
-    Raises UserError, naming the source, where it has keys or values that this version does not know.
+    `data.allow_pipe` is empty: no file says which programs may run. Raises UserError, naming the source, where it has
+    keys or values that this version does not know.
     """
     try:
-        return RunConfig.model_validate(_tuples(content))
+        config = RunConfig.model_validate(_tuples(content))
+        return config.model_copy(update={"data": config.data.model_copy(update={"allow_pipe": ()})})
     except ValidationError as error:
         problems = explain(RunConfig, error.errors(include_url=False), content)
     raise UserError("\n  ".join([f"{source}: a configuration that this version of mmtrain does not know", *problems]))
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML text of a configuration with every default written out; loading it gives an equal configuration."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    """YAML text of a configuration with every default written out; loading it gives an equal configuration.
+
+    But for `data.allow_pipe`, which only a command line says.
+    """
+    content = config.model_dump(mode="json", exclude={"data": {"allow_pipe"}})
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _sections() -> str:

@@ -22,7 +22,7 @@ import operator
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -259,15 +259,27 @@ def remove(path: Path) -> None:
     """
     doomed = path.with_name(path.name + UNFINISHED)
     shutil.rmtree(doomed, ignore_errors=True)  # what an earlier try has left
-    with (path / MANIFEST).open("r+b") as manifest:
+    with _unread(path / MANIFEST):
+        path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+@contextlib.contextmanager
+def _unread(manifest: Path) -> Iterator[None]:
+    """In the block no reader holds the step folder of this manifest; raises BlockingIOError if one does already."""
+    try:
+        file = manifest.open("r+b")
+    except FileNotFoundError:  # what is no whole checkpoint is held by nobody
+        yield
+        return
+    with file:
         try:
-            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BlockingIOError(errno.EAGAIN, "another program reads it") from None
         except OSError:  # a file system without locks: nobody can have asked for it to be kept
             pass
-        path.rename(doomed)
-    shutil.rmtree(doomed)
+        yield
 
 
 def _hold(path: Path) -> BinaryIO | None:

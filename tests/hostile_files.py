@@ -11,7 +11,7 @@ import contextlib
 import io
 import json
 import os
-import resource
+import re
 import shutil
 import struct
 import sys
@@ -225,7 +225,8 @@ def main() -> None:
                 code = launch([*json.loads(line), "--plan"])
             except BaseException:
                 code, _ = None, traceback.print_exc()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # Not getrusage, whose maximum begins with that of the process that started this one.
+        peak = int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
         result = {
             "code": code,
             "seconds": time.process_time() - began,

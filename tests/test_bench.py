@@ -260,7 +260,7 @@ def test_the_gpu_benchmark_runs_on_a_processor_too(tmp_path):
     assert list(row["first_step_seconds"]) == list(row["losses"])
     assert row["counts"]["mmtrain"] == {"host_waits": None, "launches": None}, "which no CPU can tell"
     alone = found["rows"]["pipeline"]
-    assert row["attention"] == alone["attention"] == ["attention: documents one by one"]
+    assert row["attention"] == alone["attention"] == ["attention: documents one by one (flash attention needs a GPU)"]
     assert list(alone["losses"]) == ["mmtrain"] and len(alone["idle"]) == 2
     layers = [name for rank in alone["ranks"] for name in rank["layers"]]
     assert layers == ["front", *(f"llm.layers.{i}" for i in range(TINY.layers)), "head"], "each on one rank"

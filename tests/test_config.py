@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from mmtrain.config import RunConfig, dump_config, load_config
+from mmtrain.config import RunConfig, dump_config, load_config, restore_config
 from mmtrain.config_problems import all_fields
 from mmtrain.errors import UserError
 
@@ -66,9 +66,22 @@ def test_a_dump_holds_every_key(minimal):
     for path, _ in all_fields(RunConfig):
         if "*" in path:  # an element of a list, which is null here
             continue
+        if path == ("data", "allow_pipe"):  # no file says it
+            continue
         value = dumped
         for part in path:
             value = value[part]
+
+
+def test_only_the_command_line_says_which_programs_may_run(minimal, tmp_path):
+    allowing = load_config(minimal, ["data.allow_pipe=[curl]"])
+    assert allowing.data.allow_pipe == ("curl",)
+    assert load_config(written(tmp_path, dump_config(allowing))).data.allow_pipe == ()
+    assert restore_config(allowing.model_dump(mode="json"), "state.json").data.allow_pipe == ()
+    content = yaml.safe_load(minimal.read_text())
+    content.setdefault("data", {})["allow_pipe"] = ["sh"]
+    with pytest.raises(UserError, match=r"data\.allow_pipe .* on the command line"):
+        load_config(written(tmp_path, yaml.safe_dump(content)))
 
 
 def test_every_key_says_what_it_means():

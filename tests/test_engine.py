@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -511,6 +512,6 @@ def test_bad_steps_before_a_resume_count_and_a_sound_run_writes_no_record(parts,
 
 def test_a_record_that_a_full_disk_refuses_does_not_hide_the_cause(parts):
     config = make_config(parts, train__max_bad_steps=5)
-    ((_, _, message, *_),) = run_ranks(1, train_past_bad_steps, config, [damaged(step(0))], "/dev/full")
+    ((_, _, message, *_),) = run_ranks(1, train_past_bad_steps, config, [damaged(step(0))], Path("/dev/full"))
     assert message.startswith("step 0: the loss sum is nan")
     assert message.endswith("(/dev/full cannot be written: No space left on device)")

@@ -202,7 +202,7 @@ def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, references):
     end = reference.lines("metrics.jsonl")[-1]
     assert end == {"kind": "end", "step": STEPS}
     once = branch(reference, "records", tiny / "config.yaml", *RUN, *layout_of(2, 1), cut=CUT)
-    records = once.lines("metrics.jsonl")
+    records = [record for record in once.lines("metrics.jsonl") if record["kind"] != "attention"]
     at = [record["kind"] for record in records].index("resume")
     assert records[at - 1]["kind"] == "train" and records[at - 1]["step"] == CUT - 1
     path = str(once.checkpoint(CUT).path)

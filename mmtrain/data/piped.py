@@ -25,23 +25,23 @@ PREFIX = "pipe:"
 def piped_shard(url: str, allowed: Sequence[str], key: str, say: Callable[[str], None]) -> Path:
     """The file that holds what the command of a `pipe:` URL writes; it runs if that is not there yet.
 
-    Whoever writes a configuration decides which programs it may start: `allowed` names them. There is no shell, so `|`,
-    `;` and `>` are words like others. Raises UserError for other programs and for one that fails; `key` is the
+    `allowed` names the programs that may start, which the command line says and no file. There is no shell, so `|`, `;`
+    and `>` are words like others. Raises UserError for other programs and for one that fails; `key` is the
     configuration's name for the URL, for messages.
     """
     try:
         command = shlex.split(url.removeprefix(PREFIX))
     except ValueError as error:
         raise UserError(f"{key}: {url!r} cannot be split into words ({error})") from None
-    if not command or command[0] not in allowed:
-        names = ", ".join(allowed) or "none"
-        raise UserError(
-            f"{key}: {url!r} would run a program, and data.allow_pipe names those that may run ({names}); add it there "
-            "if you trust it, or download the shards and name the files"
-        )
     target = cache_folder("pipe") / f"{hashlib.sha256(url.encode()).hexdigest()[:24]}.tar"
     if target.is_file():
         return target
+    if not command or command[0] not in allowed:
+        names = ", ".join(allowed) or "none"
+        raise UserError(
+            f"{key}: {url!r} would run a program, and data.allow_pipe names those that may run ({names}); give "
+            "data.allow_pipe=[PROGRAM] on the command line if you trust it, or download the shards and name the files"
+        )
     say(f"{key}: running {shlex.join(command)}")
     start = time.perf_counter()
     try:
