@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mmtrain.errors import UserError
 
@@ -24,16 +24,23 @@ LONGEST_NUMBER = 100  # digits; Python refuses to read or print integers of more
 LONGEST_SHOWN = 200  # characters of a file's content in an error
 
 
+def open_file(path: Path) -> BinaryIO:
+    """A file, opened to be read without waiting; raises UserError for a pipe or a device, and OSError."""
+    # Not blocking: a pipe without a writer would be waited for.
+    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise UserError(f"{path}: no file but a pipe or device; write what it gives into a file")
+    return stream
+
+
 def read_limited(path: Path, limit: int, what: str) -> bytes:
     """All bytes of a file, at most `limit`; `what` says in errors what it should be.
 
     Raises FileNotFoundError, and UserError for what is no file, cannot be read or is larger.
     """
     try:
-        # Not blocking: a pipe without a writer would be waited for.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise UserError(f"{path}: no file but a pipe or device; {what} is needed: write it into a file")
+        with open_file(path) as stream:
             content = stream.read(limit + 1)
     except FileNotFoundError:
         raise

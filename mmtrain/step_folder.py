@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 from mmtrain.config import RunConfig, restore_config
 from mmtrain.errors import UserError
 from mmtrain.printing import say
-from mmtrain.small_files import MAX_JSON_BYTES, parse_json, read_limited
+from mmtrain.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
 
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
@@ -115,7 +115,8 @@ def write_step_folder(target: Path, files: Mapping[str, Callable[[Path], None]])
         for name, write in files.items():
             write(unfinished / name)
             flush(unfinished / name)
-            entries[name] = {"bytes": (unfinished / name).stat().st_size, "sha256": _sha256(unfinished / name)}
+            size, digest = _size_and_sha256(unfinished / name)
+            entries[name] = {"bytes": size, "sha256": digest}
         (unfinished / MANIFEST).write_text(_manifest(entries))
         flush(unfinished / MANIFEST)
         flush_folder(unfinished)
@@ -178,14 +179,14 @@ def why_damaged(path: Path) -> str | None:
         return f"{unknown[0]} does not belong there: {MANIFEST} does not list it; move it away"
     for name, entry in entries.items():
         try:
-            size = (path / name).stat().st_size
+            size, digest = _size_and_sha256(path / name, entry["bytes"])
             if size != entry["bytes"]:
                 return f"{name} is damaged: {size:,} bytes, {entry['bytes']:,} were written"
-            if _sha256(path / name) != entry["sha256"]:
+            if digest != entry["sha256"]:
                 return f"{name} is damaged: its SHA-256 is not that of what was written"
-        except OSError as error:
+        except (OSError, UserError) as error:
             return f"{name} cannot be read: {error}"
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError):
             return f"{MANIFEST} is damaged: not what mmtrain writes"
     try:
         step = operator.index(StepFolder(path).step)
@@ -288,8 +289,8 @@ def _hold(path: Path) -> BinaryIO | None:
     Waits for a run that is deleting it. Where the file system has no locks it is opened alone.
     """
     try:
-        manifest = (path / MANIFEST).open("rb")
-    except OSError:
+        manifest = open_file(path / MANIFEST)
+    except (OSError, UserError):
         return None
     with contextlib.suppress(OSError):
         fcntl.flock(manifest, fcntl.LOCK_SH)
@@ -303,9 +304,13 @@ def _manifest(entries: Mapping[str, Any]) -> str:
     return json.dumps({**content, "sha256": checksum}, indent=1) + "\n"
 
 
-def _sha256(path: Path) -> str:
+def _size_and_sha256(path: Path, expected: int | None = None) -> tuple[int, str | None]:
+    """A file's bytes, and their SHA-256; None for that of a file of another size than expected, which is not read."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if expected not in (None, size):
+            return size, None
         while block := file.read(BLOCK):
             digest.update(block)
-    return digest.hexdigest()
+    return size, digest.hexdigest()

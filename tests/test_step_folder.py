@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import itertools
 import json
 import multiprocessing
@@ -170,14 +169,14 @@ def test_a_link_to_the_same_bytes_is_as_good_as_the_file(run, name, tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_cannot_be_read_is_found(run, name, monkeypatch):
-    opened = io.open
+    opened = os.open
 
-    def refusing(file: object, *arguments: object, **options: object) -> object:
-        if file == step_path(run, 6) / name:  # the superuser, whom tests may be, can read whatever the mode says
-            raise PermissionError(13, "Permission denied", str(file))
+    def refusing(file: object, *arguments: object, **options: object) -> int:
+        if file == str(step_path(run, 6) / name):  # the superuser, whom tests may be, can read whatever the mode says
+            raise PermissionError(13, "Permission denied", file)
         return opened(file, *arguments, **options)
 
-    monkeypatch.setattr(io, "open", refusing)  # which pathlib calls
+    monkeypatch.setattr(os, "open", refusing)
     assert_found_out(run, f"{name} cannot be read")
 
 
@@ -228,7 +227,20 @@ def test_a_crafted_state_is_found_though_all_checksums_are_right(run, state):
     assert_found_out(run, STATE)
 
 
-@pytest.mark.parametrize("entry", [7, {}, {"bytes": 1}, None, []])
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_in_place_of_a_file_is_found_and_not_waited_for(run, name, kind):
+    file = step_path(run, 6) / name
+    entries = json.loads((file.parent / MANIFEST).read_text())["files"]
+    if name != MANIFEST:
+        made_right(file.parent, entries | {name: {"bytes": 0, "sha256": "0"}})
+    file.unlink()
+    os.mkfifo(file) if kind == "pipe" else file.symlink_to("/dev/zero")
+    assert_found_out(run, f"{name} cannot be read")
+
+
+@pytest.mark.parametrize("entry", [7, {}, {"bytes": 1}, {"bytes": "text", "sha256": "0"}, {"bytes": None}, None, []])
 def test_a_crafted_entry_is_found_though_its_checksum_is_right(run, entry):
     folder = step_path(run, 6)
     made_right(folder, json.loads((folder / MANIFEST).read_text())["files"] | {TENSORS: entry})
