@@ -27,7 +27,7 @@ LONGEST_SHOWN = 200  # characters of a file's content in an error
 def open_file(path: Path) -> BinaryIO:
     """A file, opened to be read without waiting; raises UserError for a pipe or a device, and OSError."""
     # Not blocking: a pipe without a writer would be waited for.
-    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115, returned
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise UserError(f"{path}: no file but a pipe or device; write what it gives into a file")

@@ -25,9 +25,11 @@ from mmtrain.cache import cache_folder
 from mmtrain.config import RunConfig
 from mmtrain.errors import UserError
 from mmtrain.plan.costs import Models
+from mmtrain.small_files import parse_json, read_limited
 
 FORMAT = 2
 PACKAGES = ("mmtrain", "torch", "transformers", "timm")
+MAX_BYTES = 1_000_000  # of the file; a dozen kinds of layers take 5 kB
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,7 @@ def find_calibration(config: RunConfig, models: Models, device: Device) -> Calib
 def load_calibration(file: Path) -> Calibration:
     """Read a file that `Calibration.save` wrote; raises UserError, saying what is wrong, for anything else."""
     try:
-        content = json.loads(file.read_text())
+        content = parse_json(read_limited(file, MAX_BYTES, "a calibration"))
         if content.pop("format", None) != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
         layers = {name: _made(LayerMeasures, entry) for name, entry in content.pop("layers").items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -134,7 +135,8 @@ def test_a_file_for_another_run_is_refused_with_all_that_differs(tmp_path, cache
 
 
 @pytest.mark.parametrize(
-    "damage", ["missing", "cut", "other", "negative", "nan", "null", "text", "rate", "format", "extra"]
+    "damage",
+    ["missing", "cut", "other", "negative", "nan", "null", "text", "rate", "format", "extra", "deep", "digits"],
 )
 def test_a_file_that_is_no_calibration_is_refused(config, tmp_path, damage) -> None:
     file = made_up(config).save(tmp_path / "measured.json")
@@ -145,6 +147,8 @@ def test_a_file_that_is_no_calibration_is_refused(config, tmp_path, damage) -> N
         file.write_text(file.read_text()[:100])
     elif damage == "other":
         file.write_text("[1, 2]")
+    elif damage == "deep":
+        file.write_text("[" * 200_000)
     else:
         content |= {
             "negative": {"end_seconds": -1},
@@ -153,10 +157,19 @@ def test_a_file_that_is_no_calibration_is_refused(config, tmp_path, damage) -> N
             "text": {"layers": {**content["layers"], "head": content["layers"]["head"] | {"forward_seconds": "1"}}},
             "rate": {"matmul_flops_per_second": 0},
             "format": {"format": 99},
+            "digits": {"end_seconds": 10**400},
         }.get(damage, {"more": 1})
         file.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"measured\.json: no calibration that this version of mmtrain reads"):
         load_calibration(file)
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_or_a_device_is_refused_as_a_calibration_and_not_waited_for(tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(UserError, match=f"{path}: no file but a pipe or device"):
+            load_calibration(path)
 
 
 def test_what_cannot_be_read_in_the_cache_does_not_keep_a_run_from_being_planned(config, cache) -> None:
