@@ -27,7 +27,7 @@ from mmtrain.bad_steps import NonFiniteError
 from mmtrain.config import CheckpointSection
 from mmtrain.errors import UserError
 from mmtrain.metrics import Scores, without_nan
-from mmtrain.resume import METRICS, RECORDS
+from mmtrain.resume import METRICS, RECORDS, recorded
 from mmtrain.step_folder import (
     FORMAT,
     OPTIMIZER,
@@ -286,11 +286,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _recorded_scores(folder: Path, metric: str) -> dict[int, float | None]:
     """The scores of the run's evaluations so far, by step."""
-    scores: dict[int, float | None] = {}
-    if (folder / METRICS).exists():
-        with (folder / METRICS).open() as file:
-            for line in file:
-                record = json.loads(line)
-                if record["kind"] == "eval":
-                    scores[record["step"]] = None if isinstance(record[metric], str) else record[metric]
-    return scores
+    return {
+        record["step"]: score if isinstance(score := record.get(metric), int | float) else None
+        for record in recorded(folder / METRICS, "eval")
+        if isinstance(record.get("step"), int)
+    }

@@ -9,6 +9,7 @@ discarded.jsonl, with the step that the run went back to. No torch here: the lau
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 from mmtrain.config import RunConfig
 from mmtrain.config_problems import all_fields, nearest_key
 from mmtrain.errors import UserError
+from mmtrain.small_files import MAX_JSON_BYTES, parse_json
 from mmtrain.step_folder import (
     CHECKPOINTS,
     StepFolder,
@@ -142,12 +144,8 @@ def choose(
 
 def _refuse_lost_checkpoints(folder: Path) -> None:
     """Raise UserError where a run without checkpoints has had some: beginning anew would cost what it trained."""
-    lost = any((folder / CHECKPOINTS).glob("step-*.discarded*"))
-    if (folder / METRICS).exists():
-        with (folder / METRICS).open() as file:
-            kinds = (record.get("kind") for line in file if isinstance(record := _parsed(line), dict))
-            lost = lost or any(kind in ("checkpoint", "resume", "end") for kind in kinds)
-    if lost:
+    set_aside = any((folder / CHECKPOINTS).glob("step-*.discarded*"))
+    if set_aside or any(recorded(folder / METRICS, "checkpoint", "resume", "end")):
         raise UserError(
             f"{folder} has had checkpoints, and none is in {CHECKPOINTS}/ any more; put one back, or start anew: "
             "another run.name, or run.overwrite=true, which deletes the folder"
@@ -172,6 +170,18 @@ def go_back(folder: Path, start: StepFolder | None, say: Callable[[str], None]) 
         raise UserError(f"cannot go back to a checkpoint: {error}") from error
 
 
+def recorded(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
+    """The records of these kinds in a file of JSON lines, none if it is not there; what is no record is passed over."""
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        for line in iter(functools.partial(lines.readline, MAX_JSON_BYTES), b""):
+            if any(f'"{kind}"'.encode() in line for kind in kinds):  # parsing all lines of a long run takes seconds
+                record = _parsed(line)
+                if isinstance(record, dict) and record.get("kind") in kinds:
+                    yield record
+
+
 def is_complete(folder: Path, start: StepFolder, config: RunConfig) -> bool:
     """Whether this run, as configured, has reached its end after this checkpoint, final evaluation included."""
     if any(changes(start.config, config)):
@@ -179,8 +189,8 @@ def is_complete(folder: Path, start: StepFolder, config: RunConfig) -> bool:
     try:
         with (folder / METRICS).open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
-            last = json.loads(file.read().splitlines()[-1])
-    except (OSError, IndexError, ValueError):
+            last = _parsed(file.read().splitlines()[-1])
+    except (OSError, IndexError):
         return False
     return isinstance(last, dict) and (last.get("kind"), last.get("step")) == ("end", start.step)
 
@@ -259,7 +269,7 @@ def _cut_back(folder: Path, name: str, length: int, step: int, say: Callable[[st
         if length and file.read(1) != b"\n":
             raise UserError(f"{path} was changed since the checkpoint was written: move it away, and start again")
         for line in file:
-            record = _parsed(line.decode(errors="replace"))
+            record = _parsed(line)
             discarded.write(json.dumps({"file": name, "back_to_step": step, "record": record}) + "\n")
     flush(folder / DISCARDED)  # before the cut: a crash in between leaves a line twice rather than none
     if length:
@@ -273,8 +283,9 @@ def _whole_lines(path: Path) -> int:
     return path.read_bytes().rfind(b"\n") + 1
 
 
-def _parsed(line: str) -> Any:
+def _parsed(line: bytes) -> Any:
+    """The content of a line of JSON; its text if it is none."""
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError:
-        return line.rstrip("\n")
+        return line.decode(errors="replace").rstrip("\n")

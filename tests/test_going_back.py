@@ -107,11 +107,14 @@ def test_a_checkpoint_that_was_set_aside_or_never_finished_must_be_named_again_f
 
 def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew_in_silence(config):
     folder = make_run(config, steps=())
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "checkpoint"' + "[" * 200_000 + "\n")
+    assert find_start(config, say=silent) is None
     with JsonLines(folder / "metrics.jsonl") as metrics:
         metrics.write(kind="checkpoint", step=4)
     with pytest.raises(UserError, match="has had checkpoints"):
         find_start(config, say=silent)
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == LINES + 1
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == LINES + 2
 
 
 def test_a_run_whose_checkpoints_are_all_set_aside_is_not_begun_anew_in_silence(config):
@@ -218,10 +221,11 @@ def test_a_record_that_lost_its_end_keeps_its_whole_lines(config):
 def test_the_tail_that_is_cut_off_is_kept_line_by_line(config):
     folder = make_run(config)
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "tra')
+        file.write("[" * 200_000 + '\n{"kind": "tra')
     go_on(config)
     kept = [json.loads(text) for text in (folder / "discarded.jsonl").read_text().splitlines()]
-    assert [entry["record"] for entry in kept] == [json.loads(line(6)), json.loads(line(7)), '{"kind": "tra']
+    records = [json.loads(line(6)), json.loads(line(7)), "[" * 200_000, '{"kind": "tra']
+    assert [entry["record"] for entry in kept] == records
     assert {entry["back_to_step"] for entry in kept} == {6}
 
 
@@ -262,5 +266,6 @@ def test_what_an_earlier_deletion_has_left_is_not_in_the_way(tmp_path):
     target = tmp_path / "checkpoints" / "step-00000001"
     (target.with_name(target.name + ".tmp") / "left").mkdir(parents=True)
     target.mkdir()
+    (target / step_folder.MANIFEST).touch()
     step_folder.remove(target)
     assert list(target.parent.iterdir()) == []

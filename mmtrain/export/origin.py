@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from mmtrain.errors import UserError
 from mmtrain.export.tensors import TensorSource, stored
 from mmtrain.plan.model_files import read_header
+from mmtrain.resume import METRICS, recorded
 from mmtrain.step_folder import StepFolder
 
 LAYERS = {"linear": ("linear_1", "linear_1"), "mlp2x_gelu": ("linear_1", "linear_2")}  # first and last, by type
@@ -35,7 +35,7 @@ class Origin:
     max_steps: int | None
     data_fingerprint: str
     frozen_fingerprint: str
-    training_loss: float | None  # of the last step, nats per supervised token
+    training_loss: float | None  # of the last step, nats per supervised token; None too where that was not finite
     evaluation: dict[str, Any] | None  # the run's scores after these steps, on samples it held out
     versions: Mapping[str, str]
 
@@ -70,7 +70,7 @@ def origin(checkpoint: StepFolder) -> Origin:
         max_steps=state["max_steps"],
         data_fingerprint=state["data"]["fingerprint"],
         frozen_fingerprint=state["frozen_fingerprint"],
-        training_loss=state["loss"],
+        training_loss=state["loss"] if isinstance(state["loss"], int | float) else None,
         evaluation=_evaluation(checkpoint),
         versions=state["versions"],
     )
@@ -84,15 +84,8 @@ def trained_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
 
 def _evaluation(checkpoint: StepFolder) -> dict[str, Any] | None:
     """The run's own scores after as many steps as the checkpoint has; None if it made none then."""
-    metrics = checkpoint.run / "metrics.jsonl"
-    if not metrics.is_file():
-        return None
     found = None
-    for text in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text) if '"eval"' in text else None
-        except json.JSONDecodeError:  # the run is writing it
-            continue
-        if isinstance(line, dict) and line.get("kind") == "eval" and line.get("step") == checkpoint.step:
-            found = {name: line[name] for name in SCORES if isinstance(line.get(name), int | float)}
+    for record in recorded(checkpoint.run / METRICS, "eval"):
+        if record.get("step") == checkpoint.step:
+            found = {name: record[name] for name in SCORES if isinstance(record.get(name), int | float)}
     return found

@@ -12,6 +12,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from untrained_runs import VERSIONS, config_of, export, make_checkpoint
 
+from mmtrain.export.origin import origin
+
 NAMES = [
     "a: b --- # !!python object:os.system 'q' \"d\"",
     "pipe | and \\| `tick` ``two``",
@@ -74,6 +76,14 @@ def test_a_name_that_is_markup_is_shown_and_not_obeyed(tiny, tmp_path, usual, na
     shown = "\n".join(child.content for token in tokens for child in token.children or [])
     visible = " ".join(name.split()).replace("\x1b", "\\x1b")
     assert shown.count(visible) >= 6, shown
+
+
+def test_scores_are_found_among_lines_that_are_no_records_and_a_loss_that_is_no_number_is_unknown(tiny, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny), loss="nan")
+    lines = ["[" * 200_000 + '"eval"', '["eval"]', '{"kind": "eval"}', '{"kind": "eval", "step": 20, "loss": 0.5}']
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "eval", "ste']))
+    about = origin(checkpoint)
+    assert about.evaluation == {"loss": 0.5} and about.training_loss is None
 
 
 def test_models_of_the_hub_are_named_in_the_metadata_and_read_back(tiny, tmp_path, monkeypatch):
