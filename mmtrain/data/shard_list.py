@@ -7,16 +7,25 @@ Nothing here imports torch or webdataset, so that the launcher refuses missing a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from glob import glob
 from pathlib import Path
 
-from braceexpand import UnbalancedBracesError, braceexpand
+from braceexpand import UnbalancedBracesError, braceexpand, char_range_re, int_range_re, make_char_range
 
 from mmtrain.data.archive import read_headers
 from mmtrain.data.piped import PREFIX, piped_shard
 from mmtrain.demo.names import is_demo
 from mmtrain.errors import UserError
+from mmtrain.small_files import shortened
+
+# Of one pattern, counted before braces are expanded: {0..999999}{0..999999} would take all memory first. A million
+# shards of 100 MB are 100 TB; a path has at most 4,096 bytes, and braceexpand calls itself for braces inside braces.
+MAX_NAMES = 1_000_000
+MAX_PATTERN = 4096  # characters
+MAX_BRACES = 10  # inside each other
+MAX_DIGITS = 18  # digits of a range's begin, end and step: what is longer is no number of a shard
 
 
 def expand_shards(
@@ -52,7 +61,8 @@ def expand_shards(
                 f"it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
             )
         try:
-            names = list(braceexpand(pattern))
+            _refuse_endless(pattern, key)
+            names = braceexpand(pattern)
         except UnbalancedBracesError:
             raise UserError(
                 f"{key}: {pattern!r} opens a brace that it does not close, or the other way round; a range is "
@@ -64,7 +74,7 @@ def expand_shards(
                 continue
             whole = Path(name).expanduser()
             # Path.glob takes no absolute pattern; a file whose name holds brackets is no pattern.
-            paths = [whole] if whole.exists() else sorted(map(Path, glob(str(whole), recursive=True)))  # noqa: PTH207
+            paths = [whole] if whole.exists() else sorted(map(Path, glob(str(whole))))  # noqa: PTH207
             if not paths:
                 raise UserError(f"{key}: no file {name}" + (f" (from {pattern})" if name != pattern else ""))
             found += paths
@@ -77,6 +87,65 @@ def expand_shards(
         twice = next(path for number, path in enumerate(found) if path in found[:number])
         raise UserError(f"{key}: {twice} is named twice; every sample would count twice")
     return tuple(found)
+
+
+def _refuse_endless(pattern: str, key: str) -> None:
+    """Raise UserError for a pattern that would be expanded, or looked for, for hours; what _count_names raises."""
+    if len(pattern) > MAX_PATTERN:
+        raise UserError(f"{key}: {shortened(repr(pattern))} has {len(pattern):,} characters; no path is so long")
+    if "**" in pattern:
+        raise UserError(
+            f"{key}: {pattern!r} looks through all folders below, however many there are; write one * for each folder "
+            "between, e.g. data/*/*.tar"
+        )
+    names = _count_names(pattern)
+    if names > MAX_NAMES:
+        raise UserError(
+            f"{key}: the braces of {shortened(repr(pattern))} name more than {MAX_NAMES:,} files, or are nested more "
+            f"than {MAX_BRACES} deep; correct the range, or name the folder's tars by FOLDER/*.tar"
+        )
+
+
+def _count_names(pattern: str) -> float:
+    """How many names braceexpand makes of a pattern; infinity for more than it should be asked for.
+
+    Raises UnbalancedBracesError, also for a brace closed before any is open, which braceexpand overlooks.
+    """
+    # Of each open brace: where it is, names before it in its alternative, and of its alternatives that have ended.
+    open_braces: list[tuple[int, int, list[int]]] = []
+    names, at = 1, 0
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "{":
+            if len(open_braces) == MAX_BRACES:
+                return math.inf
+            open_braces.append((at, names, []))
+            names = 1
+        elif open_braces and character == ",":
+            open_braces[-1][2].append(names)
+            names = 1
+        elif character == "}":
+            if not open_braces:
+                raise UnbalancedBracesError(pattern)
+            begin, before, ended = open_braces.pop()
+            names = before * (sum(ended, names) if ended else names * _range_length(pattern[begin + 1 : at]))
+        if names > MAX_NAMES:
+            return math.inf
+        at += 2 if character == "\\" else 1
+    return names
+
+
+def _range_length(braced: str) -> float:
+    """How many names a range such as 000..099, a..f or 0..9..3 stands for; 1 for other text."""
+    found = int_range_re.match(braced) or char_range_re.match(braced)
+    if found is None:
+        return 1
+    if any(len(part) > MAX_DIGITS for part in found.groups(default="")):
+        return math.inf
+    if char_range_re.match(braced):
+        return len(make_char_range(*found.groups()))
+    begin, end, step = (int(part) for part in found.groups(default="1"))
+    return abs(end - begin) // (step or 1) + 1
 
 
 def find_shards(names: Sequence[str], say: Callable[[str], None] = lambda line: None) -> tuple[Path, ...]:

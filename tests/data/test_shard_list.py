@@ -40,6 +40,15 @@ def test_paths_globs_brace_ranges_and_lists_expand_in_order(tmp_path):
         ("pipe:cat {}/s-00.tar", "would run a program"),
         ("https://example.org/s-{{00..01}}.tar", "is a URL; shards are read from local files"),
         ("{}/s-{{00..01.tar", "opens a brace that it does not close"),
+        ("{}/}}{{{{a,b}}{{.tar", "opens a brace that it does not close"),
+        ("{}/{{000000..999999}}{{000000..999999}}.tar", "more than 1,000,000 files"),
+        ("{}/{{0..999999999999999999}}", "more than 1,000,000 files"),
+        ("{}/{{0.." + "9" * 30 + "}}", "more than 1,000,000 files"),
+        ("{}/" + "{{a,b}}" * 30, "more than 1,000,000 files"),
+        ("{}/{{" + "{{a,b}}" * 30 + ",c}}", "more than 1,000,000 files"),
+        ("{}/" + "{{" * 500 + "}}" * 500, "nested more than 10 deep"),
+        ("{}/" + "s" * 5000, "no path is so long"),
+        ("{}/**/*.tar", r"write one \* for each folder between"),
     ],
 )
 def test_shards_that_cannot_be_listed_are_refused(tmp_path, shards, message):
