@@ -213,6 +213,7 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(t
         "non_text_value": {"id": "v", "conversations": [{"from": "gpt", "value": ["Hi"]}]},
         "no_answer": {"id": "n", "conversations": turns("Hi")},
         "turn_order": {"id": "t", "conversations": turns("Hi", "Hello.", "Bye")},
+        "too_long": {"id": "l", "conversations": turns(*["Hi", "Yes."] * 251)},
         "bad_image_field": {"id": "f", "image": {"path": "a.png"}, "conversations": ask},
         "image_count": {"id": "m", "image": ["a.png", "a.png"], "conversations": ask},
         "outside_images": {"id": "o", "image": "../outside.png", "conversations": ask},
@@ -230,7 +231,7 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(t
     assert [(line["file"], line["record"], line["reason"]) for line in lines] == [
         ("a.json", number, reason) for number, reason in enumerate(bad, 1)
     ]
-    assert [line["id"] for line in lines] == [None, "nan", None, "x", *"crvntfmoiusdpb"]
+    assert [line["id"] for line in lines] == [None, "nan", None, "x", *"crvntlfmoiusdpb"]
     assert all(line["detail"] and len(line) == 5 for line in lines)
     details = {line["reason"]: line["detail"] for line in lines}
     assert details["duplicate_id"] == "record 0 of a.json has it too"

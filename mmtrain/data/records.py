@@ -31,6 +31,11 @@ IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_IMAGE_PIXELS = 100_000_000
 MAX_IMAGE_BYTES = 64 << 20
 MAX_JSON_BYTES = 16 << 20
+# Of a conversation, far above real ones (LLaVA's longest: fewer than 200 turns, 200 kB). Chat templates write it twice
+# for each answer, so time grows with the square of turns: 500 short ones take 0.4 s, with 1 MB of text 4.6 s, 4,000
+# short ones 24 s. Tokenizing takes about 400 bytes of memory a byte of text.
+MAX_TURNS = 500
+MAX_TEXT_BYTES = 1_000_000
 # What Pillow's decoders raise on damaged files, beyond the OSError that they document.
 DECODE_ERRORS = (
     OSError,
@@ -53,6 +58,7 @@ REASONS = {
     "non_text_value": "a turn whose value is no text",
     "no_answer": "no turn from gpt, or an empty one",
     "turn_order": "turns that do not go human, gpt, human, gpt, ...: no template takes them",
+    "too_long": "a conversation of more turns or text than allowed",
     "template": "a conversation that the template cannot hold",
     "bad_image_field": "an `image` that is neither a file name nor a list of them",
     "image_count": "a number of <image> marks that differs from the number of images",
@@ -115,13 +121,17 @@ def record_json(record: dict) -> bytes:
 def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
     """The turns (speaker, text) of a conversation: perhaps one from system, then human, gpt, human, gpt, ...
 
-    Raises Rejected for every other form, for an empty answer, and for text that no Unicode encoding holds.
+    Raises Rejected for every other form, for more than MAX_TURNS or MAX_TEXT_BYTES, for an empty answer, and for text
+    that no Unicode encoding holds.
     """
     turns = record.get("conversations") if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         keys = ", ".join(map(str, record)) if isinstance(record, dict) else _short(record)
         seen = _short(turns) if isinstance(record, dict) and "conversations" in record else f"its keys are {keys[:200]}"
         raise Rejected("no_conversation", f"needed is a list `conversations` of {{from, value}}; {seen}")
+    if len(turns) > MAX_TURNS:
+        raise Rejected("too_long", f"{len(turns):,} turns, where {MAX_TURNS:,} are allowed")
+    text_bytes = 0
     for number, turn in enumerate(turns):
         speaker, text = turn.get("from"), turn.get("value")
         if speaker not in ROLES or (speaker == "system" and number > 0):
@@ -129,9 +139,11 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
         if not isinstance(text, str):
             raise Rejected("non_text_value", f"turn {number} has the value {_short(text)}")
         try:
-            text.encode()
+            text_bytes += len(text.encode())
         except UnicodeEncodeError as error:
             raise Rejected("not_json", f"turn {number}: {error}") from None
+    if text_bytes > MAX_TEXT_BYTES:
+        raise Rejected("too_long", f"{text_bytes:,} bytes of text, where {MAX_TEXT_BYTES:,} are allowed")
     answers = [(number, turn["value"]) for number, turn in enumerate(turns) if turn["from"] == "gpt"]
     if not answers:
         raise Rejected("no_answer", f"{len(turns)} turns, none from gpt")

@@ -15,6 +15,8 @@ from mmtrain.data.records import (
     IMAGE_FORMATS,
     MAX_IMAGE_BYTES,
     MAX_JSON_BYTES,
+    MAX_TEXT_BYTES,
+    MAX_TURNS,
     REASONS,
     ImageLimits,
     Rejected,
@@ -76,7 +78,9 @@ BAD_TEXTS = [
     ("turn_order", turns(("human", "<image>"), ("human", "Who?"), ("gpt", "Yes.")), False),
     ("turn_order", turns(("human", "<image>"), ("gpt", "Yes."), ("human", "Who?")), False),
     ("turn_order", turns(("system", "<image>"), ("gpt", "Yes.")), False),
-    ("too_many_bytes", record(answer="a" * MAX_JSON_BYTES), True),
+    ("too_many_bytes", record(extra="a" * MAX_JSON_BYTES), True),
+    ("too_long", turns(("human", "<image>"), ("gpt", "a" * MAX_TEXT_BYTES)), False),
+    ("too_long", turns(*[("human", "<image>"), ("gpt", "Yes.")] * (MAX_TURNS // 2 + 1)), False),
     ("bad_image_field", record(image=7), True),
     ("bad_image_field", record(image=""), True),
     ("bad_image_field", record(image=["a.png", None]), True),
@@ -98,6 +102,14 @@ def test_bad_text_is_rejected_by_its_reason(reason, bad, readable):
     else:
         with pytest.raises(Rejected):
             read_sample("a1", "s.tar", members)
+
+
+def test_conversations_as_long_as_allowed_pass():
+    asked = [("human", "Who?"), ("gpt", "A cat.")] * (MAX_TURNS // 2 - 1)
+    length = MAX_TEXT_BYTES - sum(len(text) for _, text in asked) - len("And?")
+    content = turns(*asked, ("human", "And?"), ("gpt", "a" * length)) | {"image": None}
+    assert parse_record(content).content == content
+    assert len(read_sample("a1", "s.tar", {"json": json.dumps(content).encode()}).turns) == MAX_TURNS
 
 
 def test_the_suffixes_are_those_that_samples_are_read_by():
