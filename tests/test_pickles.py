@@ -11,6 +11,7 @@ import ast
 import io
 import os
 import pickle
+import resource
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -239,6 +240,16 @@ def test_what_is_no_tensor_with_its_values_in_the_file_is_refused_before_memory_
     torch.save({"model.mm_projector.weight": tensor}, tmp_path / "mm_projector.bin")
     with pytest.raises(UserError, match=r"no plain tensor|other than named tensors"):
         read_projector(str(tmp_path), "linear", 12, 20)
+
+
+def test_hundreds_of_views_of_one_tensor_are_refused_before_memory_is_taken(tmp_path):
+    one = torch.zeros(500_000)
+    views = {f"model.mm_projector.{number}": one[: 500_000 - number] for number in range(300)}  # 2 MB become 600
+    torch.save({"model.mm_projector.weight": one, **views}, tmp_path / "mm_projector.bin")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match="its tensors share memory"):
+        read_projector(str(tmp_path), "linear", 12, 20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
