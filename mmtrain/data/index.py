@@ -38,6 +38,7 @@ from mmtrain.data.retry import RETRY_SECONDS, may_pass, read_again
 from mmtrain.data.samples import image_number
 from mmtrain.errors import UserError
 from mmtrain.plan.model_files import read_json
+from mmtrain.small_files import read_limited
 
 FORMAT = "mmtrain shard index"
 VERSION = 1
@@ -62,6 +63,7 @@ _TOKENIZER_FILES = (
     "chat_template.*",
     "additional_chat_templates/*",
 )
+MAX_TOKENIZER_BYTES = 200_000_000  # of a tokenizer's file; the largest, of 262,000 tokens, has 34 MB
 _HEADER = {"tar_bytes": int, "samples": int, "texts": list}
 _CANNOT_WRITE_HERE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -210,7 +212,7 @@ def text_fingerprint(tokenizer_folder: Path, template: str) -> str:
     """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
 
     A tokenizer that another release of its library reads otherwise is found when a sample's length differs from its
-    index. Raises UserError for a folder without a tokenizer.
+    index. Raises UserError for a folder without a tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
     """
     found = {file for pattern in _TOKENIZER_FILES for file in tokenizer_folder.glob(pattern) if file.is_file()}
     if not found:
@@ -220,7 +222,7 @@ def text_fingerprint(tokenizer_folder: Path, template: str) -> str:
     model_type = read_json(config).get("model_type") if config.is_file() else None
     digest = hashlib.sha256(_dump([TEXT_RULES_VERSION, template, model_type]))
     for file in sorted(found):
-        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        content = hashlib.sha256(read_limited(file, MAX_TOKENIZER_BYTES, "a tokenizer's file")).hexdigest()
         digest.update(_dump([file.relative_to(tokenizer_folder).as_posix(), content]))
     return digest.hexdigest()[:16]
 

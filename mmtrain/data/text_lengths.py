@@ -9,13 +9,12 @@ import sys
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mmtrain.data.index import MAX_TOKENIZER_BYTES
 from mmtrain.data.samples import IMAGE_POSITION, Sample
 from mmtrain.data.templates import TEMPLATES
 from mmtrain.errors import UserError
 from mmtrain.plan.model_files import model_folder, read_json
 from mmtrain.small_files import MAX_JSON_BYTES, shortened
-
-MAX_TOKENIZER_BYTES = 200_000_000  # of tokenizer.json; the largest, of 262,000 tokens, has 34 MB
 
 
 class TextCounter:

@@ -556,3 +556,10 @@ def test_a_file_that_moved_is_another_fingerprint(model):
 def test_a_folder_without_tokenizer_is_an_error(tmp_path):
     with pytest.raises(UserError, match="holds no tokenizer"):
         text_fingerprint(tmp_path, "plain")
+
+
+def test_a_file_beside_the_tokenizer_that_no_memory_holds_is_an_error_that_names_it(model):
+    (model / "vocab.x").touch()
+    os.truncate(model / "vocab.x", 50 << 30)  # sparse
+    with pytest.raises(UserError, match=r"vocab\.x: larger than 200,000,000 bytes"):
+        text_fingerprint(model, "plain")
