@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -258,6 +259,46 @@ def test_a_folder_of_pickles_or_without_weights_is_refused(tool, work, llava, tm
     assert "holds no model.safetensors" in refused(tool, capsys, tmp_path / "llava", work / "one.png")
     torch.save({}, tmp_path / "llava" / "pytorch_model.bin")
     assert "convert_weights.py" in refused(tool, capsys, tmp_path / "llava", work / "one.png")
+
+
+def edit(file: Path, *places: str, **changes: object) -> None:
+    """Change keys of an object in a file of JSON, which may lie inside others."""
+    content = json.loads(file.read_text()) if file.exists() else {}
+    inner = content
+    for place in places:
+        inner = inner.setdefault(place, {})
+    inner.update(changes)
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("processor_config.json", {"processor_class": "FooProcessor", "auto_map": {"AutoProcessor": "ev.P"}}),
+        ("tokenizer_config.json", {"tokenizer_class": "FooTokenizer", "auto_map": {"AutoTokenizer": ["ev.P", "ev.P"]}}),
+        ("config.json", {"auto_map": {"AutoConfig": "ev.P", "AutoProcessor": "ev.P"}}),
+    ],
+)
+def test_python_in_the_folder_is_not_run_whatever_stands_on_standard_input(
+    tool, work, llava, tmp_path, monkeypatch, file, changes
+):
+    shutil.copytree(llava, tmp_path / "llava")
+    # Without the processor's class AutoProcessor would take it from config.json, and ask for each of its parts.
+    edit(tmp_path / "llava" / "processor_config.json", processor_class=None)
+    edit(tmp_path / "llava" / "tokenizer_config.json", processor_class=None)
+    edit(tmp_path / "llava" / file, **changes)
+    (tmp_path / "llava" / "ev.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
+    tool.main(["--model", str(tmp_path / "llava"), "--image", str(work / "one.png"), "--prompt", "What?"])
+    assert not (tmp_path / "imported").exists()
+
+
+def test_a_kernel_that_the_folder_names_is_not_downloaded(tool, work, llava, tmp_path, capsys):
+    shutil.copytree(llava, tmp_path / "llava")
+    for places in ([], ["text_config"], ["vision_config"]):
+        edit(tmp_path / "llava" / "config.json", *places, _attn_implementation="kernels-community/flash-attn")
+    asked = [work / "one.png", "--prompt", QUESTION]
+    assert say(tool, capsys, tmp_path / "llava", *asked) == say(tool, capsys, llava, *asked)
 
 
 def test_a_template_without_system_turns_says_what_to_leave_out(tool, work, llava, tmp_path, capsys):

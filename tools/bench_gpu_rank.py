@@ -75,7 +75,7 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
     plan = make_plan(config, memory)
     try:
         script = random_llava(shape, dtype, device, SEED)
-        tower = CLIPVisionModel.from_pretrained(parts / "vision", dtype=dtype)
+        tower = CLIPVisionModel.from_pretrained(parts / "vision", dtype=dtype, attn_implementation="sdpa")
         script.model.vision_tower.load_state_dict(tower.state_dict())
         chunk = shared_chunk(script, config, device, plan.ranks[0].recompute_layers)
         tuned = with_shared_weights(script)

@@ -122,8 +122,8 @@ def save_vision(model: CLIPVisionModel, folder: Path) -> None:
 
 def stock_llava(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> LlavaForConditionalGeneration:
     """Stock LLaVA over the parts in `folder` and the projector that mmtrain draws from `seed`; only that trains."""
-    llm = LlamaForCausalLM.from_pretrained(folder / "llm", dtype=dtype)
-    vision = CLIPVisionModel.from_pretrained(folder / "vision", dtype=dtype)
+    llm = LlamaForCausalLM.from_pretrained(folder / "llm", dtype=dtype, attn_implementation="sdpa")
+    vision = CLIPVisionModel.from_pretrained(folder / "vision", dtype=dtype, attn_implementation="sdpa")
     model = random_llava(shape, dtype, torch.device("cpu"), seed)
     model.model.language_model.load_state_dict(llm.model.state_dict())
     model.lm_head.load_state_dict(llm.lm_head.state_dict())

@@ -25,7 +25,7 @@ import mmtrain
 from mmtrain.cache import cache_folder
 from mmtrain.data.records import IMAGE_MARK, Rejected
 from mmtrain.errors import UserError
-from mmtrain.plan.model_files import find_model_folder, read_json, tensor_shapes
+from mmtrain.plan.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
 from mmtrain.printing import harmless, note, run_command, show_words
 from mmtrain.progress import Progress
 from mmtrain.step_folder import CHECKPOINTS, MANIFEST, NAME, StepFolder, find
@@ -125,18 +125,28 @@ def _only_one(folder: Path) -> Iterator[None]:
 def load(folder: Path) -> tuple[Any, Any]:
     """Stock model and processor of a LLaVA folder, on the GPU if there is one; raises UserError."""
     import torch
-    from transformers import AutoProcessor, LlavaForConditionalGeneration
+    from transformers import LlavaForConditionalGeneration, LlavaProcessor, PixtralProcessor
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        processor = AutoProcessor.from_pretrained(folder, local_files_only=True, backend="pil")  # as training resizes
-        model, report = LlavaForConditionalGeneration.from_pretrained(
-            folder, dtype="auto", use_safetensors=True, local_files_only=True, output_loading_info=True
+    # Not AutoProcessor: where the files name no class, it passes trust_remote_code on to none of the processor's parts.
+    pixtral = read_json(folder / "config.json").get("vision_config", {}).get("model_type") == "pixtral"
+    with foreign_files(str(folder)):
+        processor = (PixtralProcessor if pixtral else LlavaProcessor).from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            backend="pil",  # as training resizes
         )
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: does not load ({harmless(str(error))})") from error
+        model, report = LlavaForConditionalGeneration.from_pretrained(
+            folder,
+            dtype="auto",
+            attn_implementation=None,  # transformers' choice: config.json may name a kernel to be downloaded
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     if faults := {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}:
         raise UserError(f"{folder}: the weights do not fit config.json ({faults}); part of the model would be random")
     if not isinstance(processor.chat_template, str):

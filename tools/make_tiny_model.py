@@ -72,7 +72,9 @@ def make_tiny_llm(
     config = _tiny_config(family, layers, width, tied, tokenizer, config_values)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=None, trust_remote_code=False
+        )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 1 and name.endswith("weight"):  # norms: all equal would hide a misplaced one

@@ -60,9 +60,9 @@ def record_llm(path: str, name: str | None, aliases: tuple[str, ...]) -> Recorde
 
     folder = model_folder(path)
     check_family(read_json(folder / "config.json"))
-    stock_config = AutoConfig.from_pretrained(folder)
+    stock_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(stock_config)
+        model = AutoModelForCausalLM.from_config(stock_config, attn_implementation=None, trust_remote_code=False)
     facts = stock_config.to_dict()
     config = {key: facts[key] for key in PLANNING_KEYS if facts.get(key) is not None}
     if set(config.get("layer_types", ())) == {"full_attention"}:
@@ -111,6 +111,7 @@ def record_hf_vision(path: str, record_as: str | None, aliases: tuple[str, ...])
     hf_facts(config_json, str(folder))
     config_class, model_class = classes[family]
     stock_config = config_class.from_pretrained(folder)
+    stock_config._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
     with torch.device("meta"):
         model = model_class(stock_config)
     config = {key: getattr(stock_config, key) for key in ("model_type", "num_attention_heads", "image_size")}

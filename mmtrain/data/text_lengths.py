@@ -13,8 +13,8 @@ from mmtrain.data.index import MAX_TOKENIZER_BYTES
 from mmtrain.data.samples import IMAGE_POSITION, Sample
 from mmtrain.data.templates import TEMPLATES
 from mmtrain.errors import UserError
-from mmtrain.plan.model_files import model_folder, read_json
-from mmtrain.small_files import MAX_JSON_BYTES, shortened
+from mmtrain.plan.model_files import foreign_files, model_folder, read_json
+from mmtrain.small_files import MAX_JSON_BYTES
 
 
 class TextCounter:
@@ -40,8 +40,5 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             raise UserError(f"{file}: larger than {limit:,} bytes; no tokenizer is so large")
     if (folder / "tokenizer_config.json").is_file():
         read_json(folder / "tokenizer_config.json")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # this very class is what the tokenizers library raises for a file that it cannot read
-        reason = shortened((str(error).splitlines() or [type(error).__name__])[0])
-        raise UserError(f"{path}: no tokenizer in {folder} ({reason})") from error
+    with foreign_files(f"{path}: the tokenizer in {folder}"):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -108,7 +108,7 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
 
 def _fault(folder: Path, before: str, template: Template) -> str | None:
     """What stock transformers, loaded from `folder`, makes of answers that training does not."""
-    processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     tokenizer = processor.tokenizer
     image = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
     plain = isinstance(template, PlainTemplate)

@@ -38,7 +38,7 @@ def batch_fault(
     model: that of `folder`, in float32. plain: whether prompts are images and the beginning of a caption.
     bound: of a logit, or of the largest logit where that is above 1.
     """
-    processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     asked = [_messages(samples[number % len(samples)], plain, 2 * number) for number in range(PROMPTS)]
     if len({_inputs(processor, [messages])["input_ids"].shape[1] for messages in asked}) < PROMPTS:
         asked = [_messages(samples[0], plain, 2 * number) for number in range(PROMPTS)]

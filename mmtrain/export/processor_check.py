@@ -33,7 +33,7 @@ def check_processor(config: RunConfig, exported: ExportedProcessor, folder: Path
 
     Raises UserError for a difference: generate would get inputs that the model has never seen.
     """
-    processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     transform = image_transform(config.model.vision.name, config.data.image_fit)
     side = transform.image_size
     noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)

@@ -116,6 +116,7 @@ def _load(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> tup
             config=LlavaConfig.from_dict(dict(config)),
             state_dict=dict(tensors),
             dtype=torch.float32,
+            attn_implementation=None,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )

@@ -87,7 +87,7 @@ def stock_model(folder: Path) -> LlavaForConditionalGeneration:
     """The exported model in float32; raises UserError where it does not load without a remark."""
     with quiet():
         model, report = LlavaForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            folder, dtype=torch.float32, attn_implementation=None, local_files_only=True, output_loading_info=True
         )
     if faults := {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}:
         raise UserError(f"LlavaForConditionalGeneration loads the exported folder with remarks: {faults}")

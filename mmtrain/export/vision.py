@@ -89,6 +89,7 @@ def _from_transformers(
 ) -> tuple[dict, dict[str, TensorSource], tuple[str, ...]]:
     config_class, model_class, _ = HF_MODELS[read_json(folder / "config.json")["model_type"]]
     config = config_class.from_pretrained(folder)
+    config._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
     files = {name.removeprefix(OUTER): (name, file) for name, file in tensor_files(folder).items()}
     notes = []
     # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is not said.

@@ -275,7 +275,7 @@ def causal_config(folder: Path) -> PreTrainedConfig:
     family = config_json["model_type"]
     if family not in transformers.CONFIG_MAPPING:
         raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}; a later one may")
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{folder}: {family} has no causal LM in transformers {transformers.__version__}")
     return config

@@ -123,15 +123,18 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """
     tiny = shrink(config)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(tiny).parameters())
+        hollow = AutoModelForCausalLM.from_config(tiny, attn_implementation=None, trust_remote_code=False)
+    parameters = sum(parameter.numel() for parameter in hollow.parameters())
     if parameters > MOST_PARAMETERS:
         raise UserError(
             f"{config.model_type} cannot be checked: shrunk to {HEADS * HEAD_WIDTH} wide it still has "
             f"{parameters / 1e6:,.0f} million parameters, so its config has sizes that mmtrain does not know"
         )
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32).eval().requires_grad_(False)
-    randomise(model, seed)
+    model = AutoModelForCausalLM.from_config(
+        tiny, dtype=torch.float32, attn_implementation=None, trust_remote_code=False
+    )
+    randomise(model.eval().requires_grad_(False), seed)
     return model
 
 

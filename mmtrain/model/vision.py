@@ -20,7 +20,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedModel, Sig
 from mmtrain.data.images import is_timm_name, refuse_wrong_activation, timm_config
 from mmtrain.errors import UserError
 from mmtrain.geometry import tokens_per_image
-from mmtrain.plan.model_files import cached_snapshot, hub_cache, model_folder, read_json
+from mmtrain.plan.model_files import cached_snapshot, foreign_files, hub_cache, model_folder, read_json
 from mmtrain.plan.vision_files import square
 
 WEIGHT_FILES = (
@@ -150,10 +150,8 @@ def timm_weights(name: str) -> Path:
 def _create_timm(name: str, weights: Path | None) -> nn.Module:
     # On the CPU, never on meta: EVA's and dinov3's rotary tables are in no checkpoint, only the constructor makes them.
     overlay = None if weights is None else {"file": str(weights)}
-    try:
+    with foreign_files(f"model.vision.name: {name}"):
         model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
-    except (RuntimeError, FileNotFoundError) as error:
-        raise UserError(f"model.vision.name: cannot load {name}: {error}") from error
     patches = getattr(model, "patch_embed", None)
     if not hasattr(model, "prune_intermediate_layers") or not hasattr(patches, "patch_size"):
         raise UserError(
@@ -180,14 +178,21 @@ def _cut_timm(model: nn.Module, name: str, select_layer: int, dtype: torch.dtype
 
 def _load_hf(folder: Path, model_type: str, select_layer: int, dtype: torch.dtype) -> HfTower:
     config_class, model_class, prefix_tokens = HF_MODELS[model_type]
-    config = config_class.from_pretrained(folder)
+    with foreign_files(f"model.vision.name: {folder}"):
+        config = config_class.from_pretrained(folder)
     blocks = config.num_hidden_layers
     _check_layer(select_layer, blocks, str(folder))
     config.num_hidden_layers = blocks + 1 + select_layer
     config.vision_use_head = False
-    model, info = model_class.from_pretrained(
-        folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
-    )
+    with foreign_files(f"model.vision.name: {folder}"):
+        model, info = model_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",  # else config.json names it, and may name a kernel to be downloaded
+            local_files_only=True,
+            output_loading_info=True,
+        )
     if info["missing_keys"] or info["mismatched_keys"]:
         # transformers would only warn and train against an encoder that is partly random
         lacking = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])

@@ -7,9 +7,11 @@ headers of its safetensors files (8 bytes little-endian length, then JSON: githu
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,22 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds a JSON {type(content).__name__}, an object is needed")
     return content
+
+
+@contextlib.contextmanager
+def foreign_files(what: str) -> Iterator[None]:
+    """Raise UserError, naming `what`, for whatever a library raises of files that somebody else made.
+
+    Their files choose which of the library's code runs, so that any error may come: a KeyError for an activation that
+    does not exist, an ImportError for a quantisation.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        raise UserError(f"{what} cannot be used ({reason})") from error
 
 
 def tensor_shapes(folder: Path) -> dict[str, Shape] | None:

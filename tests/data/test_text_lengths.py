@@ -1,5 +1,6 @@
 """A tokenizer's files that are none, whatever is in them, are one error that names the folder."""
 
+import io
 import json
 import os
 
@@ -36,3 +37,18 @@ def test_a_tokenizer_of_a_gigabyte_is_refused_unread(tmp_path):
     os.truncate(tmp_path / "tokenizer.json", 2**30)
     with pytest.raises(UserError, match="larger than 200,000,000 bytes"):
         load_tokenizer(str(tmp_path))
+
+
+def test_python_in_a_tokenizers_folder_is_not_run_whatever_stands_on_standard_input(tmp_path, monkeypatch):
+    """transformers asks on standard input whether to run it, which `yes |` answers."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    auto_map = {"AutoTokenizer": ["tok.FooTokenizer", "tok.FooTokenizer"]}
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "FooTokenizer", "auto_map": auto_map})
+    )
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tok.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
+    with pytest.raises(UserError, match=str(tmp_path)):
+        load_tokenizer(str(tmp_path))
+    assert not (tmp_path / "imported").exists()

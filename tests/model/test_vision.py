@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 import timm
@@ -182,6 +183,39 @@ def test_what_is_no_encoder_or_no_layer_is_refused(tiny, hf_folders, tmp_path):
     save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"no plain vision transformer \(ResNet\)"):
         load_vision(str(tmp_path), -2, torch.float32)
+
+
+def test_a_kernel_that_config_json_names_is_not_downloaded(hf_folders, tmp_path):
+    for kind, source in hf_folders.items():
+        folder = shutil.copytree(source, tmp_path / kind)
+        config = json.loads((folder / "config.json").read_text())
+        inner = config.get("vision_config", config)
+        inner["_attn_implementation"] = config["_attn_implementation"] = "kernels-community/flash-attn"
+        (folder / "config.json").write_text(json.dumps(config))
+        expected = load_vision(str(source), -2, torch.float32)(images(28))
+        assert torch.equal(load_vision(str(folder), -2, torch.float32)(images(28)), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_act": "evil"}, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}],
+)
+def test_an_error_of_transformers_is_one_that_names_the_folder(hf_folders, tmp_path, change):
+    folder = shutil.copytree(hf_folders["clip_vision"], tmp_path / "clip")
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"{folder} cannot be used"):
+        load_vision(str(folder), -2, torch.float32)
+
+
+@pytest.mark.parametrize("arguments", [{"depth": "x"}, {"act_layer": "os.system"}, {"no_such_argument": 1}])
+def test_an_error_of_timm_is_one_that_names_the_folder(tiny, tmp_path, arguments):
+    folder = shutil.copytree(tiny / "vision", tmp_path / "timm")
+    config = json.loads((folder / "config.json").read_text())
+    config["model_args"] = config.get("model_args", {}) | arguments
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"{folder} cannot be used"):
+        load_vision(str(folder), -2, torch.float32)
 
 
 def test_images_of_another_size_are_not_taken(tiny):
