@@ -9,6 +9,7 @@ output, -2 the one before, always without the final norm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedModel, Sig
 from mmtrain.data.images import is_timm_name, refuse_wrong_activation, timm_config
 from mmtrain.errors import UserError
 from mmtrain.geometry import tokens_per_image
-from mmtrain.plan.model_files import cached_snapshot, foreign_files, hub_cache, model_folder, read_json
+from mmtrain.plan.model_files import cached_snapshot, foreign_files, hub_cache, model_folder, read_json, tensor_shapes
+from mmtrain.plan.model_numbers import check_vision_numbers
 from mmtrain.plan.vision_files import square
 
 WEIGHT_FILES = (
@@ -119,6 +121,7 @@ def timm_model(name: str) -> nn.Module | None:
     config = read_json(folder / "config.json")
     if "architecture" in config:
         refuse_wrong_activation(config)
+        _check_size(folder, config)
         return _create_timm(f"local-dir:{folder}", None)
     if config.get("model_type") in HF_MODELS:
         return None
@@ -145,6 +148,24 @@ def timm_weights(name: str) -> Path:
         f"model.vision.name: the weights of timm's {name} are not in the local cache {hub_cache()}; "
         f"download them first: hf download {config.hf_hub_id}"
     )
+
+
+def _check_size(folder: Path, config_json: dict) -> None:
+    """Raise UserError where config.json asks for a much larger encoder than the folder's weights are."""
+    arguments, shapes = config_json.get("model_args"), tensor_shapes(folder)
+    if shapes is None:
+        return
+    depth = arguments.get("depth") if isinstance(arguments, dict) else None
+    check_vision_numbers({"depth": depth if type(depth) is int else None}, f"{folder}: config.json")
+    with foreign_files(f"model.vision.name: {folder}"), torch.device("meta"):
+        model = timm.create_model(f"local-dir:{folder}", pretrained=False)
+    asked = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    stored = sum(map(math.prod, shapes.values()))
+    if asked > 2 * stored:  # position embeddings may be resampled, and tables are in no file
+        raise UserError(
+            f"model.vision.name: {folder}: config.json asks for an encoder of {asked:,} numbers, but the weights have "
+            f"{stored:,}; download the folder again"
+        )
 
 
 def _create_timm(name: str, weights: Path | None) -> nn.Module:

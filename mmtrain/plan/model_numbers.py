@@ -32,6 +32,8 @@ VISION_BOUNDS = {
     "num_hidden_layers": (1, MAX_LAYERS),
     "num_attention_heads": (1, 10_000),
     "num_heads": (1, 10_000),
+    "depth": (1, MAX_LAYERS),
+    "intermediate_size": (1, 1_000_000),
     "image_size": (1, 30_000),
     "patch_size": (1, 30_000),
 }

@@ -218,6 +218,16 @@ def test_an_error_of_timm_is_one_that_names_the_folder(tiny, tmp_path, arguments
         load_vision(str(folder), -2, torch.float32)
 
 
+@pytest.mark.parametrize("arguments", [{"num_classes": 10_000_000}, {"mlp_ratio": 1e5}, {"depth": 10**9}])
+def test_an_encoder_larger_than_its_weights_is_refused_before_it_takes_memory(tiny, tmp_path, arguments):
+    folder = shutil.copytree(tiny / "vision", tmp_path / "timm")
+    config = json.loads((folder / "config.json").read_text())
+    config["model_args"] = config.get("model_args", {}) | arguments
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"but the weights have|depth 1000000000, which no model has"):
+        load_vision(str(folder), -2, torch.float32)
+
+
 def test_images_of_another_size_are_not_taken(tiny):
     with pytest.raises(AssertionError, match="the encoder takes"):
         load_vision(str(tiny / "vision"), -2, torch.float32)(images(40))
