@@ -73,7 +73,8 @@ def load(
     if rank == 0:
         stored = {**_opened(start.tensors_file), **_opened(start.optimizer_file)}
         trained = {name for one in wanted for name in one}
-        if odd := sorted(trained ^ {name for name in stored if "/" not in name}):
+        unnoted = trained - start.state["trained"].keys()  # of which the state does not say how they began
+        if odd := sorted((trained ^ {name for name in stored if "/" not in name}) | unnoted):
             raise UserError(
                 f"{start.path}: {odd[0]} is {'not in it' if odd[0] in trained else 'not trained by this run'} "
                 f"({len(odd)} such tensor(s)): it was saved by a run that trains something else"

@@ -18,7 +18,6 @@ import fcntl
 import functools
 import hashlib
 import json
-import operator
 import os
 import re
 import shutil
@@ -189,12 +188,68 @@ def why_damaged(path: Path) -> str | None:
         except (KeyError, TypeError, ValueError):
             return f"{MANIFEST} is damaged: not what mmtrain writes"
     try:
-        step = operator.index(StepFolder(path).step)
-    except (OSError, UserError, ValueError, KeyError, TypeError):
+        state = StepFolder(path).state
+    except (OSError, UserError, ValueError):
+        state = None
+    if not isinstance(state, dict):
         return f"{STATE} is damaged: not what mmtrain writes"
-    if (named := NAME.fullmatch(path.name)) and int(named[1]) != step:
-        return f"{STATE} is of step {step}: the folder was renamed"
+    for key, is_right in _STATE.items():
+        if key not in state or not is_right(state[key]):
+            return f"{STATE} is damaged: its {key} is not what mmtrain writes"
+    if (named := NAME.fullmatch(path.name)) and int(named[1]) != state["step"]:
+        return f"{STATE} is of step {state['step']}: the folder was renamed"
     return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _has(value: Any, **keys: Callable[[Any], bool]) -> bool:
+    """Whether it is an object with these keys, and others, whose values are right."""
+    return isinstance(value, dict) and all(key in value and is_right(value[key]) for key, is_right in keys.items())
+
+
+def _each(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    """Whether it is an object all of whose values are right."""
+    return isinstance(value, dict) and all(map(is_right, value.values()))
+
+
+def _is_by_epoch(value: Any) -> bool:
+    return _each(value, _is_count) and all(re.fullmatch("[0-9]{1,18}", epoch) for epoch in value)
+
+
+def _is_note(value: Any) -> bool:
+    return _has(value, begin=_is_text, had_gradient=lambda had: isinstance(had, bool))
+
+
+def _is_data(value: Any) -> bool:
+    counts = dict.fromkeys(("first_pack", "epoch", "read", "lost"), _is_count)
+    counts |= {"trained": _is_by_epoch, "quarantined": _is_by_epoch}
+    return _has(value, fingerprint=_is_text, counts=lambda found: found is None or _has(found, **counts))
+
+
+# Whether a value of state.json can be what mmtrain wrote, by key: a manifest's checksums do not say who made it, and
+# what reads the state later relies on it.
+_STATE: Mapping[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "max_steps": lambda value: value is None or _is_count(value),
+    "config": _has,
+    "versions": lambda value: _each(value, _is_text) and {"mmtrain", "timm", "transformers"} <= value.keys(),
+    "topology": _has,
+    "data": _is_data,
+    "frozen_fingerprint": _is_text,
+    "settings_fingerprint": _is_text,
+    "branched_from": lambda value: value is None or _is_text(value),
+    "loss": lambda value: value is None or isinstance(value, int | float) or value in ("nan", "inf", "-inf"),
+    "bad_steps": _is_count,
+    "trained": lambda value: _each(value, _is_note),
+    "files": lambda value: _each(value, _is_count),
+}
 
 
 def step_folders(run: Path) -> list[Path]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file
+from step_states import run_state
 
 from mmtrain import checkpoint as checkpoint_module
 from mmtrain.checkpoint import Checkpointer, Saved
@@ -22,7 +23,7 @@ from mmtrain.errors import UserError
 from mmtrain.restore import differences, load
 from mmtrain.step_folder import StepFolder, find, newest, step_folders, step_path, why_damaged
 
-STATE = {"config": {}}
+STATE = run_state()
 
 
 def tensors_of(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -38,7 +39,7 @@ def tensors_of(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
 
 
 def notes_of(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: {"had_gradient": True} for name in weights}
+    return {name: {"begin": "b", "had_gradient": True} for name in weights}
 
 
 # ---- several ranks
@@ -96,6 +97,16 @@ def test_another_layout_loads_what_each_of_its_ranks_trains(tmp_path):
         for mine, (loaded, state) in zip(layout, run_ranks(len(layout), load_on_each, tmp_path, layout), strict=True):
             assert loaded == {name: weights[name].tolist() for name in mine}
             assert state == {key: value.tolist() for key, value in optimizer.items() if key.rpartition("/")[0] in mine}
+
+
+def test_a_checkpoint_whose_state_does_not_know_a_tensor_of_its_file_is_refused(tmp_path):
+    run_ranks(1, save_on_each, tmp_path, (0,))
+    file = step_path(tmp_path, 7) / "state.json"
+    state = json.loads(file.read_text())
+    del state["trained"]["llm.layers.0.1.weight"]
+    file.write_text(json.dumps(state))
+    said = run_ranks(1, load_on_each, tmp_path, [["llm.layers.0.0.weight", "llm.layers.0.1.weight"]])[0]
+    assert "llm.layers.0.1.weight is not in it" in said
 
 
 @pytest.mark.parametrize(
@@ -158,10 +169,10 @@ def test_the_state_says_what_the_run_gave_and_how_long_its_records_are(tmp_path,
     run = Run(tmp_path)
     with run.saver as saver:
         weights, optimizer = tensors_of(0)
-        state = {"loss": float("nan"), "config": {"a": 1}}
+        state = STATE | {"loss": float("nan"), "config": {"a": 1}}
         saver.save(4, weights, optimizer, notes_of(weights), state)
         saver.finish()
-    assert find(tmp_path).state == {
+    assert find(tmp_path).state == STATE | {
         "format": 1,
         "step": 4,
         "loss": "nan",

@@ -10,6 +10,7 @@ from pathlib import Path
 import crash_test
 import pytest
 from crash_job import Kill, Killed, expected_message
+from step_states import state_of
 
 from mmtrain.printing import message
 from mmtrain.step_folder import step_path, write_step_folder, write_text
@@ -51,7 +52,7 @@ def make_run(folder: Path) -> Path:
             {
                 "projector.safetensors": write_text(f"weights {step}"),
                 "optimizer.safetensors": write_text(f"moments {step}"),
-                "state.json": write_text(json.dumps({"step": step})),
+                "state.json": write_text(json.dumps(state_of(step))),
             },
         )
     steps = range(4)

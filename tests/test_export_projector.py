@@ -12,7 +12,8 @@ import torch
 import transformers
 from conftest import load_tool
 from safetensors.torch import load_file, save_file
-from untrained_runs import VERSIONS, compared, config_of, export, load_stock, make_checkpoint
+from step_states import VERSIONS
+from untrained_runs import compared, config_of, export, load_stock, make_checkpoint
 
 from mmtrain.audit import fingerprint, model_fingerprint
 from mmtrain.config import RunConfig

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from step_states import run_state
 
 from mmtrain import checkpoint as checkpoint_module
 from mmtrain.bad_steps import NonFiniteError
@@ -36,11 +37,11 @@ def save_slowly(folder: Path, then: str) -> list[dict]:
     saver = Checkpointer(folder, CheckpointSection(), dist.get_rank() == 0, reported.append)
     try:
         with saver:
-            saver.save(1, WEIGHTS, {}, {}, {})
+            saver.save(1, WEIGHTS, {}, {}, run_state())
             if then == "NaN":
                 raise NonFiniteError("on all ranks")
             if then == "the next save":
-                saver.save(2, WEIGHTS, {}, {}, {})
+                saver.save(2, WEIGHTS, {}, {}, run_state())
             saver.finish()
     except NonFiniteError:
         pass
@@ -73,7 +74,7 @@ def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, alone, monkeyp
     reported: list[Saved] = []
     with Checkpointer(tmp_path, CheckpointSection(keep_last=1, max_failures=1), True, reported.append) as saver:
         for step in (1, 2, 3):
-            saver.save(step, WEIGHTS, {}, {}, {})
+            saver.save(step, WEIGHTS, {}, {}, run_state())
         saver.finish()
     assert [(saved.step, saved.error) for saved in reported] == [(1, None), (2, None), (3, None)]
 
@@ -81,7 +82,7 @@ def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, alone, monkeyp
 def test_what_another_program_reads_is_kept_until_a_later_save(tmp_path, alone):
     with Checkpointer(tmp_path, CheckpointSection(keep_last=1), True, lambda saved: None) as saver:
         for step, left in ((1, [1]), (2, [1, 2]), (3, [3])):
-            saver.save(step, WEIGHTS, {}, {}, {})
+            saver.save(step, WEIGHTS, {}, {}, run_state())
             saver.finish()
             assert [step_of(path) for path in reversed(step_folders(tmp_path))] == left
             read = find(tmp_path) if step == 1 else None  # as an export does
@@ -92,7 +93,7 @@ def test_a_score_that_is_no_number_is_not_the_best(tmp_path, alone):
     section = CheckpointSection(keep_last=1, keep_best="loss")
     with Checkpointer(tmp_path, section, True, lambda saved: None) as saver:
         for step, loss in enumerate((0.5, float("nan"), 0.7, 0.8), start=1):
-            saver.save(step, WEIGHTS, {}, {}, {})
+            saver.save(step, WEIGHTS, {}, {}, run_state())
             saver.scored(step, SimpleNamespace(loss=loss))
         saver.finish()
         assert saver.best == (1, 0.5)
@@ -101,7 +102,7 @@ def test_a_score_that_is_no_number_is_not_the_best(tmp_path, alone):
 
 def test_files_of_a_checkpoint_may_be_read_by_whom_the_umask_lets(tmp_path, alone):
     with Checkpointer(tmp_path, CheckpointSection(), True, lambda saved: None) as saver:
-        saver.save(1, WEIGHTS, {}, {}, {})
+        saver.save(1, WEIGHTS, {}, {}, run_state())
         saver.finish()
     modes = {file.name: file.stat().st_mode for file in newest(tmp_path)[0].path.iterdir()}
     assert set(modes.values()) == {modes["state.json"]}

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from step_states import VERSIONS, state_of
 
 from mmtrain.config import load_config
 from mmtrain.errors import UserError
@@ -52,7 +53,7 @@ def save(run: Path, step: int) -> Path:
     files: dict[str, Callable[[Path], None]] = {
         TENSORS: lambda path: path.write_bytes(tensor_bytes(step)) and None,
         OPTIMIZER: lambda path: path.write_bytes(tensor_bytes(step + 100)) and None,
-        STATE: write_text(json.dumps({"format": 1, "step": step, "config": {}}) + "\n"),
+        STATE: write_text(json.dumps(state_of(step)) + "\n"),
     }
     run.mkdir(exist_ok=True)
     assert write_step_folder(target, files) == sum((target / name).stat().st_size for name in files)
@@ -225,6 +226,31 @@ def test_a_crafted_state_is_found_though_all_checksums_are_right(run, state):
     entries = json.loads((folder / MANIFEST).read_text())["files"]
     made_right(folder, entries | {STATE: {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}})
     assert_found_out(run, STATE)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, "absent") for key in state_of(6) if key != "format"),
+        *(("step", value) for value in (-6, 6.0, True, None)),
+        *(("config", value) for value in (5, [], None)),
+        *(("versions", value) for value in (5, {}, VERSIONS | {"torch": 2}, [*VERSIONS])),
+        *(("data", value) for value in (5, {}, {"fingerprint": 5, "counts": None}, {"fingerprint": "d", "counts": 5})),
+        ("data", {"fingerprint": "d", "counts": {"first_pack": 0, "epoch": 0, "read": 0, "lost": 0}}),
+        *(("trained", value) for value in (5, ["w"], {"w": 5}, {"w": {"begin": "b"}}, {"w": {"had_gradient": True}})),
+        *(("files", value) for value in (5, {"metrics.jsonl": -1}, {"metrics.jsonl": "9"}, {"metrics.jsonl": 1e9})),
+        *((key, 5) for key in ("topology", "frozen_fingerprint", "settings_fingerprint", "branched_from")),
+        *((key, "5") for key in ("max_steps", "loss", "bad_steps")),
+    ],
+)
+def test_a_crafted_value_in_the_state_is_found_and_its_key_named(run, key, value):
+    folder = step_path(run, 6)
+    state = state_of(6) | {key: value}
+    text = json.dumps({k: v for k, v in state.items() if v != "absent"}).encode()
+    (folder / STATE).write_bytes(text)
+    entries = json.loads((folder / MANIFEST).read_text())["files"]
+    made_right(folder, entries | {STATE: {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}})
+    assert_found_out(run, f"{STATE} is damaged: its {key} is not what mmtrain writes")
 
 
 @pytest.mark.timeout(10)
@@ -430,7 +456,7 @@ def test_what_a_reader_has_held_is_deleted_after_it(run):
 def test_the_configuration_of_the_run_comes_back(tiny, tmp_path):
     config = load_config(tiny / "config.yaml", ["optimizer.lr=0.25", "train.epochs=2", "parallel.boundaries=[1,2,3]"])
     target = step_path(tmp_path, 1)
-    state = {"format": 1, "step": 1, "config": config.model_dump(mode="json")}
+    state = state_of(1, config=config.model_dump(mode="json"))
     write_step_folder(
         target, {TENSORS: write_text(""), OPTIMIZER: write_text(""), STATE: write_text(json.dumps(state))}
     )

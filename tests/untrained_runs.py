@@ -10,6 +10,7 @@ import timm
 import torch
 from conftest import load_tool
 from safetensors.torch import load_file, save_file
+from step_states import state_of
 from transformers import LlavaForConditionalGeneration
 
 from mmtrain.config import RunConfig, load_config
@@ -18,8 +19,6 @@ from mmtrain.export.verify import Comparison, compare_logits, expected_logits, s
 from mmtrain.model.projector import make_projector
 from mmtrain.plan.shapes import llm_shape, vision_shape
 from mmtrain.step_folder import OPTIMIZER, STATE, TENSORS, StepFolder, step_path, write_step_folder, write_text
-
-VERSIONS = {"python": "3.11", "torch": "2", "transformers": "5", "timm": "1", "deepspeed": "0", "mmtrain": "0.1.0"}
 
 
 def make_checkpoint(
@@ -35,20 +34,7 @@ def make_checkpoint(
     )
     tensors = {f"projector.{name}": tensor.detach().clone() for name, tensor in projector.named_parameters()}
     tensors |= others or {}
-    state = {
-        "format": 1,
-        "step": step,
-        "max_steps": step,
-        "config": config.model_dump(mode="json"),
-        "data": {"fingerprint": "d" * 64},
-        "frozen_fingerprint": "f" * 64,
-        "branched_from": None,
-        "loss": 1.25,
-        "versions": VERSIONS,
-        "topology": {"pipeline": 1, "data": 1, "threads": 1},
-        "files": {},
-        **more,
-    }
+    state = state_of(step, config=config.model_dump(mode="json"), **more)
     files = {
         TENSORS: lambda path: save_file(tensors, path),
         OPTIMIZER: lambda path: save_file({"projector.linear_1.bias/step": torch.tensor(float(step))}, path),

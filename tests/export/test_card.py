@@ -10,7 +10,8 @@ import yaml
 from huggingface_hub import ModelCard, metadata_load
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from untrained_runs import VERSIONS, config_of, export, make_checkpoint
+from step_states import VERSIONS
+from untrained_runs import config_of, export, make_checkpoint
 
 from mmtrain.export.origin import origin
 

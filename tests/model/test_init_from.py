@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scenes import make_config, save_parts, stock_llava
+from step_states import state_of
 from torch import nn
 
 from mmtrain.errors import UserError
@@ -48,7 +49,7 @@ def save_step(run: Path, tensors: Tensors, step: int = 20) -> Path:
         {
             "projector.safetensors": lambda path: save_file(tensors, path),
             "optimizer.safetensors": lambda path: save_file({}, path),
-            "state.json": write_text(json.dumps({"step": step})),
+            "state.json": write_text(json.dumps(state_of(step))),
         },
     )
     return target
