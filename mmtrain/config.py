@@ -220,7 +220,7 @@ class DataSection(Section):
         "whole, stretched; center_crop: its middle (CLIP)",
     )
     max_image_pixels: PositiveInt = Field(
-        MAX_IMAGE_PIXELS, description="a sample with a larger image is quarantined, judged by the image's header"
+        MAX_IMAGE_PIXELS, description="a sample with a larger image is quarantined, judged by the header; WebP: half"
     )
     shuffle_shards: PositiveInt = Field(
         8,

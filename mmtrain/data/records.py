@@ -29,6 +29,7 @@ IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # Limits before anything is read or decoded. A decoded pixel takes 3 or 4 bytes: a few files of some kilobytes that
 # declare billions of pixels would otherwise take a node's memory.
 MAX_IMAGE_PIXELS = 100_000_000
+WEBP_WEIGHT = 2  # WebP's decoder takes 15 bytes a pixel where the others, with their RGB, take 8 (10,000 x 10,000)
 MAX_IMAGE_BYTES = 64 << 20
 MAX_JSON_BYTES = 16 << 20
 # Of a conversation, far above real ones (LLaVA's longest: fewer than 200 turns, 200 kB). Chat templates write it twice
@@ -209,7 +210,10 @@ def read_image(folder: Path, name: str, limits: ImageLimits = ImageLimits()) -> 
 
 
 def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """A Pillow image whose header alone was read; raises Rejected for what is none and for more pixels than allowed."""
+    """A Pillow image whose header alone was read; raises Rejected for what is none and for more pixels than allowed.
+
+    WebP's pixels count WEBP_WEIGHT times: its limit is that much lower.
+    """
     try:
         with warnings.catch_warnings():  # Pillow's warning about large images: `max_pixels` decides here
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -221,8 +225,12 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
         raise Rejected("too_many_pixels", str(error)) from None
     except DECODE_ERRORS as error:
         raise Rejected("undecodable_image", str(error)) from None
-    if image.width * image.height > max_pixels:
-        raise Rejected("too_many_pixels", f"{image.width} x {image.height} pixels, where {max_pixels:,} are allowed")
+    allowed = max_pixels // WEBP_WEIGHT if image.format == "WEBP" else max_pixels
+    if image.width * image.height > allowed:
+        of_webp = " of WebP" if image.format == "WEBP" else ""
+        raise Rejected(
+            "too_many_pixels", f"{image.width} x {image.height} pixels{of_webp}, where {allowed:,} are allowed"
+        )
     return image
 
 

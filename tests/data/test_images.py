@@ -218,6 +218,15 @@ def test_a_header_that_claims_too_many_pixels_is_rejected_before_memory_is_taken
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB; 60,000 squared are 14 GB
 
 
+def test_webp_whose_decoder_takes_twice_the_memory_may_have_half_the_pixels():
+    small = replace(TRANSFORM, max_pixels=2 * 90_000)
+    noise = noise_image(300, 300)
+    assert read(small, encode(noise, "WEBP")).shape == TRANSFORM(noise).shape
+    with pytest.raises(Rejected, match=r"300 x 301 pixels of WebP, where 90,000 are allowed"):
+        small.decode(encode(noise_image(300, 301), "WEBP"))
+    assert small.decode(encode(noise_image(300, 301), "PNG")).shape == TRANSFORM(noise).shape
+
+
 def test_as_many_pixels_as_allowed_pass():
     content = encode(noise_image(300, 300), "PNG")
     assert torch.equal(read(replace(TRANSFORM, max_pixels=90_000), content), TRANSFORM(noise_image(300, 300)))
