@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from mmtrain.config import RunConfig
 from mmtrain.errors import UserError
@@ -65,7 +65,7 @@ def load(
     """Weights of this rank's trained `names`, and their optimizer state, on the CPU; a collective of every rank.
 
     Rank 0 alone gives `start` and reads: the folder need not be visible to other machines. Raises UserError on rank 0
-    where the checkpoint holds other tensors than all ranks together train.
+    where the checkpoint holds other tensors than all ranks together train, or none that can be read.
     """
     rank = dist.get_rank()
     wanted: list[Any] = [None] * dist.get_world_size()
@@ -106,5 +106,8 @@ def _of(names: list[str], stored: Mapping[str, Callable[[], torch.Tensor]]) -> d
 
 def _opened(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
     """Functions that read a file's tensors, by name."""
-    opened = safe_open(file, framework="pt")
+    try:
+        opened = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise UserError(f"{file}: cannot be read as safetensors ({error})") from error
     return {name: functools.partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118, no mapping

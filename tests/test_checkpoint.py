@@ -109,6 +109,13 @@ def test_a_checkpoint_whose_state_does_not_know_a_tensor_of_its_file_is_refused(
     assert "llm.layers.0.1.weight is not in it" in said
 
 
+def test_a_file_of_a_checkpoint_that_holds_no_tensors_is_refused(tmp_path):
+    run_ranks(1, save_on_each, tmp_path, (0,))
+    (step_path(tmp_path, 7) / "optimizer.safetensors").write_bytes(b"\xff" * 100)
+    said = run_ranks(1, load_on_each, tmp_path, [["llm.layers.0.0.weight", "llm.layers.0.1.weight"]])[0]
+    assert "optimizer.safetensors: cannot be read as safetensors" in said
+
+
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
