@@ -41,14 +41,15 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
     """
     try:
         with open_file(path) as stream:
-            content = stream.read(limit + 1)
+            size = os.fstat(stream.fileno()).st_size
+            content = b"" if size > limit else stream.read(limit + 1)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:  # a ValueError for a null character in the path
         if getattr(error, "errno", None) == errno.EISDIR:
             raise UserError(f"{path}: is a folder; {what} is needed") from None
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if len(content) > limit:
+    if max(size, len(content)) > limit:
         raise UserError(f"{path}: larger than {limit:,} bytes; {what} is needed, and none is so large")
     return content
 

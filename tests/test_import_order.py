@@ -28,7 +28,7 @@ plan.layout  plan.refusals  plan.planner
 time_use  trace  metrics  progress
 step_folder  resume  run_folder
 data.samples  data.order  data.fill  data.retry  data.index
-data.bounded_jinja  data.chat  data.templates  data.text_lengths
+data.bounded_jinja  data.chat  data.tokenizer_file  data.templates  data.text_lengths
 data.archive  data.verify  data.scan  data.sharding
 demo.scene  demo.text  demo.pictures  demo.data
 data.piped  data.shard_list  data.indexing
@@ -62,7 +62,7 @@ errors  cache  console_stream  printing  small_files  strict_yaml  config_proble
 rank_records  rank  gpus  supervise  run_folder  launch  step_folder  stop  resume  time_use  trace
 progress  data.records  data.samples  data.order  data.retry  data.index  data.archive  data.shard_list  data.scan
 data.indexing  data.catalog  data.reader  data.sharding  data.llava_json  data.shard_intake  data.shard_jobs
-data.shard_resume  data.fill  data.verify  data.survey  data.piped
+data.shard_resume  data.fill  data.verify  data.survey  data.piped  data.tokenizer_file
 demo.names  demo.scene  demo.text  demo.pictures  demo.data  model.projector_files
 """
 TORCH_FREE = [name for name in ORDER if name.startswith("plan.") or name in TORCH_FREE_TABLE.split()]

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from mmtrain.data.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document, Sample
+from mmtrain.data.tokenizer_file import panics_told
 from mmtrain.errors import UserError
 
 
@@ -41,7 +42,8 @@ class PlainTemplate:
         self.tokens_per_image = tokens_per_image
         self.vocab_size = vocab_size
         bos = tokenizer.bos_token_id
-        self.prefix = [bos] if bos is not None and tokenizer("a").input_ids[:1] == [bos] else []
+        with panics_told(tokenizer.name_or_path):
+            self.prefix = [bos] if tokenizer("a").input_ids[:1] == [bos] and bos is not None else []
         self.special_texts = any_of(tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer))))
         is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
         self.backend = _own_copy(tokenizer).backend_tokenizer if is_fast else None
@@ -56,10 +58,11 @@ class PlainTemplate:
         if IMAGE_MARK in caption:
             raise Rejected("template", f"{IMAGE_MARK} in the caption; the plain template puts images before it")
         _refuse_special(self.special_texts, sample.turns[-1:], self.tokenizer.name_or_path)
-        if self.backend is not None:
-            ids = self.backend.encode(caption, add_special_tokens=False).ids
-        else:
-            ids = self.tokenizer(caption, add_special_tokens=False).input_ids
+        with panics_told(self.tokenizer.name_or_path):
+            if self.backend is not None:
+                ids = self.backend.encode(caption, add_special_tokens=False).ids
+            else:
+                ids = self.tokenizer(caption, add_special_tokens=False).input_ids
         supervised = [*ids, self.tokenizer.eos_token_id]
         context = self.prefix + [IMAGE_POSITION] * (self.tokens_per_image * len(sample.images))
         return _document(sample, context + supervised, [IGNORE] * len(context) + supervised, self)
@@ -123,7 +126,8 @@ class ChatTemplate:
     def _tokens(self, turns: Turns, images: int) -> tuple[list[int], list[bool]]:
         """Token ids of the conversation's text, <image> as one token, and which of them belong to answers."""
         text, spans = self.chat.write(turns)
-        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        with panics_told(self.name):
+            encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         ids = encoding.ids
         if ids.count(self.image_id) != images:
             raise Rejected(

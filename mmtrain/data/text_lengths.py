@@ -9,12 +9,10 @@ import sys
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mmtrain.data.index import MAX_TOKENIZER_BYTES
 from mmtrain.data.samples import IMAGE_POSITION, Sample
 from mmtrain.data.templates import TEMPLATES
-from mmtrain.errors import UserError
+from mmtrain.data.tokenizer_file import panics_told, refuse_growing_rules
 from mmtrain.plan.model_files import foreign_files, model_folder, read_json
-from mmtrain.small_files import MAX_JSON_BYTES
 
 
 class TextCounter:
@@ -32,13 +30,11 @@ class TextCounter:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in an LLM's folder; raises UserError where there is none."""
+    """The tokenizer in an LLM's folder; raises UserError where there is none, and for rules that make texts grow."""
     folder = model_folder(path)
-    for name, limit in (("tokenizer_config.json", MAX_JSON_BYTES), ("tokenizer.json", MAX_TOKENIZER_BYTES)):
-        file = folder / name
-        if file.is_file() and file.stat().st_size > limit:
-            raise UserError(f"{file}: larger than {limit:,} bytes; no tokenizer is so large")
     if (folder / "tokenizer_config.json").is_file():
         read_json(folder / "tokenizer_config.json")
-    with foreign_files(f"{path}: the tokenizer in {folder}"):
+    if (folder / "tokenizer.json").is_file():
+        refuse_growing_rules(folder / "tokenizer.json")
+    with panics_told(path), foreign_files(f"{path}: the tokenizer in {folder}"):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
