@@ -301,6 +301,49 @@ def test_a_kernel_that_the_folder_names_is_not_downloaded(tool, work, llava, tmp
     assert say(tool, capsys, tmp_path / "llava", *asked) == say(tool, capsys, llava, *asked)
 
 
+@pytest.mark.parametrize(
+    ("file", "places", "changes", "said"),
+    [
+        ("config.json", ["text_config"], {"hidden_size": "64"}, "hidden_size '64', which no model has"),
+        ("config.json", ["text_config"], {"num_hidden_layers": 100_000}, "num_hidden_layers 100000, which no model"),
+        ("config.json", ["text_config"], {"num_hidden_layers": 900}, "config.json says 900 layers, but has"),
+        ("config.json", ["text_config"], {"intermediate_size": 5_000_000}, "but no tensor is wider than"),
+        ("config.json", ["text_config"], {"hidden_act": "os.system"}, "cannot be used ("),
+        ("config.json", ["text_config"], {"rope_parameters": {"rope_type": "\x1b[31m"}}, "cannot be used ("),
+        ("config.json", ["vision_config"], {"image_size": 100_000}, "image_size 100000, which no model has"),
+        ("config.json", [], {"text_config": [1]}, "text_config in config.json is no object"),
+        ("config.json", [], {"vision_config": [1]}, "vision_config in config.json is no object"),
+        ("config.json", [], {"dtype": "evil"}, "cannot be used ("),
+        ("config.json", [], {"quantization_config": {"quant_method": "bitsandbytes"}}, "cannot be used ("),
+        ("config.json", [], {"vision_feature_layer": 999}, "vision_feature_layer 999, but the encoder has"),
+        ("config.json", [], {"image_token_index": 10**9}, "of the tokenizer, but config.json says 1000000000"),
+        ("generation_config.json", [], {"eos_token_id": "abc"}, "eos_token_id 'abc', no token"),
+        ("processor_config.json", [], {"patch_size": "x"}, "patch_size is 'x'; needed is a whole number"),
+        ("processor_config.json", [], {"num_additional_image_tokens": 10**9}, "num_additional_image_tokens is 1000"),
+        ("processor_config.json", ["image_processor"], {"size": {"height": 30_000, "width": 30_000}}, "at most 4,096"),
+    ],
+)
+def test_a_folder_that_no_model_can_have_is_one_line(tool, work, llava, tmp_path, capsys, file, places, changes, said):
+    shutil.copytree(llava, tmp_path / "llava")
+    edit(tmp_path / "llava" / file, *places, **changes)
+    shown = refused(tool, capsys, tmp_path / "llava", work / "one.png", "--prompt", "What?")
+    assert said in shown and "\x1b" not in shown
+
+
+def test_a_file_of_nested_brackets_is_one_line(tool, work, llava, tmp_path, capsys):
+    for name in ("generation_config.json", "processor_config.json"):
+        folder = shutil.copytree(llava, tmp_path / name)
+        (folder / name).write_text("[" * 200_000)
+        assert f"{folder / name}: not valid JSON" in refused(tool, capsys, folder, work / "one.png")
+
+
+def test_what_generation_config_says_beside_the_end_marks_is_left_alone(tool, work, llava, tmp_path, capsys):
+    folder = shutil.copytree(llava, tmp_path / "llava")
+    edit(folder / "generation_config.json", penalty_alpha=0.6, top_k=4, num_beams=1000)
+    asked = [work / "one.png", "--prompt", QUESTION]
+    assert say(tool, capsys, folder, *asked) == say(tool, capsys, llava, *asked)
+
+
 def test_a_template_without_system_turns_says_what_to_leave_out(tool, work, llava, tmp_path, capsys):
     shutil.copytree(llava, tmp_path / "llava")
     template = (tmp_path / "llava" / "chat_template.jinja").read_text()

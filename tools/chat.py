@@ -25,9 +25,12 @@ import mmtrain
 from mmtrain.cache import cache_folder
 from mmtrain.data.records import IMAGE_MARK, Rejected
 from mmtrain.errors import UserError
-from mmtrain.plan.model_files import find_model_folder, foreign_files, read_json, tensor_shapes
+from mmtrain.plan.model_files import Shape, find_model_folder, foreign_files, read_json, tensor_shapes
+from mmtrain.plan.model_numbers import check_llm_numbers, is_whole
+from mmtrain.plan.vision_files import hf_facts
 from mmtrain.printing import harmless, note, run_command, show_words
 from mmtrain.progress import Progress
+from mmtrain.small_files import shortened
 from mmtrain.step_folder import CHECKPOINTS, MANIFEST, NAME, StepFolder, find
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ exit codes:
 DEFAULT_PROMPTS = ("Describe the image.", "Describe the images.")
 SHARD_BYTES = 5 * 10**9
 SHOWN_BYTES = 10**8  # less is exported in a moment
+LARGEST_TOKEN = 10**9
+LONGEST_SIDE = 4_096  # pixels of a picture for the encoder; the largest take 1,540
 NEEDED = (
     "needed is a run or checkpoint of mmtrain, or a Hugging Face LLaVA folder (tools/export_projector.py makes one)"
 )
@@ -74,9 +79,48 @@ def llava_folder(model: str) -> Path:
     if family != "llava":
         seen = "no config.json" if family is None else f"model_type {harmless(str(family))}"
         raise UserError(f"--model {model}: has {seen}; {NEEDED}")
-    if tensor_shapes(folder) is None:
+    shapes = tensor_shapes(folder)
+    if shapes is None:
         raise UserError(f"--model {model}: holds no model.safetensors; download the weights")
+    check_numbers(folder, shapes)
     return folder
+
+
+def check_numbers(folder: Path, shapes: dict[str, Shape]) -> None:
+    """Raise UserError for sizes in a LLaVA folder's files that no model of these tensors has: they cost memory."""
+    config = read_json(folder / "config.json")
+    text, vision = config.get("text_config", {}), hf_facts({"vision_config": {}} | config, str(folder))
+    if not isinstance(text, dict):
+        raise UserError(f"{folder}: text_config in config.json is no object; download the file again")
+    check_llm_numbers(text)
+    largest = max((side for shape in shapes.values() for side in shape), default=0)
+    for part in (text, vision):
+        if (part.get("num_hidden_layers") or 0) > len(shapes):
+            layers = part["num_hidden_layers"]
+            raise UserError(f"{folder}: config.json says {layers} layers, but has {len(shapes)} tensors")
+        for key in ("hidden_size", "intermediate_size", "vocab_size"):
+            width = part.get(key)
+            if type(width) is int and width > largest:
+                raise UserError(f"{folder}: config.json says {key} {width}, but no tensor is wider than {largest:,}")
+    for name in ("processor_config.json", "preprocessor_config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            for part in (content, content.get("image_processor")):
+                _check_processor(part if isinstance(part, dict) else {}, folder / name)
+
+
+def _check_processor(settings: dict, file: Path) -> None:
+    for key in ("size", "crop_size", "pad_size"):
+        sides = settings.get(key)
+        sides = list(sides.values()) if isinstance(sides, dict) else sides if isinstance(sides, list) else [sides]
+        if not all(side is None or is_whole(side, 1, LONGEST_SIDE) for side in sides):
+            shown = shortened(repr(settings[key]))
+            raise UserError(f"{file}: {key} is {shown}; needed are pixels, at most {LONGEST_SIDE:,}")
+    for key, least in (("patch_size", 1), ("num_additional_image_tokens", 0)):
+        value = settings.get(key)
+        sides = value.values() if isinstance(value, dict) else [value]
+        if not all(side is None or is_whole(side, least, 100) for side in sides):
+            raise UserError(f"{file}: {key} is {shortened(repr(value))}; needed is a whole number up to 100")
 
 
 def exported(checkpoint: StepFolder) -> Path:
@@ -125,13 +169,13 @@ def _only_one(folder: Path) -> Iterator[None]:
 def load(folder: Path) -> tuple[Any, Any]:
     """Stock model and processor of a LLaVA folder, on the GPU if there is one; raises UserError."""
     import torch
-    from transformers import LlavaForConditionalGeneration, LlavaProcessor, PixtralProcessor
+    from transformers import GenerationConfig, LlavaForConditionalGeneration, LlavaProcessor, PixtralProcessor
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     # Not AutoProcessor: where the files name no class, it passes trust_remote_code on to none of the processor's parts.
-    pixtral = read_json(folder / "config.json").get("vision_config", {}).get("model_type") == "pixtral"
+    pixtral = (read_json(folder / "config.json").get("vision_config") or {}).get("model_type") == "pixtral"
     with foreign_files(str(folder)):
         processor = (PixtralProcessor if pixtral else LlavaProcessor).from_pretrained(
             folder,
@@ -149,6 +193,21 @@ def load(folder: Path) -> tuple[Any, Any]:
         )
     if faults := {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}:
         raise UserError(f"{folder}: the weights do not fit config.json ({faults}); part of the model would be random")
+    layers = model.config.vision_config.num_hidden_layers
+    feature_layers = model.config.vision_feature_layer
+    for layer in feature_layers if isinstance(feature_layers, list) else [feature_layers]:
+        if not is_whole(layer, -layers - 1, layers):
+            raise UserError(f"{folder}: config.json says vision_feature_layer {layer}, but the encoder has {layers}")
+    if processor.image_token_id != model.config.image_token_id:
+        raise UserError(
+            f"{folder}: {IMAGE_MARK} is token {processor.image_token_id} of the tokenizer, but config.json says "
+            f"{model.config.image_token_id}"
+        )
+    # Of generation_config.json only what ends an answer is taken: the rest chooses code of transformers, or samples.
+    ends = model.generation_config.eos_token_id
+    if not all(is_whole(end, 0, LARGEST_TOKEN) for end in (ends if isinstance(ends, list) else [ends or 0])):
+        raise UserError(f"{folder}: generation_config.json says eos_token_id {shortened(repr(ends))}, no token")
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=processor.tokenizer.pad_token_id)
     if not isinstance(processor.chat_template, str):
         raise UserError(f"{folder}: has no chat template, so how to ask is not known; add its chat_template.jinja")
     try:
@@ -184,8 +243,13 @@ class Conversation:
 
         images = [] if any(message["role"] == "user" for message in self.messages) else self.images
         self.messages.append(_message("user", question, len(images)))
-        inputs = self.processor(images=self.images, text=self._text(self.messages), return_tensors="pt")
+        text = self._text(self.messages)
+        with foreign_files("the folder's processor"):
+            inputs = self.processor(images=self.images, text=text, return_tensors="pt")
         length = inputs["input_ids"].shape[1]
+        rows = self.model.get_input_embeddings().num_embeddings
+        if int(inputs["input_ids"].max()) >= rows:
+            raise UserError(f"the tokenizer has tokens beyond the model's {rows:,}; it belongs to another model")
         longest = getattr(self.model.config.text_config, "max_position_embeddings", None)
         if longest is not None and length + self.limit > longest:
             raise UserError(
