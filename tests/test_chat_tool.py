@@ -314,7 +314,12 @@ def test_a_kernel_that_the_folder_names_is_not_downloaded(tool, work, llava, tmp
         ("config.json", [], {"text_config": [1]}, "text_config in config.json is no object"),
         ("config.json", [], {"vision_config": [1]}, "vision_config in config.json is no object"),
         ("config.json", [], {"dtype": "evil"}, "cannot be used ("),
-        ("config.json", [], {"quantization_config": {"quant_method": "bitsandbytes"}}, "cannot be used ("),
+        (
+            "config.json",
+            [],
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+            "cannot be used (",
+        ),
         ("config.json", [], {"vision_feature_layer": 999}, "vision_feature_layer 999, but the encoder has"),
         ("config.json", [], {"image_token_index": 10**9}, "of the tokenizer, but config.json says 1000000000"),
         ("generation_config.json", [], {"eos_token_id": "abc"}, "eos_token_id 'abc', no token"),
