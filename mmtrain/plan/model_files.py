@@ -103,7 +103,7 @@ def read_json(path: Path) -> dict:
 def foreign_files(what: str) -> Iterator[None]:
     """Raise UserError, naming `what`, for whatever a library raises of files that somebody else made.
 
-    Their files choose which of the library's code runs, so that any error may come: a KeyError for an activation that
+    Such files choose which of the library's code runs, so that any error may come: a KeyError for an activation that
     does not exist, an ImportError for a quantisation.
     """
     try:
