@@ -137,7 +137,9 @@ class ConsoleStream(io.TextIOBase):
                 data = data[os.write(self._descriptor, data[: select.PIPE_BUF]) :]  # little, to see what is taken
                 self._taken_at = time.monotonic()
             except BlockingIOError:  # another program has set O_NONBLOCK
-                select.select([], [self._descriptor], [])
+                writable = select.poll()  # select() refuses descriptors from 1,024
+                writable.register(self._descriptor, select.POLLOUT)
+                writable.poll()
 
 
 _STREAMS: weakref.WeakSet[ConsoleStream] = weakref.WeakSet()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import pty
 import re
+import resource
 import subprocess
 import sys
 import termios
@@ -13,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import wait_for
 
 from mmtrain.console_stream import WAITING_BYTES, ConsoleStream
 
@@ -35,6 +39,10 @@ def numbers_in(text: str) -> list[int]:
 def read_all(reader: int) -> str:
     with os.fdopen(reader, encoding="utf-8", newline="") as file:
         return file.read()
+
+
+def bytes_in(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def close_when_written(stream: ConsoleStream) -> None:
@@ -93,12 +101,26 @@ def test_a_terminal_stopped_by_ctrl_s_blocks_nothing_and_shows_the_rest_when_it_
     assert numbers_in(text.decode().replace("\r\n", "\n")) == list(range(50))
 
 
-def test_a_pipe_that_another_program_has_made_non_blocking_gets_everything():
+@pytest.fixture
+def more_files_than_select_takes():
+    """So many open files that the next ones get numbers which select() refuses."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1024):
+            files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        yield
+
+
+def test_a_pipe_that_another_program_has_made_non_blocking_gets_everything(more_files_than_select_takes):
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    size = fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)
     stream = ConsoleStream(writer)
     os.close(writer)
     lines_of(stream, 1500)
+    wait_for(lambda: bytes_in(reader) > 0.9 * size, 10, "the pipe to be full")
     threading.Thread(target=close_when_written, args=[stream]).start()
     assert numbers_in(read_all(reader)) == list(range(1500))
 
