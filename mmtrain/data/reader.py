@@ -59,6 +59,8 @@ class Reader:
         for shard in list(self._files):
             self._close(shard)
 
+    __del__ = close  # descriptors are numbers, which nothing else closes
+
     def _read(self, shard: Path, member: Member) -> bytes:
         """A member's bytes, read again and again while the system fails to."""
         return read_again(lambda: self._read_once(shard, member), shard, self.retry_seconds, lambda error: True)

@@ -184,6 +184,9 @@ def test_of_many_shards_few_are_open(tmp_path):
     assert most == OPEN_FILES
     reader.close()
     assert open_tars() == 0 and reader.read(0).key == "0-0"
+    assert open_tars() == 1
+    del reader
+    assert open_tars() == 0, "closed with the reader that nobody has closed"
 
 
 def test_a_forked_copy_and_its_parent_read_the_same_open_files_at_once(tmp_path):
