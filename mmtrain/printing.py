@@ -122,7 +122,8 @@ def clear_line() -> None:
 
 
 def _print(messages: tuple[str, ...], stream: TextIO | None) -> None:
-    print(*map(message, messages), sep="\n", file=stream, flush=True)
+    """In one write, between whose parts no other process can write."""
+    print("".join(f"{message(text)}\n" for text in messages), end="", file=stream, flush=True)
 
 
 def _print_no_more(stream: TextIO) -> None:

@@ -28,7 +28,7 @@ def lines_of(stream: ConsoleStream, count: int) -> None:
     """Write numbered lines of 100 bytes, which together must take no time."""
     begun = time.monotonic()
     for number in range(count):
-        print(f"line {number:06} {'x' * 87}", file=stream, flush=True)
+        stream.write(f"line {number:06} {'x' * 87}\n")
     assert time.monotonic() - begun < SOON * max(1, count / 1000)
 
 
@@ -175,7 +175,7 @@ def test_a_forked_process_writes_by_itself_and_not_what_its_parent_had_not_yet_w
     lines_of(stream, 1000)  # more than the pipe takes, so that much waits
     child = os.fork()
     if child == 0:
-        print("of the child", file=stream)
+        stream.write("of the child\n")
         stream.drain()
         os._exit(0)
     text: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
 import subprocess
@@ -19,7 +20,7 @@ from safetensors.numpy import save_file
 
 from mmtrain import launch
 from mmtrain.data.index import read_index, write_index
-from mmtrain.printing import harmless, message, printable
+from mmtrain.printing import harmless, message, printable, say
 
 ROOT = TOOLS.parent
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -47,6 +48,17 @@ def test_a_part_of_a_message_is_one_short_line():
 
 def test_a_line_break_within_a_message_begins_no_message():
     assert message(f"x\n{FORGED}\n    more\n") == f"x\n  {FORGED}\n    more\n"
+
+
+def test_messages_are_one_write_so_that_no_other_process_writes_between_a_line_and_its_end():
+    class Recorder(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return len(text)
+
+    writes: list[str] = []
+    say("one", "two\nand more", stream=Recorder())
+    assert [text for text in writes if text] == ["one\ntwo\n  and more\n"]
 
 
 def test_what_nobody_expected_is_a_traceback_that_steers_no_terminal(tmp_path):
