@@ -17,7 +17,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from mmtrain.errors import UserError
 from mmtrain.rank import die_with_parent
@@ -41,6 +41,11 @@ class Gpu:
     free_bytes: int
     capability: tuple[int, int]  # compute capability, e.g. (9, 0)
     uuid: str
+
+    @classmethod
+    def from_json(cls, facts: dict[str, Any]) -> Self:
+        """Of what JSON keeps of `dataclasses.asdict`."""
+        return cls(**facts | {"capability": tuple(facts["capability"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +102,11 @@ def ask_machine(timeout_seconds: float = SECONDS) -> Machine:
             f"torch.cuda.init()'` work, or {ON_THE_CPU}"
         )
     facts = json.loads(found[-1])
-    gpus = tuple(Gpu(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in facts.pop("gpus"))
     known = facts["driver_cuda"]
-    return Machine(
-        gpus=gpus,
-        **facts
-        | {"architectures": tuple(facts["architectures"]), "driver_cuda": None if known is None else tuple(known)},
-    )
+    facts["gpus"] = tuple(map(Gpu.from_json, facts["gpus"]))
+    facts["architectures"] = tuple(facts["architectures"])
+    facts["driver_cuda"] = None if known is None else tuple(known)
+    return Machine(**facts)
 
 
 def refuse_unusable(machine: Machine) -> None:

@@ -69,17 +69,19 @@ class Progress:
     @classmethod
     def read(cls, path: Path) -> tuple[int, str] | None:
         """(step, doing) of the rank that wrote `path`, None when it never came to write it."""
-        data = path.read_bytes() if path.exists() else b""
-        if len(data) < cls._FORMAT.size:
-            return None
-        step, _, doing = cls._FORMAT.unpack(data)
-        return step, doing.rstrip(b"\0").decode(errors="replace")
+        written = cls._written(path)
+        return written and (written[0], written[2].rstrip(b"\0").decode(errors="replace"))
 
     @classmethod
     def process(cls, path: Path) -> int | None:
         """Process id of the rank that writes `path`, None when it never came to write it."""
+        written = cls._written(path)
+        return written and written[1]
+
+    @classmethod
+    def _written(cls, path: Path) -> tuple[int, int, bytes] | None:
         data = path.read_bytes() if path.exists() else b""
-        return None if len(data) < cls._FORMAT.size else cls._FORMAT.unpack(data)[1]
+        return cls._FORMAT.unpack(data) if len(data) == cls._FORMAT.size else None
 
 
 @dataclass(frozen=True)

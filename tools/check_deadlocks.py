@@ -43,9 +43,7 @@ class Layout(NamedTuple):
         """A training step, an evaluation, a training step."""
         shape = self.pipeline, self.microbatches, self.first_trainable_stage, self.chunks_per_rank
         training = training_schedule(*shape)
-        if (
-            self.encode_ahead
-        ):  # the encodes of later micro-batches where those before them would be, the rest at the end
+        if self.encode_ahead:  # each where the one before it would be, the rest at the end
             before = list(immediate_encodes(training[0]).before)
             training = training_schedule(*shape, Encodes(self.encode_ahead, tuple(before)))
         return training, forward_schedule(self.pipeline, self.microbatches, self.chunks_per_rank), training

@@ -56,7 +56,7 @@ class Here:
     def load(cls, file: Path) -> Here:
         """What `save` wrote."""
         content = json.loads(file.read_text())
-        gpus = tuple(Gpu(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in content.pop("gpus"))
+        gpus = tuple(map(Gpu.from_json, content.pop("gpus")))
         return cls(**{name: Path(path) for name, path in content.items()}, gpus=gpus)
 
 

@@ -1,5 +1,6 @@
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import timm
@@ -208,22 +209,25 @@ def test_an_error_of_transformers_is_one_that_names_the_folder(hf_folders, tmp_p
         load_vision(str(folder), -2, torch.float32)
 
 
-@pytest.mark.parametrize("arguments", [{"depth": "x"}, {"act_layer": "os.system"}, {"no_such_argument": 1}])
-def test_an_error_of_timm_is_one_that_names_the_folder(tiny, tmp_path, arguments):
+def encoder_with(arguments: dict, tiny: Path, tmp_path: Path) -> Path:
+    """The folder of an encoder of timm whose config.json passes these arguments to its constructor."""
     folder = shutil.copytree(tiny / "vision", tmp_path / "timm")
     config = json.loads((folder / "config.json").read_text())
     config["model_args"] = config.get("model_args", {}) | arguments
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [{"depth": "x"}, {"act_layer": "os.system"}, {"no_such_argument": 1}])
+def test_an_error_of_timm_is_one_that_names_the_folder(tiny, tmp_path, arguments):
+    folder = encoder_with(arguments, tiny, tmp_path)
     with pytest.raises(UserError, match=f"{folder} cannot be used"):
         load_vision(str(folder), -2, torch.float32)
 
 
 @pytest.mark.parametrize("arguments", [{"num_classes": 10_000_000}, {"mlp_ratio": 1e5}, {"depth": 10**9}])
 def test_an_encoder_larger_than_its_weights_is_refused_before_it_takes_memory(tiny, tmp_path, arguments):
-    folder = shutil.copytree(tiny / "vision", tmp_path / "timm")
-    config = json.loads((folder / "config.json").read_text())
-    config["model_args"] = config.get("model_args", {}) | arguments
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = encoder_with(arguments, tiny, tmp_path)
     with pytest.raises(UserError, match=r"but the weights have|depth 1000000000, which no model has"):
         load_vision(str(folder), -2, torch.float32)
 
