@@ -26,29 +26,29 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from mmtrain.config import RunConfig, dump_config, load_config
-from mmtrain.console_stream import output_without_waiting, prepare_standard_streams
-from mmtrain.data.catalog import data_sets
-from mmtrain.data.index import text_fingerprint
-from mmtrain.data.indexing import ensure_indexes, unready_shards
-from mmtrain.data.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
-from mmtrain.errors import UserError
-from mmtrain.gpus import Gpu, visible_gpus
+from mmtrain.base.console_stream import output_without_waiting, prepare_standard_streams
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import note, run_command, say, show_cursor, show_error, show_traceback, tell
+from mmtrain.checkpoint.resume import Start, is_complete
+from mmtrain.checkpoint.run_folder import AUTO, claimed, find_start, prepare_folder, run_folder
+from mmtrain.checkpoint.step_folder import step_folders, step_of
+from mmtrain.config.schema import RunConfig, dump_config, load_config
+from mmtrain.data.shards.index import text_fingerprint
+from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
+from mmtrain.data.shards.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
+from mmtrain.data.stream.catalog import data_sets
+from mmtrain.engine.trace import refuse_unfit_trace
 from mmtrain.model.projector_files import refuse_unfit_init_from
 from mmtrain.plan.calibration import Device, cached_file, calibration_key, cpu_device, gpu_device
-from mmtrain.plan.chat_template import refuse_missing_chat_template
 from mmtrain.plan.layout import Plan, render
-from mmtrain.plan.model_files import model_folder
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.refusals import GpuMemory, check_environment, refuse_short_memory
 from mmtrain.plan.simulate import Program, simulate
-from mmtrain.printing import note, run_command, say, show_cursor, show_error, show_traceback, tell
-from mmtrain.rank import Rank, run_rank, seconds_before_message
-from mmtrain.resume import Start, is_complete
-from mmtrain.run_folder import AUTO, claimed, find_start, prepare_folder, run_folder
-from mmtrain.step_folder import step_folders, step_of
-from mmtrain.supervise import STOPPED, Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
-from mmtrain.trace import refuse_unfit_trace
+from mmtrain.pretrained.chat_template import refuse_missing_chat_template
+from mmtrain.pretrained.model_files import model_folder
+from mmtrain.processes.gpus import Gpu, visible_gpus
+from mmtrain.processes.rank import Rank, run_rank, seconds_before_message
+from mmtrain.processes.supervise import STOPPED, Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # (rank, number of processes) as others name them who start several: Open MPI, MPICH and Intel MPI, and cluster managers
@@ -299,7 +299,7 @@ def _against(config: RunConfig, gpus: Sequence[Gpu], ranks: int, assumed: Plan, 
 
 def _measure(config: RunConfig, plan: Plan, device: Device, file: Path | None, rank: Rank) -> None:
     """What every rank of a calibration runs."""
-    from mmtrain.calibrate import calibrate
+    from mmtrain.calibration.calibrate import calibrate
 
     calibrate(config, plan, device, file, rank)
 
@@ -409,7 +409,7 @@ def _what_is_saved(config: RunConfig, options: argparse.Namespace) -> str:
 
 
 def _say_who_can_reach_it(endpoint: str) -> None:
-    from mmtrain.rendezvous import EVERY_INTERFACE, listening_address
+    from mmtrain.processes.rendezvous import EVERY_INTERFACE, listening_address
 
     if (address := listening_address(endpoint)) == EVERY_INTERFACE:
         say(

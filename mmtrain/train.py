@@ -13,29 +13,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmtrain.audit import RankAudit, check_replicas, model_fingerprint, settings_fingerprint, write_audit
-from mmtrain.checkpoint import Checkpointer, Saved
-from mmtrain.config import RunConfig
-from mmtrain.data.account import ReadAccount
-from mmtrain.data.loader import PackedBatches
-from mmtrain.data.packs import PackedBatch
-from mmtrain.engine import FrozenPipelineEngine, join_process_group
-from mmtrain.errors import UserError
-from mmtrain.evaluation import Evaluator, HeldOut
-from mmtrain.metrics import Console, JsonLines, Scores
+from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import JsonLines
+from mmtrain.checkpoint.checkpoint import Checkpointer, Saved
+from mmtrain.checkpoint.restore import differences, load, run_state
+from mmtrain.checkpoint.resume import AUDIT, BAD_STEPS, METRICS, Begin, Start
+from mmtrain.checkpoint.run_folder import take_over
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.stream.account import ReadAccount
+from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.data.stream.packs import PackedBatch
+from mmtrain.engine.audit import RankAudit, check_replicas, model_fingerprint, settings_fingerprint, write_audit
+from mmtrain.engine.engine import FrozenPipelineEngine, join_process_group
+from mmtrain.engine.time_use import TimeUse, Yardstick
+from mmtrain.engine.trace import TRACE, Recorded, Tracer
+from mmtrain.evaluation.console import Console
+from mmtrain.evaluation.evaluation import Evaluator, HeldOut
+from mmtrain.evaluation.scores import Scores
 from mmtrain.model.kernels import say_ways
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.planner import Plan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import Instruction
-from mmtrain.plan.shapes import matches, projector_parameters
-from mmtrain.rank import Rank
-from mmtrain.restore import differences, load, run_state
-from mmtrain.resume import AUDIT, BAD_STEPS, METRICS, Begin, Start
-from mmtrain.run_folder import take_over
-from mmtrain.time_use import TimeUse, Yardstick
-from mmtrain.trace import TRACE, Recorded, Tracer
+from mmtrain.pretrained.shapes import matches, projector_parameters
+from mmtrain.processes.rank import Rank
 
 
 def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, trace_steps: int = 0) -> str | None:

@@ -10,7 +10,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmtrain.config import RunConfig, load_config
+from mmtrain.config.schema import RunConfig, load_config
 from mmtrain.export.processor import ExportedProcessor, write_processor
 
 

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from mmtrain.commands import tiny as tiny_command
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a job that a shell has put in the background: programs started here would ignore Ctrl-C, which tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,7 +39,7 @@ def one_thread():
 @pytest.fixture(scope="session")
 def make_tiny() -> ModuleType:
     """tools/make_tiny_model.py: make_tiny_llm, make_tiny_vision, make_tiny_shards, make_config, ..."""
-    return load_tool("make_tiny_model")
+    return tiny_command
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
-from mmtrain.errors import UserError
-from mmtrain.rank import Rank
-from mmtrain.supervise import Job, output_to_log, run_ranks
+from mmtrain.base.errors import UserError
+from mmtrain.processes.rank import Rank
+from mmtrain.processes.supervise import Job, output_to_log, run_ranks
 
 LAST_STEP = 5
 # What NCCL's watchdog writes before it aborts the process that it watches, as somebody's log has it.

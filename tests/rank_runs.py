@@ -10,15 +10,15 @@ from typing import Any
 
 from ranks import run_ranks
 
-from mmtrain.config import RunConfig, load_config
-from mmtrain.engine import join_process_group  # noqa: F401 - imported once, before ranks are forked
+from mmtrain.checkpoint.resume import Start
+from mmtrain.checkpoint.run_folder import AUTO, find_start, prepare_folder, run_folder
+from mmtrain.checkpoint.step_folder import StepFolder, find, step_path, why_damaged
+from mmtrain.config.schema import RunConfig, load_config
+from mmtrain.engine.engine import join_process_group  # noqa: F401 - imported once, before ranks are forked
 from mmtrain.plan.planner import Plan, make_plan
-from mmtrain.rank import Rank
-from mmtrain.rank_records import Progress
-from mmtrain.resume import Start
-from mmtrain.run_folder import AUTO, find_start, prepare_folder, run_folder
-from mmtrain.step_folder import StepFolder, find, step_path, why_damaged
-from mmtrain.stop import StopRequest
+from mmtrain.processes.rank import Rank
+from mmtrain.processes.rank_records import Progress
+from mmtrain.processes.stop import StopRequest
 from mmtrain.train import main
 
 

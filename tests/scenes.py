@@ -21,11 +21,11 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from mmtrain.audit import RankAudit
-from mmtrain.config import RunConfig
-from mmtrain.data.packs import PackedBatch
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION
-from mmtrain.engine import FrozenPipelineEngine, join_process_group
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
+from mmtrain.data.stream.packs import PackedBatch
+from mmtrain.engine.audit import RankAudit
+from mmtrain.engine.engine import FrozenPipelineEngine, join_process_group
 from mmtrain.model.projector import make_projector
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import Plan, make_plan

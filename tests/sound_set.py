@@ -19,13 +19,13 @@ import torch
 from broken_shards import BEFORE, BETWEEN, Broken, SoundShard, key
 from PIL import Image
 
-from mmtrain.config import load_config
-from mmtrain.data.images import image_transform
-from mmtrain.data.index import read_index, write_index
-from mmtrain.data.loader import PackedBatches
-from mmtrain.data.packs import PackedBatch
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION
-from mmtrain.data.text_lengths import load_tokenizer
+from mmtrain.config.schema import load_config
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
+from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.shards.index import read_index, write_index
+from mmtrain.data.stream.images import image_transform
+from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.data.stream.packs import PackedBatch
 
 PACK = 64  # tokens; some samples of two images are longer
 TOKENS_PER_IMAGE = 16  # of the tiny vision encoder

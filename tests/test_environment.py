@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.cache import cache_folder
-from mmtrain.errors import UserError
-from mmtrain.plan.model_files import hub_cache
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.errors import UserError
+from mmtrain.pretrained.model_files import hub_cache
 
 LAUNCH = ("-m", "mmtrain.launch")
 

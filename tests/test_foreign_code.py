@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FILES = [*sorted((ROOT / "mmtrain").rglob("*.py")), *sorted((ROOT / "tools").glob("*.py"))]
+FILES = [*sorted((ROOT / "mmtrain").rglob("*.py")), *sorted((ROOT / "tools").rglob("*.py"))]
 
 
 def unguarded(text: str) -> Iterator[str]:

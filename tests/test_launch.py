@@ -19,10 +19,10 @@ import pytest
 from processes import Command, listeners, running, wait_for
 
 from mmtrain import launch as launch_module
-from mmtrain.config import load_config
-from mmtrain.errors import UserError
-from mmtrain.gpus import Gpu
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import load_config
 from mmtrain.plan.planner import make_plan
+from mmtrain.processes.gpus import Gpu
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 LAUNCH = ("-m", "mmtrain.launch")

@@ -10,7 +10,7 @@ import tarfile
 
 import pytest
 
-from mmtrain.data.indexing import ensure_indexes
+from mmtrain.data.shards.indexing import ensure_indexes
 
 STEP = ("train.packs_per_step=8", "data.ledger=true", "data.pack_length=88")
 

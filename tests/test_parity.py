@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 from scenes import Case, execute, make_config, make_document, save_parts, stock_gradients, stock_llava
 
-from mmtrain.optimizer import clip_coefficient, learning_rate
+from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 
 LAYOUTS = {"pp1": (1, 1), "pp2": (2, 1), "pp4": (4, 1), "dp2": (1, 2), "pp2dp2": (2, 2), "pp4dp2": (4, 2)}
 # With several stages a rank: pipeline, data, first decoder layers of all stages but the first.

@@ -10,9 +10,9 @@ import torch
 from ranks import run_ranks
 from scenes import Case, documents_of, execute, make_config, make_document, save_parts, stock_llava, stock_loss_sum
 
-from mmtrain.data.samples import IGNORE
-from mmtrain.optimizer import clip_coefficient, learning_rate
-from mmtrain.plan.shapes import matches
+from mmtrain.data.samples.sample import IGNORE
+from mmtrain.engine.optimizer import clip_coefficient, learning_rate
+from mmtrain.pretrained.shapes import matches
 
 STEPS = 4
 # trainable patterns -> first stage that runs backward, at boundaries [1, 2, 3]: front + layer 0 | 1 | 2 | 3 + head

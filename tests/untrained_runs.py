@@ -8,17 +8,25 @@ from pathlib import Path
 
 import timm
 import torch
-from conftest import load_tool
 from safetensors.torch import load_file, save_file
 from step_states import state_of
 from transformers import LlavaForConditionalGeneration
 
-from mmtrain.config import RunConfig, load_config
+from mmtrain.checkpoint.step_folder import (
+    OPTIMIZER,
+    STATE,
+    TENSORS,
+    StepFolder,
+    step_path,
+    write_step_folder,
+    write_text,
+)
+from mmtrain.config.schema import RunConfig, load_config
 from mmtrain.export.hf import ExportedModel, export_hf
 from mmtrain.export.verify import Comparison, compare_logits, expected_logits, stock_model
+from mmtrain.model import timm_folder
 from mmtrain.model.projector import make_projector
-from mmtrain.plan.shapes import llm_shape, vision_shape
-from mmtrain.step_folder import OPTIMIZER, STATE, TENSORS, StepFolder, step_path, write_step_folder, write_text
+from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 
 def make_checkpoint(
@@ -56,7 +64,7 @@ def make_tower(folder: Path, architecture: str, changes: Mapping[str, object]) -
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     folder.mkdir(parents=True)
-    load_tool("timm_folder").save_timm_folder(model, folder, architecture, arguments)
+    timm_folder.save_timm_folder(model, folder, architecture, arguments)
     return folder
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
+from mmtrain.base.printing import say
 from mmtrain.plan.deadlocks import Ordering, find_deadlock
 from mmtrain.plan.schedule import (
     Encodes,
@@ -26,7 +27,6 @@ from mmtrain.plan.schedule import (
     in_common_order,
     training_schedule,
 )
-from mmtrain.printing import say
 
 
 class Layout(NamedTuple):

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from mmtrain.cache import cache_folder
-from mmtrain.data import sharding
-from mmtrain.data.records import IMAGE_MARK
-from mmtrain.demo.names import PREFIX
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.errors import UserError
+from mmtrain.data.prepare import sharding
+from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.demo.pictures import Scans, Use, paint
 from mmtrain.demo.scene import draw_scene
 from mmtrain.demo.text import converse
-from mmtrain.errors import UserError
+from mmtrain.pretrained.demo_names import PREFIX
 
 Split = Literal["train", "held-out"]
 SAMPLES: dict[Split, int] = {"train": 6400, "held-out": 256}

@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
+from mmtrain.base.errors import UserError
 from mmtrain.demo.scene import DIGITS, Scene
-from mmtrain.errors import UserError
 
 SIZE = 64  # pixels a side
 CELL = SIZE // 2

@@ -22,12 +22,12 @@ import jinja2
 import transformers
 from transformers import AutoProcessor
 
-from mmtrain.config import RunConfig
-from mmtrain.data.chat import PROBE, ROLES, Turns
-from mmtrain.data.records import IMAGE_MARK, Rejected
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Sample
-from mmtrain.data.templates import TEMPLATES, ChatTemplate, PlainTemplate, Template
-from mmtrain.data.text_lengths import load_tokenizer
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.chat import PROBE, ROLES, Turns
+from mmtrain.data.samples.records import IMAGE_MARK, Rejected
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
+from mmtrain.data.samples.templates import TEMPLATES, ChatTemplate, PlainTemplate, Template
+from mmtrain.data.samples.text_lengths import load_tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")

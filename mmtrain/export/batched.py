@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, BatchFeature, LlavaForConditionalGeneration, ProcessorMixin, pipeline
 
-from mmtrain.data.records import IMAGE_MARK
-from mmtrain.data.samples import Sample
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.data.samples.sample import Sample
 from mmtrain.export.stock import quiet
 
 PROMPTS = 3

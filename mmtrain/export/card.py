@@ -11,7 +11,7 @@ from mmtrain.export.language import ExportedLanguage
 from mmtrain.export.origin import Origin
 from mmtrain.export.processor import ExportedProcessor
 from mmtrain.export.vision import ExportedEncoder
-from mmtrain.plan.model_files import HUB_ID
+from mmtrain.pretrained.model_files import HUB_ID
 
 LOADING = """\
 ```python

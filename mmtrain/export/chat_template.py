@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 
-from mmtrain.data.templates import PlainTemplate, Template
+from mmtrain.data.samples.templates import PlainTemplate, Template
 
 # Its last line break is eaten by transformers' environment (trim_blocks), instead of one that the template begins with.
 _LISTS_TO_TEXT = """\

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from mmtrain.errors import UserError
-from mmtrain.step_folder import flush, flush_folder
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import flush, flush_folder
 
 
 @contextlib.contextmanager

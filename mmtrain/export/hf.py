@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import transformers
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.export.answer_marks import mark_answers
 from mmtrain.export.card import write_card
 from mmtrain.export.folder import require_space
@@ -31,8 +32,7 @@ from mmtrain.export.processor_check import check_processor
 from mmtrain.export.stock import kept_in_float32, refuse_loading_faults, refuse_unfit_family
 from mmtrain.export.tensors import TensorWriter, check_written, write_shards
 from mmtrain.export.vision import ExportedEncoder, encoder_for_export
-from mmtrain.plan.model_files import model_folder
-from mmtrain.step_folder import StepFolder
+from mmtrain.pretrained.model_files import model_folder
 
 SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from PIL import Image
 
-from mmtrain.data.images import ImageTransform
+from mmtrain.data.stream.images import ImageTransform
 
 NEAR_WITH_TORCHVISION = ("bilinear", "bicubic", "lanczos")
 

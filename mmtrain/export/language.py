@@ -19,13 +19,13 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
 from mmtrain.export.formats import WHAT_WORKS
 from mmtrain.export.tensors import TensorSource, stored
 from mmtrain.model.language import causal_config, missing_prefix
 from mmtrain.model.weights import tensor_files
-from mmtrain.plan.families import global_name
-from mmtrain.plan.model_files import read_json
+from mmtrain.pretrained.families import global_name
+from mmtrain.pretrained.model_files import read_json
 
 MODEL = "language_model.model."
 HEAD = "language_model.lm_head.weight"

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.export.folder import new_folder, require_space
 from mmtrain.export.origin import PROJECTOR, Origin, origin, trained_tensors
 from mmtrain.model.pickled import read_pickled
-from mmtrain.plan.model_files import model_folder, read_json
-from mmtrain.plan.shapes import vision_shape
-from mmtrain.step_folder import StepFolder
+from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.shapes import vision_shape
 
 FILE = "mm_projector.bin"
 NAMES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mmtrain.printing import harmless
+from mmtrain.base.printing import harmless
 
 PLAIN = re.compile(r"(?!www\.)[A-Za-z0-9]+([ .,+/_-][A-Za-z0-9]+)*")  # nothing that Markdown or HTML reads
 

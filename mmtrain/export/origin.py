@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.resume import METRICS, recorded
+from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.export.tensors import TensorSource, stored
-from mmtrain.plan.model_files import read_header
-from mmtrain.resume import METRICS, recorded
-from mmtrain.step_folder import StepFolder
+from mmtrain.pretrained.model_files import read_header
 
 LAYERS = {"linear": ("linear_1", "linear_1"), "mlp2x_gelu": ("linear_1", "linear_2")}  # first and last, by type
 PROJECTOR = "projector."

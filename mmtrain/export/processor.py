@@ -19,20 +19,20 @@ from typing import Protocol
 from tokenizers import processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mmtrain.config import RunConfig
-from mmtrain.data.chat import PROBE
-from mmtrain.data.images import image_transform
-from mmtrain.data.records import IMAGE_MARK
-from mmtrain.data.samples import IGNORE, Sample
-from mmtrain.data.templates import TEMPLATES, PlainTemplate, Template, with_image_token
-from mmtrain.data.text_lengths import load_tokenizer
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.chat import PROBE
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.data.samples.sample import IGNORE, Sample
+from mmtrain.data.samples.templates import TEMPLATES, PlainTemplate, Template, with_image_token
+from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.stream.images import image_transform
 from mmtrain.export import markdown
 from mmtrain.export.chat_template import exported_chat_template
 from mmtrain.export.image_processor import image_processor_config, image_processor_notes
-from mmtrain.geometry import tokens_per_image
-from mmtrain.plan.model_files import model_folder, read_json
-from mmtrain.plan.shapes import llm_shape
+from mmtrain.pretrained.geometry import tokens_per_image
+from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.shapes import llm_shape
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from the evaluation's.
 KEPT_OF_GENERATION = ("bos_token_id", "max_length", "max_new_tokens")

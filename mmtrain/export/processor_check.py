@@ -14,14 +14,14 @@ import numpy as np
 from PIL import Image
 from transformers import AutoProcessor
 
-from mmtrain.config import RunConfig
-from mmtrain.data.chat import PROBE, ROLES, Turns
-from mmtrain.data.images import image_transform
-from mmtrain.data.records import IMAGE_MARK, Rejected
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Sample
-from mmtrain.data.templates import TEMPLATES
-from mmtrain.data.text_lengths import load_tokenizer
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.chat import PROBE, ROLES, Turns
+from mmtrain.data.samples.records import IMAGE_MARK, Rejected
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
+from mmtrain.data.samples.templates import TEMPLATES
+from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.stream.images import image_transform
 from mmtrain.export.processor import ExportedProcessor
 
 CONVERSATIONS: tuple[Turns, ...] = (PROBE, (*PROBE, ("human", "Where is it?"), ("gpt", "At the left.")))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
+from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.export.folder import new_folder
 from mmtrain.export.origin import origin, trained_tensors
 from mmtrain.export.tensors import TensorWriter, check_written
-from mmtrain.step_folder import StepFolder
 
 TENSORS = "projector.safetensors"
 DESCRIPTION = "projector.json"

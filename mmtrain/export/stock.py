@@ -17,7 +17,7 @@ import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 from transformers.utils import logging
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
 from mmtrain.export.formats import WHAT_WORKS
 from mmtrain.export.language import language_for_export
 from mmtrain.export.tensors import TensorSource

@@ -21,8 +21,8 @@ from typing import BinaryIO
 import torch
 from safetensors import safe_open
 
-from mmtrain.errors import UserError
-from mmtrain.plan.model_files import read_header
+from mmtrain.base.errors import UserError
+from mmtrain.pretrained.model_files import read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -18,7 +18,7 @@ import torch
 from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import nn
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
 from mmtrain.export.formats import WHAT_WORKS
 
 # What features may come from: each computes what its stock counterpart does, or in eval mode nothing.

@@ -21,24 +21,24 @@ import transformers
 from torch import nn
 from transformers import LlavaForConditionalGeneration
 
-from mmtrain.audit import fingerprint, model_fingerprint
-from mmtrain.config import RunConfig
-from mmtrain.data.catalog import DataSet, data_sets
-from mmtrain.data.loader import Documents
-from mmtrain.data.packs import Pack, PackedBatch, make_batch
-from mmtrain.data.reader import Reader
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document, Sample
-from mmtrain.data.shard_list import expand_shards
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
+from mmtrain.data.shards.shard_list import expand_shards
+from mmtrain.data.stream.catalog import DataSet, data_sets
+from mmtrain.data.stream.loader import Documents
+from mmtrain.data.stream.packs import Pack, PackedBatch, make_batch
+from mmtrain.data.stream.reader import Reader
+from mmtrain.engine.audit import fingerprint, model_fingerprint
 from mmtrain.export.hf import ExportedModel
 from mmtrain.export.language import MODEL
 from mmtrain.export.origin import trained_tensors
 from mmtrain.export.stock import kept_in_float32, quiet
 from mmtrain.model.stage import DTYPES, Chunk, build_chunk
 from mmtrain.plan.layout import StagePlan
-from mmtrain.plan.model_files import read_json
-from mmtrain.plan.shapes import llm_shape
-from mmtrain.step_folder import StepFolder
+from mmtrain.pretrained.model_files import read_json
+from mmtrain.pretrained.shapes import llm_shape
 
 BOUND = 1e-4  # of a logit, or of the largest logit where that is above 1
 

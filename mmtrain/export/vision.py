@@ -18,13 +18,13 @@ from typing import Literal
 import torch
 from transformers import SiglipVisionConfig
 
-from mmtrain.config import RunConfig
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
 from mmtrain.export.tensors import TensorSource, in_memory, stored
 from mmtrain.export.timm_vit import convert
 from mmtrain.model.vision import HF_MODELS, timm_model
 from mmtrain.model.weights import tensor_files
-from mmtrain.plan.model_files import model_folder, read_json
+from mmtrain.pretrained.model_files import model_folder, read_json
 
 OUTER = "vision_model."  # what comes before a CLIP or SigLIP tensor's name, depending on who saved it
 KEPT_SETTINGS = (

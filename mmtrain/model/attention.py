@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mmtrain.data.packs import copied
+from mmtrain.data.stream.packs import copied
 from mmtrain.model.kernels import Documents, Runs, attend_by_document, attend_by_run, attend_packed, use_flash
 
 ATTENTION = "mmtrain_packed"

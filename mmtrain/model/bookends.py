@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from mmtrain.errors import UserError
-from mmtrain.plan.families import global_name
+from mmtrain.base.errors import UserError
+from mmtrain.pretrained.families import global_name
 
 
 class Bookend(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from safetensors import SafetensorError
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
 from mmtrain.model.pickled import read_pickled
 from mmtrain.model.projector_files import KEY, ProjectorFiles, find_projector, local_names, refuse_unfit
 from mmtrain.model.weights import open_tensors, tensor_files

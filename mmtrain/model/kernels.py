@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from mmtrain.data.packs import copied
+from mmtrain.data.stream.packs import copied
 
 MOST_KEY_COPIES = 4
 WIDEST_FLASH_HEAD = 192  # whose backward any GPU can do; wider heads need a data centre's

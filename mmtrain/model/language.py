@@ -24,14 +24,14 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from mmtrain.data.packs import copied
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.data.stream.packs import copied
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.bookends import Bookend, absent_modules, decoder_layers, decoder_path, holds_layer_0, replace
 from mmtrain.model.last_layer import LastLayer, Rows, recomputing
 from mmtrain.model.weights import open_tensors, tensor_files
-from mmtrain.plan.families import check_family, global_name
-from mmtrain.plan.model_files import model_folder, read_json
+from mmtrain.pretrained.families import check_family, global_name
+from mmtrain.pretrained.model_files import model_folder, read_json
 
 
 @dataclass

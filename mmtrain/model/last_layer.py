@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mmtrain.data.packs import copied
+from mmtrain.data.stream.packs import copied
 from mmtrain.model.kernels import Documents
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mmtrain.data.packs import copied
-from mmtrain.data.samples import IGNORE
+from mmtrain.data.samples.sample import IGNORE
+from mmtrain.data.stream.packs import copied
 from mmtrain.plan.costs import LOGITS_PER_CHUNK
 
 

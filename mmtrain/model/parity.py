@@ -19,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.language import LanguageSlice, slice_of
 from mmtrain.model.tiny import VOCABULARY, tiny_model

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from mmtrain.errors import UserError
-from mmtrain.printing import harmless
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
 
 ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
 # Bytes copied out of views, by bytes of the file: tied weights are copied once for each name but one, while hundreds of

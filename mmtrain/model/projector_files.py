@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from mmtrain.config import ProjectorSection, RunConfig
-from mmtrain.errors import UserError
-from mmtrain.plan.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
-from mmtrain.plan.shapes import llm_shape, projector_parameters, vision_shape
-from mmtrain.printing import harmless
-from mmtrain.step_folder import CHECKPOINTS, MANIFEST, NAME, TENSORS, StepFolder, find
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
+from mmtrain.checkpoint.step_folder import CHECKPOINTS, MANIFEST, NAME, TENSORS, StepFolder, find
+from mmtrain.config.schema import ProjectorSection, RunConfig
+from mmtrain.pretrained.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
+from mmtrain.pretrained.shapes import llm_shape, projector_parameters, vision_shape
 
 KEY = "model.projector.init_from"
 LLAVA_FILE = "mm_projector.bin"

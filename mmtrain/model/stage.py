@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from mmtrain.config import RunConfig
-from mmtrain.data.images import ImageTransform, image_transform
-from mmtrain.data.packs import PackedBatch, copied
-from mmtrain.data.samples import IMAGE_POSITION
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.sample import IMAGE_POSITION
+from mmtrain.data.stream.images import ImageTransform, image_transform
+from mmtrain.data.stream.packs import PackedBatch, copied
 from mmtrain.model.fusion import fuse
 from mmtrain.model.init_from import read_projector
 from mmtrain.model.kernels import Way, ways_taken

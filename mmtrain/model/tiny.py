@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
 
 HEADS = 4
 HEAD_WIDTH = 16

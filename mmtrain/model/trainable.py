@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from mmtrain.plan.shapes import matches
+from mmtrain.pretrained.shapes import matches
 
 
 def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> dict[str, nn.Parameter]:

@@ -18,12 +18,19 @@ import torch
 from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedModel, SiglipVisionConfig, SiglipVisionModel
 
-from mmtrain.data.images import is_timm_name, refuse_wrong_activation, timm_config
-from mmtrain.errors import UserError
-from mmtrain.geometry import tokens_per_image
-from mmtrain.plan.model_files import cached_snapshot, foreign_files, hub_cache, model_folder, read_json, tensor_shapes
-from mmtrain.plan.model_numbers import check_vision_numbers
-from mmtrain.plan.vision_files import square
+from mmtrain.base.errors import UserError
+from mmtrain.data.stream.images import is_timm_name, refuse_wrong_activation, timm_config
+from mmtrain.pretrained.geometry import tokens_per_image
+from mmtrain.pretrained.model_files import (
+    cached_snapshot,
+    foreign_files,
+    hub_cache,
+    model_folder,
+    read_json,
+    tensor_shapes,
+)
+from mmtrain.pretrained.model_numbers import check_vision_numbers
+from mmtrain.pretrained.vision_files import square
 
 WEIGHT_FILES = (
     "model.safetensors",

@@ -11,8 +11,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from mmtrain.errors import UserError
-from mmtrain.plan.model_files import read_json, tensor_shapes
+from mmtrain.base.errors import UserError
+from mmtrain.pretrained.model_files import read_json, tensor_shapes
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

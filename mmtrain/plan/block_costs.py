@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from mmtrain.plan.shapes import ParameterShape
+from mmtrain.pretrained.shapes import ParameterShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mmtrain.cache import cache_folder
-from mmtrain.config import RunConfig
-from mmtrain.errors import UserError
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.errors import UserError
+from mmtrain.base.small_files import parse_json, read_limited
+from mmtrain.config.schema import RunConfig
 from mmtrain.plan.costs import Models
-from mmtrain.small_files import parse_json, read_limited
 
 FORMAT = 2
 PACKAGES = ("mmtrain", "torch", "transformers", "timm")

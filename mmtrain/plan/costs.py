@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from mmtrain.config import RunConfig
+from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import (
     Attention,
     Flops,
@@ -23,8 +23,8 @@ from mmtrain.plan.block_costs import (
     place_of,
     total,
 )
-from mmtrain.plan.families import WHOLE_LAST_LAYER
-from mmtrain.plan.shapes import LlmShape, ParameterShape, VisionShape, matches
+from mmtrain.pretrained.families import WHOLE_LAST_LAYER
+from mmtrain.pretrained.shapes import LlmShape, ParameterShape, VisionShape, matches
 
 BYTES = {"float32": 4, "bfloat16": 2}
 FP32 = 4  # bytes an element: the projector, master weights, gradients and AdamW's two moments

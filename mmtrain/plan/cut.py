@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from mmtrain.config import RunConfig
+from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device, cpu_device, find_calibration
 from mmtrain.plan.costs import FP32, LayerCost, Models, RunCosts, run_costs
 from mmtrain.plan.memory import Buffers, Moment, StageBytes, moments, peak

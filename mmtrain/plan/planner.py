@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmtrain.config import RunConfig
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models, minimal_flops
@@ -18,7 +18,7 @@ from mmtrain.plan.cut import StageCosts, given_cut, limit_on_gpu, stage_costs, u
 from mmtrain.plan.layout import Plan, RankPlan, StagePlan, UniformCut, render, stage_of
 from mmtrain.plan.refusals import check_layout, check_preprocessing, check_run_ahead, check_trainable, does_not_fit
 from mmtrain.plan.search import Layout, Search
-from mmtrain.plan.shapes import llm_shape, matches, projector_parameters, vision_shape
+from mmtrain.pretrained.shapes import llm_shape, matches, projector_parameters, vision_shape
 
 __all__ = ["Flops", "Plan", "RankPlan", "StagePlan", "make_plan", "models_of", "render"]
 

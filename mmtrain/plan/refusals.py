@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmtrain.config import RunConfig
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.cut import RESERVED_SHARE, best_cut, given_cut, limit_on_gpu, stage_costs
 from mmtrain.plan.layout import RankPlan, bytes_text, stage_of
-from mmtrain.plan.model_files import find_model_folder, read_json
 from mmtrain.plan.search import Search
-from mmtrain.plan.shapes import matches
-from mmtrain.plan.vision_files import HF_FAMILIES, preprocessing
+from mmtrain.pretrained.model_files import find_model_folder, read_json
+from mmtrain.pretrained.shapes import matches
+from mmtrain.pretrained.vision_files import HF_FAMILIES, preprocessing
 
 _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.weight$")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
 from mmtrain.plan.calibration import Calibration, LayerMeasures, Linear
 from mmtrain.plan.costs import FP32, LayerCost, RunCosts
 

@@ -8,9 +8,9 @@ import pytest
 import webdataset
 from PIL import Image
 
-from mmtrain.data.shard_list import expand_shards
+from mmtrain.base.errors import UserError
+from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.demo.data import SAMPLES, demo_shards
-from mmtrain.errors import UserError
 
 
 @pytest.fixture

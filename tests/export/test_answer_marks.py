@@ -15,9 +15,9 @@ from packaging.version import Version
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
-from mmtrain.data.records import Rejected
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Sample
-from mmtrain.data.templates import ChatTemplate, PlainTemplate
+from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
+from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.export.answer_marks import mark_answers
 
 CHATML_MARKS = ("<|im_start|>", "<|im_end|>")

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_tool
 from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from mmtrain.data.catalog import DataSet
-from mmtrain.data.loader import Documents
-from mmtrain.data.reader import Reader
-from mmtrain.data.records import IMAGE_MARK
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document
-from mmtrain.data.shard_list import expand_shards
-from mmtrain.step_folder import find
+from mmtrain.checkpoint.step_folder import find
+from mmtrain.commands import export as export_command
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document
+from mmtrain.data.shards.shard_list import expand_shards
+from mmtrain.data.stream.catalog import DataSet
+from mmtrain.data.stream.loader import Documents
+from mmtrain.data.stream.reader import Reader
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
@@ -33,7 +33,7 @@ def exported(demo_run, demo_cache, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(demo_cache))
         options = ("--checkpoint", str(demo_run.folder), "--format", "hf", "--out", str(out), "--verify", "32")
-        assert load_tool("export_projector").main([*options]) == 0
+        assert export_command.main([*options]) == 0
     return out
 
 

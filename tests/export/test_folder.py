@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from mmtrain import step_folder
+from mmtrain.checkpoint import step_folder
 from mmtrain.export.folder import new_folder
 
 

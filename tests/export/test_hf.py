@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import pipeline
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, make_tower, weights
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.export.stock import quiet
 from mmtrain.export.tensors import INDEX
-from mmtrain.step_folder import StepFolder
 
 TOWERS = {
     "siglip": ("vit_base_patch16_siglip_224", {}),

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, weights
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.export.language import language_for_export
 from mmtrain.export.stock import refuse_loading_faults, refuse_unfit_family
 from mmtrain.export.tensors import in_memory
-from mmtrain.step_folder import StepFolder
 
 UNFIT = {
     "gemma2": ({}, "logits differ"),

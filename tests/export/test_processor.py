@@ -24,11 +24,11 @@ from chat_styles import (
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer, ByT5Tokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from mmtrain.config import load_config
-from mmtrain.data.images import ImageTransform, decode_image
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Sample
-from mmtrain.data.templates import ChatTemplate, PlainTemplate
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import load_config
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
+from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
+from mmtrain.data.stream.images import ImageTransform, decode_image
 from mmtrain.export.image_processor import image_processor_config
 from mmtrain.export.processor import write_processor
 from mmtrain.export.processor_check import check_processor

@@ -7,14 +7,14 @@ import json
 
 import pytest
 import torch
-from conftest import load_tool
 from safetensors.torch import load_file
 from torch import nn
 from untrained_runs import config_of, make_checkpoint
 
-from mmtrain.step_folder import StepFolder
+from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.commands import export as export_command
 
-TOOL = load_tool("export_projector")
+TOOL = export_command
 
 
 @pytest.fixture(scope="module")

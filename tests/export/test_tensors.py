@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
 from mmtrain.export import tensors as module
 from mmtrain.export.tensors import (
     INDEX,

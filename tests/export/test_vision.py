@@ -22,8 +22,8 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from mmtrain.config import load_config
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import load_config
 from mmtrain.export.vision import ExportedEncoder, encoder_for_export
 from mmtrain.model.vision import load_vision
 

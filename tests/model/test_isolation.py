@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from mmtrain.data.packs import Pack, make_batch
-from mmtrain.data.samples import IGNORE, IMAGE_POSITION, Document, Sample
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
+from mmtrain.data.stream.packs import Pack, make_batch
 from mmtrain.model.language import LanguageSlice, slice_of
 from mmtrain.model.tiny import VOCABULARY, tiny_model
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
 from mmtrain.model.bookends import Bookend
 from mmtrain.model.language import LanguageSlice, load_slice, slice_of
 from mmtrain.model.tiny import tiny_model

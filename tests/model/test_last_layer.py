@@ -13,7 +13,7 @@ from mmtrain.model.language import LanguageSlice, slice_of
 from mmtrain.model.last_layer import Rows
 from mmtrain.model.parity import ROWS_BOUND, rows_difference, takes_rows
 from mmtrain.model.tiny import tiny_model
-from mmtrain.plan.families import WHOLE_LAST_LAYER
+from mmtrain.pretrained.families import WHOLE_LAST_LAYER
 
 DOCUMENTS = ((13, 6, 19), (30, 8))
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])

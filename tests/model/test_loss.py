@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import mmtrain.model.loss as loss_module
-from mmtrain.data.samples import IGNORE
+from mmtrain.data.samples.sample import IGNORE
 from mmtrain.model.loss import count_answers, loss_sum_and_predictions, supervised_loss_sum, supervised_places
 
 VOCAB, WIDTH = 50, 8

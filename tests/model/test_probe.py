@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from mmtrain.cache import cache_folder
-from mmtrain.errors import UserError
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.errors import UserError
 from mmtrain.model.bookends import decoder_layers
 from mmtrain.model.language import LanguageSlice, slice_of
 from mmtrain.model.parity import Differences, measure_differences

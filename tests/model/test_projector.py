@@ -4,7 +4,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from mmtrain.model.projector import make_projector
-from mmtrain.plan.shapes import projector_parameters
+from mmtrain.pretrained.shapes import projector_parameters
 
 
 def test_mlp2x_gelu_is_the_stock_llava_projector():

@@ -9,12 +9,12 @@ import torch
 from safetensors import safe_open
 from scenes import IMAGE_SIZE, WIDTH, as_batch, make_config, make_document, save_parts
 
-from mmtrain.data.images import image_transform
-from mmtrain.data.samples import IGNORE
+from mmtrain.data.samples.sample import IGNORE
+from mmtrain.data.stream.images import image_transform
 from mmtrain.model.bookends import decoder_layers
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
-from mmtrain.plan.shapes import global_name
+from mmtrain.pretrained.shapes import global_name
 
 
 @pytest.mark.parametrize("tied", [False, True])

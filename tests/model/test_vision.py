@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
 from mmtrain.model.vision import load_vision
-from mmtrain.plan.shapes import vision_shape
+from mmtrain.pretrained.shapes import vision_shape
 
 HF_SIZES = {
     "hidden_size": 32,

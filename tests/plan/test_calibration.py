@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.config import RunConfig, load_config
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig, load_config
 from mmtrain.plan.calibration import (
     Calibration,
     Device,

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from mmtrain.config import RunConfig
+from mmtrain.config.schema import RunConfig
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.last_layer import LastLayer, Rows
 from mmtrain.plan.block_costs import Attention, Flops, Place, block_parts, last_context, mean_context, place_of, total
@@ -29,8 +29,8 @@ from mmtrain.plan.costs import (
     run_costs,
     workload,
 )
-from mmtrain.plan.shapes import ParameterShape, llm_shape, projector_parameters, vision_shape
 from mmtrain.plan.timings import CPU, GPU, assumed_timings
+from mmtrain.pretrained.shapes import ParameterShape, llm_shape, projector_parameters, vision_shape
 
 VICUNA, CLIP = "lmsys/vicuna-7b-v1.5", "vit_large_patch14_clip_quickgelu_336.openai"
 TOKENS = 32

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.config import load_config
-from mmtrain.errors import UserError
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import load_config
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.costs import minimal_flops, run_costs
 from mmtrain.plan.cut import RESERVED_SHARE, limit_on_gpu
@@ -20,7 +20,7 @@ from mmtrain.plan.layout import Plan
 from mmtrain.plan.planner import make_plan, models_of, render
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule_check import check_schedule
-from mmtrain.plan.shapes import llm_shape
+from mmtrain.pretrained.shapes import llm_shape
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -89,7 +89,7 @@ def test_a_plan_is_the_same_every_time(config_file) -> None:
 def test_planning_imports_no_torch() -> None:
     code = f"""
 import sys
-from mmtrain.config import load_config
+from mmtrain.config.schema import load_config
 from mmtrain.plan.planner import make_plan, render
 for file in {[str(file) for file in CONFIGS[:2]]!r}:
     render(make_plan(load_config(file)))

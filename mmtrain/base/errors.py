@@ -1,0 +1,13 @@
+"""The one exception for what a user can mend: the launcher prints its message without a traceback and exits with 2."""
+
+
+class UserError(Exception):
+    """Wrong input. The message says what was seen, what is needed and how to get there."""
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient of a step is NaN or infinite; raised on every rank, before any update."""
+
+
+class UnrecordedError(NonFiniteError):
+    """The same, on rank 0 alone: what there is to know of the step could not be written down."""

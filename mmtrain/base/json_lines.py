@@ -1,0 +1,86 @@
+"""Records of a program for programs: one JSON object a line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mmtrain.base.errors import UserError
+
+
+class JsonLines:
+    """Appends one JSON object a line; each line is one write, so a killed run leaves whole lines.
+
+    JSON has no number for NaN and infinities: they are written as the strings "nan", "inf" and "-inf", which float()
+    reads back. `path` is None on ranks that write nothing. Raises OSError when the file cannot be written, UserError
+    when its folder was removed, moved or made unwritable since: nothing would be left of what a program does from then.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file = None
+        if path is not None:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def write(self, **values: Any) -> None:
+        """Append one line with these keys; values are JSON types, nested as needed."""
+        if self._file is None:
+            return
+        line = (json.dumps(without_nan(values), allow_nan=False) + "\n").encode()
+        size = self._refuse_lost()
+        try:
+            while line:  # a full disk, or a limit, takes what still fits: the next write says which of them it is
+                line = line[os.write(self._file, line) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):  # not a regular file: nothing to take back
+                os.ftruncate(self._file, size)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def _refuse_lost(self) -> int:
+        """The file's size; raises UserError unless it is the one at its path, in a folder that can be written."""
+        try:
+            opened = os.fstat(self._file)
+            is_there = os.path.samestat(opened, self._path.stat())
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EACCES):
+                raise
+            is_there = error.errno == errno.EACCES
+        if not is_there:
+            raise UserError(
+                f"{self._path} is not there any more, or is another file: {self._path.parent} was removed, moved or "
+                "replaced while it was written; put it back, and give the same command again, which goes on with it"
+            )
+        if not os.access(self._path.parent, os.W_OK | os.X_OK):
+            raise UserError(
+                f"{self._path.parent} cannot be written any more (its permissions, or a file system that is read-only "
+                "now); make it writable, and give the same command again, which goes on with it"
+            )
+        return opened.st_size
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def without_nan(value: Any) -> Any:
+    """The same with "nan", "inf" and "-inf" for numbers that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return value

@@ -1,0 +1,130 @@
+"""Everything that this package and its tools print: text of files reaches no terminal and no log unescaped.
+
+Names, keys and the errors of libraries hold text of files that strangers made. It could move a terminal's cursor,
+rewrite the lines above, or turn an address around. So whatever is printed goes through `printable`, here, where it is
+printed: who composes a message cannot forget it. A line break within a message is followed by an indent, so that no
+text of a file looks like a message of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import TextIO
+
+from mmtrain.base.console_stream import prepare_standard_streams
+from mmtrain.base.errors import UserError
+
+LONGEST_TEXT = 300  # characters of a text of data that are shown
+INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
+
+# Controls (C0 but tab and line feed, DEL, C1), Unicode's property Bidi_Control, its separators of lines and paragraphs,
+# and surrogates: what os.fsdecode makes of bytes that are no UTF-8.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The same text with everything that a terminal would obey escaped as in Python; lines and tabs stay."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def harmless(text: str) -> str:
+    """Text from data as one short line: a part of a message."""
+    shown = printable(" ".join(text.split()))
+    return shown if len(shown) <= LONGEST_TEXT else shown[: LONGEST_TEXT - 3] + "..."
+
+
+def message(text: str) -> str:
+    """A whole message, `printable`: lines after its first one are indented, by two blanks if not by more."""
+    first, *more = printable(text).split("\n")
+    return "\n".join([first, *(line if not line or line[0].isspace() else f"  {line}" for line in more)])
+
+
+def say(*messages: str, stream: TextIO | None = None) -> None:
+    """Print messages, each beginning a line, to stdout or `stream`.
+
+    A reader that has left (`| head`) or a full disk behind it is no reason to stop.
+    """
+    stream = stream or sys.stdout
+    try:
+        _print(messages, stream)
+    except OSError:
+        _print_no_more(stream)
+
+
+def tell(*messages: str) -> None:
+    """Print a tool's result: a reader that has left is no reason to stop, a full disk behind stdout is an OSError."""
+    try:
+        _print(messages, sys.stdout)
+    except BrokenPipeError:
+        _print_no_more(sys.stdout)
+
+
+def show_words(text: str) -> None:
+    """Print words as they come, without ending the line; a reader that has left is a BrokenPipeError."""
+    try:
+        print(printable(text), end="", flush=True)
+    except BrokenPipeError:
+        _print_no_more(sys.stdout)
+        raise
+
+
+def note(*messages: str) -> None:
+    """Tell the user, on stderr, something that is no result."""
+    say(*messages, stream=sys.stderr)
+
+
+def show_error(error: object, stream: TextIO | None = None) -> None:
+    """Print what went wrong, an exception or its message, to stderr or `stream`."""
+    say(f"error: {error}", stream=stream or sys.stderr)
+
+
+def run_command(
+    command: Callable[[], int | None], unnamed: object = "standard output", interrupted: str = "stopped by Ctrl-C"
+) -> int:
+    """Run a tool's work; its exit code: 2 and one message for what the user can mend, 130 after Ctrl-C.
+
+    `unnamed` is the file that an OSError is of which names none, `interrupted` what is printed after Ctrl-C.
+    """
+    prepare_standard_streams()
+    sys.excepthook = show_traceback
+    try:
+        return command() or 0
+    except UserError as error:
+        show_error(error)
+        return 2
+    except OSError as error:
+        show_error(f"{error.filename or unnamed}: {error.strerror or error}")
+        return 2
+    except KeyboardInterrupt:
+        note(interrupted)
+        return INTERRUPTED
+
+
+def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What sys.excepthook does, `printable`."""
+    say(*printable("".join(traceback.format_exception(kind, error, trace))).splitlines(), stream=sys.stderr)
+
+
+def show_cursor() -> None:
+    """Give a terminal its cursor back, which a progress bar has hidden and not shown again."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        print("\x1b[?25h")
+
+
+def clear_line() -> None:
+    """On a terminal, take back the line that `show_words` has begun."""
+    print("\r\x1b[K", end="", flush=True)
+
+
+def _print(messages: tuple[str, ...], stream: TextIO | None) -> None:
+    """In one write, between whose parts no other process can write."""
+    print("".join(f"{message(text)}\n" for text in messages), end="", file=stream, flush=True)
+
+
+def _print_no_more(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

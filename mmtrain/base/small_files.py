@@ -1,0 +1,99 @@
+"""Files that somebody else may have written, read whole within limits: configurations and the JSON of model folders.
+
+A file is opened only if it is one, so that a pipe, a device or a folder under its name is a message and not a wait;
+what is larger, or nested deeper, than any such file is refused before it can take memory or a stack.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mmtrain.base.errors import UserError
+
+# Of a file of JSON. The index of 150,000 tensors, more than the largest models have, takes 14 MB; Python's objects take
+# up to 25 times as much memory as their text.
+MAX_JSON_BYTES = 25_000_000
+MAX_DEPTH = 64  # of lists and objects inside each other; model folders have 6. transformers copies them by recursion
+LONGEST_NUMBER = 100  # digits; Python refuses to read or print integers of more than 4,300
+LONGEST_SHOWN = 200  # characters of a file's content in an error
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A file, opened to be read without waiting; raises UserError for a pipe or a device, and OSError."""
+    # Not blocking: a pipe without a writer would be waited for.
+    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115, returned
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise UserError(f"{path}: no file but a pipe or device; write what it gives into a file")
+    return stream
+
+
+def read_limited(path: Path, limit: int, what: str) -> bytes:
+    """All bytes of a file, at most `limit`; `what` says in errors what it should be.
+
+    Raises FileNotFoundError, and UserError for what is no file, cannot be read or is larger.
+    """
+    try:
+        with open_file(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            content = b"" if size > limit else stream.read(limit + 1)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # a ValueError for a null character in the path
+        if getattr(error, "errno", None) == errno.EISDIR:
+            raise UserError(f"{path}: is a folder; {what} is needed") from None
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if max(size, len(content)) > limit:
+        raise UserError(f"{path}: larger than {limit:,} bytes; {what} is needed, and none is so large")
+    return content
+
+
+def parse_json(text: bytes) -> Any:
+    """Content of JSON text in UTF-8; raises ValueError for what is none, and for a key given twice or too deep nesting.
+
+    Of two equal keys readers take the first or the last, so that one would check what the other does not use.
+    """
+    try:
+        content = json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer)
+    except RecursionError:
+        raise _too_deep() from None
+    level = [content]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
+        if not level:
+            return content
+    raise _too_deep()
+
+
+def shortened(text: str) -> str:
+    """Content of a file for an error message."""
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"key {shortened(repr(twice))} is given twice")
+    return content
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _inside(outer: dict | list) -> Iterable[Any]:
+    return outer.values() if isinstance(outer, dict) else outer
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"lists or objects are nested more than {MAX_DEPTH} deep")

@@ -1,0 +1,293 @@
+"""Saves the state of a run while it goes on; `restore` brings it back.
+
+ranks that train --copies, on rank 0--> a thread --step_folder--> RUN/checkpoints/step-00000120/ --> old ones deleted
+
+There is no state of random generators: every draw is a function of seed, purpose and step.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from mmtrain.base.errors import NonFiniteError, UserError
+from mmtrain.base.json_lines import without_nan
+from mmtrain.checkpoint.resume import METRICS, RECORDS, recorded
+from mmtrain.checkpoint.step_folder import (
+    FORMAT,
+    OPTIMIZER,
+    STATE,
+    TENSORS,
+    flush,
+    remove,
+    step_folders,
+    step_of,
+    step_path,
+    why_damaged,
+    write_step_folder,
+    write_text,
+)
+from mmtrain.config.schema import CheckpointSection
+from mmtrain.evaluation.scores import Scores
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What became of a save: `error` is None if it is on the disk."""
+
+    step: int
+    path: Path
+    size: int  # bytes
+    seconds: float  # of the write, in the background
+    error: str | None = None
+
+    def record(self) -> dict[str, Any]:
+        """A line for metrics.jsonl."""
+        if self.error is not None:
+            return {"kind": "checkpoint_failed", "step": self.step, "error": self.error}
+        return {"kind": "checkpoint", "step": self.step, "bytes": self.size, "seconds": self.seconds}
+
+
+class Checkpointer:
+    """Saves; constructed by every rank, and `save` is a collective of all of them. Rank 0 writes.
+
+    `contributes` says that this rank's tensors belong into the checkpoint: those of the first replica. `report` is
+    called on rank 0 with what became of each save. `begun` is the step whose checkpoint the run goes on from, if it is
+    its own. `group` carries CPU tensors. Price: while one save is being written its copy stays in memory, 12 bytes a
+    trained parameter.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        section: CheckpointSection,
+        contributes: bool,
+        report: Callable[[Saved], None],
+        begun: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.folder = folder
+        self.section = section
+        self.contributes = contributes
+        self.report = report
+        self.begun = begun
+        """Step of the latest `save`, whatever became of it."""
+        self.group = group
+        self.writes = dist.get_rank() == 0
+        every: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(every, contributes, group=group)
+        self._others = [rank for rank, sends in enumerate(every) if sends and rank]
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._job: Callable[[], Saved] | None = None  # the latest, until it has succeeded
+        self._pending: Future[Saved] | None = None
+        self._failures = 0  # in a row
+        self._whole: set[Path] = set()  # step folders that need not be hashed again
+        self._scores = _recorded_scores(folder, section.keep_best) if self.writes and section.keep_best else {}
+        self._begun_at = time.monotonic()
+
+    def is_due(self, step: int, evaluates: bool) -> bool:
+        """Whether to save after `step` updates: their number says so, or an evaluation follows that may be the best."""
+        every = self.section.every_steps
+        return (every is not None and step % every == 0) or (evaluates and self.section.keep_best is not None)
+
+    @property
+    def time_is_up(self) -> bool:
+        """Whether the last save is `every_minutes` ago, by rank 0's clock."""
+        minutes = self.section.every_minutes
+        return self.writes and minutes is not None and time.monotonic() - self._begun_at > 60 * minutes
+
+    def save(
+        self, step: int, weights: Tensors, optimizer: Tensors, trained: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        """Copy this rank's trained tensors and their optimizer state and begin to write; waits for the save before.
+
+        `trained` notes something of each weight, by name; all ranks' notes go into `state`, which rank 0 gives. Raises
+        ValueError on rank 0 rather than save a tensor that is not finite.
+        """
+        self._wait()
+        self.begun = step
+        self._begun_at = time.monotonic()
+        tensors, notes = self._collect({**weights, **optimizer} if self.contributes else {}, trained)
+        if self.writes:
+            if bad := [name for name, tensor in tensors.items() if not _is_finite(tensor)]:
+                raise ValueError(f"{bad[0]} is not finite after {step} updates: not saved. {self.kept()}")
+            records = {name: (self.folder / name).stat().st_size for name in RECORDS if (self.folder / name).exists()}
+            content = {"format": FORMAT, "step": step, **state, "trained": notes, "files": records}
+            text = json.dumps(without_nan(content), indent=1) + "\n"
+            self._job = functools.partial(self._write, step, tensors, text)
+            self._pending = self._executor.submit(self._job)
+        if not self.section.asynchronous:
+            self._wait()
+
+    def finish(self) -> None:
+        """Wait for the save that is being written, the last one; while it fails it is tried again.
+
+        Raises UserError on rank 0 after `max_failures` in a row.
+        """
+        self._wait()
+        while self._rank_0_says(self._failures > 0):
+            if self.writes:
+                self._pending = self._executor.submit(self._job)
+            self._wait()
+
+    def poll(self) -> None:
+        """Report the save that has ended, if one has; raises UserError once too many in a row have failed."""
+        if self._pending is None or not self._pending.done():
+            return
+        saved = self._pending.result()
+        self._pending = None
+        self.report(saved)
+        if saved.error is None:
+            self._failures, self._job = 0, None  # which holds the copies
+        else:
+            self._failures += 1
+        if self._failures >= self.section.max_failures:
+            raise UserError(
+                f"{self._failures} save(s) in a row have failed (checkpoint.max_failures): {saved.error}. {self.kept()}"
+            )
+
+    def _wait(self) -> None:
+        """Wait until nothing is being written; with all ranks, which else would take rank 0 for dead on a slow disk."""
+        while self._rank_0_says(self._pending is not None and not wait([self._pending], timeout=1).done):
+            pass
+        self.poll()
+
+    def _rank_0_says(self, value: bool) -> bool:
+        said = torch.tensor([value], dtype=torch.int32)
+        dist.broadcast(said, 0, group=self.group)
+        return bool(said)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        """A run that ends with numbers that are not finite, on all ranks, first finishes the save from before them."""
+        if kind is NonFiniteError:
+            self._wait()
+        self._executor.shutdown(wait=False)
+
+    def kept(self) -> str:
+        """Which checkpoint is there to go on from, for a message."""
+        whole = next((path for path in step_folders(self.folder) if self._is_whole(path)), None)
+        return "No checkpoint was saved before" if whole is None else f"The newest whole one is {whole}"
+
+    def scored(self, step: int, scores: Scores) -> None:
+        """Note an evaluation after `step` updates, for `keep_best`."""
+        if self.section.keep_best is not None:
+            self._scores[step] = getattr(scores, self.section.keep_best)
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and score of the best evaluation of which there is a checkpoint; of equal ones the latest."""
+        steps = [step_of(path) for path in step_folders(self.folder)]
+        sign = -1 if self.section.keep_best == "loss" else 1
+        scores = {step: score for step in steps if (score := self._scores.get(step)) is not None}
+        found = [(sign * score, step) for step, score in scores.items() if math.isfinite(score)]
+        return None if not found else (max(found)[1], sign * max(found)[0])
+
+    def _collect(self, mine: Tensors, trained: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """On rank 0 copies of all ranks' tensors and notes; elsewhere nothing.
+
+        Tensors travel one by one: a gather would need the largest rank's bytes for every rank.
+        """
+        tensors = {name: _copied(tensor) for name, tensor in mine.items()} if self.writes else {}
+        notes = dict(trained) if self.writes else {}
+        if not self._others:
+            return tensors, notes
+        shapes = {name: tensor.shape for name, tensor in mine.items()}
+        gathered: list[Any] | None = [None] * dist.get_world_size(self.group) if self.writes else None
+        dist.gather_object((shapes, trained), gathered, group=self.group)
+        if gathered is None:
+            for tensor in mine.values():
+                dist.send(_copied(tensor), 0, group=self.group)
+            return {}, {}
+        for source in self._others:
+            shapes, theirs = gathered[source]
+            notes |= theirs
+            for name, shape in shapes.items():
+                tensors[name] = torch.empty(shape, dtype=torch.float32)
+                dist.recv(tensors[name], source, group=self.group)
+        return tensors, notes
+
+    def _write(self, step: int, tensors: Tensors, state: str) -> Saved:
+        """Write a step folder and delete what is not to be kept."""
+        start = time.monotonic()
+        target = step_path(self.folder, step)
+        weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
+        optimizer = {name: tensor for name, tensor in tensors.items() if "/" in name}
+        files = {TENSORS: _tensor_file(weights), OPTIMIZER: _tensor_file(optimizer), STATE: write_text(state)}
+        try:
+            for name in RECORDS:  # whose lengths the checkpoint notes
+                if (self.folder / name).exists():
+                    flush(self.folder / name)
+            size = write_step_folder(target, files)
+        except OSError as error:
+            return Saved(step, target, 0, time.monotonic() - start, f"{target}: {error}")
+        self._whole.add(target)
+        self._delete_old()
+        return Saved(step, target, size, time.monotonic() - start)
+
+    def _delete_old(self) -> None:
+        """Delete whole checkpoints but the newest ones and the best; damaged ones neither count nor go."""
+        if self.section.keep_last is None:
+            return
+        best = self.best
+        for path in [path for path in step_folders(self.folder) if self._is_whole(path)][self.section.keep_last :]:
+            if best is None or path != step_path(self.folder, best[0]):
+                try:
+                    remove(path)
+                except OSError as error:  # the next save tries again: no reason to call this one a failure
+                    print(f"cannot delete {path}: {error}")
+
+    def _is_whole(self, path: Path) -> bool:
+        if path not in self._whole and why_damaged(path) is None:
+            self._whole.add(path)
+        return path in self._whole
+
+
+def _tensor_file(tensors: Tensors) -> Callable[[Path], None]:
+    """A function that writes tensors to a path; raises OSError."""
+
+    def write(path: Path) -> None:
+        path.touch()
+        mode = path.stat().st_mode
+        try:
+            save_file(dict(tensors), path)
+        except SafetensorError as error:
+            raise OSError(f"{path.name}: {error}") from error
+        path.chmod(mode)  # safetensors' file is its owner's alone, whatever the umask
+
+    return write
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are; a finite sum says so in a fraction of the time, an infinite one may have overflowed."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _recorded_scores(folder: Path, metric: str) -> dict[int, float | None]:
+    """The scores of the run's evaluations so far, by step."""
+    return {
+        record["step"]: score if isinstance(score := record.get(metric), int | float) else None
+        for record in recorded(folder / METRICS, "eval")
+        if isinstance(record.get("step"), int)
+    }

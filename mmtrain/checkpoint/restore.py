@@ -1,0 +1,113 @@
+"""Brings back what a checkpoint holds, and says whether it comes back into the same world.
+
+step folder --rank 0 reads--> each rank gets the tensors that it trains, whatever the layout was that saved them
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.config.schema import RunConfig
+from mmtrain.plan.planner import Plan
+
+PACKAGES = ("torch", "transformers", "timm", "deepspeed", "mmtrain")
+
+
+def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device) -> dict[str, Any]:
+    """What a checkpoint says of the run that saves it, the same at every step."""
+    return {
+        "config": config.model_dump(mode="json"),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+        },
+        "topology": {
+            "pipeline": plan.pipeline,
+            "chunks_per_rank": plan.chunks_per_rank,
+            "data": plan.data,
+            "boundaries": list(plan.boundaries),
+            "packs_per_microbatch": config.train.packs_per_microbatch,
+            "recompute_layers": [s.recompute_layers for rank in plan.ranks if rank.data == 0 for s in rank.stages],
+            "threads": threads,
+            "deterministic": config.train.deterministic,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        },
+    }
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Versions and topology that are not those of the checkpoint: results agree to rounding then, not bit for bit.
+
+    What a checkpoint of an earlier version does not say counts as the same.
+    """
+    return [
+        f"{name} {saved[part].get(name)} -> {value}"
+        for part in ("versions", "topology")
+        for name, value in now[part].items()
+        if saved[part].get(name, value) != value
+    ]
+
+
+def load(
+    start: StepFolder | None, names: Collection[str], group: dist.ProcessGroup | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights of this rank's trained `names`, and their optimizer state, on the CPU; a collective of every rank.
+
+    Rank 0 alone gives `start` and reads: the folder need not be visible to other machines. Raises UserError on rank 0
+    where the checkpoint holds other tensors than all ranks together train, or none that can be read.
+    """
+    rank = dist.get_rank()
+    wanted: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(wanted, sorted(names), group=group)
+    if rank == 0:
+        stored = {**_opened(start.tensors_file), **_opened(start.optimizer_file)}
+        trained = {name for one in wanted for name in one}
+        unnoted = trained - start.state["trained"].keys()  # of which the state does not say how they began
+        if odd := sorted((trained ^ {name for name in stored if "/" not in name}) | unnoted):
+            raise UserError(
+                f"{start.path}: {odd[0]} is {'not in it' if odd[0] in trained else 'not trained by this run'} "
+                f"({len(odd)} such tensor(s)): it was saved by a run that trains something else"
+            )
+        for other, theirs in enumerate(wanted[1:], start=1):
+            shapes = {name: read().shape for name, read in _of(theirs, stored).items()}
+            if theirs:
+                dist.send_object_list([shapes], other, group=group)
+                for name in shapes:
+                    dist.send(stored[name](), other, group=group)
+        mine = {name: read() for name, read in _of(wanted[0], stored).items()}
+    elif names:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, 0, group=group)
+        mine = {name: torch.empty(shape, dtype=torch.float32) for name, shape in received[0].items()}
+        for tensor in mine.values():
+            dist.recv(tensor, 0, group=group)
+    else:
+        mine = {}
+    weights = {name: tensor for name, tensor in mine.items() if "/" not in name}
+    return weights, {name: tensor for name, tensor in mine.items() if "/" in name}
+
+
+def _of(names: list[str], stored: Mapping[str, Callable[[], torch.Tensor]]) -> dict[str, Callable[[], torch.Tensor]]:
+    """What is stored of these weights, their optimizer state included."""
+    wanted = set(names)
+    return {name: read for name, read in stored.items() if name.rpartition("/")[0] in wanted or name in wanted}
+
+
+def _opened(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
+    """Functions that read a file's tensors, by name."""
+    try:
+        opened = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise UserError(f"{file}: cannot be read as safetensors ({error})") from error
+    return {name: functools.partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118, no mapping

@@ -1,0 +1,371 @@
+"""The step folder: what a checkpoint is on disk, and how it is known to be whole.
+
+RUN/checkpoints/step-00000120/     after 120 updates
+    projector.safetensors          every trained tensor, fp32, by global name
+    optimizer.safetensors          AdamW's state: NAME/exp_avg, NAME/exp_avg_sq, NAME/step
+    state.json                     where the run stands, what it was, with what it was made
+    manifest.json                  size and SHA-256 of each file, and of itself; written last
+
+Written as step-00000120.tmp, files, folder and parent fsynced, then renamed: a name without .tmp is a whole checkpoint,
+or one that was damaged later, which the manifest shows. Nothing is pickled. No torch here: the launcher decides by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import say
+from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
+from mmtrain.config.schema import RunConfig, restore_config
+
+FORMAT = 1
+CHECKPOINTS = "checkpoints"
+TENSORS, OPTIMIZER, STATE, MANIFEST = "projector.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+UNFINISHED = ".tmp"
+NAME = re.compile(r"step-(\d{8,})")
+BLOCK = 1 << 20  # bytes hashed at a time
+
+
+@dataclass(frozen=True)
+class StepFolder:
+    """A checkpoint whose manifest was found right."""
+
+    path: Path
+    held: BinaryIO | None = field(default=None, compare=False, repr=False)
+    """Its manifest, locked: as long as this object lives in this process, the run that saved it does not delete it.
+
+    A run that branches from it holds it to its end.
+    """
+
+    def __reduce__(self) -> tuple[type[StepFolder], tuple[Path]]:
+        return StepFolder, (self.path,)
+
+    @functools.cached_property
+    def state(self) -> dict[str, Any]:
+        """The content of state.json."""
+        return parse_json(read_limited(self.path / STATE, MAX_JSON_BYTES, "what mmtrain writes"))
+
+    @property
+    def step(self) -> int:
+        """Updates made before it was saved: the number of the next step."""
+        return self.state["step"]
+
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """The configuration of the run that saved it; raises UserError if this version does not know it."""
+        return restore_config(self.state["config"], str(self.path / STATE))
+
+    @property
+    def run(self) -> Path:
+        """Where the folder of the run that saved it is, if this one was not moved."""
+        return self.path.resolve().parent.parent
+
+    @property
+    def tensors_file(self) -> Path:
+        return self.path / TENSORS
+
+    @property
+    def optimizer_file(self) -> Path:
+        return self.path / OPTIMIZER
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the manifest: of everything in the folder."""
+        return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
+
+
+def step_of(path: Path) -> int:
+    """The step that a step folder's name tells."""
+    return int(NAME.fullmatch(path.name)[1])
+
+
+def step_path(run: Path, step: int) -> Path:
+    """Where a run's checkpoint after `step` updates lies."""
+    return run / CHECKPOINTS / f"step-{step:08d}"
+
+
+def write_step_folder(target: Path, files: Mapping[str, Callable[[Path], None]]) -> int:
+    """Write a checkpoint's files, each by a function of its path, and the manifest; the bytes written.
+
+    The folder appears under its name only when all of it is on the disk. Raises FileExistsError rather than write into
+    an existing one, and OSError where the disk does not take it; what there is then of the folder is removed.
+    """
+    if target.exists():
+        raise FileExistsError(f"{target} exists; a checkpoint is never written into an existing folder")
+    unfinished = target.with_name(target.name + UNFINISHED)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        target.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved is not made anew
+        unfinished.mkdir()
+        entries = {}
+        for name, write in files.items():
+            write(unfinished / name)
+            flush(unfinished / name)
+            size, digest = _size_and_sha256(unfinished / name)
+            entries[name] = {"bytes": size, "sha256": digest}
+        (unfinished / MANIFEST).write_text(_manifest(entries))
+        flush(unfinished / MANIFEST)
+        flush_folder(unfinished)
+        unfinished.rename(target)
+    except OSError:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    flush_folder(target.parent)
+    flush_folder(target.parent.parent)
+    return sum(entry["bytes"] for entry in entries.values())
+
+
+def write_text(text: str) -> Callable[[Path], None]:
+    """A function that writes this text to a path."""
+
+    def write(path: Path) -> None:
+        path.write_text(text)
+
+    return write
+
+
+def flush_folder(path: Path) -> None:
+    """Wait until a folder's names are on the disk; some network file systems cannot be asked for that."""
+    try:
+        flush(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's bytes are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def why_damaged(path: Path) -> str | None:
+    """What is wrong with a step folder, naming the file; None if it is whole. Reads and hashes every byte."""
+    try:
+        manifest = read_limited(path / MANIFEST, MAX_JSON_BYTES, "what mmtrain writes").decode()
+        content = parse_json(manifest.encode())
+        entries = content["files"]
+        if content["format"] > FORMAT:
+            return f"{MANIFEST} is of format {content['format']}: written by a later mmtrain, which can read it"
+        if manifest != _manifest(entries):
+            return f"{MANIFEST} is damaged: its checksum is wrong"
+        found = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {MANIFEST}
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, UserError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    except (ValueError, KeyError, TypeError, AttributeError):  # ValueError: JSON and UTF-8 errors are
+        return f"{MANIFEST} is damaged: not what mmtrain writes"
+    if missing := sorted({TENSORS, OPTIMIZER, STATE, *entries} - found):
+        return f"{missing[0]} is missing"
+    if unknown := sorted(found - set(entries)):
+        return f"{unknown[0]} does not belong there: {MANIFEST} does not list it; move it away"
+    for name, entry in entries.items():
+        try:
+            size, digest = _size_and_sha256(path / name, entry["bytes"])
+            if size != entry["bytes"]:
+                return f"{name} is damaged: {size:,} bytes, {entry['bytes']:,} were written"
+            if digest != entry["sha256"]:
+                return f"{name} is damaged: its SHA-256 is not that of what was written"
+        except (OSError, UserError) as error:
+            return f"{name} cannot be read: {error}"
+        except (KeyError, TypeError, ValueError):
+            return f"{MANIFEST} is damaged: not what mmtrain writes"
+    try:
+        state = StepFolder(path).state
+    except (OSError, UserError, ValueError):
+        state = None
+    if not isinstance(state, dict):
+        return f"{STATE} is damaged: not what mmtrain writes"
+    for key, is_right in _STATE.items():
+        if key not in state or not is_right(state[key]):
+            return f"{STATE} is damaged: its {key} is not what mmtrain writes"
+    if (named := NAME.fullmatch(path.name)) and int(named[1]) != state["step"]:
+        return f"{STATE} is of step {state['step']}: the folder was renamed"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _has(value: Any, **keys: Callable[[Any], bool]) -> bool:
+    """Whether it is an object with these keys, and others, whose values are right."""
+    return isinstance(value, dict) and all(key in value and is_right(value[key]) for key, is_right in keys.items())
+
+
+def _each(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    """Whether it is an object all of whose values are right."""
+    return isinstance(value, dict) and all(map(is_right, value.values()))
+
+
+def _is_by_epoch(value: Any) -> bool:
+    return _each(value, _is_count) and all(re.fullmatch("[0-9]{1,18}", epoch) for epoch in value)
+
+
+def _is_note(value: Any) -> bool:
+    return _has(value, begin=_is_text, had_gradient=lambda had: isinstance(had, bool))
+
+
+def _is_data(value: Any) -> bool:
+    counts = dict.fromkeys(("first_pack", "epoch", "read", "lost"), _is_count)
+    counts |= {"trained": _is_by_epoch, "quarantined": _is_by_epoch}
+    return _has(value, fingerprint=_is_text, counts=lambda found: found is None or _has(found, **counts))
+
+
+# Whether a value of state.json can be what mmtrain wrote, by key: a manifest's checksums do not say who made it, and
+# what reads the state later relies on it.
+_STATE: Mapping[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "max_steps": lambda value: value is None or _is_count(value),
+    "config": _has,
+    "versions": lambda value: _each(value, _is_text) and {"mmtrain", "timm", "transformers"} <= value.keys(),
+    "topology": _has,
+    "data": _is_data,
+    "frozen_fingerprint": _is_text,
+    "settings_fingerprint": _is_text,
+    "branched_from": lambda value: value is None or _is_text(value),
+    "loss": lambda value: value is None or isinstance(value, int | float) or value in ("nan", "inf", "-inf"),
+    "bad_steps": _is_count,
+    "trained": lambda value: _each(value, _is_note),
+    "files": lambda value: _each(value, _is_count),
+}
+
+
+def step_folders(run: Path) -> list[Path]:
+    """A run's checkpoints by their names, whole or not, newest first."""
+    numbered = [(int(m[1]), path) for path in (run / CHECKPOINTS).glob("step-*") if (m := NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered, reverse=True)]
+
+
+def newest(run: Path) -> tuple[StepFolder | None, dict[Path, str]]:
+    """A run's newest whole checkpoint, held, and what is wrong with each newer one.
+
+    The run may be saving: what it deletes meanwhile is neither taken nor called damaged.
+    """
+    while True:
+        damaged: dict[Path, str] = {}
+        for path in step_folders(run):
+            held = _hold(path)
+            why = why_damaged(path)
+            if why is None:
+                return StepFolder(path, held), damaged
+            if not path.exists():  # deleted since it was listed, so there is a newer one now
+                break
+            damaged[path] = why
+        else:
+            return None, damaged
+
+
+def find(path: Path, say: Callable[[str], None] = say) -> StepFolder:
+    """The checkpoint that a path names: a step folder, or of a run's folder the newest whole one.
+
+    Says which damaged ones it passes over. Raises UserError where there is none.
+    """
+    if (path / CHECKPOINTS).is_dir():
+        found, damaged = newest(path)
+        if found is None:
+            listed = "".join(f"\n  {folder}: {why}" for folder, why in damaged.items())
+            raise UserError(f"{path}: has no whole checkpoint{listed}")
+        for folder, why in damaged.items():
+            say(f"passed over {folder}: {why}")
+        return found
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; needed is a run's folder or one of its checkpoints/step-...")
+    if not NAME.fullmatch(path.name) and not (path / MANIFEST).exists():
+        raise UserError(
+            f"{path}: neither the folder of a run, which has {CHECKPOINTS}/, nor a checkpoint, which has {MANIFEST}"
+        )
+    held = _hold(path)
+    if (why := why_damaged(path)) is not None:
+        raise UserError(f"{path}: {why}")
+    return StepFolder(path, held)
+
+
+def remove_unfinished(run: Path) -> None:
+    """Delete what killed saves have left."""
+    for path in (run / CHECKPOINTS).glob(f"step-*{UNFINISHED}"):
+        shutil.rmtree(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a step folder; no moment shows a part of it under its name.
+
+    Raises BlockingIOError where another program reads it, which `find` has told to, and OSError where it cannot go.
+    """
+    doomed = path.with_name(path.name + UNFINISHED)
+    shutil.rmtree(doomed, ignore_errors=True)  # what an earlier try has left
+    with _unread(path / MANIFEST):
+        path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+@contextlib.contextmanager
+def _unread(manifest: Path) -> Iterator[None]:
+    """In the block no reader holds the step folder of this manifest; raises BlockingIOError if one does already."""
+    try:
+        file = manifest.open("r+b")
+    except FileNotFoundError:  # what is no whole checkpoint is held by nobody
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(errno.EAGAIN, "another program reads it") from None
+        except OSError:  # a file system without locks: nobody can have asked for it to be kept
+            pass
+        yield
+
+
+def _hold(path: Path) -> BinaryIO | None:
+    """The manifest of a step folder, locked so that no run deletes the folder until it is closed; None if it is gone.
+
+    Waits for a run that is deleting it. Where the file system has no locks it is opened alone.
+    """
+    try:
+        manifest = open_file(path / MANIFEST)
+    except (OSError, UserError):
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(manifest, fcntl.LOCK_SH)
+    return manifest
+
+
+def _manifest(entries: Mapping[str, Any]) -> str:
+    """The manifest's text, whose last line is the checksum of the rest."""
+    content = {"format": FORMAT, "files": dict(entries)}
+    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**content, "sha256": checksum}, indent=1) + "\n"
+
+
+def _size_and_sha256(path: Path, expected: int | None = None) -> tuple[int, str | None]:
+    """A file's bytes, and their SHA-256; None for that of a file of another size than expected, which is not read."""
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if expected not in (None, size):
+            return size, None
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return size, digest.hexdigest()

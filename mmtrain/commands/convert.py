@@ -1,0 +1,123 @@
+"""Convert a model folder's pickled weights (pytorch_model*.bin) to safetensors, once.
+
+mmtrain reads tensor by tensor, which pickles do not allow. Values are unchanged and read back for comparison; memory is
+bounded by one shard. Pickles are read without running what they ask for (mmtrain/model/pickled.py); the original files
+are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import run_command, tell
+from mmtrain.model.pickled import read_pickled
+from mmtrain.pretrained.model_files import model_folder, read_weight_map
+
+EXAMPLES = """examples:
+  beside the .bin files, in the same folder:
+    python tools/convert_weights.py ~/models/vicuna-7b-v1.5
+  from the local Hugging Face cache (hf download ID) into a new folder, with config and tokenizer:
+    python tools/convert_weights.py lmsys/vicuna-7b-v1.5 --out ~/models/vicuna-7b-v1.5
+"""
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+WEIGHT_SUFFIXES = {".bin", ".safetensors", ".pt", ".pth", ".h5", ".msgpack", ".ot", ".onnx", ".gguf"}
+
+
+def find_shards(folder: Path) -> list[Path]:
+    """The folder's pickled weight files, in order; raises UserError where they are missing or incomplete."""
+    index = folder / "pytorch_model.bin.index.json"
+    if index.is_file():
+        names = sorted(set(read_weight_map(index, ".bin").values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise UserError(f"{folder}: {index.name} names {missing}; finish the download")
+        return [folder / name for name in names]
+    if (folder / "pytorch_model.bin").is_file():
+        return [folder / "pytorch_model.bin"]
+    found = sorted(file.name for file in folder.glob("*.bin"))
+    raise UserError(f"{folder}: has neither pytorch_model.bin nor {index.name} (.bin files here: {found or 'none'})")
+
+
+def write_shard(tensors: dict[str, torch.Tensor], file: Path) -> int:
+    """Write a file under a temporary name, compare it with `tensors`, then name it; returns its bytes."""
+    partial = file.with_name(file.name + ".partial")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    with safe_open(partial, framework="pt") as stored:
+        for name, tensor in tensors.items():
+            copy = stored.get_tensor(name)
+            same = copy.dtype == tensor.dtype and copy.shape == tensor.shape
+            if not same or not torch.equal(copy.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)):
+                raise OSError(f"{partial}: {name} does not read back as written; check the disk")
+    partial.replace(file)
+    return file.stat().st_size
+
+
+def convert(folder: Path, out: Path) -> None:
+    """Write `folder`'s weights as safetensors into `out`, which may be `folder`; raises UserError.
+
+    The file that makes the result visible to readers (the index, or the single weight file) is named last.
+    """
+    shards = find_shards(folder)
+    existing = [name for name in (INDEX, SINGLE) if (out / name).exists()]
+    if existing:
+        raise UserError(f"{out}: {existing[0]} is there already; nothing to convert, or choose another --out")
+    if out != folder and out.exists() and any(out.iterdir()):
+        raise UserError(f"{out}: is not empty; choose a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+    needed, free = sum(file.stat().st_size for file in shards), shutil.disk_usage(out).free
+    if needed > free:
+        raise UserError(f"{out}: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB free")
+    if out != folder:
+        for file in sorted(folder.iterdir()):
+            weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+            if file.is_file() and not weights and not file.name.startswith("."):
+                shutil.copyfile(file, out / file.name)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for i, shard in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        tensors = read_pickled(shard)
+        twice = sorted(tensors.keys() & weight_map.keys())
+        if twice:
+            raise UserError(f"{shard}: {twice[0]} is in {weight_map[twice[0]]} already")
+        weight_map.update(dict.fromkeys(tensors, name))
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        size = write_shard(tensors, out / name)
+        tell(f"{i}/{len(shards)} {shard.name} -> {name}: {len(tensors)} tensors, {size / 2**30:.2f} GiB")
+    if len(shards) > 1:
+        partial = out / (INDEX + ".partial")
+        partial.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+        partial.replace(out / INDEX)
+
+
+def convert_model(model: str, out: Path | None) -> None:
+    """Convert the model folder, or cached hub id, into `out`, or in place; raises UserError."""
+    folder = model_folder(model)
+    out = folder if out is None else out.expanduser()
+    convert(folder, out)
+    tell(f"{out}: ready; use it as model.llm.path")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; exit code 2 and one message for what the user can mend."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="model folder, or cached hub id")
+    parser.add_argument("--out", type=Path, help="new folder for weights, config and tokenizer (default: in place)")
+    options = parser.parse_args(arguments)
+    return run_command(lambda: convert_model(options.model, options.out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Make or complete the indexes of webdataset shards: where each member lies, its checksum, each sample's text length.
+
+Beside shard-000000.tar comes shard-000000.tar.index (in the user's cache where the folder cannot be written). The tars
+themselves are only read. What is done for each:
+
+    no index                         the tar is read once, each sample judged
+    no lengths for this tokenizer    only its json files are read; lengths for other tokenizers stay
+    all there                        nothing
+    stale (the tar has another size) or damaged: an error. An index's checksums are the only record of what the tar
+    should be, so it is replaced with --rebuild only, which believes the tar as it is now.
+
+Training does the first two by itself; doing it before saves time on the training machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmtrain.base.printing import run_command, tell
+from mmtrain.data.samples.records import REASONS
+from mmtrain.data.shards.index import read_index, text_fingerprint
+from mmtrain.data.shards.indexing import build_indexes, unready_shards, usable_cores
+from mmtrain.data.shards.shard_list import find_shards
+from mmtrain.pretrained.model_files import model_folder
+
+EXAMPLES = """\
+examples:
+  other people's shards, for LLaVA's stage 1 with Vicuna:
+    python tools/index_shards.py '/data/cc3m/shard-{000000..000331}.tar' --tokenizer lmsys/vicuna-7b-v1.5 \\
+        --template plain
+  a folder of shards, for a chat model in a folder of its own, with 16 processes:
+    python tools/index_shards.py /data/mix --tokenizer /models/Qwen2.5-7B-Instruct --template chat --workers 16
+  after shards were replaced by others of the same name:
+    python tools/index_shards.py /data/mix --tokenizer /models/Qwen2.5-7B-Instruct --template chat --rebuild
+
+exit codes:
+  0    every shard has its index; samples that cannot be trained on are counted by reason
+  2    wrong input, or shards that cannot be indexed: the message lists them; all others are done
+  130  stopped by Ctrl-C; no half index is left, and the same command goes on from there
+"""
+
+
+def index_shards(options: argparse.Namespace) -> None:
+    """Index the shards and print what they hold; raises UserError."""
+    tars = find_shards(options.shards, tell)
+    folder = model_folder(options.tokenizer)
+    fingerprint = text_fingerprint(folder, options.template)
+    todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint)
+    if len(todo) < len(tars):
+        tell(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
+    if todo:
+        build_indexes(
+            todo,
+            options.tokenizer,
+            options.template,
+            options.workers,
+            rebuild=options.rebuild,
+            say=tell,
+            stream=sys.stdout,
+        )
+    _summarize(tars, fingerprint, f"{options.tokenizer}, {options.template}")
+
+
+def _summarize(tars: Sequence[Path], fingerprint: str, words: str) -> None:
+    samples = images = 0
+    reasons: Counter[str] = Counter()
+    longest = (0, "none")
+    for tar in tars:
+        index = read_index(tar)
+        texts = index.texts[fingerprint]
+        samples += len(index.keys)
+        images += sum(map(len, index.image_sizes))
+        reasons.update(reason for reason, _ in {**texts.faults, **index.faults}.values())
+        if texts.tokens:
+            place = max(range(len(texts.tokens)), key=texts.tokens.__getitem__)
+            if texts.tokens[place] > longest[0]:
+                longest = (texts.tokens[place], f"{index.keys[place]} in {tar.name}")
+    tell(f"{len(tars):,} shards, {samples:,} samples, {images:,} images")
+    tell(f"longest text: {longest[0]:,} tokens of {words}, those of images not counted: {longest[1]}")
+    tell(f"samples that cannot be trained on: {reasons.total():,}")
+    for code, count in reasons.most_common():
+        tell(f"  {count:>9,} {code}: {REASONS[code]}")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Command line; `--help` teaches by example."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
+    )
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="PATH", help="a model's folder, a cached hub id, or demo:llm"
+    )
+    parser.add_argument(
+        "--template", required=True, choices=("plain", "chat"), help="as data.template: how conversations become tokens"
+    )
+    cores = usable_cores()
+    parser.add_argument(
+        "--workers", type=int, default=cores, metavar="N", help=f"processes; each takes one shard at a time ({cores})"
+    )
+    parser.add_argument("--rebuild", action="store_true", help="make every index anew, from the tars as they are now")
+    options = parser.parse_args(arguments)
+    if options.workers < 1:
+        parser.error(f"--workers {options.workers}: at least 1 is needed")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; exit code 2 and one message for what the user can mend."""
+    options = parse_arguments(arguments)
+    return run_command(
+        lambda: index_shards(options), interrupted="stopped by Ctrl-C; finished indexes stay, the same command goes on"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""Show what is in webdataset shards: counts, lengths, image sizes, how full packs become; damage; one sample in detail.
+
+    (without more)    what the indexes tell: samples, images, what cannot be trained on and why, histograms of text
+                      lengths and image sizes, and how full packs of some lengths become, with the best length near each
+    --verify          read every byte, compare it with the checksums in the indexes, list every damaged member
+    --show KEY        a sample as the model will see it: turns, tokens, labels, image positions
+
+Shards without an index get one if --tokenizer and --template are given, as training gives them one. Those that were
+indexed for exactly one tokenizer and template need neither, except for --show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+import numpy as np
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless, note, run_command, tell
+from mmtrain.base.progress import Progress
+from mmtrain.data.report.charts import TERMINAL_BINS, print_distribution, print_table, write_png
+from mmtrain.data.report.fill import Fill, best_nearby, epoch_fill
+from mmtrain.data.report.survey import Survey, histogram, quantile, survey
+from mmtrain.data.samples.records import REASONS
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
+from mmtrain.data.shards.index import MissingIndex, index_path, text_fingerprint
+from mmtrain.data.shards.indexing import ensure_indexes
+from mmtrain.data.shards.shard_list import find_shards
+from mmtrain.data.shards.verify import Damage, verify_shard
+from mmtrain.data.stream.order import Capacity
+from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.shapes import vision_shape
+
+if TYPE_CHECKING:
+    from mmtrain.data.report.anatomy import Anatomy
+
+EXAMPLES = """\
+examples:
+  what is in shards that training has used, or that were made with --tokenizer; 576 tokens an image:
+    python tools/inspect_shards.py data/llava558k --vision vit_large_patch14_clip_quickgelu_336.openai
+  other people's shards, for a chat model; charts as PNG:
+    python tools/inspect_shards.py '/data/mix/shard-{000000..000331}.tar' --tokenizer /models/Qwen2.5-7B-Instruct \\
+        --template chat --vision /models/siglip --plot mix.png
+  which pack length wastes least, near two of them:
+    python tools/inspect_shards.py data/llava558k --tokens-per-image 576 --pack-length 3072 6144
+  is every byte as it was when the shards were indexed?
+    python tools/inspect_shards.py data/llava558k --verify
+  one sample, token by token:
+    python tools/inspect_shards.py data/llava558k --show 004539375 --tokenizer models/vicuna-7b --template plain \\
+        --tokens-per-image 576
+
+exit codes:
+  0    done; with --verify: every byte is as it was indexed
+  1    --verify found damage; it is listed
+  2    wrong input; the message says what to do
+  130  stopped by Ctrl-C
+"""
+PACK_LENGTHS = (2048, 4096, 8192)
+SAMPLES_BETWEEN_REPORTS = 50
+EXIT_DAMAGED = 1
+
+
+class Report(NamedTuple):
+    """What the indexes tell of all shards together."""
+
+    survey: Survey
+    tokens_per_image: int | None
+    fills: list[tuple[Fill, Fill]]  # of each pack length, and of the best near it
+    missing: str  # why there are no fills, and what would help; empty if there are
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        found = self.survey
+        by_images = sorted(Counter(found.images.tolist()).items())
+        return {
+            "shards": len(found.shard_sizes),
+            "bytes": found.bytes,
+            "samples": len(found.images),
+            "images": int(found.images.sum()),
+            "samples_by_images": {str(images): samples for images, samples in by_images},
+            "unusable": dict(found.reasons.most_common()),
+            "fingerprint": found.fingerprint,
+            "text_tokens": _distribution(found.text_tokens),
+            "image_width": _distribution(found.image_sizes[:, 0]),
+            "image_height": _distribution(found.image_sizes[:, 1]),
+            "image_longer_side": _distribution(found.longer_sides),
+            "tokens_per_image": self.tokens_per_image,
+            "packing": [{**asdict(fill), "best": asdict(best)} for fill, best in self.fills],
+        }
+
+
+def inspect_shards(options: argparse.Namespace) -> int:
+    """Print what the options ask for and return the exit code; raises UserError."""
+    # With --json, stdout is one JSON value.
+    inform, stream = (note, sys.stderr) if options.json else (tell, sys.stdout)
+    tars = find_shards(options.shards, inform)
+    if options.verify:
+        return _verify(tars, inform, stream, options.json)
+    fingerprint = None
+    if options.tokenizer is not None:
+        ensure_indexes(tars, options.tokenizer, options.template, say=inform, stream=stream)
+        fingerprint = text_fingerprint(model_folder(options.tokenizer), options.template)
+    tokens_per_image = options.tokens_per_image
+    if options.vision is not None:
+        tokens_per_image = vision_shape(options.vision, -1).tokens_per_image
+    if options.show is not None:
+        _show(tars, tokens_per_image, options)
+        return 0
+    try:
+        found = survey(tars, fingerprint)
+    except MissingIndex as error:
+        raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here") from None
+    report = _report(found, tokens_per_image, options)
+    if options.json:
+        tell(json.dumps(report.as_dict()))
+    else:
+        _print_report(report)
+    if options.plot is not None:
+        write_png(_charts(found), options.plot)
+        inform(f"wrote {options.plot}")
+    return 0
+
+
+def _report(found: Survey, tokens_per_image: int | None, options: argparse.Namespace) -> Report:
+    missing = ""
+    if found.text_lengths is None:
+        missing = "the shards are not indexed for exactly one tokenizer: give --tokenizer PATH and --template NAME"
+    elif tokens_per_image is None and found.images.any():
+        missing = "how many tokens an image takes is not known: give --vision NAME or --tokens-per-image N"
+    if missing and options.pack_length is not None:
+        raise UserError(f"--pack-length: {missing}")
+    fills = []
+    if not missing:
+        sets = [found.sample_set(tokens_per_image or 0)]
+        for length in options.pack_length or PACK_LENGTHS:
+            capacity = Capacity(length, options.max_images_per_pack)
+            fills.append((epoch_fill(sets, capacity), best_nearby(sets, capacity)))
+    return Report(found, tokens_per_image, fills, missing)
+
+
+def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
+    if values is None or not len(values):
+        return None
+    shares = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+    return {
+        "mean": float(values.mean()),
+        **{name: quantile(values, share) for name, share in shares.items()},
+        "histogram": asdict(histogram(values, TERMINAL_BINS)),
+    }
+
+
+def _charts(found: Survey) -> dict[str, np.ndarray]:
+    charts = {} if found.text_tokens is None else {"text tokens of a sample, without its images": found.text_tokens}
+    return {**charts, "longer side of an image, in pixels": found.longer_sides}
+
+
+def _print_report(report: Report) -> None:
+    found = report.survey
+    none, one = int((found.images == 0).sum()), int((found.images == 1).sum())
+    several = len(found.images) - none - one
+    tell(f"{len(found.shard_sizes):,} shards, {found.bytes / 1e6:,.1f} MB")
+    tell(f"{len(found.images):,} samples: {none:,} without images, {one:,} with one, {several:,} with several")
+    tell(f"{found.images.sum():,} images")
+    tell(f"samples that cannot be trained on: {found.reasons.total():,}")
+    for code, count in found.reasons.most_common():
+        tell(f"  {count:>9,} {code}: {REASONS[code]}")
+    for title, values in _charts(found).items():
+        print_distribution(title, values)
+    if report.missing:
+        tell("", f"how full packs become: {report.missing}")
+        return
+    image = "no images" if report.tokens_per_image is None else f"{report.tokens_per_image:,} tokens an image"
+    tell("", f"how full packs become ({image}; overlong samples fit into no pack and are skipped)")
+    print_table(
+        (">pack_length", ">packs", ">full", ">overlong", ">best near it", ">full"),
+        [
+            (
+                f"{fill.pack_length:,}",
+                f"{fill.packs:,}",
+                f"{fill.fill:.2%}",
+                f"{fill.overlong:,}",
+                f"{best.pack_length:,}",
+                f"{best.fill:.2%}",
+            )
+            for fill, best in report.fills
+        ],
+    )
+
+
+def _verify(tars: Sequence[Path], inform: Callable[[str], None], stream: TextIO, as_json: bool) -> int:
+    without = [tar for tar in tars if not index_path(tar).is_file()]
+    if without:
+        raise UserError(
+            f"--verify: {len(without):,} of {len(tars):,} shards have no index, and so no checksums to compare with "
+            f"(the first is {without[0]}). Indexing takes a shard as it is now: python tools/index_shards.py "
+            f"{without[0].parent} --tokenizer PATH --template NAME"
+        )
+    damages: list[Damage] = []
+    samples = compared = done = 0
+    started = time.monotonic()
+
+    def count(size: int) -> None:
+        nonlocal samples, compared
+        samples, compared = samples + 1, compared + size
+        if samples % SAMPLES_BETWEEN_REPORTS == 0:
+            progress.show(done, samples, rate())
+
+    def rate() -> str:
+        found = f", {len(damages):,} damaged" if damages else ""
+        return f"{compared / 1e6 / max(time.monotonic() - started, 1e-9):,.0f} MB/s{found}"
+
+    with Progress("shards", len(tars), inform, stream) as progress:
+        for tar in tars:
+            damages += verify_shard(tar, count)
+            done += 1
+        progress.show(done, samples, rate())
+    counts = {"shards": len(tars), "samples": samples, "bytes": compared}
+    if as_json:
+        tell(json.dumps({**counts, "damaged": [damage._asdict() for damage in damages]}))
+        return EXIT_DAMAGED if damages else 0
+    for damage in damages:
+        where = "" if damage.offset is None else f" at byte {damage.offset:,}"
+        what = "the whole" if damage.key is None else f"sample {harmless(damage.key)}"
+        tell(f"damaged: {damage.shard}: {what}{where}: {harmless(damage.detail)}")
+    tell(f"{len(tars):,} shards, {samples:,} samples, {compared:,} bytes compared: {len(damages):,} damaged")
+    return EXIT_DAMAGED if damages else 0
+
+
+def _show(tars: Sequence[Path], tokens_per_image: int | None, options: argparse.Namespace) -> None:
+    from mmtrain.data.report.anatomy import dissect  # transformers, which takes seconds
+
+    samples = dissect(tars, options.show, options.tokenizer, options.template, tokens_per_image)
+    if options.json:
+        tell(json.dumps({"samples": [_anatomy_as_dict(sample) for sample in samples]}))
+        return
+    for number, sample in enumerate(samples, 1):
+        tell(f"{number} of {len(samples)} samples of this key: {sample.shard}" if len(samples) > 1 else sample.shard)
+        _print_anatomy(sample)
+
+
+def _anatomy_as_dict(sample: Anatomy) -> dict[str, Any]:
+    return {**asdict(sample), "members": [member._asdict() for member in sample.members]}
+
+
+def _print_anatomy(sample: Anatomy) -> None:
+    key = harmless(sample.key)
+    for member in sample.members:
+        tell(f"  {key}.{harmless(member.suffix)}  {member.size:,} bytes at byte {member.offset:,}")
+    for speaker, text in sample.turns:
+        tell(f"  {speaker}: {harmless(text)}")
+    if sample.fault is not None:
+        tell(f"  cannot be trained on: {sample.fault.reason}: {harmless(sample.fault.detail)}", "")
+        return
+    texts = [row.text if row.token == IMAGE_POSITION else repr(row.text) for row in sample.rows]
+    table = []
+    for row, text, after in zip(sample.rows, texts, [*texts[1:], ""], strict=True):
+        last = row.first + row.positions - 1
+        is_image = row.token == IMAGE_POSITION
+        table.append(
+            (
+                f"{row.first:,}" if row.positions == 1 else f"{row.first:,} - {last:,}",
+                "" if is_image else str(row.token),
+                f"{row.positions} x {text}" if is_image else text,
+                "" if row.label == IGNORE else str(row.label),
+                "" if row.label == IGNORE else after,
+            )
+        )
+    tell("")
+    print_table((">position", ">token", "text", ">label", "must predict"), table)
+    images = sum(row.positions for row in sample.rows if row.token == IMAGE_POSITION)
+    total = sum(row.positions for row in sample.rows)
+    labels = sum(row.label != IGNORE for row in sample.rows)
+    tell(f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; {labels:,} supervised", "")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Command line; `--help` teaches by example."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--verify", action="store_true", help="compare every byte with the indexes' checksums")
+    what.add_argument("--show", metavar="KEY", help="one sample as the model will see it; all that have this key")
+    what.add_argument("--plot", type=Path, metavar="FILE", help="write the histograms as a PNG too")
+    parser.add_argument("--tokenizer", metavar="PATH", help="a model's folder, a cached hub id, or demo:llm")
+    parser.add_argument("--template", choices=("plain", "chat"), help="as data.template")
+    per_image = parser.add_mutually_exclusive_group()
+    per_image.add_argument(
+        "--vision", metavar="NAME", help="the vision encoder, as model.vision.name: a timm name, a folder, demo:vision"
+    )
+    per_image.add_argument("--tokens-per-image", type=int, metavar="N", help="instead of --vision")
+    parser.add_argument(
+        "--pack-length",
+        type=int,
+        nargs="+",
+        metavar="TOKENS",
+        help=f"as data.pack_length, one or several ({' '.join(map(str, PACK_LENGTHS))})",
+    )
+    parser.add_argument("--max-images-per-pack", type=int, metavar="N", help="as data.max_images_per_pack (none)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    options = parser.parse_args(arguments)
+    for name in ("tokens_per_image", "max_images_per_pack", "pack_length"):
+        given = getattr(options, name)
+        for number in given if isinstance(given, list) else [given]:
+            if number is not None and number < 1:
+                parser.error(f"--{name.replace('_', '-')} {number}: at least 1 is needed")
+    if (options.tokenizer is None) != (options.template is None):
+        parser.error("--tokenizer and --template go together: lengths depend on both")
+    if options.show is not None and options.tokenizer is None:
+        parser.error("--show needs --tokenizer PATH and --template NAME: tokens depend on both")
+    if options.plot is not None and options.plot.suffix.lower() != ".png":
+        parser.error(f"--plot {options.plot}: charts are written as PNG; name a file that ends in .png")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; exit code 2 and one message for what the user can mend."""
+    options = parse_arguments(arguments)
+    return run_command(lambda: inspect_shards(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Record a model's shapes, so that `--plan` works on machines that do not have its weights.
+
+A record says what planning needs of a model's config.json and lists every parameter's name and shape: a small JSON file
+in mmtrain/plan/recorded/. The model is built without memory for its weights; only its config.json is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import run_command, tell
+from mmtrain.pretrained.families import check_family
+from mmtrain.pretrained.model_files import Shape, model_folder, read_json
+from mmtrain.pretrained.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
+from mmtrain.pretrained.shapes import llm_shape_from, vision_shape_from
+from mmtrain.pretrained.vision_files import hf_facts
+
+if TYPE_CHECKING:
+    import torch
+
+EXAMPLES = """examples:
+  an LLM, from a folder with its config.json; the id is the name that configs will use:
+    python tools/record_shape.py ~/models/qwen2.5-72b --id Qwen/Qwen2.5-72B-Instruct --alias Qwen/Qwen2.5-72B
+  an LLM whose config.json is in the local Hugging Face cache (hf download ID config.json):
+    python tools/record_shape.py Qwen/Qwen2.5-72B-Instruct
+  a vision encoder by its timm name, or from the folder of a CLIP or SigLIP model:
+    python tools/record_shape.py --vision vit_large_patch14_clip_quickgelu_336.openai
+    python tools/record_shape.py --vision ~/models/clip-vit-large-patch14-336 --id openai/clip-vit-large-patch14-336
+"""
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Command line; `--help` teaches by example."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", help="folder or cached hub id of an LLM")
+    parser.add_argument("--vision", metavar="NAME", help="timm name, folder or cached hub id of a vision encoder")
+    parser.add_argument("--id", help="name to record it under; by default the hub id or timm name given")
+    parser.add_argument("--alias", action="append", default=[], help="another model with the same shapes; repeatable")
+    parser.add_argument("--out", type=Path, default=FOLDER, help=f"folder to write to (default: {FOLDER})")
+    options = parser.parse_args(arguments)
+    if (options.model is None) == (options.vision is None):
+        parser.error("give either an LLM's folder or --vision NAME")
+    given = options.model or options.vision
+    if options.id is None and Path(given).expanduser().is_dir():
+        parser.error(f"{given} is a folder: give the name to record it under, --id OWNER/NAME")
+    return options
+
+
+def record_llm(path: str, name: str | None, aliases: tuple[str, ...]) -> Recorded:
+    """Record a causal LM from the config.json in its folder; raises UserError for families that cannot be staged."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = model_folder(path)
+    check_family(read_json(folder / "config.json"))
+    stock_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(stock_config, attn_implementation=None, trust_remote_code=False)
+    facts = stock_config.to_dict()
+    config = {key: facts[key] for key in PLANNING_KEYS if facts.get(key) is not None}
+    if set(config.get("layer_types", ())) == {"full_attention"}:
+        del config["layer_types"]
+        config.pop("sliding_window", None)
+    return Recorded("llm", name or path, aliases, config, parameter_shapes(model))
+
+
+def record_timm(name: str, record_as: str | None, aliases: tuple[str, ...]) -> Recorded:
+    """Record a timm vision transformer by its timm name; its architecture (the name without tag) is an alias."""
+    import timm
+    import torch
+
+    if not timm.is_model(name):
+        raise UserError(f"{name}: timm knows no such model; list them: timm.list_models(pretrained=True)")
+    with torch.device("meta"):
+        model = timm.create_model(name, pretrained=False)
+    if not hasattr(model, "blocks"):
+        raise UserError(f"{name}: a {type(model).__name__}, which has no blocks; only vision transformers can be used")
+    architecture = name.split(".")[0]
+    config = {
+        "architecture": architecture,
+        "num_heads": model.blocks[0].attn.num_heads,
+        "pretrained_cfg": {"input_size": list(model.pretrained_cfg["input_size"])},
+    }
+    known_as = tuple(alias for alias in dict.fromkeys((architecture, *aliases)) if alias != name)
+    return Recorded("vision", record_as or name, known_as, config, parameter_shapes(model))
+
+
+def record_hf_vision(path: str, record_as: str | None, aliases: tuple[str, ...]) -> Recorded:
+    """Record a Hugging Face CLIP or SigLIP vision model from the config.json in its folder."""
+    import torch
+    from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
+
+    classes = {
+        "clip": (CLIPVisionConfig, CLIPVisionModel),
+        "clip_vision_model": (CLIPVisionConfig, CLIPVisionModel),
+        "siglip": (SiglipVisionConfig, SiglipVisionModel),
+        "siglip_vision_model": (SiglipVisionConfig, SiglipVisionModel),
+    }
+    folder = model_folder(path)
+    config_json = read_json(folder / "config.json")
+    family = config_json.get("model_type")
+    if family not in tuple(classes):  # by ==: it may be a list
+        raise UserError(f"{folder}: model_type {family} is not one of {', '.join(classes)}")
+    hf_facts(config_json, str(folder))
+    config_class, model_class = classes[family]
+    stock_config = config_class.from_pretrained(folder)
+    stock_config._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
+    with torch.device("meta"):
+        model = model_class(stock_config)
+    config = {key: getattr(stock_config, key) for key in ("model_type", "num_attention_heads", "image_size")}
+    return Recorded("vision", record_as or path, aliases, config, parameter_shapes(model))
+
+
+def parameter_shapes(model: torch.nn.Module) -> dict[str, Shape]:
+    """Stock name and shape of every parameter, tied ones once."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def record(options: argparse.Namespace) -> None:
+    """Write one record and say what is in it; raises UserError."""
+    if options.vision is None:
+        recorded = record_llm(options.model, options.id, tuple(options.alias))
+        shape = llm_shape_from(recorded.config, recorded.parameters, recorded.id)
+        summary = f"{len(shape.decoder)} decoder layers, hidden size {shape.hidden_size}"
+    else:
+        is_timm = "/" not in options.vision and not Path(options.vision).is_dir()
+        recorded = (record_timm if is_timm else record_hf_vision)(options.vision, options.id, tuple(options.alias))
+        shape = vision_shape_from(recorded.config, recorded.parameters, -1, recorded.id)
+        summary = f"{shape.blocks_run} blocks, width {shape.width}, {shape.tokens_per_image} tokens per image"
+    file = options.out / (recorded.id.lower().replace("/", "--") + ".json")
+    file.write_text(as_json(recorded), encoding="utf-8")
+    count = sum(math.prod(shape) for shape in recorded.parameters.values())
+    tell(f"{file}: {recorded.id}, {count:,} parameters, {summary}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; exit code 2 and one message for what the user can mend."""
+    options = parse_arguments(arguments)
+    return run_command(lambda: record(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

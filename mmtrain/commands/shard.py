@@ -1,0 +1,352 @@
+"""Turn LLaVA JSON and a folder of images into webdataset shards, which training reads in order from any disk.
+
+Input: JSON arrays or JSON lines of records, and the images that they name, relative to one folder:
+    {"id": "004539375", "image": "00453/004539375.jpg",        "image" may be a list, or absent
+     "conversations": [{"from": "human", "value": "<image>\\nDescribe it."}, {"from": "gpt", "value": "A red door."}]}
+
+Output, in the folder that --out names:
+    shard-000000.tar ...   per sample KEY.json (the record) and KEY.jpg, or KEY.0.jpg, KEY.1.jpg with several images;
+                           image files byte for byte as they were, but for --max-side. KEY is the id where that can
+                           name a file.
+    shard-000000.tar.index where each file lies in the tar, its checksum, the images' sizes; with --tokenizer and
+                           --template also each sample's length in tokens (otherwise the first run adds it)
+    rejected.jsonl         one line for each record left out: {"file", "record", "id", "reason", "detail"}; `record`
+                           counts from 0
+    dataset.json           counts and sums, records rejected by reason, the options, checksums of input and shards.
+                           Written last: a folder without it is unfinished, and --resume goes on by what
+                           unfinished.jsonl says there.
+
+Every image is decoded once, so that no damaged one stops a training run.
+
+The same input and options give the same bytes, whatever the number of workers and of interruptions. For that, a shard's
+records are chosen before their images are read: --samples-per-shard counts records with sound text, and one whose image
+turns out to be bad leaves its shard that much smaller; it also keeps its id, so a later record with the same one is a
+duplicate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import glob
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+
+import PIL
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import JsonLines
+from mmtrain.base.printing import run_command, say
+from mmtrain.base.progress import Progress
+from mmtrain.config.limits import MAX_IMAGE_PIXELS
+from mmtrain.data.prepare.llava_json import read_llava_json
+from mmtrain.data.prepare.shard_intake import Intake, ShardLimit
+from mmtrain.data.prepare.shard_jobs import FinishedShard, Rejection, ShardJob, ShardTask, run_jobs
+from mmtrain.data.prepare.shard_resume import (
+    STATE,
+    SUMMARY,
+    UnfinishedRun,
+    read_summary,
+    refuse_another_run,
+    refuse_used_folder,
+)
+from mmtrain.data.prepare.sharding import UNFINISHED, WrittenShard
+from mmtrain.data.samples.records import REASONS, ImageLimits
+from mmtrain.data.shards.index import text_fingerprint
+from mmtrain.data.shards.indexing import usable_cores
+from mmtrain.pretrained.model_files import model_folder
+
+NOT_OF_RECORDS = ("template", "no_json", "image_names", "duplicate_member", "checksum")  # reasons of shards' samples
+EXAMPLES = f"""\
+examples:
+  LLaVA's 558K pairs for stage 1 (its images.zip unpacked into LLaVA-Pretrain/images):
+    python tools/shard_dataset.py --json LLaVA-Pretrain/blip_laion_cc_sbu_558k.json --images LLaVA-Pretrain/images \\
+        --out data/llava558k
+  several files, tars of at most 1 GB, no more than 1 record in 1,000 lost:
+    python tools/shard_dataset.py --json part1.json part2.jsonl --images images --out data/mix \\
+        --shard-bytes 1GB --max-reject-rate 0.001
+  go on after Ctrl-C, a full disk or a crash: the same command, and
+        --resume
+  a mixture that repeats ids over different conversations, text lengths for one LLM, photographs made smaller:
+    python tools/shard_dataset.py --json llava_v1_5_mix665k.json --images images --out data/mix665k \\
+        --duplicate-ids keep --tokenizer lmsys/vicuna-7b-v1.5 --template chat --max-side 1344
+  see everything that is wrong with a data set, instead of stopping at 5%:
+    python tools/shard_dataset.py --json mix.json --images images --out data/try --max-reject-rate 1
+  then train on it:
+    python -m mmtrain.launch CONFIG 'data.shards=data/llava558k/shard-*.tar'
+
+reasons in rejected.jsonl:
+{chr(10).join(f"  {code:18} {words}" for code, words in REASONS.items() if code not in NOT_OF_RECORDS)}
+
+exit codes:
+  0    every record is in a shard or in rejected.jsonl
+  2    wrong input, a full disk, or more rejected records than --max-reject-rate; the message says which
+  130  stopped by Ctrl-C; no half shard is left, --resume goes on
+"""
+UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
+
+
+class Outcome:
+    """What became of the records, in their order: counts, and a line in rejected.jsonl for each that is left out."""
+
+    def __init__(self, intake: Intake, rejected: JsonLines, total: int) -> None:
+        self.intake = intake
+        self.rejected = rejected
+        self.total = total
+        self.reasons: Counter[str] = Counter()
+        self.shards: list[WrittenShard] = []
+
+    @property
+    def samples(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+    def add(self, job: ShardJob, finished: FinishedShard) -> None:
+        """Take a job's result; raises UserError once more records are bad than are allowed."""
+        for rejection in sorted(job.rejected + finished.rejected, key=lambda rejection: rejection.record):
+            self._reject(rejection)
+        self.shards.append(finished.shard)
+
+    def _reject(self, rejection: Rejection) -> None:
+        file, number = self.intake.place(rejection.record)
+        self.rejected.write(
+            file=file.name, record=number, id=rejection.id, reason=rejection.reason, detail=rejection.detail
+        )
+        self.reasons[rejection.reason] += 1
+        if self.reasons.total() > self.intake.allowed_rejections:
+            hint = ""
+            if self.reasons.most_common(1)[0][0] == "duplicate_id":
+                hint = "; if equal ids stand over different conversations, --duplicate-ids keep"
+            raise UserError(
+                f"too many bad records: {self.reasons.total():,} of the first {rejection.record + 1:,} "
+                f"({_by_reason(self.reasons)}), where {self.intake.allowed_rejections:,} of {self.total:,} are "
+                f"allowed; the last is {rejection.reason}: {rejection.detail}. Mend them, or raise "
+                f"--max-reject-rate{hint}"
+            )
+
+
+def _by_reason(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {code}" for code, count in reasons.most_common())
+
+
+def shard_dataset(options: argparse.Namespace) -> None:
+    """Write shards, their indexes, rejected.jsonl and dataset.json into options.out; raises UserError."""
+    images: Path = options.images.resolve()
+    if not images.is_dir():
+        raise UserError(f"--images {options.images}: no such folder")
+    for number, file in enumerate(options.json):
+        if file.resolve() in [other.resolve() for other in options.json[:number]]:
+            raise UserError(f"--json {file}: named twice; every record would come twice")
+    out: Path = options.out
+    if out.resolve() == images:
+        raise UserError(f"--out {options.out}: is the folder of the images; name another, which holds the shards alone")
+    refuse_used_folder(out, options.resume)
+    files = {}
+    for file in options.json:  # all of them before anything is written: a broken last file shows at once
+        files[file] = sum(1 for _ in read_llava_json(file))
+        say(f"{file}: {files[file]:,} records")
+    run = {"options": _options_that_shape_the_bytes(options), "inputs": [_describe(*entry) for entry in files.items()]}
+    if (out / SUMMARY).is_file():
+        known = read_summary(out / SUMMARY)
+        refuse_another_run(out, run, known, out / SUMMARY)
+        (out / STATE).unlink(missing_ok=True)  # the run was killed between its last two acts
+        say(f"{out}: finished already, {len(known['shards']):,} shards, {known['samples']:,} samples")
+        return
+    # 0.29 x 100 is 28.999999999999996: without the addition the 29th of 29% would stop the run.
+    allowed = math.floor(options.max_reject_rate * sum(files.values()) + 1e-6)
+    limit = ShardLimit(options.samples_per_shard, options.shard_bytes)
+    intake = Intake(files, images, limit, options.duplicate_ids == "keep", allowed)
+    limits = ImageLimits(options.max_pixels, options.max_side)
+    task = ShardTask(images, out, limits, options.tokenizer, options.template)
+    rejected_file = out / "rejected.jsonl"
+    with contextlib.closing(UnfinishedRun(out, run, options.resume)) as unfinished:
+        rejected_file.unlink(missing_ok=True)  # it is made again, from the first record on
+        with JsonLines(rejected_file) as rejected:
+            outcome = Outcome(intake, rejected, sum(files.values()))
+            try:
+                _write_all(outcome, task, options.workers, unfinished)
+                if not outcome.samples:
+                    seen = f"see {rejected_file}: {_by_reason(outcome.reasons)}" if outcome.reasons else "there is none"
+                    raise UserError(f"no record became a sample; {seen}")
+                _write_summary(out, run, outcome)
+            except (UserError, OSError) as error:
+                raise _unfinished(error, outcome, unfinished, rejected_file) from error
+        unfinished.end()
+    images_written = sum(shard.images for shard in outcome.shards)
+    say(f"{out}: {len(outcome.shards):,} shards, {outcome.samples:,} samples, {images_written:,} images")
+    say(f"rejected: {outcome.reasons.total():,}" + (f", see {rejected_file}" if outcome.reasons else ""))
+    for code, count in outcome.reasons.most_common():
+        say(f"  {count:>9,} {code}: {REASONS[code]}")
+    say(f"use it: {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
+
+
+def _write_all(outcome: Outcome, task: ShardTask, workers: int, unfinished: UnfinishedRun) -> None:
+    """Run every job and take its result."""
+    known = dict(unfinished.finished)
+    if known:
+        say(f"{task.out}: {len(known):,} shards are there already")
+    done = made = lost = 0  # records whose job is through; of them those of this run, and their lost ones
+
+    with Progress("records", outcome.total, say, sys.stdout) as progress:
+
+        def tick(through: int) -> None:
+            ahead = max(through - made, 0)
+            progress.show(min(done + ahead, outcome.total - 1), made - lost + ahead, _lost(outcome))
+
+        results = run_jobs(iter(outcome.intake), task, workers, known, tick)
+        with contextlib.closing(results):
+            for job, finished in results:
+                outcome.add(job, finished)
+                unfinished.add(job.number, finished)
+                done += job.end - job.first
+                if job.number not in known:
+                    made += len(job.candidates)
+                    lost += len(finished.rejected)
+        progress.show(done, made - lost, _lost(outcome))
+
+
+def _lost(outcome: Outcome) -> str:
+    return f"{outcome.reasons.total():,} rejected"
+
+
+def _unfinished(
+    error: UserError | OSError, outcome: Outcome, unfinished: UnfinishedRun, rejected_file: Path
+) -> UserError:
+    """The error with what is left and how to go on from there."""
+    if isinstance(error, OSError):
+        error = UserError(f"{error.filename or unfinished.out}: cannot be written ({error.strerror}). Free space")
+    listed = f"; {rejected_file} lists what was left out" if outcome.reasons else ""
+    if outcome.samples:
+        return UserError(f"{error}{listed}. {unfinished.out} is unfinished: go on with --resume, or delete it")
+    unfinished.discard()  # another try needs no cleaning up
+    return UserError(f"{error}{listed}")
+
+
+def _options_that_shape_the_bytes(options: argparse.Namespace) -> dict:
+    """Those of dataset.json; a run that goes on must have the same."""
+    text = None if options.tokenizer is None else text_fingerprint(model_folder(options.tokenizer), options.template)
+    return {
+        "samples_per_shard": options.samples_per_shard,
+        "shard_bytes": options.shard_bytes,
+        "duplicate_ids": options.duplicate_ids,
+        "max_pixels": options.max_pixels,
+        "max_side": options.max_side,
+        "pillow": None if options.max_side is None else PIL.__version__,  # releases encode differently
+        "template": options.template,
+        "text_fingerprint": text,
+    }
+
+
+def _describe(file: Path, records: int) -> dict:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return {"file": file.name, "records": records, "bytes": stream.tell(), "sha256": digest}
+
+
+def _write_summary(out: Path, run: dict, outcome: Outcome) -> None:
+    shards = outcome.shards
+    content = {
+        "format_version": 2,
+        "records": outcome.total,
+        "samples": outcome.samples,
+        "images": sum(shard.images for shard in shards),
+        "image_pixels": sum(shard.image_pixels for shard in shards),
+        "text_tokens": None if shards[0].text_tokens is None else sum(shard.text_tokens for shard in shards),
+        "bytes": sum(shard.bytes for shard in shards),
+        "rejected": dict(sorted(outcome.reasons.items())),
+        **run,
+        "sha256": hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest(),  # of those of shards
+        "shards": [shard.as_dict() for shard in shards],
+    }
+    partial = out / f"{SUMMARY}{UNFINISHED}"
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(content, indent=1) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(out / SUMMARY)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(partial)) from error
+
+
+def parse_size(text: str) -> int:
+    """Bytes of 500MB, 1GiB, 2.5e9, ..."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    try:
+        return int(float(match[1]) * UNITS[match[2]])
+    except (TypeError, KeyError, ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; sizes are 500MB, 1GiB, 2e9, ...") from None
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Command line; `--help` teaches by example."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --out=~/data as it is
+    add = parser.add_argument
+    add("--json", type=path, nargs="+", required=True, metavar="FILE", help="LLaVA JSON or JSONL files")
+    add("--images", type=path, required=True, metavar="DIR", help="folder that image names start from")
+    add("--out", type=path, required=True, metavar="DIR", help="folder for the shards, without any yet")
+    add("--samples-per-shard", type=int, metavar="N", help="records with sound text in a tar (1000)")
+    add("--shard-bytes", type=parse_size, metavar="SIZE", help="instead: a tar's largest size (500MB, 1GiB, ...)")
+    add("--workers", type=int, default=usable_cores(), metavar="N", help="processes (%(default)s: cores usable here)")
+    add("--tokenizer", metavar="PATH", help="the LLM's folder, its hub id in the local cache, or demo:llm")
+    add("--template", choices=("plain", "chat"), help="data.template of the training run")
+    add("--max-reject-rate", type=float, default=0.05, metavar="R", help="stop at more bad records, as a share (0.05)")
+    add(
+        "--duplicate-ids",
+        choices=("reject", "keep"),
+        default="reject",
+        help="keep: their keys get -2, -3, ... (reject)",
+    )
+    add("--max-pixels", type=int, default=MAX_IMAGE_PIXELS, metavar="N", help="reject larger images (%(default)s)")
+    add(
+        "--max-side",
+        type=int,
+        metavar="PIXELS",
+        help="make images with a longer side smaller (Lanczos; JPEG stays JPEG)",
+    )
+    add("--resume", action="store_true", help="go on where a run with the same options and images was interrupted")
+    options = parser.parse_args(arguments)
+    if options.samples_per_shard is not None and options.shard_bytes is not None:
+        parser.error("--samples-per-shard and --shard-bytes: give one of the two")
+    if (options.tokenizer is None) != (options.template is None):
+        parser.error("--tokenizer and --template: give both or none; text lengths depend on both")
+    if options.shard_bytes is None and options.samples_per_shard is None:
+        options.samples_per_shard = 1000
+    if options.out == Path():
+        parser.error("--out: an empty name, or this folder; name a folder for the shards alone")
+    for name in ("samples_per_shard", "workers", "max_pixels", "max_side"):
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            parser.error(f"--{name.replace('_', '-')} {number}: at least 1 is needed")
+    if options.shard_bytes is not None and options.shard_bytes < 1_000_000:
+        parser.error(f"--shard-bytes {options.shard_bytes}: at least 1MB is needed")
+    if options.max_pixels > MAX_IMAGE_PIXELS:
+        parser.error(f"--max-pixels {options.max_pixels}: at most {MAX_IMAGE_PIXELS} are read in training")
+    if not 0 <= options.max_reject_rate <= 1:
+        parser.error(f"--max-reject-rate {options.max_reject_rate}: a share from 0 to 1 is needed")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; exit code 2 and one message for what the user can mend."""
+    options = parse_arguments(arguments)
+    return run_command(
+        lambda: shard_dataset(options),
+        options.out,
+        f"stopped by Ctrl-C; {options.out} is unfinished: go on with --resume, or delete it",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,490 @@
+"""Run configuration: strict, frozen, typed YAML.
+
+Every key is declared here with its meaning; an unknown or mistyped key is an error that names the key's path, the value
+seen, what is allowed and the nearest valid key. Nothing here imports torch, so any YAML can be checked on a laptop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.small_files import shortened
+from mmtrain.config.limits import MAX_IMAGE_PIXELS
+from mmtrain.config.problems import all_fields, explain, section_of
+from mmtrain.config.strict_yaml import parse_yaml, read_yaml
+
+
+def _exponent_number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-3 as text (it wants 1.0e-3), which is how everybody writes a learning rate.
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
+def _wrong_together(message: str) -> PydanticCustomError:
+    return PydanticCustomError("cross_field", "{message}", {"message": message})
+
+
+Float = Annotated[float, BeforeValidator(_exponent_number)]
+Decay = Annotated[Float, Field(ge=0, lt=1)]
+# Upper bounds are there so that a slip, or a file from somebody else, is an error and not memory or hours: what a plan,
+# an index or a rank makes one of. Each lies above what anybody uses.
+PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
+MAX_LAYERS = 1000  # of a model; the deepest published LLMs have 126 decoder layers
+MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GPUs
+MAX_MICROBATCHES = 32_768  # of a step, times pipeline ranks; the plan simulates each, 4 s for 8,192
+LayerIndex = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
+Dtype = Literal["float32", "bfloat16"]
+# Of each pair one is set: an override of one takes the place of the other in the file.
+ALTERNATIVES = (("data.shards", "data.sets"), ("train.max_steps", "train.epochs"), ("eval.shards", "eval.fraction"))
+Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A group of keys: unknown keys are errors, no silent conversions, values cannot change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder name of this run below run.dir")
+    dir: str = Field("runs", description="folder that holds all runs")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="seed of every random draw: projector initialisation, data order"
+    )
+    overwrite: bool = Field(False, description="true: delete an existing run folder of this name and start anew")
+
+
+class LlmSection(Section):
+    path: str = Field(description="model folder, or a hub id whose files are in the local Hugging Face cache")
+    dtype: Dtype = Field("bfloat16", description="storage and compute type of the frozen LLM")
+
+
+class VisionSection(Section):
+    name: str = Field(description="timm model name, or a folder holding a timm or Hugging Face vision model")
+    select_layer: Annotated[int, Field(le=-1)] = Field(
+        -2, description="which encoder block's output feeds the projector: -1 the last, -2 (LLaVA) the one before"
+    )
+    dtype: Dtype | None = Field(None, description="storage and compute type of the encoder; null: that of the LLM")
+
+
+class ProjectorSection(Section):
+    type: Literal["linear", "mlp2x_gelu"] = Field("mlp2x_gelu", description="projector architecture")
+    init_from: str | None = Field(
+        None,
+        description="begin with a trained projector instead of a random one: a run or checkpoint of mmtrain, its "
+        "projector.safetensors, LLaVA's mm_projector.bin, or a Hugging Face LLaVA folder; null: random, by run.seed",
+    )
+
+
+class ModelSection(Section):
+    llm: LlmSection
+    vision: VisionSection
+    projector: ProjectorSection = ProjectorSection()
+    trainable: tuple[str, ...] = Field(
+        ("projector",),
+        min_length=1,
+        max_length=1000,
+        description="name patterns of what trains, e.g. projector, llm.layers.31, llm.layers.*.mlp.*, llm.head",
+    )
+
+
+class ParallelSection(Section):
+    pipeline: Annotated[int, Field(ge=1, le=MAX_LAYERS)] = Field(
+        1, description="pipeline ranks that share one copy of the model"
+    )
+    data: Annotated[int, Field(ge=1, le=10_000)] = Field(1, description="data-parallel replicas of the whole pipeline")
+    chunks_per_rank: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)] = Field(
+        "auto",
+        description="stages that a pipeline rank holds: 1 is 1F1B, more interleave, which idles less and sends more; "
+        "auto: what the simulation favours within memory",
+    )
+    encoder_run_ahead: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)] = Field(
+        "auto",
+        description="micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which "
+        "its rank would wait; auto: what the simulation favours; 0: none. It changes no result",
+    )
+    boundaries: tuple[LayerIndex, ...] | None = Field(
+        None,
+        description="decoder layer at which stage 1, 2, ... begins, e.g. [8, 16, 24]; null: the planner chooses",
+    )
+    device_memory_gib: Annotated[Float, Field(gt=0, le=1e6)] | None = Field(
+        None,
+        description="memory a rank may use, GiB, 6% of it for fragmentation; leave 2.5 GiB of a GPU to CUDA and NCCL; "
+        "null: that of the GPUs here, less max(6%, 2.5 GiB), no limit without one",
+    )
+    device_tflops: Annotated[Float, Field(gt=0)] | None = Field(
+        None,
+        description="what a rank's device can do at its best in the LLM's dtype, dense, in 1e12 FLOP/s (H100 SXM, "
+        "bfloat16: 989); only model_flops_utilization uses it; null: the matmul rate of a calibration, if there is one",
+    )
+    recompute_layers: Literal["auto"] | LayerIndex | tuple[LayerIndex, ...] = Field(
+        "auto",
+        description="decoder layers per rank whose activations are recomputed in backward: one number, one per "
+        "pipeline rank, or auto (none if all fits in memory, else as few as needed); more than there are means all",
+    )
+    calibration: str | None = Field(
+        None,
+        description="file of measured costs to plan with; null: the one in the cache for this run on this device, else "
+        "assumed costs",
+    )
+    threads_per_rank: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="CPU threads of a rank; null: cores / local ranks"
+    )
+    timeout_seconds: Annotated[int, Field(ge=1, le=604800)] = Field(
+        600, description="a collective or message waiting longer than this fails"
+    )
+
+    @model_validator(mode="after")
+    def _lists_fit_the_pipeline(self) -> Self:
+        cuts, chunks = self.boundaries, self.chunks_per_rank
+        if self.pipeline == 1 and chunks != "auto" and chunks > 1:
+            raise _wrong_together(
+                f"parallel.chunks_per_rank: {chunks} stages on one rank; with parallel.pipeline 1 there is nothing to "
+                "interleave: leave it out"
+            )
+        if cuts is not None:
+            stages = len(cuts) + 1
+            wrong = stages % self.pipeline or (self.pipeline == 1 and stages > 1)
+            if wrong or (chunks != "auto" and stages != self.pipeline * chunks):
+                each = f" and chunks_per_rank {chunks}" if chunks not in ("auto", 1) else ""
+                needed = self.pipeline * (1 if chunks == "auto" else chunks) - 1
+                raise _wrong_together(
+                    f"parallel.boundaries: {list(cuts)} has {len(cuts)} entries; parallel.pipeline {self.pipeline}"
+                    f"{each} needs {needed}, the first decoder layer of every stage but the first"
+                )
+        if cuts is not None and any(later <= earlier for earlier, later in itertools.pairwise(cuts)):
+            raise _wrong_together(
+                f"parallel.boundaries: {list(cuts)} must increase strictly: every stage needs a decoder layer"
+            )
+        counts = self.recompute_layers
+        if isinstance(counts, tuple) and len(counts) != self.pipeline:
+            raise _wrong_together(
+                f"parallel.recompute_layers: {list(counts)} has {len(counts)} entries; parallel.pipeline "
+                f"{self.pipeline} needs {self.pipeline}, one per pipeline rank (or one number for all)"
+            )
+        return self
+
+
+class DataSetSection(Section):
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="stands before the keys of its samples: name/key"
+    )
+    shards: Shards = Field(description="webdataset tars: a path, a glob, a brace range, or a list")
+    weight: Annotated[Float, Field(gt=0, le=1e6)] = Field(
+        1.0, description="passes over it in an epoch: 2.5 is twice all of it and half of it once more, 0.1 a tenth"
+    )
+
+
+class DataSection(Section):
+    shards: Shards | None = Field(
+        None,
+        description="webdataset tars: a path, a glob, a brace range, a pipe: URL (data.allow_pipe), or a list; "
+        "demo:train is the demo's; or set data.sets",
+    )
+    sets: tuple[DataSetSection, ...] | None = Field(
+        None, description="several data sets instead of data.shards, each with name, shards and weight"
+    )
+    allow_pipe: tuple[str, ...] = Field(
+        (),
+        description="programs that pipe: URLs among the shards may run, e.g. [curl], whose output is kept in the "
+        "cache; only the command line may say it",
+    )
+    pack_length: Annotated[int, Field(ge=1, le=10_000_000)] = Field(2048, description="tokens in a pack")
+    max_images_per_pack: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        None, description="images in a pack, to bound the encoder's memory; null: as many as its tokens hold"
+    )
+    template: Literal["plain", "chat"] = Field(
+        "plain",
+        description="how a conversation becomes tokens. plain (LLaVA's stage 1): images, then the one answer, the "
+        "question dropped; chat: all turns through the model's own chat template, every answer supervised",
+    )
+    overlong: Literal["skip", "refuse"] = Field(
+        "skip", description="what to do with a sample that does not fit into a pack; skipped ones are counted"
+    )
+    image_fit: Literal["pad", "resize", "center_crop"] = Field(
+        "pad",
+        description="how an image becomes the encoder's square. pad (LLaVA-1.5): whole, on the mean colour; resize: "
+        "whole, stretched; center_crop: its middle (CLIP)",
+    )
+    max_image_pixels: PositiveInt = Field(
+        MAX_IMAGE_PIXELS, description="a sample with a larger image is quarantined, judged by the header; WebP: half"
+    )
+    shuffle_shards: PositiveInt = Field(
+        8,
+        description="shards whose samples are mixed with each other: more mix better, and read more files in turn; of "
+        "small shards as many as hold data.pack_window samples",
+    )
+    pack_window: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+        4096, description="samples that are packed together: more fill packs better"
+    )
+    workers: Annotated[int, Field(ge=0, le=1024)] = Field(
+        2, description="processes that decode ahead, on ranks that read data"
+    )
+    max_quarantine_rate: Annotated[Float, Field(ge=0, le=1)] = Field(
+        0.01,
+        description="a larger share of damaged samples among those read (of the first 1,000 at least) ends the run",
+    )
+    io_retry_seconds: Annotated[Float, Field(ge=0, le=1e7)] = Field(
+        60.0, description="how long a read that fails is tried again, for storage that comes back, before the run ends"
+    )
+    ledger: bool = Field(False, description="write samples.jsonl: for each step the keys of its samples in pack order")
+    expected_text_tokens: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+        80, description="text tokens of a typical sample; only the planner's estimates use it"
+    )
+    expected_supervised_fraction: Annotated[Float, Field(gt=0, le=1)] = Field(
+        0.12, description="share of a pack's tokens that carry a label; only the planner's estimates use it"
+    )
+
+    @model_validator(mode="after")
+    def _one_or_several_data_sets(self) -> Self:
+        if (self.shards is None) == (self.sets is None):
+            raise _wrong_together("data.shards: set exactly one of data.shards and data.sets")
+        if self.sets == ():
+            raise _wrong_together("data.sets: the list is empty; name at least one data set")
+        names = [one.name for one in self.sets or ()]
+        if len(set(names)) < len(names):
+            raise _wrong_together(f"data.sets: names must differ; they are {', '.join(names)}")
+        return self
+
+
+class TrainSection(Section):
+    packs_per_step: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
+        description="packs in one optimizer step, over all replicas"
+    )
+    packs_per_microbatch: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        1, description="packs that one pipeline forward handles"
+    )
+    max_steps: PositiveInt | None = Field(None, description="optimizer steps of the run; or set train.epochs")
+    epochs: PositiveInt | None = Field(
+        None, description="passes over the data instead; the last step is filled up from the pass that would follow"
+    )
+    max_bad_steps: NonNegativeInt = Field(
+        0,
+        description="steps with a NaN or infinite loss or gradient that a run leaves out, without an update, before it "
+        "stops; each is written to bad_steps.jsonl",
+    )
+    deterministic: bool = Field(
+        False,
+        description="true: GPUs use algorithms that give the same bits each time, slower ones among them; false: runs "
+        "on GPUs are equal to rounding. Runs on a CPU give the same bits either way",
+    )
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if (self.max_steps is None) == (self.epochs is None):
+            raise _wrong_together("train.max_steps: set exactly one of train.max_steps and train.epochs")
+        return self
+
+
+class OptimizerSection(Section):
+    lr: Annotated[Float, Field(ge=0)] = Field(1e-3, description="peak learning rate")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's decay rates")
+    eps: Annotated[Float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
+    weight_decay: Annotated[Float, Field(ge=0)] = Field(0.0, description="AdamW's decoupled weight decay")
+    warmup_fraction: Annotated[Float, Field(ge=0, le=1)] = Field(0.03, description="share of steps of linear warm-up")
+    min_lr_fraction: Annotated[Float, Field(ge=0, le=1)] = Field(0.0, description="end of the cosine, times lr")
+    clip_norm: Annotated[Float, Field(gt=0)] | None = Field(1.0, description="global gradient norm limit; null: none")
+
+
+class EvalSection(Section):
+    shards: Shards | None = Field(
+        None, description="held-out webdataset tars, read with data's template and pack_length; or set eval.fraction"
+    )
+    fraction: Annotated[Float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="hold out this share of the training data instead, chosen by a hash of each sample's key: the same "
+        "ones in every run (records that share an image have keys of their own); both null: no evaluation",
+    )
+    every_steps: PositiveInt | None = Field(
+        None, description="steps between two evaluations; null: only before the first and after the last step"
+    )
+    max_samples: PositiveInt | None = Field(
+        None, description="evaluate the first so many samples only; null: all, and all stay in memory"
+    )
+    show_answers: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        6, description="held-out questions to answer, word by word, at the end of the run; 0: none"
+    )
+    permuted_control: bool = Field(
+        True,
+        description="at the end evaluate once more with the images permuted among the samples, as a control: answers "
+        "that stay right do not come from the images",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.shards is not None and self.fraction is not None:
+            raise _wrong_together("eval.fraction: set either it or eval.shards, not both")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.shards is not None or self.fraction is not None
+
+
+class CheckpointSection(Section):
+    every_steps: PositiveInt | None = Field(None, description="save after every so many steps; null: by time alone")
+    every_minutes: Annotated[Float, Field(gt=0, le=1e7)] | None = Field(
+        10.0, description="save when the last save is this long ago; null: by steps alone. The end is always saved"
+    )
+    keep_last: PositiveInt | None = Field(3, description="keep the newest so many checkpoints; null: all")
+    keep_best: Literal["loss", "token_accuracy", "exact_match"] | None = Field(
+        None, description="keep the checkpoint that is best by this score of the evaluations, too, and save at each"
+    )
+    asynchronous: bool = Field(True, description="write in the background: a step waits only for a save before")
+    max_failures: PositiveInt = Field(
+        3, description="saves in a row that may fail (a full disk, say) before the run stops"
+    )
+
+
+class RunConfig(Section):
+    run: RunSection
+    model: ModelSection
+    parallel: ParallelSection = ParallelSection()
+    data: DataSection
+    train: TrainSection
+    optimizer: OptimizerSection = OptimizerSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    @model_validator(mode="after")
+    def _steps_divide_into_microbatches(self) -> Self:
+        packs, data, per_microbatch = self.train.packs_per_step, self.parallel.data, self.train.packs_per_microbatch
+        unit = data * per_microbatch
+        if packs % unit:
+            below = packs // unit * unit
+            nearest = f"{below} or {below + unit}" if below else str(unit)
+            raise _wrong_together(
+                f"train.packs_per_step: {packs} does not divide by parallel.data x train.packs_per_microbatch = "
+                f"{data} x {per_microbatch} = {unit}; nearest that does: {nearest}"
+            )
+        pipeline = self.parallel.pipeline
+        if pipeline * data > MAX_RANKS:
+            raise _wrong_together(
+                f"parallel.data: {data} x parallel.pipeline {pipeline} are {pipeline * data:,} ranks; at most "
+                f"{MAX_RANKS:,}"
+            )
+        if packs // unit * pipeline > MAX_MICROBATCHES:
+            raise _wrong_together(
+                f"train.packs_per_step: {packs // unit:,} micro-batches a step on each of {pipeline} pipeline ranks; "
+                f"together at most {MAX_MICROBATCHES:,}: fewer packs, or more train.packs_per_microbatch or "
+                "parallel.data"
+            )
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a YAML file, with `key.sub=value` overrides applied in order.
+
+    Raises UserError listing every problem at once: per key its path, the value seen, what is allowed; for an unknown
+    key the nearest valid one. `data.allow_pipe` is taken from overrides alone.
+    """
+    content = read_yaml(Path(path))
+    if content is not None and not isinstance(content, dict):
+        raise UserError(f"{path}: holds a {type(content).__name__}; needs the sections {_sections()}")
+    content = _without_empty_sections(RunConfig, content or {})
+    data = content.get("data")
+    if isinstance(data, dict) and data.get("allow_pipe"):
+        raise UserError(
+            f"{path}: data.allow_pipe says which programs may run, and no file may say that, since it can come from "
+            "anybody: take it out, and give it on the command line, e.g. 'data.allow_pipe=[curl]'"
+        )
+    for override in overrides:
+        _apply(content, override)
+    _drop_alternatives(content, [override.partition("=")[0].strip() for override in overrides])
+    content = _tuples(content)
+    try:
+        return RunConfig.model_validate(content)
+    except ValidationError as error:
+        problems = explain(RunConfig, error.errors(include_url=False), content)
+    heading = f"{path}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    raise UserError("\n  ".join([heading, *problems]))
+
+
+def restore_config(content: dict[str, Any], source: str) -> RunConfig:
+    """The configuration of which `model_dump(mode="json")` made this; keys that mmtrain did not have then get defaults.
+
+    `data.allow_pipe` is empty: no file says which programs may run. Raises UserError, naming the source, where it has
+    keys or values that this version does not know.
+    """
+    try:
+        config = RunConfig.model_validate(_tuples(content))
+        return config.model_copy(update={"data": config.data.model_copy(update={"allow_pipe": ()})})
+    except ValidationError as error:
+        problems = explain(RunConfig, error.errors(include_url=False), content)
+    raise UserError("\n  ".join([f"{source}: a configuration that this version of mmtrain does not know", *problems]))
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML text of a configuration with every default written out; loading it gives an equal configuration.
+
+    But for `data.allow_pipe`, which only a command line says.
+    """
+    content = config.model_dump(mode="json", exclude={"data": {"allow_pipe"}})
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _sections() -> str:
+    return ", ".join(RunConfig.model_fields)
+
+
+def _without_empty_sections(model: type[BaseModel], content: dict) -> dict:
+    """`train:` with all its keys commented out is null in YAML; what is meant is a section without keys."""
+    result = dict(content)
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        if section is not None and name in result:
+            value = {} if result[name] is None else result[name]
+            result[name] = _without_empty_sections(section, value) if isinstance(value, dict) else value
+    return result
+
+
+def _apply(content: dict, override: str) -> None:
+    """Set one `key.sub=value` in nested sections; an unknown key is set too, so that validation reports it."""
+    key, equals, text = override.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        raise UserError(f"override {override!r}: needs the form key.sub=value, e.g. optimizer.lr=1e-3")
+    field = dict(all_fields(RunConfig)).get(path)
+    if field is not None and section_of(field.annotation) is not None:
+        raise UserError(f"override {override!r}: {key} is a section; set one of its keys, e.g. optimizer.lr=1e-3")
+    for part in path[:-1]:
+        inner = content.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"override {override!r}: {part} is {inner!r}, which has no keys below it")
+        content = inner
+    # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML alias.
+    kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
+    is_null = text == "null" and types.NoneType in kinds
+    is_text = str in kinds and not is_null and not text.startswith(("[", '"', "'"))
+    content[path[-1]] = text if is_text else parse_yaml(text, shortened(f"override {override!r}"))
+
+
+def _drop_alternatives(content: dict, overridden: Sequence[str]) -> None:
+    """`train.max_steps=20` on the command line says that the file's `train.epochs` is not meant."""
+    for pair in ALTERNATIVES:
+        for key, other in (pair, pair[::-1]):
+            section, name = key.split(".")
+            keys = content.get(section)
+            if key in overridden and other not in overridden and isinstance(keys, dict) and keys.get(name) is not None:
+                keys.pop(other.split(".")[1], None)
+
+
+def _tuples(value: Any) -> Any:
+    """YAML lists as tuples, which is how a frozen configuration declares them."""
+    if isinstance(value, dict):
+        return {key: _tuples(inner) for key, inner in value.items()}
+    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value

@@ -1,0 +1,119 @@
+"""YAML for configuration files: safe loading that refuses what PyYAML takes without a word, or never comes back from.
+
+A key given twice is refused. So is a document whose aliases expand to more values than any configuration has (nine
+lines can say a thousand million), that contains itself, or is nested deeply: checked while it is read, so that the rest
+is not. `<<: *base` merges as YAML 1.1 says, keys beside it winning.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.small_files import LONGEST_NUMBER, read_limited, shortened
+
+MAX_BYTES = 500_000  # PyYAML reads about 300,000 a second; the shipped configurations have 2,000
+MAX_VALUES = 20_000  # keys and values, aliases expanded; a list of so many shards is said shorter by a glob
+MAX_DEPTH = 32  # configurations have 5
+
+
+class _Extent(NamedTuple):
+    values: int
+    depth: int
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader whose mappings have each key once and text keys only, and whose documents are finite and small."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.extents: dict[int, _Extent] = {}  # of nodes that are whole, by id; the document keeps them alive
+        self.open = 0  # nodes that are being read
+        self.alone = 0  # values so far, aliases not expanded
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        self.open += 1
+        self.alone += 1
+        if self.open > MAX_DEPTH or self.alone > MAX_VALUES:
+            raise self._too_large(event.start_mark)
+        node = super().compose_node(parent, index)
+        self.open -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if id(node) not in self.extents:
+                raise _fault(f"*{event.anchor} stands inside &{event.anchor}, which would never end", event.start_mark)
+            return node
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in inner for part in pair]
+        extents = [self.extents[id(part)] for part in inner]
+        extent = _Extent(1 + sum(e.values for e in extents), 1 + max((e.depth for e in extents), default=0))
+        if extent.values > MAX_VALUES or extent.depth > MAX_DEPTH:
+            raise self._too_large(event.start_mark)
+        self.extents[id(node)] = extent
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        is_number = isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float"))
+        if is_number and len(node.value) > LONGEST_NUMBER:
+            raise _fault(f"a number of {len(node.value):,} digits", node.start_mark)
+        if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
+            raise _fault("a null character (\\0), which no text here can have", node.start_mark)
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):  # PyYAML's, for the 99th of May or `!!bool maybe`
+            kind = node.tag.rpartition(":")[2]
+            raise _fault(f"{shortened(repr(node.value))} is no {kind}", node.start_mark) from None
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        lines: dict[str, int] = {}
+        for key_node, _ in node.value:
+            is_merge = key_node.tag == "tag:yaml.org,2002:merge"
+            key = "<<" if is_merge else self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                shown = shortened(repr(key))
+                raise _fault(f"key {shown} is not text (YAML reads on, yes and numbers as values)", key_node.start_mark)
+            if key in lines:
+                both = " (to merge two mappings write <<: [*one, *two])" if is_merge else ""
+                shown = shortened(key)
+                raise _fault(f"key {shown} is given twice, first on line {lines[key]}{both}", key_node.start_mark)
+            lines[key] = line
+        return super().construct_mapping(node, deep)
+
+    def _too_large(self, mark: yaml.Mark) -> yaml.MarkedYAMLError:
+        return _fault(
+            f"from here on it has more than {MAX_VALUES:,} values, aliases expanded, or is nested more than "
+            f"{MAX_DEPTH} deep: no configuration is",
+            mark,
+        )
+
+
+def read_yaml(path: Path) -> Any:
+    """Content of a YAML file; raises UserError naming the file, and the line of a mistake."""
+    try:
+        text = read_limited(path, MAX_BYTES, "a configuration").decode("utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such configuration file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: cannot be read as text ({error})") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Content of YAML text; `source` names it in errors. Raises UserError with line and column."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
+        raise UserError(f"{where}: {shortened(error.problem or error.context)}; mend the YAML there") from None
+    except yaml.YAMLError as error:  # a character that YAML does not allow
+        raise UserError(f"{source}: {shortened(str(error))}; mend the YAML there") from None
+
+
+def _fault(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, mark)

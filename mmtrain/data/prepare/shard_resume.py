@@ -1,0 +1,165 @@
+"""What an unfinished run has done, so that another one goes on where it was stopped, by whatever.
+
+unfinished.jsonl in the output folder: the run's description, then a line for each shard that is written, in order.
+
+It is locked while a run goes on: two in one folder would write over each other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from dataclasses import astuple
+from pathlib import Path
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import JsonLines
+from mmtrain.data.prepare.shard_jobs import FinishedShard, Rejection
+from mmtrain.data.prepare.sharding import UNFINISHED, WrittenShard
+from mmtrain.data.shards.index import IndexState, index_state
+
+STATE = "unfinished.jsonl"
+SUMMARY = "dataset.json"
+_OURS = re.compile(r"shard-\d{6,}\.tar(\.index)?(\.[\w.]+)?")
+
+
+def refuse_used_folder(out: Path, resume: bool) -> None:
+    """Raise UserError for an output folder that holds shards, unless they are an unfinished run's that is to go on."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: is a file; name a folder")
+    used = sorted(path.name for name in ("*.tar", f"*.tar{UNFINISHED}", SUMMARY) for path in out.glob(name))
+    unfinished = (out / STATE).is_file()
+    if not used or (resume and (unfinished or SUMMARY in used)):
+        return
+    seen = f"--out {out}: holds shards already ({', '.join(used[:3])}{', ...' if len(used) > 3 else ''})"
+    if unfinished:
+        raise UserError(f"{seen}, of a run that was stopped: go on with --resume, or delete the folder")
+    raise UserError(f"{seen}; a run would read old and new ones together. Choose a new folder, or delete it")
+
+
+def read_summary(path: Path) -> dict:
+    """What a finished run says of itself; raises UserError for a file that this tool did not write."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(known["inputs"], list) and isinstance(known["shards"], list) and "samples" in known:
+            return known
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{path}: is not of this tool, or damaged; choose a new folder, or delete this one")
+
+
+def refuse_another_run(out: Path, run: dict, known: dict, of: Path) -> None:
+    """Raise UserError unless `known`, which the file `of` says of an earlier run, is `run`."""
+    was, now = _settings(known), _settings(run)
+    differ = [
+        f"{name} was {json.dumps(was.get(name))} and is {json.dumps(now.get(name))}"
+        for name in {**now, **was}
+        if was.get(name) != now.get(name)
+    ]
+    if differ:
+        raise UserError(
+            f"--resume: {of} is of another run: {'; '.join(differ)}. Its shards and new ones would not make one data "
+            f"set: use the same options and files, or delete {out} and start again"
+        )
+
+
+def _settings(run: dict) -> dict:
+    return run.get("options", {}) | {f"input {number}": file for number, file in enumerate(run["inputs"])}
+
+
+class UnfinishedRun:
+    """The state of the run that goes on in a folder."""
+
+    def __init__(self, out: Path, run: dict, resume: bool) -> None:
+        """Take the folder, and what an earlier run with the same description has left there.
+
+        `run` is {"options": {...}, "inputs": [...]}. Raises UserError if another run is at it, and if an earlier one
+        had another description.
+        """
+        self.out = out
+        self.path = out / STATE
+        out.mkdir(parents=True, exist_ok=True)
+        self.lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self.lock)
+            raise UserError(f"--out {out}: another run writes into this folder; wait for its end, or stop it") from None
+        if not self.path.exists() or not os.path.samestat(self.path.stat(), os.fstat(self.lock)):
+            raise UserError(f"--out {out}: another run has just ended here")
+        self.finished: dict[int, FinishedShard] = {}
+        if not resume or not self._read(run):
+            os.truncate(self.lock, 0)
+        self._remove_all_but_finished()
+        self.lines = JsonLines(self.path)
+        if self.path.stat().st_size == 0:
+            self.lines.write(**run)
+
+    def _read(self, run: dict) -> bool:
+        """Take over what is finished; whether there is a description."""
+        lines, whole = [], 0
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            try:
+                lines.append(json.loads(line))
+            except ValueError:  # a machine that lost its power may have left part of a line
+                break
+            whole += len(line)
+        os.truncate(self.lock, whole)
+        if not lines:
+            return False
+        refuse_another_run(self.out, run, lines[0], self.path)
+        fingerprint = run["options"]["text_fingerprint"]
+        for line in lines[1:]:
+            shard = FinishedShard(
+                line["first"],
+                line["end"],
+                WrittenShard(**line["written"]),
+                tuple(Rejection(*entry) for entry in line["rejected"]),
+            )
+            if self._is_whole(shard.shard, fingerprint):
+                self.finished[line["shard"]] = shard
+        return True
+
+    def _is_whole(self, shard: WrittenShard, fingerprint: str | None) -> bool:
+        tar = self.out / shard.file
+        if not tar.is_file() or tar.stat().st_size != shard.bytes:
+            return False
+        try:
+            state = index_state(tar, fingerprint or "")
+        except UserError:
+            return False
+        return state is IndexState.READY or (fingerprint is None and state is IndexState.NO_LENGTHS)
+
+    def _remove_all_but_finished(self) -> None:
+        kept = {known.shard.file for known in self.finished.values()}
+        for path in self.out.iterdir():
+            if _OURS.fullmatch(path.name) and path.name.removesuffix(".index") not in kept:
+                path.unlink()
+
+    def add(self, number: int, shard: FinishedShard) -> None:
+        """Note a shard that is written."""
+        if number not in self.finished:
+            self.lines.write(
+                shard=number,
+                first=shard.first,
+                end=shard.end,
+                written=shard.shard.as_dict(),
+                rejected=[astuple(entry) for entry in shard.rejected],
+            )
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+        self.path.unlink()
+
+    def discard(self) -> None:
+        """Remove all shards: none of them is worth going on with."""
+        self.finished.clear()
+        self._remove_all_but_finished()
+        self.end()
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self.lines.close()
+        os.close(self.lock)

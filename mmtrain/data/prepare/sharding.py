@@ -1,0 +1,247 @@
+"""Writing shards: webdataset tars of LLaVA-form samples with their index, byte for byte a function of the samples.
+
+(key, record, [(suffix, bytes), ...]) --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with several images
+                                      --> the tar's index: offsets, sizes, checksums of the bytes as they are written
+
+A tar gets its name when it is complete: it is written as NAME.tmp, flushed to the disk and renamed, so whatever stops
+the writer leaves no half shard that a glob of *.tar would find. Its index follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import sys
+import tarfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from mmtrain.base.errors import UserError
+from mmtrain.data.samples.records import IMAGE_SUFFIXES, Rejected, open_image, parse_turns, record_json
+from mmtrain.data.samples.sample import Sample
+from mmtrain.data.shards.index import Member, ShardIndex, TextLengths, write_index
+from mmtrain.data.shards.scan import UNKNOWN_SIZE
+
+UNFINISHED = ".tmp"  # added to the name of a tar that is being written
+_BUFFER = 1 << 20  # bytes
+
+# A dot would end the key, a slash make folders, underscores in front a name that webdataset passes over. 90 characters
+# and what follows them fit into the 100 of a ustar header.
+_SAFE_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,89}")
+_LONGEST = 80  # characters of an id that is its own key; a number may follow them
+_READABLE = 60  # characters of an unsafe id that its key keeps
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """What a complete tar holds."""
+
+    file: str  # its name, without folder
+    samples: int
+    images: int
+    image_pixels: int  # of all images, as stored
+    text_tokens: int | None  # of all samples, without image positions; None where no tokenizer was given
+    bytes: int  # of the tar
+    sha256: str  # of the tar
+
+    def as_dict(self) -> dict[str, str | int | None]:
+        """JSON form."""
+        return asdict(self)
+
+
+KeyedSample = tuple[str, dict, Sequence[tuple[str, bytes]]]  # key, KEY.json's content, (suffix, bytes) of each image
+
+
+class TextMeter(NamedTuple):
+    """Tells text lengths under one tokenizer and template."""
+
+    fingerprint: str  # index.text_fingerprint
+    count: Callable[[Sample], int]  # a text_lengths.TextCounter: tokens without those of images; raises Rejected
+
+
+def sample_key(identifier: str) -> str:
+    """The tar key of a record's id: the id itself where it is safe, else what is readable of it and a hash.
+
+    Safe are letters, digits, - and _, at most 80, the first a letter or digit. A function of the id alone (the hash is
+    12 digits of its SHA-256), so that keys do not depend on what else is in a data set; other ids get other keys.
+    """
+    if _SAFE_KEY.fullmatch(identifier) and len(identifier) <= _LONGEST:
+        return identifier
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", identifier).strip("-")[:_READABLE]
+    return "-".join(filter(None, (readable, hashlib.sha256(identifier.encode()).hexdigest()[:12])))
+
+
+def tar_bytes(members: Iterable[int]) -> int:
+    """What files of these sizes take in a tar, each with its header; the archive's end is not counted."""
+    return sum(tarfile.BLOCKSIZE + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE for size in members)
+
+
+def shard_name(number: int, prefix: str = "shard") -> str:
+    """File name of a data set's shard `number`, from 0."""
+    return f"{prefix}-{number:06d}.tar"
+
+
+def write_shards(
+    samples: Iterable[KeyedSample], folder: Path, samples_per_shard: int, prefix: str = "shard"
+) -> list[WrittenShard]:
+    """Write samples, in order, into folder/shard-000000.tar, shard-000001.tar, ...; the folder must exist.
+
+    Memory is that of two samples, and of every key. Raises what `write_shard` raises; complete shards stay.
+    """
+    assert samples_per_shard > 0, samples_per_shard
+    samples = _with_unique_keys(samples)
+    shards: list[WrittenShard] = []
+    for first in samples:
+        path = folder / shard_name(len(shards), prefix)
+        shards.append(write_shard(path, itertools.chain([first], itertools.islice(samples, samples_per_shard - 1))))
+    return shards
+
+
+def _with_unique_keys(samples: Iterable[KeyedSample]) -> Iterator[KeyedSample]:
+    keys: set[str] = set()
+    for sample in samples:
+        assert sample[0] not in keys, f"key {sample[0]} comes twice"
+        keys.add(sample[0])
+        yield sample
+
+
+def write_shard(path: Path, samples: Iterable[KeyedSample], meter: TextMeter | None = None) -> WrittenShard:
+    """Write one tar (POSIX.1-2008 ustar; times, owners and modes fixed), which appears under `path` when complete.
+
+    Its index is written after it, with text lengths where there is a `meter`. The records are sound: such that
+    `records.parse_record` takes them. Raises UserError if `path` exists, if another writer is at it or was killed
+    there, and if the disk does not take it; an exception from `samples` passes through. In each case what was written
+    of it is removed.
+    """
+    unfinished = path.with_name(path.name + UNFINISHED)
+    if path.exists():
+        raise UserError(f"{path}: exists already; shards are never written over, choose a new folder or delete them")
+    stream, taken = None, False
+    try:
+        with _said_plainly(path):
+            try:
+                stream = unfinished.open("xb", buffering=_BUFFER)
+            except FileExistsError:
+                taken = True
+                raise UserError(
+                    f"{unfinished}: is there: another process writes this shard, or was killed while it did; delete it"
+                ) from None
+        shard = _Shard(path, stream, meter)
+        for key, record, files in samples:
+            with _said_plainly(path):
+                shard.add(key, record, files)
+        with _said_plainly(path):
+            shard.end()
+            stream.flush()
+            os.fsync(stream.fileno())  # a full disk may show only here, and a rename must not overtake the content
+            stream.close()
+            unfinished.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # what could not be written cannot be flushed either
+            if stream is not None:
+                stream.close()
+        if not taken:  # whatever `stream` is: Ctrl-C may have come between the file's creation and the assignment
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+        raise
+    try:
+        write_index(path, shard.index)
+    except UserError:
+        path.unlink()
+        raise
+    return shard.summary()
+
+
+class _Shard:
+    """A tar on its way into a stream, and the index of what went there."""
+
+    def __init__(self, path: Path, stream: BinaryIO, meter: TextMeter | None) -> None:
+        self.path = path
+        self.stream = stream
+        self.meter = meter
+        self.index = ShardIndex(tar_bytes=0, keys=[], members=[], image_sizes=[])
+        self.lengths = TextLengths([])
+        if meter is not None:
+            self.index.texts[meter.fingerprint] = self.lengths
+        self.sha256 = hashlib.sha256()
+
+    def add(self, key: str, record: dict, files: Sequence[tuple[str, bytes]]) -> None:
+        assert _SAFE_KEY.fullmatch(key), f"unsafe key {key!r}"
+        index, place = self.index, len(self.index.keys)
+        members = [self._member(key, "json", record_json(record))]
+        sizes = []
+        for number, (suffix, content) in enumerate(files):
+            assert suffix in IMAGE_SUFFIXES, f"{key}: no suffix of an image: {suffix!r}"
+            suffix = suffix if len(files) == 1 else f"{number}.{suffix}"
+            members.append(self._member(key, suffix, content))
+            try:
+                with open_image(content, sys.maxsize) as image:  # how many pixels are too many, others say
+                    sizes.append(image.size)
+            except Rejected as error:
+                sizes.append(UNKNOWN_SIZE)
+                index.faults.setdefault(place, (error.reason, f"{suffix}: {error.detail}"))
+        index.keys.append(key)
+        index.members.append(tuple(members))
+        index.image_sizes.append(tuple(sizes))
+        if self.meter is not None:
+            sample = Sample(key, str(self.path), parse_turns(record), (b"",) * len(files), members[0].offset)
+            self.lengths.tokens.append(self._text_tokens(sample, self.meter))
+
+    def _text_tokens(self, sample: Sample, meter: TextMeter) -> int:
+        place = len(self.lengths.tokens)
+        if place in self.index.faults:
+            return 0
+        try:
+            return meter.count(sample)
+        except Rejected as error:
+            self.lengths.faults[place] = (error.reason, error.detail)
+            return 0
+
+    def _member(self, key: str, suffix: str, content: bytes) -> Member:
+        header = tarfile.TarInfo(f"{key}.{suffix}")  # its defaults: time 0, owner 0 without a name, mode 0644
+        header.size = len(content)
+        self._write(header.tobuf(tarfile.USTAR_FORMAT))
+        member = Member(suffix, self.index.tar_bytes, len(content), zlib.crc32(content))
+        self._write(content)
+        self._write(bytes(-len(content) % tarfile.BLOCKSIZE))
+        return member
+
+    def end(self) -> None:
+        """Two blocks of zeros, and more up to a whole record, as tar writes them."""
+        self._write(bytes(2 * tarfile.BLOCKSIZE))
+        self._write(bytes(-self.index.tar_bytes % tarfile.RECORDSIZE))
+
+    def _write(self, content: bytes) -> None:
+        self.stream.write(content)
+        self.sha256.update(content)
+        self.index.tar_bytes += len(content)
+
+    def summary(self) -> WrittenShard:
+        sizes = [size for sizes in self.index.image_sizes for size in sizes]
+        return WrittenShard(
+            file=self.path.name,
+            samples=len(self.index.keys),
+            images=len(sizes),
+            image_pixels=sum(width * height for width, height in sizes),
+            text_tokens=None if self.meter is None else sum(self.lengths.tokens),
+            bytes=self.index.tar_bytes,
+            sha256=self.sha256.hexdigest(),
+        )
+
+
+@contextlib.contextmanager
+def _said_plainly(path: Path) -> Iterator[None]:
+    """What the system says about writing, as a message for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); what was written of it is removed. Free space, or choose "
+            "another folder"
+        ) from error

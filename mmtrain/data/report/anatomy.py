@@ -1,0 +1,148 @@
+"""One sample as the model will see it.
+
+key --indexes--> every sample of this key --Reader--> Sample --template--> rows: position, token, its text, its label
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
+from mmtrain.config.limits import MAX_IMAGE_PIXELS
+from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.sample import IMAGE_POSITION, Document, Fault, Sample
+from mmtrain.data.samples.templates import TEMPLATES
+from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.shards.index import Member, read_index, text_fingerprint
+from mmtrain.data.stream.catalog import Catalog, DataSet
+from mmtrain.data.stream.reader import Reader
+from mmtrain.pretrained.model_files import model_folder
+
+_CONTEXT = 4  # tokens before one that decide how it is written: a first one loses its space, a letter takes up to 4
+_UNDECODED = "\N{REPLACEMENT CHARACTER}"
+_KEYS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """A text token, or an image's positions; `label` is the token that the (last) position must predict, or IGNORE."""
+
+    first: int  # position in the document
+    positions: int
+    token: int  # IMAGE_POSITION for an image
+    text: str  # of a token as it stands in the text; of an image: "image 0, 640x480 px"
+    label: int
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A sample of a shard; without rows where it cannot be trained on, without turns where it cannot be read."""
+
+    key: str
+    shard: str
+    members: tuple[Member, ...]
+    image_sizes: tuple[tuple[int, int], ...]  # (width, height) in pixels
+    turns: tuple[tuple[str, str], ...]
+    rows: tuple[Row, ...]
+    fault: Fault | None
+
+
+def dissect(
+    tars: Sequence[Path], key: str, tokenizer_path: str, template: str, tokens_per_image: int | None
+) -> list[Anatomy]:
+    """Every sample of this key in indexed shards, in their order; each is read as training reads it.
+
+    `tokens_per_image` may be None where samples have no images. Raises UserError for a key that no shard has, for
+    shards that cannot be read, and what `load_tokenizer` and the template raise for tokenizers.
+    """
+    places = _find(tars, key)
+    shards = tuple(dict.fromkeys(tar for tar, _ in places))
+    fingerprint = text_fingerprint(model_folder(tokenizer_path), template)
+    catalog = Catalog([DataSet(shards)], fingerprint, tokens_per_image or 0, MAX_IMAGE_PIXELS)
+    tokenizer = load_tokenizer(tokenizer_path)
+    # No embedding is asked how many rows it has: this shows tokens, and training refuses those without one.
+    write = TEMPLATES[template](tokenizer, tokens_per_image or 0, sys.maxsize)
+    reader = Reader(catalog, retry_seconds=0)
+    found = []
+    for tar, place in places:
+        number = catalog.firsts[shards.index(tar)] + place
+        index = read_index(tar)
+        members, sizes = index.members[place], index.image_sizes[place]
+        if sizes and tokens_per_image is None:
+            raise UserError(
+                f"{tar}: sample {key} has {len(sizes)} images; give --vision NAME or --tokens-per-image N, which tell "
+                "how many positions each takes"
+            )
+        fault = catalog.faults.get(number)
+        # Training reads no sample with a fault; here one is read for its turns, unless it might not fit into memory.
+        sample = fault if fault is not None and fault.reason == "too_many_bytes" else reader.read(number)
+        if fault is None and isinstance(sample, Fault):
+            fault = sample
+        rows: tuple[Row, ...] = ()
+        if fault is None:
+            try:
+                rows = _rows(write(sample), sizes, tokens_per_image, tokenizer)
+            except Rejected as error:
+                fault = Fault(key, str(tar), members[0].offset, error.reason, error.detail)
+        turns = sample.turns if isinstance(sample, Sample) else ()
+        found.append(Anatomy(key, str(tar), members, sizes, turns, rows, fault))
+    return found
+
+
+def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int]]:
+    """Shard and place of every sample of this key."""
+    places: list[tuple[Path, int]] = []
+    like: list[str] = []
+    for tar in tars:
+        keys = read_index(tar).keys
+        places += [(tar, number) for number, one in enumerate(keys) if one == key]
+        if len(like) < _KEYS_SHOWN:
+            like += itertools.islice((one for one in keys if key in one), _KEYS_SHOWN - len(like))
+    if places:
+        return places
+    hint = f"keys that hold this text: {', '.join(map(harmless, like))}"
+    if not like:
+        hint = f"the first are {', '.join(map(harmless, read_index(tars[0]).keys[:_KEYS_SHOWN]))}"
+    raise UserError(f"--show {key}: no sample of this key in {len(tars):,} shards; {hint}")
+
+
+def _rows(
+    document: Document,
+    sizes: Sequence[tuple[int, int]],
+    tokens_per_image: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[Row, ...]:
+    ids = [token for token in document.input_ids if token != IMAGE_POSITION]
+    texts = iter(_texts(ids, tokenizer))
+    images = iter(enumerate(sizes))
+    rows: list[Row] = []
+    at = 0
+    while at < len(document.input_ids):
+        token, positions = document.input_ids[at], 1
+        if token == IMAGE_POSITION:
+            number, (width, height) = next(images)
+            text, positions = f"image {number}, {width}x{height} px", tokens_per_image
+        else:
+            text = next(texts)
+        rows.append(Row(at, positions, token, text, document.labels[at + positions - 1]))
+        at += positions
+    return tuple(rows)
+
+
+def _texts(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What each token adds to the text; of a part of a character, the name that the vocabulary has for it."""
+    texts = []
+    for number, token in enumerate(ids):
+        context = ids[max(number - _CONTEXT, 0) : number]
+        before = tokenizer.decode(context, clean_up_tokenization_spaces=False)
+        after = tokenizer.decode([*context, token], clean_up_tokenization_spaces=False)
+        text = after.removeprefix(before) if after.startswith(before) else _UNDECODED
+        texts.append(tokenizer.convert_ids_to_tokens(token) if _UNDECODED in text or not text else text)
+    return texts

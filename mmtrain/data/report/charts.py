@@ -1,0 +1,81 @@
+"""Tables and histograms of tools: as text for terminals and logs, as PNG.
+
+whole numbers --survey.histogram--> one line and one bar a bin, or a chart in a file
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import printable, tell
+from mmtrain.data.report.survey import histogram, quantile
+
+TERMINAL_BINS = 12
+PNG_BINS = 60
+BAR_WIDTH = 40  # characters
+WIDTH = 120  # characters of a line, where there is no terminal that tells
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table as wide as the terminal; a column whose name begins with > is set to the right."""
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(name.strip(">") for name in columns))
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left", overflow="fold")
+    for row in rows:
+        table.add_row(
+            *(Text(printable(cell)) for cell in row)
+        )  # rich would read [brackets] in plain strings as its markup
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        tell(f"  {line.rstrip()}")
+
+
+def print_distribution(title: str, values: np.ndarray) -> None:
+    """Mean, quantiles and a histogram of whole numbers."""
+    tell("", title)
+    if not len(values):
+        tell("  none")
+        return
+    tell(
+        f"  mean {values.mean():,.1f}, half at most {quantile(values, 0.5):,}, 95% at most "
+        f"{quantile(values, 0.95):,}, 99% at most {quantile(values, 0.99):,}, from {values.min():,} to {values.max():,}"
+    )
+    bins = histogram(values, TERMINAL_BINS)
+    mark = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
+    rows = []
+    for (first, after), count in zip(itertools.pairwise(bins.edges), bins.counts, strict=True):
+        name = f"{first:,}" if after == first + 1 else f"{first:,} - {after - 1:,}"
+        rows.append((name, f"{count:,}", mark * -(-count * BAR_WIDTH // max(bins.counts))))
+    print_table((">", ">", ""), rows)
+
+
+def write_png(charts: Mapping[str, np.ndarray], file: Path) -> None:
+    """Histograms of whole numbers, by their titles, side by side; raises UserError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UserError("--plot: matplotlib is not installed; install it: pip install -e .[plot]") from None
+    figure = Figure(figsize=(6 * len(charts), 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, values) in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts.items(), strict=True):
+        axes.set_title(title)
+        if not len(values):
+            continue
+        bins = histogram(values, PNG_BINS)
+        width = bins.edges[1] - bins.edges[0]
+        axes.bar(bins.edges[:-1], bins.counts, width=width, align="edge")
+        if bins.edges[-1] - bins.edges[-2] > width:  # drawn as narrow as the others
+            axes.set_xlabel(f"the last bar: {bins.edges[-2]:,} to {bins.edges[-1] - 1:,}")
+    figure.savefig(file, format="png", dpi=120)

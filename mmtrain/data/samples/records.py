@@ -1,0 +1,266 @@
+"""LLaVA records and their images, judged before they become samples.
+
+any JSON value --parse_record--> Record: id, conversation, image names
+image name, folder --read_image--> suffix and bytes of a file that Pillow decodes to its end
+
+What passes here, `samples.read_sample` accepts. What does not is `Rejected`, with a reason code: data sets of hundreds
+of thousands of records always hold some bad ones, and none of them may pass in silence or stop a run days later.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import warnings
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, UnidentifiedImageError
+
+from mmtrain.config.limits import MAX_IMAGE_PIXELS
+
+IMAGE_MARK = "<image>"  # LLaVA's DEFAULT_IMAGE_TOKEN, in the text of a turn
+ROLES = ("system", "human", "gpt")
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")  # that samples.read_sample takes for images
+# GIF and BMP come under the name .jpg in data sets that renamed what they downloaded (OCR-VQA). Pillow knows more
+# formats; EPS among them starts Ghostscript on the file's content.
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+WEBP_WEIGHT = 2  # WebP's decoder takes 15 bytes a pixel where the others, with their RGB, take 8 (10,000 x 10,000)
+MAX_IMAGE_BYTES = 64 << 20
+MAX_JSON_BYTES = 16 << 20
+# Of a conversation, far above real ones (LLaVA's longest: fewer than 200 turns, 200 kB). Chat templates write it twice
+# for each answer, so time grows with the square of turns: 500 short ones take 0.4 s, with 1 MB of text 4.6 s, 4,000
+# short ones 24 s. Tokenizing takes about 400 bytes of memory a byte of text.
+MAX_TURNS = 500
+MAX_TEXT_BYTES = 1_000_000
+# What Pillow's decoders raise on damaged files, beyond the OSError that they document.
+DECODE_ERRORS = (
+    OSError,
+    TypeError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+
+REASONS = {
+    "not_an_object": "not a JSON object",
+    "not_json": "text that is no Unicode, or NaN: other JSON readers would fail",
+    "bad_id": "an id that is neither text nor a whole number",
+    "duplicate_id": "an id that an earlier record has",
+    "no_conversation": "no list of turns under `conversations`",
+    "unknown_role": "a turn that is not from human, gpt or (the first one only) system",
+    "non_text_value": "a turn whose value is no text",
+    "no_answer": "no turn from gpt, or an empty one",
+    "turn_order": "turns that do not go human, gpt, human, gpt, ...: no template takes them",
+    "too_long": "a conversation of more turns or text than allowed",
+    "template": "a conversation that the template cannot hold",
+    "bad_image_field": "an `image` that is neither a file name nor a list of them",
+    "image_count": "a number of <image> marks that differs from the number of images",
+    "outside_images": "an image path or link that leaves the images folder",
+    "missing_image": "an image file that does not exist",
+    "unreadable_image": "an image file that the system cannot read",
+    "unsupported_image": "an image file whose name does not end in jpg, jpeg, png or webp",
+    "undecodable_image": "an image file that Pillow cannot decode to its end",
+    "too_many_pixels": "an image with more pixels than allowed, as its header says",
+    "too_many_bytes": "a file larger than allowed",
+    "no_json": "a sample without KEY.json (a key ends at the first dot; a sample's files are neighbours in the tar)",
+    "image_names": "images that are not KEY.jpg alone, or KEY.0.jpg, KEY.1.jpg, ... without a gap",
+    "duplicate_member": "a member that comes twice in a sample",
+    "checksum": "a member whose bytes are not those that were indexed: the file is damaged",
+}
+
+
+class Rejected(Exception):  # noqa: N818
+    """A record, or a sample of a shard, that cannot be trained on: a code of REASONS and what was seen."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        assert reason in REASONS, reason
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record whose text is sound; its images are still to be read."""
+
+    content: dict  # as it stood in the file, JSON types
+    id: str | None  # None where the record has none
+    images: tuple[str, ...]  # file names, in the order of the <image> marks
+
+
+def parse_record(value: object) -> Record:
+    """Judge a record's text; raises Rejected. Image files are not looked at."""
+    if not isinstance(value, dict):
+        raise Rejected("not_an_object", _short(value))
+    try:
+        size = len(record_json(value))
+    except (ValueError, RecursionError) as error:
+        raise Rejected("not_json", str(error)) from None
+    if size > MAX_JSON_BYTES:
+        raise Rejected("too_many_bytes", f"{size:,} bytes of JSON, where {MAX_JSON_BYTES:,} are allowed")
+    identifier = value.get("id")
+    if not (identifier is None or (isinstance(identifier, str) and identifier) or type(identifier) is int):
+        raise Rejected("bad_id", f"id is {_short(identifier)}")
+    images = _image_names(value.get("image"))
+    refuse_wrong_image_count(parse_turns(value), len(images))
+    return Record(value, None if identifier is None else str(identifier), images)
+
+
+def record_json(record: dict) -> bytes:
+    """KEY.json of a record; raises ValueError or RecursionError for what other JSON readers could not read."""
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
+
+
+def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
+    """The turns (speaker, text) of a conversation: perhaps one from system, then human, gpt, human, gpt, ...
+
+    Raises Rejected for every other form, for more than MAX_TURNS or MAX_TEXT_BYTES, for an empty answer, and for text
+    that no Unicode encoding holds.
+    """
+    turns = record.get("conversations") if isinstance(record, dict) else None
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        keys = ", ".join(map(str, record)) if isinstance(record, dict) else _short(record)
+        seen = _short(turns) if isinstance(record, dict) and "conversations" in record else f"its keys are {keys[:200]}"
+        raise Rejected("no_conversation", f"needed is a list `conversations` of {{from, value}}; {seen}")
+    if len(turns) > MAX_TURNS:
+        raise Rejected("too_long", f"{len(turns):,} turns, where {MAX_TURNS:,} are allowed")
+    text_bytes = 0
+    for number, turn in enumerate(turns):
+        speaker, text = turn.get("from"), turn.get("value")
+        if speaker not in ROLES or (speaker == "system" and number > 0):
+            raise Rejected("unknown_role", f"turn {number} is from {_short(speaker)}")
+        if not isinstance(text, str):
+            raise Rejected("non_text_value", f"turn {number} has the value {_short(text)}")
+        try:
+            text_bytes += len(text.encode())
+        except UnicodeEncodeError as error:
+            raise Rejected("not_json", f"turn {number}: {error}") from None
+    if text_bytes > MAX_TEXT_BYTES:
+        raise Rejected("too_long", f"{text_bytes:,} bytes of text, where {MAX_TEXT_BYTES:,} are allowed")
+    answers = [(number, turn["value"]) for number, turn in enumerate(turns) if turn["from"] == "gpt"]
+    if not answers:
+        raise Rejected("no_answer", f"{len(turns)} turns, none from gpt")
+    for number, text in answers:
+        if not text.strip():
+            raise Rejected("no_answer", f"turn {number}, from gpt, is empty")
+    speakers = [turn["from"] for turn in turns]
+    asked = speakers[speakers[0] == "system" :]
+    if asked != ["human", "gpt"] * (len(asked) // 2):
+        raise Rejected("turn_order", f"turns are from {_short(', '.join(speakers))}")
+    return tuple((turn["from"], turn["value"]) for turn in turns)
+
+
+def refuse_wrong_image_count(turns: Sequence[tuple[str, str]], images: int) -> None:
+    """Raise Rejected unless each image has one <image> mark."""
+    marks = sum(text.count(IMAGE_MARK) for _, text in turns)
+    if marks != images:
+        raise Rejected("image_count", f"{marks} {IMAGE_MARK} marks in the conversation, {images} images")
+
+
+def _image_names(field: object) -> tuple[str, ...]:
+    names = [] if field is None else field if isinstance(field, list) else [field]
+    if not all(isinstance(name, str) and name for name in names):
+        raise Rejected("bad_image_field", f"image is {_short(field)}")
+    return tuple(names)
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What an image may be, and what becomes of a large one."""
+
+    max_pixels: int = MAX_IMAGE_PIXELS  # width x height; more are rejected before any is decoded
+    max_side: int | None = None  # pixels; images with a longer side are made smaller
+
+
+def read_image(folder: Path, name: str, limits: ImageLimits = ImageLimits()) -> tuple[str, bytes]:
+    """The lower-case suffix and the bytes of an image file in `folder`, an absolute path without links.
+
+    The bytes are the file's, unless a side is longer than limits.max_side. The image is decoded, in memory, to see that
+    it can be; its size in bytes and pixels is judged before. Raises Rejected.
+    """
+    suffix = Path(name).suffix.lower().removeprefix(".")
+    if suffix not in IMAGE_SUFFIXES:
+        raise Rejected("unsupported_image", f"{name}: the name must end in {', '.join(IMAGE_SUFFIXES)}")
+    try:
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder):
+            raise Rejected("outside_images", f"{name}: leads to {path}")
+        if not path.exists():
+            raise Rejected("missing_image", f"{name}: no such file in the images folder")
+        if not path.is_file():  # reading a named pipe would wait for ever
+            raise Rejected("unreadable_image", f"{name}: is no regular file")
+        size = path.stat().st_size
+        if size > MAX_IMAGE_BYTES:
+            raise Rejected("too_many_bytes", f"{name}: {size:,} bytes, where {MAX_IMAGE_BYTES:,} are allowed")
+        content = path.read_bytes()
+    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null byte; RuntimeError: links in a circle
+        raise Rejected("unreadable_image", f"{name}: {error}") from None
+    try:
+        return suffix, _checked(content, limits)
+    except Rejected as error:
+        raise Rejected(error.reason, f"{name}: {error.detail}") from None
+
+
+def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+    """A Pillow image whose header alone was read; raises Rejected for what is none and for more pixels than allowed.
+
+    WebP's pixels count WEBP_WEIGHT times: its limit is that much lower.
+    """
+    try:
+        with warnings.catch_warnings():  # Pillow's warning about large images: `max_pixels` decides here
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
+    except UnidentifiedImageError:
+        known = ", ".join(IMAGE_FORMATS)
+        raise Rejected("undecodable_image", f"{len(content):,} bytes that are none of {known}") from None
+    except Image.DecompressionBombError as error:
+        raise Rejected("too_many_pixels", str(error)) from None
+    except DECODE_ERRORS as error:
+        raise Rejected("undecodable_image", str(error)) from None
+    allowed = max_pixels // WEBP_WEIGHT if image.format == "WEBP" else max_pixels
+    if image.width * image.height > allowed:
+        of_webp = " of WebP" if image.format == "WEBP" else ""
+        raise Rejected(
+            "too_many_pixels", f"{image.width} x {image.height} pixels{of_webp}, where {allowed:,} are allowed"
+        )
+    return image
+
+
+def _checked(content: bytes, limits: ImageLimits) -> bytes:
+    """The bytes to store of an image that decodes to its end; raises Rejected."""
+    with open_image(content, limits.max_pixels) as image:
+        try:
+            if limits.max_side is not None and max(image.size) > limits.max_side:
+                return _smaller(image, limits.max_side)
+            # JPEG at an eighth of its size (other formats have no such draft): every bit is read, as damage demands,
+            # but not every pixel is made of it. 190 kB take 1.6 ms instead of 2.5.
+            image.draft(None, (1, 1))
+            image.load()
+        except DECODE_ERRORS as error:
+            raise Rejected("undecodable_image", str(error)) from None
+    return content
+
+
+def _smaller(image: Image.Image, max_side: int) -> bytes:
+    """An image file with a longer side of `max_side`: JPEG and WebP stay that, at quality 95, all others become PNG."""
+    file_format = {"JPEG": "JPEG", "MPO": "JPEG", "WEBP": "WEBP"}.get(image.format, "PNG")
+    size = tuple(max(round(side * max_side / max(image.size)), 1) for side in image.size)
+    image.load()
+    # Numbers of a palette are no amounts that could be averaged, and PNG holds few of TIFF's modes.
+    if file_format == "PNG" and image.mode not in ("L", "LA", "RGB", "RGBA", "I;16"):
+        image = image.convert("L" if image.mode == "1" else "RGBA" if image.has_transparency_data else "RGB")
+    stream = io.BytesIO()
+    kept = {name: image.info[name] for name in ("exif", "icc_profile") if image.info.get(name)}
+    image.resize(size, Image.Resampling.LANCZOS).save(stream, file_format, quality=95, **kept)
+    return stream.getvalue()
+
+
+def _short(value: object) -> str:
+    return repr(value)[:120]

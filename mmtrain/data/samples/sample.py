@@ -1,0 +1,102 @@
+"""Samples, their documents, and what stands for a sample that cannot be trained on.
+
+members {"json", "jpg" or "0.jpg", "1.jpg", ...} --read_sample--> Sample: turns and image bytes
+Sample --a template of templates.py--> Document: input_ids (T,), labels (T,) shifted
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mmtrain.base.printing import harmless
+from mmtrain.data.samples.records import IMAGE_SUFFIXES, Rejected, parse_turns, refuse_wrong_image_count
+
+IMAGE_POSITION = -200  # LLaVA's IMAGE_TOKEN_INDEX: input_ids hold it where an image feature goes
+IGNORE = -100  # torch's cross-entropy ignore_index: positions that predict nothing
+
+_IMAGE_SUFFIX = re.compile(rf"(?:(\d+)\.)?(?:{'|'.join(IMAGE_SUFFIXES)})")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation with its images, as stored."""
+
+    key: str
+    shard: str
+    turns: tuple[tuple[str, str], ...]  # ("system" | "human" | "gpt", text)
+    images: tuple[bytes, ...]  # encoded files, in the order of their <image> marks
+    offset: int = 0  # of its first member's content in the shard, in bytes
+
+    @property
+    def where(self) -> str:
+        """Shard and key, for messages."""
+        return f"{self.shard}: sample {harmless(self.key)}"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A sample's tokens: what position t holds and which token it must predict."""
+
+    sample: Sample
+    input_ids: tuple[int, ...]  # IMAGE_POSITION at image positions
+    labels: tuple[int, ...]  # shifted: labels[t] is the token after position t, IGNORE where it is not supervised
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A sample that cannot be trained on, and why: its line in quarantine.jsonl.
+
+    `offset`, in bytes, is that of the damaged member's content in the shard, or of the sample's first one; `reason` is
+    a code of `records.REASONS`.
+    """
+
+    key: str
+    shard: str
+    offset: int
+    reason: str
+    detail: str
+
+    @property
+    def where(self) -> str:
+        """Shard, key and reason, for messages."""
+        return f"{self.shard}: sample {harmless(self.key)}: {self.reason}: {harmless(self.detail)}"
+
+
+def image_number(suffix: str) -> int | None:
+    """Which image of its sample a lower-case suffix names: `jpg` the first, `2.jpg` the third; None if none."""
+    match = _IMAGE_SUFFIX.fullmatch(suffix)
+    return None if match is None else int(match[1] or 0)
+
+
+def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:
+    """Those of a sample's suffixes that are images, in the order of their <image> marks; raises Rejected.
+
+    One image is KEY.jpg (jpeg, png, webp) or KEY.0.jpg, several are KEY.0.jpg, KEY.1.jpg, ... without a gap.
+    """
+    found = sorted((number, suffix) for suffix in suffixes if (number := image_number(suffix)) is not None)
+    if [number for number, _ in found] != list(range(len(found))) or (
+        len(found) > 1 and not all(suffix[0].isdigit() for _, suffix in found)
+    ):
+        raise Rejected("image_names", f"it has {', '.join(suffix for _, suffix in found)}")
+    return [suffix for _, suffix in found]
+
+
+def read_sample(key: str, shard: str, members: Mapping[str, bytes], offset: int = 0) -> Sample:
+    """A sample in LLaVA's form from a shard's members, bytes by lower-case suffix; raises Rejected.
+
+    KEY.json holds {"conversations": [{"from": "human" | "gpt" | "system", "value": text}, ...]}, each image is one
+    <image> mark in a text; members that are neither are not read.
+    """
+    if "json" not in members:
+        raise Rejected("no_json", f"it has {', '.join(sorted(members))}")
+    try:
+        record = json.loads(members["json"])
+    except (ValueError, RecursionError) as error:
+        raise Rejected("not_json", str(error)) from None
+    turns = parse_turns(record)
+    images = tuple(members[suffix] for suffix in image_suffixes(members))
+    refuse_wrong_image_count(turns, len(images))
+    return Sample(key, shard, turns, images, offset)

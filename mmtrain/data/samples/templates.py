@@ -1,0 +1,219 @@
+"""Conversation templates: which tokens a sample becomes, and which of them are supervised.
+
+Sample (turns, images) --template--> Document: input_ids (T,), labels (T,) shifted
+
+A template counts a sample's images and does not look at them, so text lengths are known without decoding. A sample that
+it cannot hold raises Rejected; a tokenizer or template that no sample could mend raises UserError.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from mmtrain.base.errors import UserError
+from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
+from mmtrain.data.samples.records import IMAGE_MARK, Rejected
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
+from mmtrain.pretrained.tokenizer_file import panics_told
+
+
+class PlainTemplate:
+    """LLaVA's stage 1: images, then the caption, nothing else.
+
+    [BOS] image positions, caption, EOS. BOS only if the tokenizer begins texts with it; the words of system and human
+    turns are dropped; caption and EOS are supervised. Source: `preprocess_plain` in LLaVA's train.py, which ends a
+    caption with a line break where this ends it with EOS.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens_per_image: int, vocab_size: int) -> None:
+        """Raises UserError for a tokenizer without EOS: the LLM would be taught captions that never end."""
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                f"data.template: plain ends captions with the EOS token, and the tokenizer of {tokenizer.name_or_path} "
+                "has none; set eos_token in its tokenizer_config.json"
+            )
+        self.tokenizer = tokenizer
+        self.tokens_per_image = tokens_per_image
+        self.vocab_size = vocab_size
+        bos = tokenizer.bos_token_id
+        with panics_told(tokenizer.name_or_path):
+            self.prefix = [bos] if tokenizer("a").input_ids[:1] == [bos] and bos is not None else []
+        self.special_texts = any_of(tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer))))
+        is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+        self.backend = _own_copy(tokenizer).backend_tokenizer if is_fast else None
+
+    def __call__(self, sample: Sample) -> Document:
+        """Tokenize a sample; raises Rejected if it is not one question and one answer of mere text."""
+        *_, (_, caption) = sample.turns
+        speakers = [speaker for speaker, _ in sample.turns if speaker != "system"]
+        if speakers != ["human", "gpt"]:
+            seen = f"{len(speakers) // 2} questions and answers"
+            raise Rejected("template", f"the plain template takes one question and one answer; it has {seen}")
+        if IMAGE_MARK in caption:
+            raise Rejected("template", f"{IMAGE_MARK} in the caption; the plain template puts images before it")
+        _refuse_special(self.special_texts, sample.turns[-1:], self.tokenizer.name_or_path)
+        with panics_told(self.tokenizer.name_or_path):
+            if self.backend is not None:
+                ids = self.backend.encode(caption, add_special_tokens=False).ids
+            else:
+                ids = self.tokenizer(caption, add_special_tokens=False).input_ids
+        supervised = [*ids, self.tokenizer.eos_token_id]
+        context = self.prefix + [IMAGE_POSITION] * (self.tokens_per_image * len(sample.images))
+        return _document(sample, context + supervised, [IGNORE] * len(context) + supervised, self)
+
+
+class ChatTemplate:
+    """The chat template that comes with the LLM's tokenizer: all turns, every answer supervised.
+
+    The conversation is written as text (chat.ChatText) and tokenized once, as at inference and by transformers'
+    LlavaProcessor; then each <image> token becomes `tokens_per_image` image positions. Tokens that overlap an answer's
+    span, from the prompt's end to the end mark, are supervised; unsupervised ones lie before each answer. An image in
+    an answer is never predicted, the text behind it is.
+
+    Price: 2 renderings per answer, one copy of the tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens_per_image: int, vocab_size: int) -> None:
+        """Raises UserError for a tokenizer without chat template or character offsets, and for an unfit template."""
+        self.name = tokenizer.name_or_path
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise UserError(
+                f"data.template: chat finds answers by character offsets, and the tokenizer of {self.name} "
+                f"({type(tokenizer).__name__}) has none; save a fast one (tokenizer.json) into the model's folder, or "
+                "set data.template=plain"
+            )
+        self.tokenizer = with_image_token(tokenizer)
+        self.tokens_per_image = tokens_per_image
+        self.vocab_size = vocab_size
+        self.image_id = self.tokenizer.convert_tokens_to_ids(IMAGE_MARK)
+        special = _special_ids(self.tokenizer) - {self.image_id}
+        self.added_ids = special | set(self.tokenizer.added_tokens_decoder)
+        # <unk> is no end mark: a last word that is unknown would pass for one. Nor is <s>: it begins the next text.
+        self.end_marks = special - {self.tokenizer.unk_token_id, self.tokenizer.bos_token_id}
+        if self.tokenizer.eos_token_id is not None:
+            self.end_marks.add(self.tokenizer.eos_token_id)
+        self.special_texts = any_of(self.tokenizer.convert_ids_to_tokens(sorted(special)))
+        try:
+            self.chat = ChatText(self.tokenizer, self.tokenizer.convert_ids_to_tokens(sorted(self.end_marks)))
+            self._tokens(PROBE, images=1)
+        except Rejected as error:
+            raise UserError(
+                f"data.template=chat: {error.detail}; put another chat_template.jinja or tokenizer into the model's "
+                "folder, or set data.template=plain"
+            ) from error
+
+    def __call__(self, sample: Sample) -> Document:
+        """Tokenize a sample; raises Rejected for turns that cannot be written and masked faithfully."""
+        _refuse_special(self.special_texts, sample.turns, self.name)
+        ids, supervised = self._tokens(sample.turns, len(sample.images))
+        input_ids: list[int] = []
+        labels: list[int] = []
+        for token, learnt in zip(ids, supervised, strict=True):
+            if token == self.image_id:
+                input_ids += [IMAGE_POSITION] * self.tokens_per_image
+                labels += [IGNORE] * self.tokens_per_image
+            else:
+                input_ids.append(token)
+                labels.append(token if learnt else IGNORE)
+        return _document(sample, input_ids, labels, self)
+
+    def _tokens(self, turns: Turns, images: int) -> tuple[list[int], list[bool]]:
+        """Token ids of the conversation's text, <image> as one token, and which of them belong to answers."""
+        text, spans = self.chat.write(turns)
+        with panics_told(self.name):
+            encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        ids = encoding.ids
+        if ids.count(self.image_id) != images:
+            raise Rejected(
+                "template",
+                f"{images} images, but the tokenizer of {self.name} reads {ids.count(self.image_id)} {IMAGE_MARK} "
+                f"tokens in the conversation; {IMAGE_MARK} must be an added token with normalized: false and "
+                "single_word: false",
+            )
+        in_answer = _overlapping(ids, encoding.offsets, spans, self.added_ids)
+        last = [token for token, now, after in zip(ids, in_answer, [*in_answer[1:], False], strict=True) if now > after]
+        if in_answer[0] or len(last) != len(spans):
+            raise self.chat.unfit(
+                "writes nothing before an answer, or nothing between two: they cannot be told apart",
+                "puts a mark there",
+            )
+        for token in last:
+            if token not in self.end_marks:
+                end = self.tokenizer.decode([token])
+                raise self.chat.unfit(
+                    f"ends an answer with {end!r}, no special token that can end it: the model would never learn to "
+                    "stop",
+                    f"writes {self.tokenizer.eos_token or 'a special token'} after answers",
+                )
+        return ids, in_answer
+
+
+Template = PlainTemplate | ChatTemplate
+TEMPLATES = {"plain": PlainTemplate, "chat": ChatTemplate}  # by the names that data.template takes
+
+
+def _document(sample: Sample, input_ids: list[int], labels: list[int], template: Template) -> Document:
+    """The document of tokens and labels that are not shifted yet; raises UserError for ids without an embedding."""
+    if max(input_ids) >= template.vocab_size:
+        raise UserError(
+            f"{sample.where}: the tokenizer of {template.tokenizer.name_or_path} makes token {max(input_ids)}, but "
+            f"the model's embedding has {template.vocab_size} rows: the two do not belong together"
+        )
+    return Document(sample, tuple(input_ids), (*labels[1:], IGNORE))
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    added = tokenizer.added_tokens_decoder
+    return {token for token in added if added[token].special} | set(tokenizer.all_special_ids)
+
+
+def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str) -> None:
+    """Raise Rejected for a text that the tokenizer would read as marks."""
+    for speaker, text in turns:
+        if found := special_texts.search(text):
+            raise Rejected(
+                "template",
+                f"a turn from {speaker} holds {found[0]!r}, a special token of {tokenizer}: the LLM would read it as "
+                "the end of a turn or the like",
+            )
+
+
+def with_image_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy that reads <image> as one token, added as transformers' LLaVA conversion adds it if it was none before."""
+    copied = _own_copy(tokenizer)
+    if IMAGE_MARK not in copied.added_tokens_encoder:
+        copied.add_tokens(AddedToken(IMAGE_MARK, special=True, normalized=False), special_tokens=True)
+    return copied
+
+
+def _own_copy(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy whose backend can be called itself, which takes 30 us a text less than transformers' call around it."""
+    copied = copy.deepcopy(tokenizer)
+    copied("")  # switches off the truncation and padding that tokenizer.json may ask for; nobody else can switch it on
+    return copied
+
+
+def _overlapping(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span], added_ids: set[int]) -> list[bool]:
+    """Which tokens overlap a span of the text; spans are in order and apart.
+
+    White space that a tokenizer cuts from a token's offsets (ByteLevel's trim_offsets, down to an empty range) is taken
+    to belong to it, and an added token that begins before a span is not in it, though it may swallow the white space
+    that the span begins with (Phi 3's rstrip).
+    """
+    begins, ends = [begin for begin, _ in spans], [end for _, end in spans]
+    result = []
+    previous_end = 0
+    for token, (start, end) in zip(ids, offsets, strict=True):
+        begin = previous_end if start == end else start
+        nearest = bisect_right(ends, begin)  # the first span that ends behind the token's begin
+        result.append(
+            nearest < len(spans) and (begin >= begins[nearest] or (end > begins[nearest] and token not in added_ids))
+        )
+        previous_end = end
+    return result

@@ -1,0 +1,127 @@
+"""Tars read by their headers: which files they hold and where, with every damage an error.
+
+tar --headers, 512 bytes a member (POSIX.1-2008 ustar and pax, GNU long names)--> ArchiveFile: name, offset, size
+
+Python's tarfile, and so webdataset, takes a damaged header for the archive's end and drops the rest in silence. Nothing
+here imports webdataset, and nothing is ever extracted.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from mmtrain.base.errors import UserError
+
+BLOCK = tarfile.BLOCKSIZE
+PAX_TYPES = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE)
+LONG_TYPES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+FILE_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+MAX_EXTENSION_BYTES = 1 << 20  # of a pax header or a long name: they are read into memory
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_ZEROS = bytes(1 << 16)
+
+
+class ArchiveFile(NamedTuple):
+    """A regular file in a tar."""
+
+    name: str
+    offset: int  # of its content, in bytes
+    size: int  # bytes
+
+
+def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
+    """Each regular file of the tar that `stream` reads, in order; folders and all contents are passed over.
+
+    The stream may be moved between two files. Raises UserError naming the member and the offset: a damaged header, a
+    truncated file, bytes behind the end of archive, compressed tars, links, devices, sparse files, and names that are
+    unsafe (absolute, with .. or control characters) or not UTF-8.
+    """
+    end = stream.seek(0, 2)
+    offset, last = 0, "the start"
+    extended: dict[str, bytes] = {}  # what the next header's file is called, and its size, where ustar has no room
+    while True:
+        stream.seek(offset)
+        block = stream.read(BLOCK)
+        hint = "is it compressed? gunzip it" if offset == 0 else "copy it again"
+        if len(block) < BLOCK:
+            raise UserError(f"{path}: ends at byte {end} without an end of archive, after {last}; {hint}")
+        if not any(block):
+            if extended:
+                raise UserError(f"{path}: ends at byte {offset} where a header must follow, after {last}; {hint}")
+            _refuse_more(path, stream, offset, last)
+            return
+        try:
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+            size = int(extended.get("size", header.size))
+        except (tarfile.HeaderError, ValueError) as error:
+            raise UserError(f"{path}: damaged tar header at byte {offset}, after {last} ({error}); {hint}") from None
+        name = extended["path"].decode("utf-8", "surrogateescape") if "path" in extended else header.name
+        content = 0 if header.isdir() else size
+        if content < 0 or offset + BLOCK + content > end:
+            raise UserError(f"{path}: {name!r} at byte {offset} is cut off by the file's end; copy it again")
+        if header.type in (*PAX_TYPES, *LONG_TYPES):
+            if size > MAX_EXTENSION_BYTES:
+                raise UserError(f"{path}: a header at byte {offset} holds {size:,} bytes; more than a name is no shard")
+            extended.update(_extensions(path, offset, header.type, stream.read(size)))
+        else:
+            if header.type in FILE_TYPES:
+                _refuse_unsafe(path, offset, name)
+                yield ArchiveFile(name, offset + BLOCK, size)
+            elif not header.isdir():
+                raise UserError(
+                    f"{path}: {name!r} at byte {offset} is a link, a device or the like (type {header.type!r}); shards "
+                    "hold regular files only"
+                )
+            last, extended = repr(name), {}
+        offset += BLOCK + -(-content // BLOCK) * BLOCK
+
+
+def _refuse_more(path: Path, stream: BinaryIO, offset: int, last: str) -> None:
+    """Behind the end of archive there are zeros only; anything else would be lost in silence."""
+    while rest := stream.read(len(_ZEROS)):
+        if rest != _ZEROS[: len(rest)]:
+            raise UserError(
+                f"{path}: has an end of archive at byte {offset}, after {last}, but more follows it: a header was "
+                "overwritten with zeros (copy the file again), or tars were joined by cat (unpack and shard them anew)"
+            )
+
+
+def _extensions(path: Path, offset: int, kind: bytes, content: bytes) -> dict[str, bytes]:
+    """What a pax header or a GNU long name says about the next file."""
+    if kind in LONG_TYPES:
+        return {"path": content.partition(b"\0")[0]} if kind == tarfile.GNUTYPE_LONGNAME else {}
+    records = {}
+    at = 0
+    while at < len(content) and content[at]:
+        record = re.match(rb"(\d{1,20}) ([^=]+)=", content[at:])
+        length = int(record[1]) if record else 0
+        if not record or length <= record.end() or content[at + length - 1 : at + length] != b"\n":
+            raise UserError(f"{path}: damaged pax header at byte {offset}; copy the file again")
+        records[record[2].decode("utf-8", "replace")] = content[at + record.end() : at + length - 1]
+        at += length
+    if any(name.startswith("GNU.sparse") for name in records):
+        raise UserError(f"{path}: holds a sparse file at byte {offset}; write the tar without --sparse")
+    known = {name: records[name] for name in ("path", "size") if name in records}
+    if known and kind == tarfile.XGLTYPE:
+        raise UserError(f"{path}: a global header at byte {offset} gives all files one {' and '.join(known)}")
+    return known
+
+
+def _refuse_unsafe(path: Path, offset: int, name: str) -> None:
+    parts = re.split(r"[/\\]", name)
+    faults = {
+        "has .. in its path": ".." in parts,
+        "is an absolute path": parts[0] == "" or re.match(r"[A-Za-z]:", name) is not None,
+        "holds a control character": _CONTROL.search(name) is not None,
+        "is not UTF-8": not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name),
+    }
+    for fault, found in faults.items():
+        if found:
+            raise UserError(
+                f"{path}: the name {name!r} at byte {offset} {fault}; rename the file and write the tar anew"
+            )

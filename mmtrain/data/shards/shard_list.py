@@ -1,0 +1,198 @@
+"""Which tars a run reads, and whether there is anything in them.
+
+`data.shards` --paths, globs, brace ranges--> tar files
+
+Nothing here imports torch or webdataset, so that the launcher refuses missing and empty shards before a rank starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from glob import glob
+from pathlib import Path
+
+from braceexpand import UnbalancedBracesError, braceexpand, char_range_re, int_range_re, make_char_range
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.small_files import shortened
+from mmtrain.data.shards.archive import read_headers
+from mmtrain.data.shards.piped import PREFIX, piped_shard
+from mmtrain.pretrained.demo_names import is_demo
+
+# Of one pattern, counted before braces are expanded: {0..999999}{0..999999} would take all memory first. A million
+# shards of 100 MB are 100 TB; a path has at most 4,096 bytes, and braceexpand calls itself for braces inside braces.
+MAX_NAMES = 1_000_000
+MAX_PATTERN = 4096  # characters
+MAX_BRACES = 10  # inside each other
+MAX_DIGITS = 18  # digits of a range's begin, end and step: what is longer is no number of a shard
+
+
+def expand_shards(
+    shards: str | Sequence[str],
+    key: str = "data.shards",
+    say: Callable[[str], None] = lambda line: None,
+    allow_pipe: Sequence[str] = (),
+) -> tuple[Path, ...]:
+    """List the tar files that `shards` names: paths, globs (*, ?) and brace ranges ({00000..00099}), in order.
+
+    A glob's files are sorted; braces mean what they mean to webdataset. `demo:train` and `demo:held-out` are the
+    demo's, made on first use; `pipe:` URLs are run if `allow_pipe` names their program (see `piped`); `say` is told
+    when that takes time. `key` is the configuration's name for the list, for messages. Raises UserError for a pattern
+    without files, a file named twice, and other URLs.
+    """
+    patterns = (shards,) if isinstance(shards, str) else tuple(shards)
+    found: list[Path] = []
+    for pattern in patterns:
+        if is_demo(pattern):
+            from mmtrain.demo.data import demo_shards  # numpy and Pillow, which other runs' launchers do without
+
+            try:
+                found += sorted(demo_shards(pattern, say).glob("*.tar"))
+            except UserError as error:
+                raise UserError(f"{key}: {error}") from error
+            continue
+        if not pattern:
+            raise UserError(f"{key}: an empty name; name a webdataset tar, or set {key}=null where that is allowed")
+        is_pipe = pattern.startswith(PREFIX)
+        if "://" in pattern and not is_pipe:
+            raise UserError(
+                f"{key}: {pattern!r} is a URL; shards are read from local files: download them, or let a program do "
+                f"it: pipe:curl -sf {pattern}, with data.allow_pipe=[curl]"
+            )
+        try:
+            _refuse_endless(pattern, key)
+            names = braceexpand(pattern)
+        except UnbalancedBracesError:
+            raise UserError(
+                f"{key}: {pattern!r} opens a brace that it does not close, or the other way round; a range is "
+                "shard-{000000..000099}.tar, and a brace that is part of a name is written \\{"
+            ) from None
+        for name in names:
+            if is_pipe:
+                found.append(piped_shard(name, allow_pipe, key, say))
+                continue
+            whole = Path(name).expanduser()
+            # Path.glob takes no absolute pattern; a file whose name holds brackets is no pattern.
+            paths = [whole] if whole.exists() else sorted(map(Path, glob(str(whole))))  # noqa: PTH207
+            if not paths:
+                raise UserError(f"{key}: no file {name}" + (f" (from {pattern})" if name != pattern else ""))
+            found += paths
+    if not found:
+        raise UserError(f"{key}: the list is empty; name at least one webdataset tar")
+    for path in found:
+        if not path.is_file():
+            raise UserError(f"{key}: {path} is no file; name the tars in it, e.g. {path}/*.tar")
+    if len(set(found)) < len(found):
+        twice = next(path for number, path in enumerate(found) if path in found[:number])
+        raise UserError(f"{key}: {twice} is named twice; every sample would count twice")
+    return tuple(found)
+
+
+def _refuse_endless(pattern: str, key: str) -> None:
+    """Raise UserError for a pattern that would be expanded, or looked for, for hours; what _count_names raises."""
+    if len(pattern) > MAX_PATTERN:
+        raise UserError(f"{key}: {shortened(repr(pattern))} has {len(pattern):,} characters; no path is so long")
+    if "**" in pattern:
+        raise UserError(
+            f"{key}: {pattern!r} looks through all folders below, however many there are; write one * for each folder "
+            "between, e.g. data/*/*.tar"
+        )
+    names = _count_names(pattern)
+    if names > MAX_NAMES:
+        raise UserError(
+            f"{key}: the braces of {shortened(repr(pattern))} name more than {MAX_NAMES:,} files, or are nested more "
+            f"than {MAX_BRACES} deep; correct the range, or name the folder's tars by FOLDER/*.tar"
+        )
+
+
+def _count_names(pattern: str) -> float:
+    """How many names braceexpand makes of a pattern; infinity for more than it should be asked for.
+
+    Raises UnbalancedBracesError, also for a brace closed before any is open, which braceexpand overlooks.
+    """
+    # Of each open brace: where it is, names before it in its alternative, and of its alternatives that have ended.
+    open_braces: list[tuple[int, int, list[int]]] = []
+    names, at = 1, 0
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "{":
+            if len(open_braces) == MAX_BRACES:
+                return math.inf
+            open_braces.append((at, names, []))
+            names = 1
+        elif open_braces and character == ",":
+            open_braces[-1][2].append(names)
+            names = 1
+        elif character == "}":
+            if not open_braces:
+                raise UnbalancedBracesError(pattern)
+            begin, before, ended = open_braces.pop()
+            names = before * (sum(ended, names) if ended else names * _range_length(pattern[begin + 1 : at]))
+        if names > MAX_NAMES:
+            return math.inf
+        at += 2 if character == "\\" else 1
+    return names
+
+
+def _range_length(braced: str) -> float:
+    """How many names a range such as 000..099, a..f or 0..9..3 stands for; 1 for other text."""
+    found = int_range_re.match(braced) or char_range_re.match(braced)
+    if found is None:
+        return 1
+    if any(len(part) > MAX_DIGITS for part in found.groups(default="")):
+        return math.inf
+    if char_range_re.match(braced):
+        return len(make_char_range(*found.groups()))
+    begin, end, step = (int(part) for part in found.groups(default="1"))
+    return abs(end - begin) // (step or 1) + 1
+
+
+def find_shards(names: Sequence[str], say: Callable[[str], None] = lambda line: None) -> tuple[Path, ...]:
+    """As `expand_shards`, for a tool's command line: a folder stands for the tars in it.
+
+    Raises UserError as that does, and for a folder without tars.
+    """
+    found: list[Path] = []
+    for name in names:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            tars = sorted(folder.glob("*.tar"))
+            if not tars:
+                raise UserError(f"SHARDS: the folder {folder} holds no file *.tar")
+            found += tars
+        else:
+            found += expand_shards(name, "SHARDS", say)
+    return tuple(dict.fromkeys(found))
+
+
+def refuse_unfinished_shards(paths: Sequence[Path], key: str = "data.shards") -> None:
+    """Raise UserError for shards of a data set that tools/shard_dataset.py did not finish: part of it would be missing.
+
+    That tool begins with rejected.jsonl and ends with dataset.json.
+    """
+    for folder in dict.fromkeys(path.parent for path in paths):
+        if (folder / "rejected.jsonl").is_file() and not (folder / "dataset.json").is_file():
+            raise UserError(
+                f"{key}: {folder} holds an unfinished data set: tools/shard_dataset.py was stopped before it wrote "
+                "dataset.json there; run the same command with --resume, or delete the folder and make it again"
+            )
+
+
+def refuse_empty_shards(paths: Sequence[Path], key: str = "data.shards") -> None:
+    """Raise UserError if the shards hold nothing to train on, or one has no bytes at all.
+
+    Reads the headers of one shard after the other until the first regular file, one 512-byte block where all is well.
+    Raises UserError for damage met on that way, and for compressed tars.
+    """
+    for path in paths:
+        if path.stat().st_size == 0:
+            raise UserError(f"{key}: {path} is empty, 0 bytes; copy it again, or take it out of the list")
+    if not any(_holds_a_file(path) for path in paths):
+        what = f"{paths[0]} is an empty archive" if len(paths) == 1 else f"all {len(paths)} shards are empty archives"
+        raise UserError(f"{key}: {what}, without a single file; name tars that hold samples")
+
+
+def _holds_a_file(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return any(True for _ in read_headers(path, stream))

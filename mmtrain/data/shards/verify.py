@@ -1,0 +1,111 @@
+"""Shards compared with their indexes, byte for byte.
+
+tar, index --every member's CRC32; every header--> Damage: shard, key, offset, what is wrong
+
+Not compared is what nothing reads: the filling between a member's end and the next header.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from mmtrain.base.errors import UserError
+from mmtrain.data.shards.archive import ArchiveFile, read_headers
+from mmtrain.data.shards.index import Member, MissingIndex, read_index
+
+_CHUNK = 1 << 20  # bytes
+
+
+class Damage(NamedTuple):
+    """What is wrong with a member; key and offset are None where it is the shard or its index as a whole."""
+
+    shard: str
+    key: str | None
+    offset: int | None  # of the member's content in the shard, in bytes
+    detail: str
+
+
+def verify_shard(tar: Path, report: Callable[[int], None] = lambda size: None) -> list[Damage]:
+    """Read a shard once and list all that is not as it was indexed, in the tar's order; nothing where it is sound.
+
+    `report` is told of each sample that went through, how many bytes it has. Memory is that of 1 MiB of content. Raises
+    MissingIndex: there is nothing to compare with.
+    """
+    try:
+        index = read_index(tar)
+    except MissingIndex:
+        raise
+    except UserError as error:  # damaged, or of a tar of another size
+        return [Damage(str(tar), None, None, str(error))]
+    indexed = {
+        member.offset: (key, member)
+        for key, members in zip(index.keys, index.members, strict=True)
+        for member in members
+    }
+    wrong: dict[int, list[str]] = {}
+    try:
+        file = os.open(tar, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        return [Damage(str(tar), None, None, f"{tar}: cannot be read ({error.strerror})")]
+    try:
+        for members in index.members:
+            for member in members:
+                if detail := _content_fault(file, member):
+                    wrong.setdefault(member.offset, []).append(f"{member.suffix}: {detail}")
+            report(sum(member.size for member in members))
+    finally:
+        os.close(file)
+    for offset, detail in _structure_faults(tar, indexed, index.tar_bytes):
+        wrong.setdefault(offset, []).append(detail)
+    key_at = {offset: key for offset, (key, _) in indexed.items()}
+    return [Damage(str(tar), key_at.get(offset), offset, "; ".join(wrong[offset])) for offset in sorted(wrong)]
+
+
+def _content_fault(file: int, member: Member) -> str | None:
+    crc32, done = 0, 0
+    while done < member.size:
+        try:
+            chunk = os.pread(file, min(_CHUNK, member.size - done), member.offset + done)
+        except OSError as error:
+            return f"cannot be read ({error.strerror})"
+        if not chunk:
+            return "is cut off by the file's end"
+        crc32, done = zlib.crc32(chunk, crc32), done + len(chunk)
+    if crc32 != member.crc32:
+        return f"{member.size:,} bytes whose CRC32 is {crc32:08x}, not {member.crc32:08x}"
+    return None
+
+
+def _structure_faults(tar: Path, indexed: dict[int, tuple[str, Member]], tar_bytes: int) -> list[tuple[int, str]]:
+    """Offset and fault of each member that the tar's headers do not place and name as the index does.
+
+    Behind a header that cannot be read no other can be found: that is one fault, at the first member not reached.
+    """
+    missing = dict(indexed)
+    faults: list[tuple[int, str]] = []
+    reached = -1
+    try:
+        with tar.open("rb") as stream:
+            for found in read_headers(tar, stream):
+                reached = found.offset
+                key, member = missing.pop(found.offset, ("", None))
+                if member is None:
+                    faults.append((found.offset, f"{found.name!r}, {found.size:,} bytes, is not in the index"))
+                elif not _is(found, key, member):
+                    wanted = f"{key}.{member.suffix}"
+                    faults.append(
+                        (found.offset, f"its header says {found.name!r}, {found.size:,} bytes; indexed as {wanted!r}")
+                    )
+    except (UserError, OSError) as error:
+        at = next((offset for offset in sorted(missing) if offset > reached), tar_bytes)
+        return [*faults, (at, str(error).removeprefix(f"{tar}: "))]
+    return [*faults, *((offset, "no header leads to it") for offset in missing)]
+
+
+def _is(found: ArchiveFile, key: str, member: Member) -> bool:
+    stem, suffix = found.name[: len(key) + 1], found.name[len(key) + 1 :]
+    return stem == f"{key}." and suffix.lower() == member.suffix and found.size == member.size

@@ -1,0 +1,235 @@
+"""What became of every sample: the equation of counts, the quarantine, the ledger.
+
+micro-batches that the engine takes --watch--> keys, faults, counts of this replica
+--end_step: gathered over the replicas, in their order--> rank 0 writes samples.jsonl (keys in global pack order),
+quarantine.jsonl; at each epoch's end its counts are compared with the plan's
+
+Only what a step has used counts, never what workers have prepared or the encoder has seen ahead of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import JsonLines
+from mmtrain.base.printing import harmless
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.sample import Fault
+from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.data.stream.order import EpochPlan
+from mmtrain.data.stream.packs import PackedBatch
+
+FEWEST_READ = 1000  # samples that the share of quarantined ones refers to at least: one of the first ten is no 10%
+LISTED = 5  # quarantined samples that a message lists
+
+
+class CountError(RuntimeError):
+    """Samples were lost or repeated between the plan and the engine: a fault of mmtrain."""
+
+
+@dataclass
+class _Taken:
+    """What one replica's engine took since the last gathering."""
+
+    keys: list[str] = field(default_factory=list)
+    faults: list[tuple[int, Fault]] = field(default_factory=list)  # epoch, fault
+    trained: Counter[int] = field(default_factory=Counter)  # by epoch
+    quarantined: Counter[int] = field(default_factory=Counter)
+
+
+class ReadAccount:
+    """The account of one rank that reads data; the one of rank 0 writes. Construct and call it on all of these ranks.
+
+    `group` holds them, in the order of the replicas; None where there is only one.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        packed: PackedBatches,
+        group: dist.ProcessGroup | None,
+        folder: Path,
+        say: Callable[[str], None],
+        held_out: Sequence[Fault] = (),
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write down what is unusable from the start; raises UserError if that is too much already.
+
+        `held_out` are samples that are left out of the evaluation; `state` is what `state_dict` gave before the first
+        step of `packed`. Without it a run that does not begin at step 0 accounts for what it reads itself.
+        """
+        self.config = config
+        self.packed = packed
+        self.group = group
+        self.writes = packed.replica == 0
+        self.say = say
+        self.quarantine_file = folder / "quarantine.jsonl"
+        self._quarantine: JsonLines | None = None
+        self._read_ahead: deque[PackedBatch] = deque()  # by the engine, without images, until a step has used them
+        self._taken = _Taken()
+        self._trained: Counter[int] = Counter()  # by epoch, over all replicas; kept by rank 0
+        self._quarantined: Counter[int] = Counter()
+        self._read = self._lost = 0  # samples, over all replicas
+        self._epoch = 0  # the first that is not complete
+        self._first_pack = packed.first_step * config.train.packs_per_step  # that is accounted for
+        unusable = list(packed.catalog.faults.values())
+        if state is not None:
+            self._load_state_dict(state)
+        while packed.order.first_pack(self._epoch + 1) <= self._first_pack:
+            self._epoch += 1
+        if state is None or not self.quarantine_file.exists():  # else it has them, or goes on without any
+            self._write_faults([(None, self._epoch, fault) for fault in [*unusable, *held_out]])
+        plan = packed.order.epoch_plan(self._epoch)
+        self._refuse_many(plan.unusable, plan.drawn, unusable[:LISTED])
+        self.ledger = JsonLines(folder / "samples.jsonl" if self.writes and config.data.ledger else None)
+        if self.writes and config.data.ledger and (repeated := packed.catalog.repeated_keys()):
+            say(f"samples.jsonl cannot tell all samples apart: {repeated:,} have a key that an earlier one has, too")
+
+    def watch(self, batches: Iterator[PackedBatch]) -> Generator[PackedBatch]:
+        """The same micro-batches, each remembered when it is taken, and counted at the end of the step that uses it."""
+        for batch in batches:
+            self._read_ahead.append(replace(batch, images=None))
+            yield batch
+
+    def _take(self, microbatches: int) -> None:
+        """Count the next micro-batches, in the order in which they were read."""
+        taken = self._taken
+        for _ in range(microbatches):
+            batch = self._read_ahead.popleft()
+            if self.config.data.ledger:
+                taken.keys += batch.keys
+            for epoch, samples in zip(batch.epochs, batch.samples_of_packs, strict=True):
+                taken.trained[epoch] += samples
+            for row, fault in batch.faults:
+                taken.faults.append((batch.epochs[row], fault))
+                taken.quarantined[batch.epochs[row]] += 1
+
+    def end_step(self, step: int, samples: int, quarantined: int) -> list[dict[str, Any]]:
+        """Close a step in which all replicas together trained on `samples` and quarantined `quarantined`.
+
+        Returns, on rank 0, a record for metrics.jsonl for each epoch that is complete now: samples read = trained +
+        quarantined + overlong, of the whole epoch. Raises UserError on rank 0 once more than
+        `data.max_quarantine_rate` is quarantined, with a list, and CountError where the samples of an epoch are not
+        those that were planned.
+        """
+        train = self.config.train
+        self._take(train.packs_per_step // (self.packed.replicas * train.packs_per_microbatch))
+        self._read += samples + quarantined
+        self._lost += quarantined
+        taken_packs = (step + 1) * self.config.train.packs_per_step
+        epoch_ends = self.packed.order.first_pack(self._epoch + 1) <= taken_packs
+        if not (self.config.data.ledger or quarantined or epoch_ends):
+            return []
+        replicas = self._gather()
+        if self.writes:
+            if self.config.data.ledger:
+                self.ledger.write(step=step, keys=[key for taken in replicas for key in taken.keys])
+            faults = [fault for taken in replicas for fault in taken.faults]
+            self._write_faults([(step, *fault) for fault in faults])
+            # What is unusable from the start is never read: it counts in proportion.
+            plan = self.packed.order.epoch_plan(self._epoch)
+            read = round(self._read / (1 - plan.unusable / plan.drawn))
+            self._refuse_many(self._lost + read - self._read, read, [fault for _, fault in faults[:LISTED]])
+        records = []
+        while self.packed.order.first_pack(self._epoch + 1) <= taken_packs:
+            plan = self.packed.order.epoch_plan(self._epoch)
+            if self.writes:
+                records.append(self._close_epoch(plan, len(plan)))
+            self._epoch += 1
+        return records
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts so far, for a checkpoint: those of all replicas on rank 0; all of these ranks call it."""
+        self._gather()
+        return {
+            "first_pack": self._first_pack,
+            "epoch": self._epoch,
+            "read": self._read,
+            "lost": self._lost,
+            "trained": {str(epoch): count for epoch, count in self._trained.items()},
+            "quarantined": {str(epoch): count for epoch, count in self._quarantined.items()},
+        }
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting; whatever the number of replicas was, the counts of all are rank 0's now."""
+        self._first_pack, self._epoch = state["first_pack"], state["epoch"]
+        self._read, self._lost = state["read"], state["lost"]
+        if self.writes:
+            self._trained = Counter({int(epoch): count for epoch, count in state["trained"].items()})
+            self._quarantined = Counter({int(epoch): count for epoch, count in state["quarantined"].items()})
+
+    def finish(self, steps: int) -> list[dict[str, Any]]:
+        """Close the files, and the epoch that the last of `steps` has left incomplete; the same records as end_step."""
+        self._gather()
+        packs = steps * self.config.train.packs_per_step - self.packed.order.first_pack(self._epoch)
+        self.ledger.close()
+        if self._quarantine is not None:
+            self._quarantine.close()
+        return [self._close_epoch(self.packed.order.epoch_plan(self._epoch), packs)] if self.writes and packs else []
+
+    def _gather(self) -> list[_Taken]:
+        """What every replica took since the last time, on rank 0, in the order of the replicas; elsewhere nothing."""
+        taken, self._taken = self._taken, _Taken()
+        replicas: list[Any] = [taken]
+        if self.group is not None:
+            replicas = [None] * self.packed.replicas if self.writes else []
+            dist.gather_object(taken, replicas or None, dst=0, group=self.group)
+        for one in replicas:
+            self._trained += one.trained
+            self._quarantined += one.quarantined
+        return replicas
+
+    def _close_epoch(self, plan: EpochPlan, packs: int) -> dict[str, Any]:
+        """The record of the epoch that `packs` were taken of; raises CountError if it does not add up."""
+        epoch, begin = self._epoch, max(0, self._first_pack - self.packed.order.first_pack(self._epoch))
+        complete = begin == 0 and packs == len(plan)
+        trained, damaged = self._trained.pop(epoch, 0), self._quarantined.pop(epoch, 0)
+        planned = int(plan.starts[packs] - plan.starts[begin])
+        if trained + damaged != planned:
+            raise CountError(
+                f"epoch {epoch}: {planned} samples were planned in {packs - begin} packs, {trained} were trained on "
+                f"and {damaged} quarantined: {trained + damaged - planned:+d}"
+            )
+        quarantined = damaged + (plan.unusable if complete else 0)
+        overlong = plan.overlong if complete else 0
+        read = trained + quarantined + overlong
+        if complete and read != plan.drawn:
+            raise CountError(f"epoch {epoch}: {plan.drawn} samples were drawn, but {read} are accounted for")
+        counts = {"trained": trained, "quarantined": quarantined, "overlong": overlong}
+        if complete:
+            said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+            self.say(f"epoch {epoch} is complete: {read:,} samples read: {said}")
+        return {"kind": "epoch", "epoch": epoch, "complete": complete, "packs": packs - begin, "read": read, **counts}
+
+    def _write_faults(self, faults: list[tuple[int | None, int, Fault]]) -> None:
+        """Lines of quarantine.jsonl; a sample that is unusable from the start has no step."""
+        if not self.writes or not faults:
+            return
+        if self._quarantine is None:
+            self._quarantine = JsonLines(self.quarantine_file)
+        for step, epoch, fault in faults:
+            self._quarantine.write(step=step, epoch=epoch, **asdict(fault))
+        first = faults[0][2]
+        what = f"{harmless(first.key)} ({first.reason}: {harmless(first.detail)})"
+        more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
+        self.say(f"quarantined {what}{more}; see {self.quarantine_file}")
+
+    def _refuse_many(self, lost: int, read: int, latest: list[Fault]) -> None:
+        """Raise UserError if more samples are quarantined than allowed."""
+        rate = self.config.data.max_quarantine_rate
+        least = min(FEWEST_READ, self.packed.order.epoch_plan(self._epoch).drawn)
+        if not lost or lost <= rate * max(read, least):
+            return
+        listed = "".join(f"\n  {fault.where}" for fault in latest)
+        raise UserError(
+            f"{lost:,} of {read:,} samples read are quarantined, more than data.max_quarantine_rate={rate:g} allows "
+            f"(of {least:,} at least); mend or replace the shards, or raise the rate. {self.quarantine_file} lists "
+            f"all, the latest are:{listed}"
+        )

@@ -1,0 +1,202 @@
+"""An image's way from a file's bytes to the encoder's input.
+
+bytes --header: how many pixels?--> --Pillow--> RGB (height, width) --fit--> (3, S, S) uint8
+      --on the encoder's device: /255, minus mean, over std--> (3, S, S) float32
+
+fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspect_ratio: pad`). Price: the padding's
+                 patches are tokens too
+     resize      whole, both sides to S: shapes are stretched
+     center_crop shorter side to S, then the middle (CLIP's, timm's): cuts away what a caption may speak of
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from timm.models import PretrainedCfg
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.limits import MAX_IMAGE_PIXELS
+from mmtrain.data.samples.records import DECODE_ERRORS, Rejected, open_image
+from mmtrain.pretrained.demo_names import is_demo
+from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.vision_files import hf_image_size, preprocessing, timm_image_size
+
+Fit = Literal["pad", "resize", "center_crop"]
+# Pixels. A thread of 1 x 65,000 is no large image, but its square is.
+MAX_SIDE = 30_000
+BAND_PIXELS = 16_000_000  # that padding handles at a time, 64 MB
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """The encoder's published size, mean and interpolation, and a choice of how images come to be square."""
+
+    image_size: int  # pixels a side
+    mean: tuple[float, float, float]  # of RGB in 0..1
+    std: tuple[float, float, float]
+    interpolation: str  # a name of PIL.Image.Resampling, in lower case
+    fit: Fit = "pad"
+    max_pixels: int = MAX_IMAGE_PIXELS  # of an image that `decode` takes
+
+    def decode(self, content: bytes) -> torch.Tensor:
+        """An image file's bytes as (3, image_size, image_size) uint8; raises what `decode_image` and `fitted` raise.
+
+        Not normalised yet: that makes four times as many bytes, which need not travel between processes and devices.
+        """
+        return self.fitted(decode_image(content, self.max_pixels))
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        """Turn an image of any size and mode into (3, image_size, image_size) float32; raises what `fitted` raises."""
+        return self.normalise(self.fitted(image)[None])[0]
+
+    def normalise(self, images: torch.Tensor) -> torch.Tensor:
+        """(N, 3, S, S) uint8, on any device, as float32: of 0..1, minus mean, over std."""
+        white, mean, std = _statistics(self.mean, self.std, images.device)
+        return images.to(torch.float32).div_(white).sub_(mean).div_(std)
+
+    def fitted(self, image: Image.Image) -> torch.Tensor:
+        """Turn an image of any size and mode into (3, image_size, image_size) uint8.
+
+        Raises Rejected where a side is longer than MAX_SIDE, or would be once the other one is the encoder's.
+        """
+        scale = self.image_size / min(image.size) if self.fit == "center_crop" else 1
+        if max(image.size) * max(scale, 1) > MAX_SIDE:
+            raise Rejected("too_many_pixels", f"{image.width} x {image.height} pixels, too long and thin for a square")
+        image = image if image.mode == "RGB" else image.convert("RGB")
+        fitted = {"pad": self._pad, "resize": self._resize, "center_crop": self._center_crop}[self.fit](image)
+        return torch.from_numpy(np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1)))
+
+    def _pad(self, image: Image.Image) -> Image.Image:
+        """What resizing the padded square gives, without making it.
+
+        Pillow resizes along rows first and leaves rows of one colour as they are, so bars above and below can be added
+        between its two passes, and rows can be handled a band at a time.
+        """
+        (width, height), side = image.size, max(image.size)
+        left, above = (side - width) // 2, (side - height) // 2
+        colour = tuple(int(channel * 255) for channel in self.mean)
+        narrow = Image.new("RGB", (self.image_size, side), colour)
+        rows = max(BAND_PIXELS // side, 1)
+        for top in range(0, height, rows):
+            # Pillow copies even if nothing is cut off: 0.1 ms of a photograph's 5.
+            band = image if rows >= height else image.crop((0, top, width, min(top + rows, height)))
+            if width < side:
+                padded = Image.new("RGB", (side, band.height), colour)
+                padded.paste(band, (left, 0))
+                band = padded
+            narrow.paste(self._resize(band, (self.image_size, band.height)), (0, above + top))
+        return self._resize(narrow)
+
+    def _center_crop(self, image: Image.Image) -> Image.Image:
+        shorter = min(image.size)
+        width, height = (int(self.image_size * side / shorter) for side in image.size)
+        left, top = (width - self.image_size) // 2, (height - self.image_size) // 2
+        return self._resize(image, (width, height)).crop((left, top, left + self.image_size, top + self.image_size))
+
+    def _resize(self, image: Image.Image, size: tuple[int, int] | None = None) -> Image.Image:
+        size = size or (self.image_size, self.image_size)
+        return image.resize(size, Image.Resampling[self.interpolation.upper()])
+
+
+@functools.cache
+def _statistics(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """255, mean and std as tensors on the device: CUDA multiplies by the reciprocal of a number, which rounds twice."""
+    values = (torch.tensor(value, dtype=torch.float32, device=device) for value in ((255.0,), mean, std))
+    return tuple(value[:, None, None] for value in values)
+
+
+def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+    """Decode an image file's bytes to RGB, its first picture if there are several.
+
+    Raises Rejected for more pixels than allowed, before any of them is decoded, and for what Pillow cannot read to its
+    end or what has no colours of a known range.
+    """
+    image = open_image(content, max_pixels)
+    try:
+        image.load()
+        if image.mode.startswith("I;16"):  # Pillow's own conversion cuts 65,535 off at 255: all white
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode in ("I", "F"):
+            raise Rejected("undecodable_image", f"32 bits a pixel (Pillow's mode {image.mode}) have no known range")
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except DECODE_ERRORS as error:
+        raise Rejected("undecodable_image", str(error)) from None
+
+
+def image_transform(name: str, fit: Fit = "pad", max_pixels: int = MAX_IMAGE_PIXELS) -> ImageTransform:
+    """The preprocessing that belongs to a vision encoder, named as in `model.vision.name`.
+
+    Size, mean and interpolation are those of timm's pretrained configuration, or of the `preprocessor_config.json` of a
+    transformers folder. Raises UserError where neither exists: guessed means would give features that the encoder was
+    never trained on.
+    """
+    size, mean, std, interpolation = _published(name)
+    if interpolation.upper() not in Image.Resampling.__members__:
+        known = ", ".join(member.lower() for member in Image.Resampling.__members__)
+        raise UserError(f"model.vision.name: {name} is resized by {interpolation!r}; known are {known}")
+    return ImageTransform(int(size), tuple(mean), tuple(std), interpolation.lower(), fit, max_pixels)
+
+
+def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
+    """Pixels a side, mean, std and interpolation."""
+    if is_timm_name(name):
+        config = timm_config(name)
+        return config.input_size[-1], config.mean, config.std, config.interpolation
+    folder = model_folder(name)
+    config = read_json(folder / "config.json")
+    if "architecture" in config:
+        facts = config.get("pretrained_cfg", config)
+        return timm_image_size(config, str(folder)), facts["mean"], facts["std"], facts["interpolation"]
+    facts = preprocessing(folder)
+    return hf_image_size(config, str(folder)), facts.mean, facts.std, Image.Resampling(facts.resample).name
+
+
+def is_timm_name(name: str) -> bool:
+    """Whether `name` is looked up in timm's registry; folders, hub ids (owner/name) and `demo:vision` are not."""
+    return "/" not in name and not is_demo(name) and not Path(name).expanduser().exists()
+
+
+def timm_config(name: str) -> PretrainedCfg:
+    """timm's record of a pretrained model: where its weights are, input size, mean, std, interpolation.
+
+    Raises UserError for an unknown name and for weights that were trained with another activation function.
+    """
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(architecture):
+        near = difflib.get_close_matches(architecture, timm.list_models(), n=3)
+        hint = f"; the nearest are {', '.join(near)}" if near else ""
+        raise UserError(f"model.vision.name: {name} is neither a folder here nor a model that timm knows{hint}")
+    known = timm.list_pretrained(f"{architecture}.*")
+    if not known or (tag and name not in known):
+        listed = ", ".join(known) or "no weights at all"
+        raise UserError(f"model.vision.name: timm has no weights {name}; of {architecture} it has {listed}")
+    config = timm.get_pretrained_cfg(name)
+    refuse_wrong_activation({"architecture": architecture, "pretrained_cfg": {"tag": config.tag}})
+    return config
+
+
+def refuse_wrong_activation(config_json: dict) -> None:
+    """Raise UserError where a CLIP trained with QuickGELU would run with GELU: it loads, and its features are wrong.
+
+    config_json: a timm folder's config.json; timm's registry notes of which weights this holds.
+    """
+    architecture = config_json["architecture"]
+    name = f"{architecture}.{(config_json.get('pretrained_cfg') or {}).get('tag')}"
+    notes = timm.get_pretrained_cfg(name).notes if name in timm.list_pretrained(f"{architecture}.*") else None
+    if "QuickGELU" in " ".join(notes or ()) and "quickgelu" not in architecture:
+        right = name.replace("_clip_", "_clip_quickgelu_")
+        raise UserError(
+            f"model.vision.name: {name} was trained with QuickGELU, but this architecture computes GELU; use {right}"
+        )

@@ -1,0 +1,264 @@
+"""From shards to one replica's micro-batches. The life of a sample:
+
+1. index    its place, checksums and length are known before the run starts (`index`, `catalog`)
+2. order    `order`: (seed, epoch) -> one global list of packs, the same for any number of replicas and workers
+3. share    step s takes packs [s*G, (s+1)*G); replica r the r-th contiguous part of them
+4. read     `reader`: by offset, checksum compared; a damaged sample leaves a gap in its pack
+5. text     the template: turns -> input_ids and labels; a length that is not the planned one ends the run
+6. images   `make_batch`: decoded and resized
+7. ahead    with workers, steps 4-6 run in other processes, each making every n-th micro-batch
+8. device   `to_device`: copied as they are; images become float32 where the encoder runs
+
+The whole state is the number of the next step: nothing was drawn that it does not tell.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import mmap
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.records import REASONS, Rejected
+from mmtrain.data.samples.sample import Document, Fault
+from mmtrain.data.samples.templates import TEMPLATES
+from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.shards.index import text_fingerprint
+from mmtrain.data.shards.indexing import ensure_indexes
+from mmtrain.data.stream.catalog import Catalog, DataSet, data_sets
+from mmtrain.data.stream.images import image_transform
+from mmtrain.data.stream.order import HELD_OUT, Capacity, PackOrder, PlannedPack
+from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, make_batch
+from mmtrain.data.stream.reader import Reader
+from mmtrain.pretrained.shapes import llm_shape, model_folder, vision_shape
+from mmtrain.processes.rank import die_with_parent
+from mmtrain.processes.stop import ignore_in_worker
+
+PREFETCH = 2  # micro-batches that each worker makes ahead
+SLOTS = PREFETCH + 1  # micro-batches of a worker that keep their images: those ahead, and the one being copied out
+
+
+class Documents:
+    """Documents of a catalog's samples, by number."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Open tokenizer and template; raises UserError for what is missing or unfit."""
+        vision = config.model.vision
+        self.config = config
+        self.tokens_per_image = vision_shape(vision.name, vision.select_layer).tokens_per_image
+        self.tokenizer = load_tokenizer(config.model.llm.path)
+        self.template = TEMPLATES[config.data.template](
+            self.tokenizer, self.tokens_per_image, llm_shape(config.model.llm.path).vocab_size
+        )
+        self.transform = image_transform(vision.name, config.data.image_fit, config.data.max_image_pixels)
+        eos = self.tokenizer.eos_token_id
+        self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
+        self.capacity = Capacity(config.data.pack_length, config.data.max_images_per_pack)
+
+    def catalog(self, sets: list[DataSet], held_out_fraction: float | None = None) -> Catalog:
+        """The catalog of data sets, for this tokenizer and template; missing indexes are made."""
+        data, llm = self.config.data, self.config.model.llm.path
+        # The launcher has made them; a rank that has to, without one, shares its cores with others.
+        shards, seconds = [shard for one in sets for shard in one.shards], data.io_retry_seconds
+        ensure_indexes(shards, llm, data.template, workers=1, retry_seconds=seconds)
+        fingerprint = text_fingerprint(model_folder(llm), data.template)
+        return Catalog(sets, fingerprint, self.tokens_per_image, data.max_image_pixels, held_out_fraction, seconds)
+
+    def read(self, reader: Reader, number: int) -> Document | Fault:
+        """The document of a sample; raises UserError where its length is not the one that its index says."""
+        sample = reader.read(number)
+        if isinstance(sample, Fault):
+            return sample
+        try:
+            document = self.template(sample)
+        except Rejected as error:
+            return Fault(sample.key, sample.shard, sample.offset, error.reason, error.detail)
+        planned = int(reader.catalog.lengths[number])
+        if len(document.input_ids) != planned:
+            raise UserError(
+                f"{sample.where}: {len(document.input_ids)} tokens, where the index of its shard says {planned}: the "
+                "index was made by another version of the tokenizer's library; index the shard again: python "
+                f"tools/index_shards.py {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
+                f"--template {self.config.data.template}"
+            )
+        return document
+
+    def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
+        """A micro-batch of packs, its images uint8, in `buffer` if there is one."""
+        return make_batch(packs, self.capacity.tokens, self.padding_id, self.transform.decode, buffer)
+
+    def normalised(self, batch: PackedBatch) -> PackedBatch:
+        """The micro-batch with its images in float32, as a stock encoder takes them."""
+        return batch if batch.images is None else replace(batch, images=self.transform.normalise(batch.images))
+
+    @property
+    def most_images(self) -> int:
+        """Images that a pack can hold."""
+        most = self.capacity.tokens // self.tokens_per_image
+        return most if self.capacity.images is None else min(most, self.capacity.images)
+
+
+class PackedBatches:
+    """One replica's micro-batches from `first_step` on, for ever: epochs follow each other, a step may span two.
+
+    Every iteration starts again at `first_step`.
+    """
+
+    def __init__(self, config: RunConfig, replica: int, replicas: int, first_step: int = 0) -> None:
+        """Open tokenizer and indexes; raises UserError for what is missing, and for data without a single pack."""
+        assert 0 <= replica < replicas, f"replica {replica} of {replicas}"
+        self.config = config
+        self.replica = replica
+        self.replicas = replicas
+        self.first_step = first_step
+        self.documents = Documents(config)
+        data = config.data
+        self.catalog = self.documents.catalog(data_sets(data), config.eval.fraction)
+        if data.overlong == "refuse":
+            self.catalog.refuse_overlong(self.documents.capacity)
+        for section, one in zip(data.sets or (), self.catalog.sample_sets, strict=False):
+            kept = int((one.lengths != HELD_OUT).sum())
+            if round(section.weight * kept) == 0:
+                raise UserError(
+                    f"data.sets: {section.name} is never drawn: weight {section.weight:g} of {kept:,} samples that are "
+                    "not held out is less than one a pass; raise its weight, or leave it out"
+                )
+        self.order = PackOrder(
+            self.catalog.sample_sets, config.run.seed, self.documents.capacity, data.shuffle_shards, data.pack_window
+        )
+        try:
+            self.order.epoch_plan(0)  # before workers are forked, which would each plan it again
+        except UserError as error:
+            reasons = Counter(fault.reason for fault in self.catalog.faults.values())
+            listed = ", ".join(f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common())
+            raise UserError(f"{error}" + (f" ({listed})" if listed else "")) from error
+        self.reader = Reader(self.catalog, data.io_retry_seconds)
+
+    @property
+    def summary(self) -> str:
+        """What there is to train on, for people."""
+        plan, capacity = self.order.epoch_plan(0), self.documents.capacity
+        fill = self.catalog.lengths[plan.samples].sum() / (len(plan) * capacity.tokens)
+        overlong = "too long for a pack"
+        if capacity.images is not None:
+            overlong += f" or with more than {capacity.images} images"
+        left_out = {overlong: plan.overlong, "unusable": plan.unusable, "held out": len(self.catalog.held_out)}
+        without = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
+        return (
+            f"an epoch: {len(plan.samples):,} samples in {len(plan):,} packs of {capacity.tokens:,} tokens, "
+            f"{fill:.1%} full{without}"
+        )
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the run: as configured, or those of train.epochs."""
+        train = self.config.train
+        return train.max_steps or self.order.steps(train.epochs, train.packs_per_step)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        workers = self.config.data.workers
+        if workers == 0:
+            yield from self._share(0, 1, itertools.repeat(None))
+            return
+        images = self.config.train.packs_per_microbatch * self.documents.most_images
+        slots = _shared_memory(workers, images, self.documents.transform.image_size)
+        batches = DataLoader(
+            _Worker(self, slots),
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=PREFETCH,
+            multiprocessing_context="fork",  # torch is imported already; spawn would import it again, seconds each
+            worker_init_fn=functools.partial(_live_with_parent, os.getpid()),
+        )
+        for number, sent in enumerate(batches):
+            if isinstance(sent, UserError):
+                raise sent
+            yield sent.received(slots[number % workers, number // workers % SLOTS])
+
+    def _share(self, worker: int, workers: int, buffers: Iterable[torch.Tensor | None]) -> Iterator[PackedBatch]:
+        """Every `workers`-th micro-batch of this replica, from the `worker`-th on, images uint8 in the next buffer."""
+        buffers = iter(buffers)
+        train = self.config.train
+        mine = train.packs_per_step // self.replicas
+        numbers = itertools.count()
+        for step in itertools.count(self.first_step):
+            first = step * train.packs_per_step + self.replica * mine
+            for start in range(first, first + mine, train.packs_per_microbatch):
+                if next(numbers) % workers == worker:
+                    packs = self.order.packs(start, train.packs_per_microbatch)
+                    yield self.documents.batch([self._read(pack) for pack in packs], next(buffers))
+
+    def _read(self, pack: PlannedPack) -> Pack:
+        entries: list[Document | Gap] = []
+        for number in pack.samples:
+            found = self.documents.read(self.reader, number)
+            entries.append(Gap(found, int(self.catalog.lengths[number])) if isinstance(found, Fault) else found)
+        return Pack(tuple(entries), pack.epoch)
+
+
+def _shared_memory(workers: int, images: int, image_size: int) -> torch.Tensor:
+    """(workers, SLOTS, images, 3, S, S) uint8 that forked processes share; a page takes no memory until it is used.
+
+    torch's queues make a file in /dev/shm of every tensor instead: new pages each time, which cost about as much as
+    copying the image, and a container has 64 MB of it by default.
+    """
+    shape = (workers, SLOTS, max(images, 1), 3, image_size, image_size)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape)), dtype=torch.uint8).view(shape)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A micro-batch on its way from a worker; its images lie in the worker's slot."""
+
+    fields: dict[str, Any]  # of PackedBatch, the tokens' tensors as arrays, which a queue takes as they are
+    images: int
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> Self:
+        tokens = {name: value.numpy() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+        return cls({**vars(batch), **tokens, "images": None}, 0 if batch.images is None else len(batch.images))
+
+    def received(self, slot: torch.Tensor) -> PackedBatch:
+        tokens = {name: torch.from_numpy(value) for name, value in self.fields.items() if isinstance(value, np.ndarray)}
+        # Copied: the worker writes over the slot once the next micro-batch is asked for.
+        images = slot[: self.images].clone() if self.images else None
+        return PackedBatch(**{**self.fields, **tokens, "images": images})
+
+
+class _Worker(IterableDataset):
+    """A worker process's part of the stream; what the user can mend travels as a value, with its message unchanged."""
+
+    def __init__(self, batches: PackedBatches, slots: torch.Tensor) -> None:
+        self.batches = batches
+        self.slots = slots
+
+    def __iter__(self) -> Iterator[_Sent | UserError]:
+        worker = get_worker_info()
+        try:
+            slots = itertools.cycle(self.slots[worker.id])
+            yield from map(_Sent.of, self.batches._share(worker.id, worker.num_workers, slots))
+        except UserError as error:
+            yield error
+
+
+def _live_with_parent(parent: int, worker: int) -> None:
+    """Let a worker end when its rank does, however that ends.
+
+    A worker outliving a killed rank would hold the rank's sockets open, and its peers would wait instead of failing;
+    torch's own watch takes up to 5 s. Ctrl-C, and Slurm's signals, reach all processes: the rank alone answers them.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_in_worker()
+    die_with_parent(parent)

@@ -1,0 +1,255 @@
+"""The order of an epoch: which samples share which pack, and in which order, as a pure function without I/O.
+
+sets of samples (lengths, shard sizes, weight)
+--passes: shards permuted, samples permuted inside each--> one sequence per set
+--groups: the same share of every sequence, permuted--> windows of about `pack_window` samples
+--pack_best_fit, packs permuted--> EpochPlan: samples (planned,), starts (packs + 1,)
+--PackOrder: epochs one after the other--> one endless list of packs
+
+A sample is its global number: over all sets in listed order, in a set over all shards in listed order. Nothing but
+(sets, seed, epoch) and the arguments here decides the order: not the world size, not the workers, not what was asked
+before. Draws come from numpy's RandomState, whose streams are frozen (NEP 19), seeded through SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+
+from mmtrain.base.errors import UserError
+
+HELD_OUT = -1  # length of a sample that is kept for evaluation: not part of the set
+UNUSABLE = 0  # length of a sample that cannot become a document: drawn, never packed
+
+_PLANS_KEPT = 2  # a step may span two epochs
+
+
+@dataclass(frozen=True, eq=False)
+class SampleSet:
+    """One data set as planning sees it."""
+
+    weight: float  # passes over it in an epoch, > 0
+    shard_sizes: np.ndarray  # (shards,) samples in each shard, held-out ones too
+    lengths: np.ndarray  # (samples,) int32 tokens, those of images included; or HELD_OUT, UNUSABLE
+    images: np.ndarray  # (samples,) int32 images of each sample
+
+    def __post_init__(self) -> None:
+        assert self.weight > 0, f"weight {self.weight}"
+        assert len(self.shard_sizes) > 0, "no shards"
+        assert self.shard_sizes.sum() == len(self.lengths) == len(self.images), "shards, lengths and images differ"
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a pack holds."""
+
+    tokens: int
+    images: int | None = None  # None: as many as its tokens allow
+
+
+@dataclass(frozen=True, eq=False)
+class EpochPlan:
+    """The packs of one epoch; drawn = planned + overlong + unusable, a sample counted as often as it is drawn."""
+
+    samples: np.ndarray  # (planned,) int64 global sample numbers, in pack order
+    starts: np.ndarray  # (packs + 1,) int64: pack p holds samples[starts[p] : starts[p + 1]]
+    drawn: int
+    overlong: int  # do not fit an empty pack, by tokens or by images
+    unusable: int
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+
+@dataclass(frozen=True)
+class PlannedPack:
+    """Global numbers of the samples that share a pack, in their order inside it."""
+
+    epoch: int
+    samples: tuple[int, ...]
+
+
+def plan_epoch(
+    sets: Sequence[SampleSet], seed: int, epoch: int, capacity: Capacity, shuffle_shards: int, pack_window: int
+) -> EpochPlan:
+    """Draw and pack one epoch.
+
+    A set of weight w gives floor(w) whole passes and the first frac(w) of one more. The epoch is cut into groups, each
+    with its share of every set, of about `shuffle_shards` shards together (of small shards as many as hold
+    `pack_window` samples): a stretch of training reads few shards, and every stretch holds the sets in proportion.
+    Samples are permuted within a group, whose windows of about `pack_window` samples are packed one by one.
+
+    Price of windows, against packing the epoch as a whole: of image captions and of a mixture with longer text 0.2% of
+    the fill with windows of 4096, 1.1% with 1024, at pack lengths of 2048 to 8192. 558,128 samples take half a second
+    of one core and 40 MB.
+    """
+    lengths = np.concatenate([one.lengths for one in sets])
+    images = np.concatenate([one.images for one in sets])
+    offsets = np.cumsum([0, *(len(one.lengths) for one in sets)])
+    sequences, drawn, overlong, unusable = [], 0, 0, 0
+    for number, one in enumerate(sets):
+        sequence = offsets[number] + _set_sequence(one, f"{seed} {epoch} {number}")
+        usable = lengths[sequence] != UNUSABLE
+        fits = lengths[sequence] <= capacity.tokens
+        if capacity.images is not None:
+            fits &= images[sequence] <= capacity.images
+        drawn += len(sequence)
+        unusable += int((~usable).sum())
+        overlong += int((usable & ~fits).sum())
+        sequences.append(sequence[usable & fits])
+
+    samples, sizes = [np.empty(0, np.int64)], [0]
+    shards = sum(one.weight * len(one.shard_sizes) for one in sets)
+    groups = max(1, round(min(shards / shuffle_shards, sum(map(len, sequences)) / pack_window)))
+    for group in range(groups):
+        parts = (each[group * len(each) // groups : (group + 1) * len(each) // groups] for each in sequences)
+        draw = _random(f"group {seed} {epoch} {group}")
+        members = draw.permutation(np.concatenate(list(parts)))
+        for window in np.array_split(members, max(1, round(len(members) / pack_window))):
+            packs = pack_best_fit(lengths[window], capacity, images[window])
+            packs = [packs[position] for position in draw.permutation(len(packs))]
+            samples.append(window[list(chain.from_iterable(packs))])
+            sizes += map(len, packs)
+    return EpochPlan(np.concatenate(samples), np.cumsum(sizes), drawn, overlong, unusable)
+
+
+def _set_sequence(one: SampleSet, purpose: str) -> np.ndarray:
+    """Positions in a set in the order in which an epoch draws them, held-out samples left out; int64."""
+    sizes = one.shard_sizes.astype(np.int64)
+    first = np.cumsum(sizes) - sizes
+    kept = int((one.lengths != HELD_OUT).sum())
+    whole = int(one.weight)
+    takes = [kept] * whole + [round((one.weight - whole) * kept)]
+    sequence = [np.empty(0, np.int64)]
+    for number, take in enumerate(takes):
+        if take:
+            draw = _random(f"pass {purpose} {number}")
+            shards = draw.permutation(len(first))
+            drawn = np.concatenate([first[shard] + draw.permutation(sizes[shard]) for shard in shards])
+            sequence.append(drawn[one.lengths[drawn] != HELD_OUT][:take])
+    return np.concatenate(sequence)
+
+
+def _random(purpose: str) -> np.random.RandomState:
+    return np.random.RandomState(np.frombuffer(hashlib.sha256(purpose.encode()).digest(), "<u4"))
+
+
+def pack_best_fit(lengths: np.ndarray, capacity: Capacity, images: np.ndarray | None = None) -> list[list[int]]:
+    """Best-fit decreasing: positions of the documents in each pack, packs in the order in which they were opened.
+
+    The longest document comes first, ties by position. Each goes into the pack with the fewest free tokens of those
+    with room for its tokens and its images, ties by the pack opened first (Johnson, "Near-optimal bin packing
+    algorithms", MIT 1973). `lengths` and `images` are (documents,) integers; each document must fit an empty pack.
+    """
+    count, cap = len(lengths), capacity.images
+    tokens = np.asarray(lengths, np.int64)
+    assert count == 0 or 0 < tokens.min() <= tokens.max() <= capacity.tokens, "a document does not fit an empty pack"
+    # Where no document has more images per token than a full pack may have, tokens run out first.
+    if cap is None or (np.multiply(images, capacity.tokens, dtype=np.int64) < (cap + 1) * tokens).all():
+        cap, needs = 0, [0] * count
+    else:
+        assert images.max() <= cap, "a document has more images than a pack takes"
+        needs = images.tolist()
+
+    # open_packs[r]: packs with room for r more images, sorted, each as free tokens * count + its number
+    open_packs: list[list[int]] = [[] for _ in range(cap + 1)]
+    packs: list[list[int]] = []
+    shortest, sizes = int(tokens.min(initial=capacity.tokens)), tokens.tolist()
+    for position in np.argsort(-tokens, kind="stable").tolist():
+        size, need = sizes[position], needs[position]
+        best, best_room, best_at = (capacity.tokens + 1) * count, cap, -1
+        for room in range(need, cap + 1):
+            keys = open_packs[room]
+            at = bisect_left(keys, size * count)
+            if at < len(keys) and keys[at] < best:
+                best, best_room, best_at = keys[at], room, at
+        if best_at < 0:
+            free, pack = capacity.tokens, len(packs)
+            packs.append([position])
+        else:
+            del open_packs[best_room][best_at]
+            free, pack = divmod(best, count)
+            packs[pack].append(position)
+        if free - size >= shortest:
+            insort(open_packs[best_room - need], (free - size) * count + pack)
+    return packs
+
+
+class PackOrder:
+    """The endless list of packs, numbered from 0: epoch after epoch, no pack spans two.
+
+    How many packs an epoch has shows when it is planned, so pack n costs the planning of all epochs up to its own,
+    once.
+    """
+
+    def __init__(
+        self, sets: Sequence[SampleSet], seed: int, capacity: Capacity, shuffle_shards: int, pack_window: int
+    ) -> None:
+        self.sets = tuple(sets)
+        self.seed = seed
+        self.capacity = capacity
+        self.shuffle_shards = shuffle_shards
+        self.pack_window = pack_window
+        self._plans: dict[int, EpochPlan] = {}  # the last used last
+        self._first_packs = [0]  # of the epochs from 0 on
+
+    def packs(self, first: int, count: int) -> list[PlannedPack]:
+        """Packs [first, first + count) of the list. Raises UserError where an epoch holds none."""
+        while self._first_packs[-1] <= first:
+            self._count_next_epoch()
+        epoch = bisect_right(self._first_packs, first) - 1
+        found: list[PlannedPack] = []
+        while len(found) < count:
+            begin = first + len(found) - self.first_pack(epoch)
+            plan = self.epoch_plan(epoch)
+            for start, end in pairwise(plan.starts[begin : begin + count - len(found) + 1].tolist()):
+                found.append(PlannedPack(epoch, tuple(plan.samples[start:end].tolist())))
+            epoch += 1
+        return found
+
+    def epoch_plan(self, epoch: int) -> EpochPlan:
+        """One epoch's plan; the last two used are kept. Raises UserError where it holds no pack."""
+        plan = self._plans.pop(epoch, None)
+        if plan is None:
+            plan = plan_epoch(self.sets, self.seed, epoch, self.capacity, self.shuffle_shards, self.pack_window)
+            self._refuse_empty(plan, epoch)
+        self._plans[epoch] = plan
+        if len(self._plans) > _PLANS_KEPT:
+            del self._plans[next(iter(self._plans))]
+        return plan
+
+    def first_pack(self, epoch: int) -> int:
+        """Number of an epoch's first pack. Raises UserError where an epoch before it holds none."""
+        while len(self._first_packs) <= epoch:
+            self._count_next_epoch()
+        return self._first_packs[epoch]
+
+    def steps(self, epochs: int, packs_per_step: int) -> int:
+        """Steps that train every sample of these epochs; the last one is filled from the epoch after them."""
+        return -(-self.first_pack(epochs) // packs_per_step)
+
+    def _count_next_epoch(self) -> None:
+        epoch = len(self._first_packs) - 1
+        self._first_packs.append(self._first_packs[-1] + len(self.epoch_plan(epoch)))
+
+    def _refuse_empty(self, plan: EpochPlan, epoch: int) -> None:
+        if len(plan):
+            return
+        if plan.drawn == 0:
+            why = (
+                "they are empty, or held out for evaluation, or their data set's weight is so small that epoch "
+                f"{epoch} draws none"
+            )
+        else:
+            images = "" if self.capacity.images is None else f", or have more than {self.capacity.images} images"
+            why = (
+                f"of {plan.drawn} drawn in epoch {epoch}, {plan.overlong} are longer than data.pack_length="
+                f"{self.capacity.tokens} tokens{images}, and {plan.unusable} cannot be used at all"
+            )
+        shards = sum(len(one.shard_sizes) for one in self.sets)
+        raise UserError(f"data.shards: no sample in {shards} shards fits into a pack: {why}")

@@ -1,0 +1,176 @@
+"""From documents to a micro-batch's tensors.
+
+packs: lists of documents, and of gaps where samples are quarantined --make_batch--> PackedBatch: (B, L) tensors and
+images (N, 3, S, S) --to_device--> the same where the model is
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Fault
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A quarantined sample's place in its pack: the order of everything else stays as planned."""
+
+    fault: Fault
+    length: int  # tokens, as planned
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Whole documents and gaps that share a token sequence; `epoch` counts passes over the data, from 0."""
+
+    entries: tuple[Document | Gap, ...]
+    epoch: int = 0
+
+
+@dataclass
+class PackedBatch:
+    """One micro-batch: B packs of L tokens.
+
+    labels are already shifted: labels[b, t] is the token that position t must predict, IGNORE where there is none; the
+    last token of a document never has a label. position_ids restart at 0 in each document; a gap is a document without
+    labels, and so is the padding at the row's end. images are in row-major order of their positions.
+    """
+
+    input_ids: torch.Tensor  # (B, L) int64, IMAGE_POSITION at image positions
+    position_ids: torch.Tensor  # (B, L) int64
+    labels: torch.Tensor  # (B, L) int64
+    images: torch.Tensor | None  # (N, 3, S, S) uint8, or normalised float32; None: there are none
+    keys: tuple[str, ...]  # of the samples that are trained on, in row-major order
+    tokens: int = 0  # without padding and gaps
+    epochs: tuple[int, ...] = ()  # (B,) of each pack
+    samples_of_packs: tuple[int, ...] = ()  # (B,) trained on
+    faults: tuple[tuple[int, Fault], ...] = ()  # row and reason of each quarantined sample
+
+    @property
+    def samples(self) -> int:
+        """Samples that are trained on."""
+        return len(self.keys)
+
+    @functools.cached_property
+    def image_places(self) -> torch.Tensor:
+        """Places (P,) int64 of all image positions, over rows laid end to end."""
+        return (self.input_ids.flatten() == IMAGE_POSITION).nonzero().squeeze(1)
+
+
+def make_batch(
+    packs: Sequence[Pack],
+    pack_length: int,
+    padding_id: int,
+    decode: Callable[[bytes], torch.Tensor],
+    buffer: torch.Tensor | None = None,
+) -> PackedBatch:
+    """Turn B packs into one micro-batch; `decode` makes (3, S, S) of an image file or raises Rejected.
+
+    A document with such an image becomes a gap. `buffer`, (M, 3, S, S) with M at least the number of images, takes
+    them as they are; without one they get memory of their own.
+    """
+    shape = (len(packs), pack_length)
+    # Filled by numpy: torch.tensor takes seven times as long for a tuple of integers.
+    input_ids = np.full(shape, padding_id, np.int64)
+    labels = np.full(shape, IGNORE, np.int64)
+    position_ids = np.empty(shape, np.int64)
+    images = _Images(packs, buffer)
+    keys: list[str] = []
+    faults: list[tuple[int, Fault]] = []
+    samples_of_packs: list[int] = []
+    tokens = 0
+    for row, pack in enumerate(packs):
+        start, before = 0, len(keys)
+        for entry in pack.entries:
+            if isinstance(entry, Document):
+                length = len(entry.input_ids)
+                fault = images.add(entry, decode)
+            else:
+                length, fault = entry.length, entry.fault
+            end = start + length
+            assert end <= pack_length, f"documents of {end} tokens or more in a pack of {pack_length}"
+            position_ids[row, start:end] = np.arange(length)
+            if fault is None:
+                input_ids[row, start:end] = entry.input_ids
+                labels[row, start:end] = entry.labels
+                keys.append(entry.sample.key)
+                tokens += length
+            else:
+                faults.append((row, fault))
+            start = end
+        position_ids[row, start:] = np.arange(pack_length - start)
+        samples_of_packs.append(len(keys) - before)
+    return PackedBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        labels=torch.from_numpy(labels),
+        images=images.decoded,
+        keys=tuple(keys),
+        tokens=tokens,
+        epochs=tuple(pack.epoch for pack in packs),
+        samples_of_packs=tuple(samples_of_packs),
+        faults=tuple(faults),
+    )
+
+
+def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
+    """The micro-batch with token ids, images and their places on `device`; nothing is copied if that is the CPU.
+
+    Position ids and labels stay where they are: what follows from them, masks and supervised places, is found on the
+    host, which would have to wait for a GPU's answer.
+    """
+    if torch.device(device).type == "cpu":
+        return batch
+    moved = copy.copy(batch)
+    for name in ("input_ids", "images", "image_places"):
+        tensor = getattr(batch, name)
+        setattr(moved, name, None if tensor is None else copied(tensor, device))
+    return moved
+
+
+def copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The tensor on `device`; the host goes on, and kernels that use the copy wait for it.
+
+    From page-locked memory on CUDA: from any other the host would wait until the copy is made.
+    """
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class _Images:
+    """The images of a micro-batch, decoded one by one into one tensor."""
+
+    def __init__(self, packs: Sequence[Pack], buffer: torch.Tensor | None) -> None:
+        documents = (entry for pack in packs for entry in pack.entries if isinstance(entry, Document))
+        self.most = sum(len(document.sample.images) for document in documents)
+        self.pixels = buffer
+        self.count = 0
+
+    def add(self, document: Document, decode: Callable[[bytes], torch.Tensor]) -> Fault | None:
+        """Append the document's images; if one cannot be decoded, none, and say why."""
+        sample, before = document.sample, self.count
+        for number, content in enumerate(sample.images):
+            try:
+                image = decode(content)
+            except Rejected as error:
+                self.count = before
+                detail = f"image {number}: {error.detail}"
+                return Fault(sample.key, sample.shard, sample.offset, error.reason, detail)
+            if self.pixels is None:
+                self.pixels = image.new_empty((self.most, *image.shape))
+            self.pixels[self.count] = image
+            self.count += 1
+        return None
+
+    @property
+    def decoded(self) -> torch.Tensor | None:
+        """(N, 3, S, S), or None without images."""
+        return self.pixels[: self.count] if self.pixels is not None and self.count else None

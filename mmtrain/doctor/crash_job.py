@@ -1,0 +1,199 @@
+"""One start of a training run that is watched from outside, and killed at the moment that was asked for.
+
+The launcher gets a TMPDIR of its own, where its ranks keep the step and the work that they are at: the moments that a
+kill can wait for. Processes are found by their process group (Linux: /proc).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mmtrain.checkpoint.step_folder import CHECKPOINTS, UNFINISHED
+from mmtrain.processes.rank_records import Progress
+
+AT_START = ("opening the data", "loading weights", "building the engine", "loading the checkpoint")
+SECONDS_TO_END = 10.0  # that a job may take to end when one of its ranks is killed
+POLL = 0.0002  # seconds; a save of the demo is on its way for about 5 ms
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When to kill what. `when`: "start" (a random moment before the first step), "load", "step" or "save"."""
+
+    when: str
+    who: str  # "rank", "all", "launcher" or "stop": SIGSTOP of a rank
+    step: int = 0  # not before this one, where `when` is "step" or "save"
+    delay: float = 0.0  # seconds after the moment has come
+    work: str = ""  # what a rank must be at, where `when` is "load"
+
+    @classmethod
+    def draw(cls, when: str, who: str, steps: range, start_seconds: float, draw: random.Random) -> Kill:
+        """A random one: of the start, whose length is known, or within these steps."""
+        longest = {"start": start_seconds, "load": 0.02, "step": 0.5, "save": 0.006}[when]
+        step = draw.choice(steps) if when in ("step", "save") else 0
+        return cls(when, who, step, draw.uniform(0, longest), draw.choice(AT_START) if when == "load" else "")
+
+    def __str__(self) -> str:
+        what = {"start": "starting", "load": f"at {self.work!r}", "step": f"from step {self.step}"}
+        return f"{self.who}: {what.get(self.when, f'saving, from step {self.step}')} +{self.delay * 1000:.0f} ms"
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What a kill met, and what came of it."""
+
+    kill: Kill
+    step: int  # the furthest that a rank was at
+    doing: str  # what the killed rank, or rank 0, was at
+    tore_a_save: bool  # step-*.tmp is left
+    seconds: float  # until no process of the job was left
+    exit_code: int
+    message: str  # on stderr
+    expected_message: str | None  # regular expression; None where nobody is left to say anything
+
+
+class Start:
+    """`python -m mmtrain.launch ...`, started in a process group of its own."""
+
+    def __init__(self, arguments: Sequence[str], run: Path, scratch: Path) -> None:
+        self.run = run
+        self.scratch = scratch
+        scratch.mkdir(parents=True)
+        self._stdout, self._stderr = scratch / "stdout", scratch / "stderr"
+        with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mmtrain.launch", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=os.environ | {"TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+
+    @property
+    def stdout(self) -> str:
+        return self._stdout.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    def processes(self) -> list[int]:
+        """Living processes of the job."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has just ended
+                state, _, group = stat.read_text().rsplit(")", 1)[1].split()[:3]
+                if int(group) == self.process.pid and state != "Z":
+                    found.append(int(stat.parent.name))
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids of the living ranks, as their log names them."""
+        log, alive = self.run / "log.txt", set(self.processes())
+        text = log.read_text(errors="replace") if log.exists() else ""
+        said = {int(rank): int(pid) for rank, pid in re.findall(r"^\[rank (\d+)\] process (\d+) on ", text, re.M)}
+        return {rank: pid for rank, pid in sorted(said.items()) if pid in alive}
+
+    def progress(self) -> dict[int, tuple[int, str]]:
+        """What each rank is at: step and work."""
+        files = self.scratch.glob("mmtrain-*/progress-*")
+        read = {int(file.name.rpartition("-")[2]): Progress.read(file) for file in files}
+        return {rank: at for rank, at in sorted(read.items()) if at is not None and at[1]}
+
+    def strike(self, kill: Kill, draw: random.Random, timeout: float) -> Killed | None:
+        """Wait for the moment, kill, and wait until the job is gone; None if it ended before the moment came.
+
+        A job that is not gone after `timeout` seconds is killed as a whole; its seconds say so.
+        """
+        condition, ranks = self._moment(kill), {}
+        while not condition():
+            if self.process.poll() is not None:
+                return None
+            if not ranks and any(doing == "loading weights" for _, doing in self.progress().values()):
+                ranks = self.ranks()  # now: at the moment itself reading the log would take too long
+            time.sleep(POLL)
+        time.sleep(kill.delay)
+        if self.process.poll() is not None:
+            return None
+        if kill.who in ("rank", "stop"):
+            ranks = ranks or self.ranks()
+        if kill.who in ("rank", "stop") and not ranks:  # there are none yet
+            kill = replace(kill, who="all")
+        rank = draw.choice(sorted(ranks)) if kill.who in ("rank", "stop") else None
+        try:
+            if rank is not None:
+                os.kill(ranks[rank], signal.SIGKILL if kill.who == "rank" else signal.SIGSTOP)
+            elif kill.who == "launcher":
+                self.process.kill()
+            else:
+                os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # that rank has just ended
+            self.process.wait()
+            return None
+        struck, at = time.monotonic(), self.progress()
+        while self.processes() and time.monotonic() - struck < timeout:
+            time.sleep(0.01)
+        seconds = time.monotonic() - struck
+        self.end()
+        return Killed(
+            kill,
+            step=max((step for step, _ in at.values()), default=0),
+            doing=at.get(rank or 0, (0, "planning"))[1],
+            tore_a_save=any((self.run / CHECKPOINTS).glob(f"*{UNFINISHED}")),
+            seconds=seconds,
+            exit_code=self.process.returncode,
+            message=self.stderr,
+            expected_message=None if rank is None else expected_message(rank, kill.who),
+        )
+
+    def end(self) -> None:
+        """Kill what is left of the job."""
+        while left := self.processes():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        self.process.wait()
+
+    def _moment(self, kill: Kill) -> Callable[[], bool]:
+        if kill.when == "start":
+            return lambda: True
+        if kill.when == "load":
+            return lambda: any(doing == kill.work for _, doing in self.progress().values())
+        saves = self.run / CHECKPOINTS
+
+        def in_step() -> bool:
+            return any(step >= kill.step and doing[0].isupper() for step, doing in self.progress().values())
+
+        if kill.when == "step":
+            return in_step
+
+        def saving() -> bool:
+            nonlocal reached
+            reached = reached or in_step()
+            if not reached or not saves.is_dir():
+                return False
+            return any(name.name.endswith(UNFINISHED) for name in os.scandir(saves))
+
+        reached = False
+        return saving
+
+
+def expected_message(rank: int, who: str) -> str:
+    """The launcher's message, as a regular expression: that a rank was killed, or, if stopped, what it was at."""
+    at = r"(in step \d+ \(counted from 0\), at \S.*|before its first step)"
+    named = rf"rank {rank} \(stage [^)]*\) "
+    if who == "rank":
+        return rf"\Aerror: {named}was killed by SIGKILL \(.*\) {at}\n  log: .*\n\Z"
+    return rf"\Aerror: rank \d+ \(stage [^)]*\) lost its connection to another rank {at}(\n.*)*\n  {named}was {at}\n"

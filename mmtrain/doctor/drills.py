@@ -1,0 +1,48 @@
+"""doctor.py's drills: a rank is killed, a rank is stopped; the job must end in bounded time and name it."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from mmtrain.doctor.check import FailedError, Here, Seen
+from mmtrain.doctor.crash_job import SECONDS_TO_END, Kill, Start
+from mmtrain.doctor.runs import launcher
+
+# parallel.timeout_seconds of the run in which a rank is stopped: connecting on GPUs may take some of it.
+TIMEOUT_SECONDS = {"cpu": 10, "cuda": 30}
+SECONDS_AFTER_TIMEOUT = 45.0  # as crash_test.py allows
+STEP = 2  # the drill strikes from here on
+LONG = "train.max_steps=100000"  # so that no run ends before it is struck
+
+
+def kill(here: Here) -> Seen:
+    """SIGKILL of a rank in a step."""
+    return _drill(here, Kill("step", "rank", STEP, 0.05), 60, SECONDS_TO_END)
+
+
+def stop(here: Here) -> Seen:
+    """SIGSTOP of a rank in a step: nothing but a timeout tells the others."""
+    timeout = TIMEOUT_SECONDS["cuda" if here.gpus else "cpu"]
+    return _drill(here, Kill("step", "stop", STEP, 0.05), timeout, timeout + SECONDS_AFTER_TIMEOUT)
+
+
+def _drill(here: Here, blow: Kill, timeout: int, limit: float) -> Seen:
+    name = f"drill-{blow.who}"
+    layout = ("parallel.pipeline=2", f"parallel.timeout_seconds={timeout}")
+    start = Start(launcher(here, name, *layout, LONG), here.runs / name, here.folder / "tmp")
+    try:
+        killed = start.strike(blow, random.Random(0), limit + 30)
+    finally:
+        start.end()
+    if killed is None:
+        raise FailedError(f"the run ended before step {STEP}: {start.stderr.strip().splitlines()[-1:]}")
+    said = killed.message.strip()
+    facts = {"seconds": killed.seconds, "exit_code": killed.exit_code, "message": said, "doing": killed.doing}
+    done = "killed" if blow.who == "rank" else "stopped"
+    text = f"{done} at {killed.doing}: all gone in {killed.seconds:.1f} s"
+    if killed.seconds > limit:
+        raise FailedError(f"{text}; {limit:.0f} s are allowed", facts=facts)
+    if killed.expected_message is None or not re.search(killed.expected_message, killed.message):
+        raise FailedError(f"{text}; the message does not name the rank: {said}", facts=facts)
+    return Seen(f"{text}, the rank named", facts)

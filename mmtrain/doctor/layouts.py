@@ -1,0 +1,121 @@
+"""doctor.py's checks of several ranks: channels between them, and the demo on other layouts than pipeline 1."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+
+from mmtrain.config.schema import load_config
+from mmtrain.doctor.check import FailedError, Here, Seen
+from mmtrain.doctor.runs import SAME, demo, launcher, pipeline_1, worst
+from mmtrain.plan.deadlocks import Ordering, find_deadlock
+from mmtrain.plan.planner import make_plan
+from mmtrain.plan.schedule import training_schedule
+from mmtrain.processes.rank import Rank
+from mmtrain.processes.supervise import Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
+
+SUSPECTS = tuple((pipeline, chunks) for pipeline in (2, 4, 8) for chunks in (1, 2))  # ranks, stages a rank
+MOST_CHANNEL_RANKS = 4
+TIMEOUT_SECONDS = 60
+
+
+def device_waits(here: Here) -> Seen:
+    """Which pipelines hang where a compute waits for all that its GPU was given before; that none hangs without.
+
+    Such waits come from kernels that are loaded when they are first used, and from memory that is given back in a step.
+    Every run warms up against the first; for who sees one hang all the same, this is the list of suspects.
+    """
+    can_hang: dict[str, list[str]] = {"where the projector trains": [], "where the last stage alone does": []}
+    for pipeline, chunks in SUSPECTS:
+        for trains, first in zip(can_hang, (0, pipeline * chunks - 1), strict=True):
+            steps = [training_schedule(pipeline, 2 * pipeline, first, chunks)] * 2
+            if find_deadlock(steps, Ordering.IDEAL, chunks):
+                raise FailedError(f"pipeline {pipeline} with {chunks} stages a rank hangs on any device")
+            if find_deadlock(steps, Ordering.DEVICE_WIDE_WAITS, chunks):
+                can_hang[trains].append(f"{pipeline}x{chunks}")
+    listed = (f"{', '.join(names) or 'none'} {trains}" for trains, names in can_hang.items())
+    return Seen(f"can hang {'; '.join(listed)}", {"ranks_x_stages_a_rank": can_hang})
+
+
+def channels(here: Here) -> Seen:
+    """Every channel of a ring of ranks with two stages each, messages both ways, computing in between."""
+    from mmtrain.doctor.rank import exchange
+
+    ranks = min(len(here.gpus), MOST_CHANNEL_RANKS) if here.gpus else 2
+    config, *overrides = launcher(here, "channels", f"parallel.pipeline={ranks}", "parallel.chunks_per_rank=2")
+    if ranks > 3:  # two stages each, for front, four decoder layers and head
+        overrides.append("parallel.chunks_per_rank=1")
+    plan = make_plan(load_config(config, overrides))
+    on_ranks(here, ranks, functools.partial(exchange, plan, here.folder))
+    found = [json.loads((here.folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    rate = min(one["gigabytes_per_second"] for one in found)
+    small = max(one["small_microseconds"] for one in found)
+    return Seen(
+        f"{found[0]['channels']} among {ranks} ranks on {here.device}: all in order; {rate:,.2f} GB/s a rank, small "
+        f"messages {small:,.0f} us",
+        {"ranks": found},
+    )
+
+
+def on_ranks(here: Here, ranks: int, target: Callable[[Rank], None]) -> None:
+    """Run `target` on so many ranks of one machine; raises FailedError with the launcher's message."""
+    set_rank_environment(1, on_gpus=bool(here.gpus))
+    job = Job(
+        places=tuple(f"rank {rank} of {ranks}" for rank in range(ranks)),
+        folder=here.folder / "ranks",
+        threads=1,
+        timeout_seconds=TIMEOUT_SECONDS,
+        start_method="spawn" if here.gpus else "forkserver",
+    )
+    job.folder.mkdir()
+    with output_to_log(job.log):
+        if job.start_method == "forkserver":
+            start_fork_server()
+        failure = run_ranks(target, job)
+    if failure is not None:
+        raise FailedError(failure.message.splitlines()[0])
+
+
+def layout(pipeline: int, chunks: int, data: int, here: Here) -> Seen:
+    """The demo on a layout against the demo at pipeline 1: losses of every step."""
+    name = f"pp{pipeline}x{chunks}-dp{data}"
+    expected = pipeline_1(here)
+    run = demo(
+        here,
+        name,
+        f"parallel.pipeline={pipeline}",
+        f"parallel.chunks_per_rank={chunks}",
+        f"parallel.data={data}",
+    )
+    off = worst(run.losses, expected.losses)
+    facts = {"losses": run.losses, "pipeline_1": expected.losses, "worst": off, "boundaries": run.plan["boundaries"]}
+    text = f"{len(run.losses)} steps on {here.device}: {off:.1e} off pipeline 1"
+    if not off <= SAME:
+        raise FailedError(f"{text}, {SAME:.0e} is rounding", facts=facts)
+    return Seen(text, facts)
+
+
+def pipeline_2(here: Here) -> Seen:
+    """Two ranks, a stage each."""
+    return layout(2, 1, 1, here)
+
+
+def interleaved(here: Here) -> Seen:
+    """Two ranks, two stages each."""
+    return layout(2, 2, 1, here)
+
+
+def data_2(here: Here) -> Seen:
+    """Two replicas."""
+    return layout(1, 1, 2, here)
+
+
+def data_4(here: Here) -> Seen:
+    """Four replicas."""
+    return layout(1, 1, 4, here)
+
+
+def data_8(here: Here) -> Seen:
+    """Eight replicas."""
+    return layout(1, 1, 8, here)

@@ -1,0 +1,95 @@
+"""Short runs of the demo by the real launcher, for checks that compare runs; each is made once in a doctor's life.
+
+name, overrides --python -m mmtrain.launch configs/llava_pp4.yaml--> Run: what its folder says
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmtrain.base.printing import say
+from mmtrain.doctor.check import FailedError, Here
+from mmtrain.processes.rank import die_with_parent
+
+DEMO = Path(__file__).parents[2] / "configs" / "llava_pp4.yaml"
+STEPS = 6
+SHORT = (
+    f"train.max_steps={STEPS}",
+    "optimizer.warmup_fraction=0",  # else the first steps would train next to nothing
+    "eval.shards=null",
+    "checkpoint.every_minutes=null",
+    "parallel.threads_per_rank=1",
+)
+SAME = 1e-4  # relative: losses of two layouts on one kind of device
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended well."""
+
+    folder: Path
+    seconds: float  # of the whole command; 0 where another check made it
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+    @property
+    def losses(self) -> list[float]:
+        """In nats per supervised token, by step."""
+        return [record["loss"] for record in self.records("train")]
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """plan.json."""
+        return json.loads((self.folder / "plan.json").read_text())
+
+
+def launcher(here: Here, name: str, *overrides: str) -> list[str]:
+    """The command line of a run of the demo; later overrides win."""
+    return [str(DEMO), *SHORT, f"run.dir={here.runs}", f"run.name={name}", *overrides]
+
+
+def launch(arguments: Sequence[str]) -> str:
+    """Run `python -m mmtrain.launch`; what it printed. Raises FailedError with its message if it fails."""
+    command = [sys.executable, "-m", "mmtrain.launch", *arguments]
+    ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, preexec_fn=die_with_parent)
+    say(" ".join(command), *ran.stdout.splitlines(), *ran.stderr.splitlines())  # into the check's log
+    if ran.returncode != 0:
+        said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
+        raise FailedError(said[0].removeprefix("error: "))
+    return ran.stdout
+
+
+def demo(here: Here, name: str, *overrides: str) -> Run:
+    """A run of the demo; the one of this name, if a check before has made it."""
+    began, folder = time.monotonic(), here.runs / name
+    if _has_ended(folder):
+        return Run(folder, 0.0)
+    launch(launcher(here, name, *overrides))
+    return Run(folder, time.monotonic() - began)
+
+
+def pipeline_1(here: Here) -> Run:
+    """The run that others are compared with."""
+    return demo(here, "pp1", "parallel.pipeline=1")
+
+
+def worst(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference; infinite if there are not as many, or for NaN."""
+    if len(found) != len(expected):
+        return float("inf")
+    differences = [abs(ours / theirs - 1) for ours, theirs in zip(found, expected, strict=True)]
+    return max(d if d == d else float("inf") for d in differences)
+
+
+def _has_ended(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").exists() and bool(Run(folder, 0.0).records("end"))

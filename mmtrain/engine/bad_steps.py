@@ -1,0 +1,104 @@
+"""A step whose loss or gradient is NaN or infinite: what all ranks know of it, as a record and in words.
+
+Losses of micro-batches are known where the head is, keys of samples where data are read, gradients where something
+trains. Each rank reports its part; the reports of all ranks make one record, a line of `bad_steps.jsonl`:
+
+    {"step": 12, "loss_sum": nan, "squared_gradient_norm": nan (of the loss sum's gradient),
+     "ranks": [0, 3] (that hold a value that is not finite), "parameters": [names with such a gradient],
+     "microbatches": [{"replica": 0, "microbatch": 1, "loss": nan (nats per supervised token; null without any),
+                       "supervised_tokens": 57, "keys": [...]}, ...]}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from mmtrain.base.printing import harmless
+
+SHOWN = 3  # micro-batches, samples of each, and parameters, in words: the record has all
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank knows; `losses` is (loss sum in nats, supervised tokens) by micro-batch of its replica."""
+
+    rank: int
+    replica: int
+    parameters: tuple[str, ...]  # whose reduced gradient is not finite
+    losses: Mapping[int, tuple[float, int]]
+    keys: Mapping[int, tuple[str, ...]]
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        replica: int,
+        trainable: Mapping[str, torch.nn.Parameter],
+        losses: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        keys: Mapping[int, tuple[str, ...]],
+    ) -> Self:
+        """Look at the reduced gradients of what trains on this rank and at its micro-batches."""
+        parameters = tuple(name for name, p in trainable.items() if not bool(p.grad.isfinite().all()))
+        return cls(rank, replica, parameters, {k: (float(loss), int(n)) for k, (loss, n) in losses.items()}, dict(keys))
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the rank holds a value that is not finite."""
+        return bool(self.parameters) or any(not math.isfinite(loss) for loss, _ in self.losses.values())
+
+
+def make_record(
+    step: int, loss_sum: float, squared_gradient_norm: float, reports: Sequence[RankReport]
+) -> dict[str, Any]:
+    """The record of a bad step, as the module describes it, from the reports of all ranks, in rank order."""
+    losses = {(report.replica, k): loss for report in reports for k, loss in report.losses.items()}
+    keys = {(report.replica, k): names for report in reports for k, names in report.keys.items()}
+    return {
+        "step": step,
+        "loss_sum": loss_sum,
+        "squared_gradient_norm": squared_gradient_norm,
+        "ranks": [report.rank for report in reports if report.is_bad],
+        "parameters": list(dict.fromkeys(name for report in reports for name in report.parameters)),
+        "microbatches": [
+            {
+                "replica": replica,
+                "microbatch": k,
+                "loss": loss / supervised if supervised else None,
+                "supervised_tokens": supervised,
+                "keys": list(keys[replica, k]),
+            }
+            for (replica, k), (loss, supervised) in sorted(losses.items())
+        ],
+    }
+
+
+def in_words(record: Mapping[str, Any]) -> str:
+    """A record in a few sentences for people, with the first names of each kind; texts of the data made harmless."""
+    ranks = ", ".join(map(str, record["ranks"]))
+    said = (
+        f"step {record['step']}: the loss sum is {record['loss_sum']} and the squared gradient norm "
+        f"{record['squared_gradient_norm']}, with values that are not finite on rank {ranks}; no update was made. "
+    )
+    bad = [m for m in record["microbatches"] if not math.isfinite(m["loss"] or 0.0)]
+    if bad:
+        places = [
+            f"{m['microbatch']} of replica {m['replica']} (samples {_first_few([harmless(key) for key in m['keys']])})"
+            for m in bad
+        ]
+        said += f"The loss is not finite in micro-batch {_first_few(places)}. "
+    else:
+        said += f"The loss of each micro-batch is finite, the gradient of {_first_few(record['parameters'])} is not. "
+    return said + (
+        ("Lower optimizer.lr, or look" if record["step"] else "Look")
+        + " for damaged images or text in this step's data"
+    )
+
+
+def _first_few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

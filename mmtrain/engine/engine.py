@@ -1,0 +1,554 @@
+"""Runs a plan's instruction lists on DeepSpeed's pipeline engine: the only module that imports DeepSpeed.
+
+DeepSpeed gives the topology, the process groups, the data-parallel grid and the optimizer plumbing. Its own schedule,
+messages, loss and gradient arithmetic break on frozen stages (no optimizer for an empty list, backward without a graph,
+clipping without parameters, a mean of micro-batch means), so this engine owns those:
+
+- every rank runs exactly the instructions of `plan.schedule`, for each of its stages; nothing upstream of the first
+  trainable stage runs backward or receives a gradient;
+- the frozen encoder may be ahead of the rest, also of the optimizer: features of coming micro-batches wait in a buffer;
+- a message is (position_ids and labels stacked (2, B, L), on the host; hidden (B, L, D)); a gradient is (B, L, D);
+  `channels` carries them, matched by order alone;
+- no forward or backward waits for the device: what depends on data is known on the host;
+- micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all
+  micro-batches and replicas;
+- loss, tokens, squared gradient norm, the count of non-finite values and what was requested of single ranks are
+  reduced over every rank before the optimizer runs, so that a rank that trains nothing and one that trains take the
+  same decision.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mmtrain.base.errors import NonFiniteError, UnrecordedError
+from mmtrain.base.json_lines import JsonLines
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.stream.packs import PackedBatch, to_device
+from mmtrain.engine.bad_steps import RankReport, in_words, make_record
+from mmtrain.engine.channels import Channels, Key
+from mmtrain.engine.optimizer import (
+    MasterWeights,
+    adamw_state,
+    clip_coefficient,
+    learning_rate,
+    load_trained,
+    make_optimizer,
+)
+from mmtrain.engine.step_clock import SLOTS, StepClock
+from mmtrain.engine.time_use import RankSeconds
+from mmtrain.engine.warm_up import warm_up
+from mmtrain.model.loss import count_answers
+from mmtrain.model.stage import Chunk
+from mmtrain.plan.planner import Plan, models_of
+from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule, in_common_order
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One training step, the same on every rank.
+
+    `epoch`, from 0, is that of the step's last pack; `loss` is in nats per supervised token of the whole step (None
+    without any); `grad_norm` is the global L2 norm of that loss's gradient before clipping; `tokens` leaves padding
+    out; `quarantined` counts samples that were damaged and left a gap; `no_update` says why no update was made, None
+    when one was. `loss` and `grad_norm` of a step that was left out because they are not finite are as they came.
+    `ranks` says where each global rank's time went, by the clock of the rank that has the result: two results that
+    differ in nothing else are equal.
+    """
+
+    step: int
+    epoch: int
+    loss: float | None
+    grad_norm: float
+    lr: float
+    samples: int
+    images: int
+    tokens: int
+    supervised_tokens: int
+    quarantined: int
+    no_update: str | None
+    ranks: tuple[RankSeconds, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sums over the micro-batches of all replicas, the same on every rank; `loss_sum` is in nats.
+
+    An answer is a maximal run of supervised positions; it is exact if each of its tokens, end mark included, is the arg
+    max given the true tokens before it.
+    """
+
+    loss_sum: float
+    supervised_tokens: int
+    correct_tokens: int
+    answers: int
+    exact_answers: int
+
+
+class _Input(NamedTuple):
+    """A micro-batch that stage 0 has read, and features (N, T, W) of its images once they are encoded."""
+
+    batch: PackedBatch  # on the device, but for position ids and labels
+    features: torch.Tensor | None = None
+
+
+class _Statistics(NamedTuple):
+    """Sums over all ranks at the end of a step or an evaluation."""
+
+    loss_sum: float
+    supervised: float
+    square: float  # of the gradient's norm
+    bad: float  # ranks that hold a value that is not finite
+    correct: float
+    answers: float
+    exact: float
+    tokens: float
+    samples: float
+    images: float
+    quarantined: float
+    epoch: float  # of the last pack
+    save: float  # ranks that were asked to save
+    stop: float  # ranks that were asked to stop
+
+
+def join_process_group(device: torch.device, timeout_seconds: int) -> None:
+    """Join the job described by the launcher's environment: NCCL on CUDA, gloo elsewhere."""
+    # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on PATH. Through vars():
+    # reading the attribute makes DeepSpeed try every op it could compile.
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    timeout = timedelta(seconds=timeout_seconds)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timeout)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), timeout=timeout, verbose=False)
+
+
+class _RankChunks(nn.Module):
+    """All chunks of one rank, by stage: DeepSpeed's partitioner sees one layer a rank and has nothing to decide."""
+
+    def __init__(self, chunks: Mapping[int, Chunk]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleDict({str(stage): chunk for stage, chunk in chunks.items()})
+
+
+class FrozenPipelineEngine(PipelineEngine):
+    """One rank of a pipeline x data grid that executes a plan.
+
+    `chunks` holds this rank's stages; `on_instruction`, if given, is called with (step, instruction) right before each
+    instruction is executed. `first_step`, from 0, is the step that a resumed run goes on with. Rank 0 appends a line to
+    `bad_steps_file` for each step that is not finite (see mmtrain.engine.bad_steps). `warms_up` says whether
+    everything runs once before the first message (see mmtrain.engine.warm_up); None: on a GPU.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        chunks: Mapping[int, Chunk],
+        on_instruction: Callable[[int, Instruction], None] | None = None,
+        *,
+        first_step: int = 0,
+        bad_steps_file: Path | None = None,
+        warms_up: bool | None = None,
+    ) -> None:
+        named = [pair for chunk in chunks.values() for pair in chunk.global_parameters()]
+        self._masters = MasterWeights({name: p for name, p in named if p.requires_grad})
+        self.trainable = self._masters.by_name
+        """Master weights, fp32, of what trains on this rank, by global name."""
+        module = PipelineModule(
+            [LayerSpec(_RankChunks, chunks)] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform"
+        )
+        module.eval()
+        settings = {
+            "train_micro_batch_size_per_gpu": config.train.packs_per_microbatch,
+            "gradient_accumulation_steps": plan.microbatches_per_step,
+            "gradient_clipping": 0.0,  # the default, 1.0, is an IndexError on a rank without trainable parameters
+            "steps_per_print": None,
+        }
+        super().__init__(
+            args=None,
+            model=module,
+            optimizer=make_optimizer(module, self.trainable, config.optimizer),
+            config=settings,
+            config_class=DeepSpeedConfig(settings, module.mpu()),
+            mpu=module.mpu(),
+            dist_init_required=False,
+        )
+        self.run_config = config
+        self.plan = plan
+        self.chunks = dict(chunks)
+        self.on_instruction = on_instruction
+        self.step_index = first_step
+        self.bad_steps = 0
+        """Steps of the run whose loss or gradient was not finite, the same on every rank; a resumed run sets it."""
+        self.requested_save = False
+        """Whether any rank was asked to save, as of the latest `train_step` or of an `evaluate` since."""
+        self.requested_stop = False
+        """Whether any rank was asked to stop, as of the latest `train_step` or `evaluate`."""
+        self.saw_gradient: set[str] = set()
+        """Trainable parameters that have had a non-zero gradient in an applied step: these must have moved."""
+        self.predicted: dict[int, torch.Tensor] = {}
+        """Last stage: arg max at the supervised positions (S,), row-major, by micro-batch of the latest `evaluate`."""
+
+        timeout = timedelta(seconds=config.parallel.timeout_seconds)
+        self.host_group = dist.new_group(backend="gloo", timeout=timeout) if self.device.type == "cuda" else None
+        """All ranks, for CPU tensors and objects (None: the default group carries them)."""
+        self._bad_steps_file = bad_steps_file
+        self._wants_save = False
+        self._wants_stop = False
+        self._training = True
+        self._last_stage = plan.pipeline * plan.chunks_per_rank - 1
+        self._ahead: dict[int, _Input] = {}  # of the next step, by its micro-batches
+        self._forward_schedules: dict[int, Schedule] = {}  # by number of micro-batches
+        warms_up = self.device.type == "cuda" if warms_up is None else warms_up
+        if warms_up:
+            models = models_of(config)
+            warm_up(config, models, self.chunks, self._masters, plan.first_trainable_stage, self.device)
+        self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains
+        self._channels = Channels(plan, self.global_rank, self.device, timeout, self.host_group)
+        self.clock = StepClock(self.device)
+        width = next(iter(self.chunks.values())).language.hidden_size
+        self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
+        self._dtype = next(iter(self.chunks.values())).dtype
+        self._begin_step()
+
+    # ---- set-up
+
+    def _broadcast_model(self) -> None:
+        """Nothing to broadcast: replicas read the same files and draw the same projector (the audit compares them).
+
+        DeepSpeed would send every frozen weight over the network.
+        """
+
+    # ---- resuming
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """This rank's AdamW state by name, live tensors on its device; see `mmtrain.engine.optimizer.adamw_state`."""
+        return adamw_state(self.optimizer, self.trainable)
+
+    def load_trained(self, weights: Mapping[str, torch.Tensor], optimizer_state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from copies of this rank's `trainable` and `optimizer_state()`, to the last bit.
+
+        Raises ValueError naming what is missing, unknown, or of another shape or type than what trains on this rank.
+        """
+        load_trained(self._masters, self.optimizer, weights, optimizer_state)
+
+    # ---- requests
+
+    def request(self, *, save: bool = False, stop: bool = False) -> None:
+        """Ask all ranks, from any one of them, to save or to stop; a signal handler may call this at any moment.
+
+        The next `train_step` or `evaluate` tells every rank the same, in `requested_save` and `requested_stop`.
+        """
+        if save:
+            self._wants_save = True
+        if stop:
+            self._wants_stop = True
+
+    # ---- one step
+
+    def train_step(self, batches: Iterator[PackedBatch] | None) -> StepResult:
+        """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads them from `batches`.
+
+        With `plan.encode_ahead` stage 0 reads as many micro-batches of the next step, too, unless this is the last one
+        of the run or `batches` ends: give the same iterator to every step, and count what a step returns, not what was
+        read. A step whose loss or gradient is not finite changes no parameter; it is the last of the run, a
+        NonFiniteError on every rank, once the run has had more of them than `train.max_bad_steps`.
+        """
+        self._begin_step()
+        self._batches = batches
+        self._training = True
+        self._inputs = self._ahead
+        if self.stage_id == 0:  # a run's first step begins with nothing at hand
+            self._run(
+                Instruction(op, 0, k)
+                for k in range(self.plan.encode_ahead)
+                if k not in self._inputs
+                for op in (Op.LOAD, Op.ENCODE)
+            )
+        self._run_schedule(self.plan.schedule)
+        self._ahead = {k - self.plan.microbatches_per_step: waiting for k, waiting in self._inputs.items()}
+        self.step_index += 1
+        return self._result
+
+    def evaluate(self, batches: Iterator[PackedBatch] | None, microbatches: int) -> Evaluation:
+        """Forward `microbatches` micro-batches on each replica; stage 0 reads them from `batches`.
+
+        Every rank calls it with the same number. Training is not affected; NaN and infinity are reported, not raised.
+        Price: stage 0 may run ahead, so that the hidden states of all micro-batches wait to be received at once.
+        """
+        if microbatches not in self._forward_schedules:
+            self._forward_schedules[microbatches] = forward_schedule(
+                self.plan.pipeline, microbatches, self.plan.chunks_per_rank
+            )
+        self._begin_step()
+        self._batches = batches
+        self._training = False
+        self._inputs = {}  # what is encoded for the next training step stays as it is
+        self._run_schedule(self._forward_schedules[microbatches])
+        sums = self._statistics
+        return Evaluation(sums.loss_sum, int(sums.supervised), int(sums.correct), int(sums.answers), int(sums.exact))
+
+    def _begin_step(self) -> None:
+        self._input: dict[tuple[int, int], torch.Tensor] = {}
+        self._output: dict[tuple[int, int], torch.Tensor | GradientEdge] = {}
+        self._integers: dict[tuple[int, int], torch.Tensor] = {}
+        self._input_gradient: dict[tuple[int, int], torch.Tensor] = {}
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._supervised = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._counts = torch.zeros(4, dtype=torch.float64)  # tokens, samples, images, quarantined: by stage 0
+        self._epoch = torch.zeros(1, dtype=torch.float64)  # of the last pack, on the rank that reads it; else 0
+        self._losses: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # last stage: loss sum, supervised tokens
+        self._keys: dict[int, tuple[str, ...]] = {}  # stage 0: of the samples, by micro-batch
+        self._scores = torch.zeros(3, dtype=torch.float64, device=self.device)  # of an evaluation: see count_answers
+        self.predicted = {}
+        self.clock.begin()
+
+    def _run_schedule(self, schedule: Schedule) -> None:
+        if not self._posts_ahead[self._training]:  # the first one: something may still wait for the whole device
+            schedule = in_common_order(schedule, self.plan.chunks_per_rank)
+            self._posts_ahead[self._training] = True
+        self._run(schedule[self.stage_id])
+        self._wait_for_sends()
+
+    def _run(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            if self.on_instruction is not None:
+                self.on_instruction(self.step_index, instruction)
+            self.clock.start(instruction)
+            self._EXECUTE[instruction.op](self, instruction.stage, instruction.microbatch)
+            self.clock.done()
+
+    def _take(self, key: Key) -> list[torch.Tensor]:
+        tensors = self._channels.take(key)
+        self.clock.waited()
+        return tensors
+
+    def _wait_for_sends(self) -> None:
+        self.clock.start(None)
+        self._channels.wait_for_sends()
+        self.clock.waited()
+
+    # ---- instructions
+
+    def _load(self, stage: int, microbatch: int) -> None:
+        assert self._batches is not None, "stage 0 needs an iterator over micro-batches"
+        if self._training and microbatch >= self.plan.microbatches_per_step:
+            step = self.step_index + microbatch // self.plan.microbatches_per_step
+            last = self.run_config.train.max_steps
+            batch = None if last is not None and step >= last else next(self._batches, None)
+            if batch is None:
+                return
+        else:
+            batch = next(self._batches)
+        self._inputs[microbatch] = _Input(to_device(batch, self.device))
+
+    def _encode(self, stage: int, microbatch: int) -> None:
+        if microbatch not in self._inputs:  # there is no next step to read for
+            return
+        loaded = self._inputs[microbatch]
+        with torch.set_grad_enabled(self._training):
+            self._inputs[microbatch] = loaded._replace(features=self.chunks[stage].encode(loaded.batch))
+
+    def _take_input(self, microbatch: int) -> _Input:
+        """What was read and encoded for a micro-batch of this step, which from now on counts as used."""
+        taken = self._inputs.pop(microbatch)
+        batch = taken.batch
+        images = 0 if batch.images is None else len(batch.images)
+        self._counts += torch.tensor([batch.tokens, batch.samples, images, len(batch.faults)])
+        if self.global_rank == self.plan.data - 1:  # the last replica's share ends with the step's last pack
+            self._epoch.fill_(batch.epochs[-1])
+        self._keys[microbatch] = batch.keys
+        return taken
+
+    def _receive_activation(self, stage: int, microbatch: int) -> None:
+        integers = torch.empty((2, *self._shape[:2]), dtype=torch.int64)
+        hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        key = ("activation", stage, microbatch)
+        self._channels.post_receive("activation", stage - 1, stage, key, [integers, hidden])
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        chunk = self.chunks[stage]
+        first = self.plan.first_trainable_stage
+        trains = self._training and stage >= first
+        with torch.set_grad_enabled(trains):
+            if stage == 0:
+                batch, features = self._take_input(microbatch)
+                hidden = chunk.start(batch, features)
+                integers = torch.stack([batch.position_ids, batch.labels])
+            else:
+                integers, hidden = self._take(("activation", stage, microbatch))
+                hidden.requires_grad_(trains and stage > first)
+            position_ids, labels = integers
+            if stage < self._last_stage:
+                output = chunk(hidden, position_ids)
+                self._integers[stage, microbatch] = integers
+            elif self._training:
+                output, supervised = chunk.loss(hidden, position_ids, labels)
+                self._losses[microbatch] = output.detach(), supervised
+                self._loss_sum += output.detach()
+                self._supervised += supervised
+            else:
+                loss_sum, predicted = chunk.predict(hidden, position_ids, labels)
+                self._loss_sum += loss_sum
+                self._supervised += len(predicted)
+                self._scores += count_answers(labels, predicted)
+                self.predicted[microbatch] = predicted
+        if trains and stage > first:
+            self._input[stage, microbatch] = hidden
+        if trains or stage < self._last_stage:
+            self._output[stage, microbatch] = output
+
+    def _send_activation(self, stage: int, microbatch: int) -> None:
+        key = (stage, microbatch)
+        hidden = self._output.pop(key)
+        self._channels.send("activation", stage, stage + 1, [self._integers.pop(key), hidden.detach().contiguous()])
+        if self._training and stage >= self.plan.first_trainable_stage:
+            self._output[key] = get_gradient_edge(hidden)  # backward needs the graph behind it, not the values
+
+    def _receive_gradient(self, stage: int, microbatch: int) -> None:
+        gradient = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        self._channels.post_receive("gradient", stage + 1, stage, ("gradient", stage, microbatch), [gradient])
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        output = self._output.pop((stage, microbatch))
+        upstream = None if stage == self._last_stage else self._take(("gradient", stage, microbatch))[0]
+        torch.autograd.backward(output, upstream)
+        if stage > self.plan.first_trainable_stage:
+            gradient = self._input.pop((stage, microbatch)).grad
+            assert gradient is not None, "the stage's input did not reach its output"
+            self._input_gradient[stage, microbatch] = gradient
+
+    def _send_gradient(self, stage: int, microbatch: int) -> None:
+        gradient = self._input_gradient.pop((stage, microbatch))
+        self._channels.send("gradient", stage, stage - 1, [gradient.contiguous()])
+
+    def _reduce_gradients(self, stage: int, microbatch: int) -> None:
+        for parameter in self.trainable.values():
+            if parameter.grad is None:  # every replica reduces the same tensors, touched or not
+                parameter.grad = torch.zeros_like(parameter)
+            if self.plan.data > 1:
+                dist.all_reduce(parameter.grad, group=self.grid.get_data_parallel_group())
+
+    def _reduce_statistics(self, stage: int, microbatch: int) -> None:
+        """Sum `_Statistics` over ranks, and tell all of them what the clock of each has measured.
+
+        Replicas hold the same reduced gradient, so each contributes 1 / data of its square.
+        """
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self._training:
+            for parameter in self.trainable.values():
+                square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square() / self.plan.data
+        bad = ~(torch.isfinite(square) & torch.isfinite(self._loss_sum))
+        save, stop = self._wants_save, self._wants_stop
+        on_device = torch.stack([self._loss_sum, self._supervised, square, bad.double()])
+        on_host = torch.cat([self._counts, self._epoch, torch.tensor([save, stop], dtype=torch.float64)])
+        clocks = torch.zeros(dist.get_world_size(), SLOTS, dtype=torch.float64)  # each rank fills its own row
+        clocks[self.global_rank] = torch.tensor(self.clock.read(), dtype=torch.float64)
+        on_host = torch.cat([on_host, clocks.flatten()])
+        sums = torch.cat([on_device, self._scores, on_host.to(self.device)])
+        dist.all_reduce(sums)
+        summed = sums.tolist()
+        self._rank_seconds = self.clock.leave(summed[len(_Statistics._fields) :])
+        self._statistics = _Statistics(*summed[: len(_Statistics._fields)])
+        self.requested_stop = self._statistics.stop > 0
+        # An evaluation neither hides a request from who looks after it, nor takes it from who looks after steps alone.
+        self.requested_save = self._statistics.save > 0 or (self.requested_save and not self._training)
+        if save and self._training:  # not if one came in since the flag was read: it waits for the next step
+            self._wants_save = False
+
+    def _optimizer_step(self, stage: int, microbatch: int) -> None:
+        config, sums = self.run_config, self._statistics
+        lr = learning_rate(self.step_index, config.train.max_steps, config.optimizer)
+        norm = math.sqrt(sums.square) / max(sums.supervised, 1)
+        no_update = None
+        if sums.bad:
+            self._report_bad_step()
+            no_update = "loss or gradient is not finite"
+        elif sums.supervised == 0:
+            no_update = "no supervised token in the step"
+        else:
+            scale = clip_coefficient(norm, config.optimizer.clip_norm) / sums.supervised
+            for parameter in self.trainable.values():
+                parameter.grad.mul_(scale)
+            unseen = [name for name in self.trainable if name not in self.saw_gradient]
+            if lr > 0 and unseen:
+                found = torch.stack([self.trainable[name].grad.any() for name in unseen]).tolist()
+                self.saw_gradient |= {name for name, seen in zip(unseen, found, strict=True) if seen}
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self._take_model_step(None)
+            self._masters.write_back()
+        self._masters.zero_grad()
+        self._result = StepResult(
+            step=self.step_index,
+            epoch=int(sums.epoch),
+            loss=sums.loss_sum / sums.supervised if sums.supervised else None,
+            grad_norm=norm,
+            lr=lr,
+            samples=int(sums.samples),
+            images=int(sums.images),
+            tokens=int(sums.tokens),
+            supervised_tokens=int(sums.supervised),
+            quarantined=int(sums.quarantined),
+            no_update=no_update,
+            ranks=self._rank_seconds,
+        )
+
+    def _report_bad_step(self) -> None:
+        """Count and record the step; raises NonFiniteError when it is one more than the run may leave out."""
+        allowed = self.run_config.train.max_bad_steps
+        self.bad_steps += 1
+        replica = self.plan.ranks[self.global_rank].data
+        report = RankReport.of(self.global_rank, replica, self.trainable, self._losses, self._keys)
+        reports: list[RankReport | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, report, group=self.host_group)
+        record = make_record(self.step_index, self._statistics.loss_sum, self._statistics.square, reports)
+        said = in_words(record)
+        file = self._bad_steps_file
+        if file is not None:
+            try:
+                with JsonLines(file if self.global_rank == 0 else None) as lines:
+                    lines.write(**record)
+            except OSError as error:
+                raise UnrecordedError(f"{said} ({file} cannot be written: {error.strerror})") from error
+            said += f"; {file} lists its micro-batches with losses and samples"
+        if self.bad_steps > allowed:
+            if allowed:
+                said += f". It is bad step {self.bad_steps} of the run, and train.max_bad_steps={allowed}"
+            raise NonFiniteError(said)
+
+    _EXECUTE: Mapping[Op, Callable[[FrozenPipelineEngine, int, int], None]] = {
+        Op.LOAD: _load,
+        Op.ENCODE: _encode,
+        Op.FORWARD: _forward,
+        Op.BACKWARD: _backward,
+        Op.SEND_ACTIVATION: _send_activation,
+        Op.RECEIVE_ACTIVATION: _receive_activation,
+        Op.SEND_GRADIENT: _send_gradient,
+        Op.RECEIVE_GRADIENT: _receive_gradient,
+        Op.REDUCE_GRADIENTS: _reduce_gradients,
+        Op.REDUCE_STATISTICS: _reduce_statistics,
+        Op.OPTIMIZER_STEP: _optimizer_step,
+    }

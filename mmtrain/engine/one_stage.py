@@ -1,0 +1,117 @@
+"""One stage run by itself, on a micro-batch of the expected contents: before the first step, and to time it.
+
+config --expected_batch--> PackedBatch --Piece.forward, .backward--> what the engine's FORWARD and BACKWARD run
+
+Random numbers take the place of pictures, words and hidden states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
+from mmtrain.data.stream.packs import PackedBatch
+from mmtrain.model.stage import Chunk
+from mmtrain.plan.costs import Models, workload
+
+
+def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBatch:
+    """A micro-batch on the CPU as the planner expects it: whole documents of one image and text, the rest padding.
+
+    Labels stand at the end of each document, as many as `data.expected_supervised_fraction` says of the whole pack, at
+    least one. It holds a whole number of images, one of them at least, where the planner may expect part of one.
+    """
+    packs, length = config.train.packs_per_microbatch, config.data.pack_length
+    work = workload(config, models.vision)
+    image_tokens = models.vision.tokens_per_image
+    per_pack = max(1, length // work.document)
+    supervised = max(1, round(work.supervised / (packs * per_pack)))
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(0, models.llm.vocab_size, (packs, length), generator=generator)
+    labels = torch.full((packs, length), IGNORE)
+    position_ids = torch.empty((packs, length), dtype=torch.int64)
+    for document in range(per_pack):
+        begin, end = document * work.document, (document + 1) * work.document
+        input_ids[:, begin : begin + min(image_tokens, work.document)] = IMAGE_POSITION
+        position_ids[:, begin:end] = torch.arange(work.document)
+        last = end - 1  # predicts nothing
+        labels[:, max(begin, last - supervised) : last] = 1
+    position_ids[:, per_pack * work.document :] = torch.arange(length - per_pack * work.document)
+    size = models.vision.image_size
+    images = torch.randint(0, 256, (packs * per_pack, 3, size, size), dtype=torch.uint8, generator=generator)
+    return PackedBatch(
+        input_ids,
+        position_ids,
+        labels,
+        images,
+        keys=tuple(map(str, range(packs * per_pack))),
+        tokens=packs * per_pack * work.document,
+        epochs=(0,) * packs,
+        samples_of_packs=(per_pack,) * packs,
+    )
+
+
+class Piece:
+    """A stage to run once forward and once backward: one with the front (its input is `batch`), the head, or neither.
+
+    `input_gradient` says that something before it trains, `backward` that something before it or in it does.
+    """
+
+    def __init__(
+        self, chunk: Chunk, batch: PackedBatch, *, input_gradient: bool, backward: bool, recompute: int = 0
+    ) -> None:
+        self.chunk = chunk
+        self.batch = batch
+        self.runs_backward = backward
+        self.recompute = recompute
+        self.input_gradient = input_gradient
+        device = next(chunk.parameters()).device
+        shape = (*batch.position_ids.shape, chunk.language.hidden_size)
+        self.input = torch.randn(shape, dtype=chunk.dtype, device=device)
+        self.upstream = None if chunk.language.has_head else torch.randn(shape, dtype=chunk.dtype, device=device)
+        self.features = chunk.encode(batch) if chunk.front is not None else None
+        self._kept: Any = None
+
+    def recomputing(self) -> Piece:
+        """The same chunk, all its decoder layers recomputing their activations in backward."""
+        layers = self.chunk.language.last - self.chunk.language.first
+        return Piece(self.chunk, self.batch, input_gradient=self.input_gradient, backward=True, recompute=layers)
+
+    def prepare(self) -> None:
+        """What is neither forward nor backward: recomputation is set, since pieces may share a chunk."""
+        self.chunk.language.recompute(self.recompute)
+        if self.chunk.front is not None and not self.chunk.encoder_is_frozen:
+            self.features = self.encode()  # its graph is used up by each backward
+
+    def encode(self) -> torch.Tensor | None:
+        """What ENCODE runs, where there is a front."""
+        return self.chunk.encode(self.batch)
+
+    def forward(self) -> None:
+        """What FORWARD runs; the graph is kept as the engine keeps it: without the values that were sent."""
+        with torch.set_grad_enabled(self.runs_backward):
+            if self.chunk.front is not None:
+                hidden = self.chunk.start(self.batch, self.features)
+            else:
+                hidden = self.input.detach().requires_grad_(self.input_gradient)
+            if self.chunk.language.has_head:
+                self._kept, _ = self.chunk.loss(hidden, self.batch.position_ids, self.batch.labels)
+            else:
+                self._kept = self.chunk(hidden, self.batch.position_ids)
+
+    def release_output(self) -> None:
+        """Right after the output was sent: backward needs the graph behind it, not the values."""
+        if self.runs_backward and not self.chunk.language.has_head:
+            self._kept = get_gradient_edge(self._kept)
+        elif not self.runs_backward:
+            self._kept = None
+
+    def backward(self) -> None:
+        """What BACKWARD runs, if this piece has one."""
+        kept, self._kept = self._kept, None
+        if self.runs_backward:
+            torch.autograd.backward(kept, self.upstream)

@@ -1,0 +1,172 @@
+"""What each rank holds instead of an empty optimizer, and the pure functions around it.
+
+Learning rate and clipping are functions of the step and the global gradient norm, so that a rank which trains nothing
+and a rank which trains everything take the same decisions without asking each other twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from mmtrain.config.schema import OptimizerSection
+
+ADAMW_STATE = ("exp_avg", "exp_avg_sq", "step")  # torch's names for what AdamW keeps of each weight
+NAMES_SHOWN = 5  # of each kind, in an error
+
+
+class NoOpOptimizer(torch.optim.Optimizer):
+    """The explicit optimizer of a rank on which nothing trains.
+
+    torch refuses an empty parameter list ("optimizer got an empty parameter list"), but takes one empty group: `step`
+    does nothing, `state_dict` round-trips, LR schedulers accept it. Raises ValueError where a trainable parameter
+    exists, since it would be left without updates in silence.
+    """
+
+    def __init__(self, module: torch.nn.Module, lr: float = 0.0) -> None:
+        trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        if trainable:
+            raise ValueError(f"NoOpOptimizer on a rank that trains {len(trainable)} parameters, first {trainable[0]}")
+        super().__init__([{"params": [], "lr": lr}], {"lr": lr})
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Run the closure, if any; there is nothing to update."""
+        return None if closure is None else closure()
+
+
+class MasterWeights:
+    """fp32 twins of what trains: the optimizer updates them, gradients add up in them, checkpoints hold them.
+
+    An update of lr 1e-3 is below bf16's rounding of most weights and would be lost in silence. So a parameter stored in
+    bf16 computes in bf16, as in the stock model; each micro-batch's gradient is added to its twin's in fp32; and after
+    an update it becomes its twin, rounded. A parameter stored in fp32 is its own twin. `by_name` are the twins.
+    """
+
+    def __init__(self, stored: Mapping[str, torch.nn.Parameter]) -> None:
+        self.by_name = {
+            name: p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().to(torch.float32))
+            for name, p in stored.items()
+        }
+        self._pairs = [(p, self.by_name[name]) for name, p in stored.items() if p is not self.by_name[name]]
+        for parameter, master in self._pairs:
+            parameter.register_post_accumulate_grad_hook(functools.partial(_hand_over_gradient, master))
+
+    def write_back(self) -> None:
+        """After an update: the stored parameters become their twins, rounded to the type they are stored in."""
+        with torch.no_grad():
+            for parameter, master in self._pairs:
+                parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for master in self.by_name.values():
+            master.grad = None
+
+
+def _hand_over_gradient(master: torch.nn.Parameter, parameter: torch.Tensor) -> None:
+    gradient = parameter.grad.to(torch.float32)
+    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    parameter.grad = None
+
+
+def make_optimizer(
+    module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection
+) -> torch.optim.Optimizer:
+    """AdamW (arXiv:1711.05101) over this rank's fp32 trainable weights, or a NoOpOptimizer when there is none.
+
+    Raises ValueError for a weight that is not in fp32.
+    """
+    for name, parameter in trainable.items():
+        if parameter.dtype != torch.float32:
+            raise ValueError(f"{name} is optimized in {parameter.dtype}; give its fp32 master weight")
+    if not trainable:
+        return NoOpOptimizer(module)
+    return torch.optim.AdamW(
+        trainable.values(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
+
+
+def adamw_state(
+    optimizer: torch.optim.Optimizer, trainable: Mapping[str, torch.nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """AdamW's state by `NAME/exp_avg`, `NAME/exp_avg_sq` (the weight's shape) and `NAME/step` (no dimension), fp32.
+
+    Empty before the first update, and where nothing trains. The tensors are the optimizer's own: the next update
+    changes them.
+    """
+    updated = {name: optimizer.state[p] for name, p in trainable.items() if p in optimizer.state}
+    return {f"{name}/{part}": state[part] for name, state in updated.items() for part in ADAMW_STATE}
+
+
+def load_trained(
+    masters: MasterWeights,
+    optimizer: torch.optim.Optimizer,
+    weights: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+) -> None:
+    """Go on from copies of master weights, by name, and of what `adamw_state` returned with them (empty: no update).
+
+    Raises ValueError for what does not fit the names and shapes that train here, or is not in fp32, before any change.
+    """
+    shapes = {name: p.shape for name, p in masters.by_name.items()}
+    of_state = {
+        f"{name}/{part}": torch.Size() if part == "step" else shape
+        for name, shape in shapes.items()
+        for part in ADAMW_STATE
+    }
+    _check_fit("weights", shapes, weights)
+    _check_fit("optimizer states", of_state if state else {}, state)
+    optimizer.state.clear()
+    with torch.no_grad():
+        for name, master in masters.by_name.items():
+            master.copy_(weights[name])
+            if state:
+                moments = {part: torch.empty_like(master) for part in ("exp_avg", "exp_avg_sq")}
+                for part, moment in moments.items():
+                    moment.copy_(state[f"{name}/{part}"])
+                # The step stays on the CPU, where AdamW keeps it: on a GPU each update would wait for it.
+                optimizer.state[master] = {"step": state[f"{name}/step"].to("cpu", copy=True), **moments}
+    masters.write_back()
+
+
+def _check_fit(what: str, shapes: Mapping[str, torch.Size], found: Mapping[str, torch.Tensor]) -> None:
+    common = [name for name in shapes if name in found]
+    problems = {
+        "missing": [name for name in shapes if name not in found],
+        "not trained here": [name for name in found if name not in shapes],
+        "of another shape": [
+            f"{name} {tuple(found[name].shape)} instead of {tuple(shapes[name])}"
+            for name in common
+            if found[name].shape != shapes[name]
+        ],
+        "not in float32": [f"{name} {found[name].dtype}" for name in common if found[name].dtype != torch.float32],
+    }
+    if any(problems.values()):
+        said = (f"{problem}: {_first_few(names)}" for problem, names in problems.items() if names)
+        raise ValueError(f"{what} do not fit what trains on this rank; {'; '.join(said)}")
+
+
+def _first_few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def learning_rate(step: int, max_steps: int, config: OptimizerSection) -> float:
+    """Learning rate of 0-based `step`: linear warm-up, never 0 at its first step, then a half cosine.
+
+    The cosine (arXiv:1608.03983) reaches `min_lr_fraction * lr` one step after the last.
+    """
+    warmup = math.ceil(config.warmup_fraction * max_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, max_steps - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * cosine)
+
+
+def clip_coefficient(norm: float, limit: float | None) -> float:
+    """Factor that brings a gradient of this global norm to at most `limit` (as torch.nn.utils.clip_grad_norm_)."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

@@ -1,0 +1,160 @@
+"""`--trace`: what every rank did when, as a file for ui.perfetto.dev and chrome://tracing.
+
+StepClock.parts() on every rank, a few steps --gather--> rank 0 --one time line--> trace.json in the run's folder
+
+The format is Google's "Trace Event Format": complete events ("ph": "X") with begin and duration in microseconds; a
+process is a replica, a thread of it a pipeline rank.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmtrain.base.errors import UserError
+from mmtrain.engine.time_use import Part, Work
+from mmtrain.plan.layout import Plan
+
+TRACE = "trace.json"
+MOST_EVENTS = 2_000_000  # of a file: some 400 MB, the most that a viewer in a browser opens
+
+
+class Recorded(NamedTuple):
+    """One traced step of one rank, in seconds of that rank's clock."""
+
+    step: int
+    left: float  # when it left the step's reduction, which all ranks leave together
+    parts: list[Part]
+
+
+class Tracer:
+    """Records `steps` steps after the first one that this process makes, and writes them as one file.
+
+    Every rank makes one. In between each keeps a few tuples an instruction.
+    """
+
+    def __init__(self, file: Path, plan: Plan, steps: int, gather: Callable[[Any], list[Any] | None]) -> None:
+        """`gather` is a collective: rank 0 gets what all ranks give, by global rank, the others None."""
+        self._file = file
+        self._plan = plan
+        self._steps = steps
+        self._gather = gather
+        self._seen = 0
+        self._recorded: list[Recorded] | None = []  # None once written
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are recorded and wait to be written; the same on every rank."""
+        return self._recorded is not None and len(self._recorded) == self._steps
+
+    def add(self, recorded: Callable[[], Recorded]) -> None:
+        """A step has just been made: record it unless it is the first, which pays for warm-up, or enough are."""
+        if self._seen and self._recorded is not None:
+            self._recorded.append(recorded())
+        self._seen += 1
+
+    def finish(self) -> str | None:
+        """Write what is recorded, a collective of all ranks; what rank 0 may tell. Nothing the second time."""
+        recorded, self._recorded = self._recorded, None
+        if recorded is None:
+            return None
+        if not recorded:
+            return "no trace: it begins with the second step, and none was made"
+        ranks = self._gather(recorded)
+        if ranks is None:
+            return None
+        steps = f"{len(recorded)} step{'s' if len(recorded) > 1 else ''}"
+        try:
+            write_trace(self._file, self._plan, ranks)
+        except OSError as error:  # the run is worth more than its trace
+            return f"no trace: {self._file} cannot be written: {error.strerror}"
+        return f"trace of {steps}: {self._file}; it opens in ui.perfetto.dev"
+
+
+def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[Recorded]]) -> None:
+    """Write what all global ranks recorded of the same steps; an existing file is replaced whole."""
+    shifts = [_shift(ranks[0], mine) for mine in ranks]
+    first = min(mine[0].parts[0].begin + shift for mine, shift in zip(ranks, shifts, strict=True))
+    events = list(_names(plan))
+    for place, mine, shift in zip(plan.ranks, ranks, shifts, strict=True):
+        for recorded in mine:
+            for part in recorded.parts:
+                events.append(_event(part, recorded.step, place.data, place.pipeline, shift - first))
+    about = {
+        "run": plan.run,
+        "pipeline": plan.pipeline,
+        "data": plan.data,
+        "chunks_per_rank": plan.chunks_per_rank,
+        "microbatches_per_step": plan.microbatches_per_step,
+        "steps": [recorded.step for recorded in ranks[0]],
+    }
+    partial = file.with_suffix(".tmp")
+    with partial.open("w") as out:
+        out.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [\n')
+        out.write(",\n".join(json.dumps(event) for event in events))
+        out.write("\n]}\n")
+    partial.replace(file)
+
+
+def _shift(reference: Sequence[Recorded], mine: Sequence[Recorded]) -> float:
+    """Seconds to add to a rank's clock so that it agrees with the reference when both leave a step's reduction.
+
+    Clocks of several machines, and of GPUs, begin anywhere. One shift for all steps keeps a rank's parts in order.
+    """
+    return statistics.median(theirs.left - own.left for theirs, own in zip(reference, mine, strict=True))
+
+
+def _names(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Metadata events: what processes and threads are called, and their order."""
+    for replica in range(plan.data):
+        yield {"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica}"}}
+    for rank in plan.ranks:
+        stages = ", ".join(stage.summary for stage in rank.stages)
+        place = {"ph": "M", "pid": rank.data, "tid": rank.pipeline}
+        yield {**place, "name": "thread_name", "args": {"name": f"rank {rank.rank}: {stages}"}}
+        yield {**place, "name": "thread_sort_index", "args": {"sort_index": rank.pipeline}}
+
+
+def _event(part: Part, step: int, replica: int, pipeline: int, shift: float) -> dict[str, Any]:
+    begin, end = (round((seconds + shift) * 1e6, 3) for seconds in (part.begin, part.end))
+    x = part.instruction
+    name, about = "sends", {"step": step}
+    if x is not None:
+        name = x.op.replace("_", " ")
+        about |= {"op": str(x.op)}
+    if x is not None and x.stage >= 0:
+        name += f" stage {x.stage} micro-batch {x.microbatch}"
+        about |= {"stage": x.stage, "microbatch": x.microbatch}
+    return {
+        "ph": "X",
+        "name": f"wait for {name}" if part.work is Work.WAIT else name,
+        "cat": str(part.work),
+        "pid": replica,
+        "tid": pipeline,
+        "ts": begin,
+        "dur": round(end - begin, 3),
+        "args": about,
+    }
+
+
+def refuse_unfit_trace(plan: Plan, steps: int | None, max_steps: int | None) -> None:
+    """Raise UserError where `--trace` asks for what no run can give or no viewer can open; None asks for nothing."""
+    if steps is None:
+        return
+    if steps < 1:
+        raise UserError(f"--trace {steps}: it needs the number of steps to record, at least 1")
+    if max_steps is not None and steps >= max_steps:
+        most = f"at most --trace {max_steps - 1}" if max_steps > 1 else "at least train.max_steps=2"
+        raise UserError(
+            f"--trace {steps}: train.max_steps is {max_steps}, and the first step, which pays for warm-up, is not "
+            f"recorded; {most} is needed"
+        )
+    instructions = sum(map(len, plan.schedule)) * plan.data
+    if steps * instructions > MOST_EVENTS:
+        raise UserError(
+            f"--trace {steps}: at {instructions:,} instructions a step no viewer would open it; "
+            f"at most {max(1, MOST_EVENTS // instructions)} steps are recorded"
+        )

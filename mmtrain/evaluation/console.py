@@ -1,0 +1,171 @@
+"""What a run says about itself on the console while it runs."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from mmtrain.base.printing import harmless, message
+from mmtrain.evaluation.scores import Answer, Scores
+
+FIRST_STEPS = 3
+SECONDS_BETWEEN_LINES = 5.0
+NARROW = 80  # columns: a table of answers would break its words
+
+
+class Console:
+    """Progress of a run for people: a live bar on a terminal, otherwise readable lines at a rate that suits a log.
+
+    `stream` is None on ranks that print nothing. Without a terminal, or on one that cannot move its cursor (TERM=dumb),
+    the first 3 steps, then at most one step in 5 seconds, and the last step are printed. Time left is estimated from
+    the mean time of the steps since the first one, which pays for warm-up; evaluations in between count.
+    """
+
+    def __init__(self, stream: TextIO | None, max_steps: int, done_steps: int = 0) -> None:
+        self._stream = stream
+        self._max_steps = max_steps
+        self._first_step = done_steps
+        self._printed_at = -math.inf
+        self._timed_from: tuple[int, float] | None = None
+        live = stream is not None and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._bar = _open_bar(stream, max_steps, done_steps) if live else None
+
+    def step(self, step: int, loss: float | None, tokens_per_second: float, note: str = "") -> None:
+        """Show that `step` (counted from 0) is done; loss in nats per supervised token, None when there was none."""
+        if self._stream is None:
+            return
+        now = time.monotonic()
+        done = step + 1
+        if self._timed_from is None:
+            self._timed_from = done, now
+        shown_loss = "-" if loss is None else f"{loss:.4f}"
+        rate = f"{tokens_per_second:,.0f} tokens/s"
+        left = self._seconds_left(done, now)
+        if self._bar is not None:
+            self._bar.update(0, completed=done, loss=shown_loss, rate=rate, left=_clock(left), note=note)
+            return
+        early_or_last = step - self._first_step < FIRST_STEPS or done == self._max_steps
+        if not (early_or_last or note or now - self._printed_at >= SECONDS_BETWEEN_LINES):
+            return
+        self._printed_at = now
+        parts = [f"step {done}/{self._max_steps}", f"loss {shown_loss}", rate, f"left {_clock(left)}"]
+        self.line("  ".join([*parts, note] if note else parts))
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Show that `done` of an evaluation's `total` micro-batches are done, at its begin (0), its end and between."""
+        if self._bar is not None:
+            self._bar.update(0, note=f"evaluating {done}/{total}" if done < total else "")
+            return
+        now = time.monotonic()
+        if done == 0:  # most are done before this says a word
+            self._printed_at = now
+        elif done < total and now - self._printed_at >= SECONDS_BETWEEN_LINES:
+            self._printed_at = now
+            self.line(f"evaluating: {done} of {total} micro-batches done")
+
+    def evaluation(self, step: int, scores: Scores) -> None:
+        """Show the scores on held-out samples after `step` updates."""
+        loss = "-" if scores.loss is None else f"{scores.loss:.4f}"
+        self.line(
+            f"eval at step {step}: loss {loss}, exact match {_percent(scores.exact_match)} of {scores.answers} "
+            f"answers, tokens {_percent(scores.token_accuracy)}"
+        )
+
+    def control(self, control: Scores, scores: Scores, permuted: int) -> None:
+        """Show the scores with permuted images beside the true ones; `permuted` of the samples got other images."""
+        unchanged = scores.samples - permuted
+        kept = f"; {unchanged} of {scores.samples} samples kept theirs" if unchanged else ""
+        self.line(
+            f"control, images permuted among the questions: exact match {_percent(control.exact_match)} "
+            f"(looking at the right image: {_percent(scores.exact_match)}{kept})"
+        )
+
+    def answers(self, answers: Sequence[Answer]) -> None:
+        """Show held-out questions with the answers given and the true ones; texts of the data are shown harmlessly."""
+        right = sum(answer.right for answer in answers)
+        self.line("")
+        self.line(f"{len(answers)} held-out questions, answered one token at a time: {right} right")
+        rows = [
+            ("right" if a.right else "wrong", *map(harmless, (a.key, a.question, a.given, a.truth))) for a in answers
+        ]
+        if self._bar is not None and self._bar.console.width >= NARROW:
+            self._bar.console.print(_table(("", "sample", "question", "answer given", "true answer"), rows))
+            return
+        for mark, key, question, given, truth in rows:
+            self.line(f"  {mark}  {key}: {question}\n         given  {given}\n         true   {truth}")
+
+    def line(self, text: str) -> None:
+        """Print a message, of one line as a rule."""
+        text = message(text)
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._stream is not None:
+            self._stream.write(text + "\n")
+
+    def close(self) -> None:
+        """Leave the bar as it stands and give the cursor back."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _seconds_left(self, done: int, now: float) -> float | None:
+        start, started_at = self._timed_from
+        if done == start:
+            return 0.0 if done == self._max_steps else None
+        return (now - started_at) / (done - start) * (self._max_steps - done)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def _open_bar(stream: TextIO, max_steps: int, done_steps: int) -> Any:
+    """rich is imported here because only terminals need it."""
+    from rich.console import Console as RichConsole
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    bar = Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[rate]}"),
+        TextColumn("left {task.fields[left]}"),
+        TextColumn("{task.fields[note]}"),
+        console=RichConsole(file=stream),
+        redirect_stdout=False,  # this process's own stdout is the log file
+        redirect_stderr=False,
+    )
+    bar.add_task("train", total=max_steps, completed=done_steps, loss="-", rate="", left="?", note="")
+    bar.start()
+    return bar
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    """A rich table; rich would read [brackets] in plain strings as its markup, so cells are Text."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table

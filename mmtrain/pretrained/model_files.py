@@ -1,0 +1,219 @@
+"""Where a model's files lie and which tensors they hold, read without torch, transformers or the network.
+
+A model is a folder, or a hub id whose snapshot lies in the local Hugging Face cache. Tensor shapes come from the
+headers of its safetensors files (8 bytes little-endian length, then JSON: github.com/huggingface/safetensors,
+"Format"), so a 70B checkpoint is described by reading a few hundred kilobytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mmtrain.base.cache import user_cache
+from mmtrain.base.errors import UserError
+from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited, shortened
+from mmtrain.pretrained.demo_names import demo_model, is_demo
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+LONGEST_NAME = 500  # characters of a tensor's; real ones have 80
+MAX_DIMENSIONS = 16  # of a tensor; convolutions have 5
+# Bits of an element, by the names of the safetensors library (its `Dtype`), where it has them.
+BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+Shape = tuple[int, ...]
+
+
+def hub_cache() -> Path:
+    """Folder of the local Hugging Face cache, by the same variables that huggingface_hub reads."""
+    explicit = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if explicit:
+        return Path(explicit).expanduser()
+    home = os.environ.get("HF_HOME")
+    return (Path(home).expanduser() if home else user_cache() / "huggingface") / "hub"
+
+
+def cached_snapshot(hub_id: str) -> Path | None:
+    """Snapshot folder of a hub id's `main` revision in the local cache, or None."""
+    repository = hub_cache() / ("models--" + hub_id.replace("/", "--"))
+    reference = repository / "refs" / "main"
+    if reference.is_file():
+        snapshot = repository / "snapshots" / reference.read_text().strip()
+        return snapshot if snapshot.is_dir() else None
+    # `hf download --revision` writes no refs/main: a single snapshot is still unambiguous.
+    snapshots = sorted((repository / "snapshots").glob("*"))
+    return snapshots[0] if len(snapshots) == 1 else None
+
+
+def find_model_folder(path: str) -> Path | None:
+    """The folder of a model given as a path, as a cached hub id or as `demo:llm`; None where there is none."""
+    if is_demo(path):
+        return demo_model(path)
+    folder = Path(path).expanduser()
+    try:
+        if folder.is_dir():
+            return folder
+        return cached_snapshot(path) if HUB_ID.fullmatch(path) else None
+    except OSError as error:  # a name that is too long, a folder above it that may not be entered
+        raise UserError(f"{shortened(path)}: no model can be looked for there ({error.strerror})") from None
+
+
+def model_folder(path: str) -> Path:
+    """The folder of a model given as a path or as a hub id in the local cache, without touching the network.
+
+    Raises UserError that tells a folder that does not exist from a hub id that is not cached.
+    """
+    folder = find_model_folder(path)
+    if folder is not None:
+        return folder
+    if Path(path).expanduser().exists():
+        raise UserError(f"{path}: is a file; give the model's folder (the one that holds config.json)")
+    # `models/vicuna` has the form of a hub id too; where `models` is a folder here, a folder was meant.
+    if HUB_ID.fullmatch(path) and ("/" not in path or not Path(path).parent.is_dir()):
+        raise UserError(
+            f"{path}: no folder of this name, and this hub id is not in the local cache {hub_cache()}; "
+            f"download it first: hf download {path}"
+        )
+    raise UserError(f"{path}: no such folder; give the folder of a model, or a hub id such as Qwen/Qwen2.5-7B-Instruct")
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file; raises UserError naming the file, for what is damaged, too large or too deep, too."""
+    try:
+        content = parse_json(read_limited(path, MAX_JSON_BYTES, "a file of JSON"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({shortened(str(error))}); the download may be incomplete") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds a JSON {type(content).__name__}, an object is needed")
+    return content
+
+
+@contextlib.contextmanager
+def foreign_files(what: str) -> Iterator[None]:
+    """Raise UserError, naming `what`, for whatever a library raises of files that somebody else made.
+
+    Such files choose which of the library's code runs, so that any error may come: a KeyError for an activation that
+    does not exist, an ImportError for a quantisation.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        raise UserError(f"{what} cannot be used ({reason})") from error
+
+
+def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
+    """Name and shape of every tensor in a folder's safetensors files, in file order; None if it has no weight files.
+
+    Raises UserError for a shard that the index names and is not there, a damaged file, and `.bin` weights alone.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_weight_map(index, ".safetensors")
+        files = [folder / name for name in dict.fromkeys(weight_map.values())]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise UserError(
+                f"{folder}: {len(missing)} of {len(files)} weight files named in {index.name} are missing, "
+                f"e.g. {missing[0]}; finish the download"
+            )
+        stored = {name: shape for file in files for name, shape in read_header(file).items()}
+        absent = [name for name in weight_map if name not in stored]
+        if absent:
+            raise UserError(f"{folder}: {index.name} names {absent[0]}, which is not in {weight_map[absent[0]]}")
+        return {name: stored[name] for name in weight_map}
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return read_header(single)
+    pickled = sorted(folder.glob("pytorch_model*.bin"))
+    if pickled:
+        raise UserError(
+            f"{folder}: has only pickled weights ({pickled[0].name}); convert them once with "
+            f"python tools/convert_weights.py {folder}"
+        )
+    return None
+
+
+def read_weight_map(index: Path, suffix: str) -> dict[str, str]:
+    """The file name of every tensor, from an index of weight files; raises UserError for other than files beside it."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: has no weight_map; download the file again")
+    for name in weight_map.values():
+        # A path could lead out of the folder, or name a file that is no weights and never ends.
+        if not isinstance(name, str) or not name.endswith(suffix) or "/" in name or "\0" in name:
+            shown = shortened(repr(name))
+            raise UserError(f"{index}: names {shown}, no {suffix} file beside it; download the file again")
+    return weight_map
+
+
+def read_header(file: Path) -> dict[str, Shape]:
+    """Name and shape of every tensor in one safetensors file, from its header alone.
+
+    Raises UserError unless the header is one, and describes tensors of known types that fill the file without gap or
+    overlap, as the safetensors library demands.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            if prefix == b"version ":
+                raise UserError(f"{file}: is a git-lfs pointer, not the weights; run git lfs pull, or hf download")
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > MAX_JSON_BYTES or 8 + length > size:
+                raise UserError(f"{file}: not a complete safetensors file ({size} bytes); download it again")
+            raw = stream.read(length)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+    try:
+        header = parse_json(raw)
+        if not isinstance(header, dict):
+            raise ValueError("no object")
+        header.pop("__metadata__", None)
+        spans = {name: _span(name, entry) for name, entry in header.items()}
+    except ValueError as error:  # bytes that changed may leave valid JSON
+        detail = shortened(str(error))
+        raise UserError(f"{file}: damaged safetensors header ({detail}); download it again") from None
+    end = 0
+    for name, (begin, after) in sorted(spans.items(), key=lambda item: item[1]):
+        if begin != end:
+            raise UserError(
+                f"{file}: damaged safetensors header ({shortened(repr(name))} begins at byte {begin}, but the bytes "
+                f"before it end at {end}); download it again"
+            )
+        end = after
+    if 8 + length + end != size:
+        raise UserError(f"{file}: {size} bytes, but its header needs {8 + length + end}; download it again")
+    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+
+def _span(name: str, entry: Any) -> tuple[int, int]:
+    """Begin and end of a tensor's bytes; raises ValueError for an entry that does not describe one."""
+    shown = shortened(repr(name))
+    if not isinstance(entry, dict):
+        raise ValueError(f"{shown} is no object")
+    shape, offsets, dtype = (entry.get(key) for key in ("shape", "data_offsets", "dtype"))
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"{shown} is a name of {len(name):,} characters")
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"{shown} has dtype {shortened(repr(dtype))}")
+    for numbers, what in ((shape, "shape"), (offsets, "data_offsets")):
+        whole = isinstance(numbers, list) and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        if not whole or len(numbers) > MAX_DIMENSIONS:
+            raise ValueError(f"{shown} has {what} {shortened(repr(numbers))}")
+    if len(offsets) != 2 or math.prod(shape) * BITS[dtype] != (offsets[1] - offsets[0]) * 8:
+        raise ValueError(f"{shown} has {dtype} of shape {shape} in bytes {offsets}")
+    return offsets[0], offsets[1]

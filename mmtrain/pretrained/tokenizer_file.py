@@ -1,0 +1,103 @@
+"""What a model folder's tokenizer.json may ask of the tokenizers library, judged before that reads it.
+
+tokenizer.json --growth of a text under its normalizers, pre-tokenizers and decoders--> taken, or UserError
+
+Rules that replace text multiply: four that write 1,000 letters for one make 10^12 of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.small_files import parse_json, read_limited
+from mmtrain.config.limits import MAX_TOKENIZER_BYTES
+
+# A text's growth under all rules together. Those in use replace a character by one, a few times over: at most 16 as it
+# is counted here. 64 times the largest conversation is 64 MB.
+MAX_GROWTH = 64
+
+
+def refuse_growing_rules(file: Path) -> None:
+    """Raise UserError for a tokenizer.json whose rules could make far more text than they are given.
+
+    What is no tokenizer for other reasons is left to the tokenizers library.
+    """
+    try:
+        content = parse_json(read_limited(file, MAX_TOKENIZER_BYTES, "a tokenizer's file"))
+    except ValueError as error:
+        raise UserError(f"{file}: no valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        return
+    # Decoders work on other texts than the first two.
+    for parts in (("normalizer", "pre_tokenizer"), ("decoder",)):
+        growth = math.prod(_growth(rule, file) for part in parts for rule in _rules(content.get(part)))
+        if growth > MAX_GROWTH:
+            raise UserError(
+                f"{file}: the rules of {' and '.join(parts)} may make {min(growth, 10**9):,} times as much text as "
+                f"they are given; no tokenizer needs more than {MAX_GROWTH}: get the file from a source you trust"
+            )
+
+
+@contextmanager
+def panics_told(name: str) -> Iterator[None]:
+    """Raise UserError where the tokenizers library, written in Rust, panics: a BaseException that nobody catches."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise UserError(f"{name}: its tokenizer fails ({reason}); its files are damaged: get them again") from None
+
+
+def _rules(part: Any) -> Iterator[dict]:
+    """A part's rules, those inside sequences one by one; parse_json bounds how deep they are nested."""
+    if isinstance(part, list):
+        for rule in part:
+            yield from _rules(rule)
+    elif isinstance(part, dict):
+        yield part
+        for inner in part.values():
+            if isinstance(inner, dict | list):
+                yield from _rules(inner)
+
+
+def _growth(rule: dict, file: Path) -> int:
+    """How many times as many characters a rule may make of a text."""
+    kind, content = rule.get("type"), rule.get("content")
+    if kind == "Replace" and isinstance(content, str):
+        pattern = rule.get("pattern")
+        replaced = pattern.get("String") if isinstance(pattern, dict) else None
+        if isinstance(replaced, str) and replaced:
+            return max(math.ceil(len(content) / len(replaced)), 1)
+        return 1 + len(content)  # a regular expression may match nothing, before each character
+    if kind == "Prepend" and isinstance(rule.get("prepend"), str):
+        return 1 + len(rule["prepend"])  # before each piece between added tokens
+    if kind == "ByteLevel":
+        return 2  # bytes above 127 become characters of two bytes
+    if kind == "Precompiled":
+        return _charsmap_growth(rule.get("precompiled_charsmap"), file)
+    return 1
+
+
+def _charsmap_growth(charsmap: Any, file: Path) -> int:
+    """Of sentencepiece's table: the trie's size (4 bytes), the trie, then the texts that it leads to, each ended by 0.
+
+    Source: sentencepiece's Normalizer::DecodePrecompiledCharsMap. Raises UserError for one that is cut off.
+    """
+    try:
+        table = base64.b64decode(charsmap or "", validate=True)
+        size = int.from_bytes(table[:4], "little")
+        if charsmap and not 4 <= size <= len(table) - 4:
+            raise ValueError(f"a trie of {size:,} bytes in {len(table):,}")
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{file}: precompiled_charsmap is damaged ({error}); get the file again") from None
+    # NFKC, which such tables follow, makes 18 characters, 33 bytes, of U+FDFA; most of the others become one or two.
+    longest = max(map(len, table[4 + size :].split(b"\0")))
+    return 2 if longest <= 36 else longest

@@ -1,0 +1,100 @@
+"""What an encoder's folder says of its images, read without torch: size, and how they are normalised.
+
+timm folder: config.json -> model_args.img_size, or pretrained_cfg.input_size (C, H, W)
+CLIP, SigLIP folder: config.json -> vision_config.image_size; preprocessor_config.json -> mean, std, resampling
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.small_files import shortened
+from mmtrain.pretrained.model_files import read_json
+from mmtrain.pretrained.model_numbers import check_vision_numbers, is_finite, is_whole
+
+HF_FAMILIES = {
+    "clip": "CLIPImageProcessor",
+    "clip_vision_model": "CLIPImageProcessor",
+    "siglip": "SiglipImageProcessor",
+    "siglip_vision_model": "SiglipImageProcessor",
+}  # model_type -> the class of transformers that writes preprocessor_config.json
+DEFAULT_IMAGE_SIZE = 224  # of CLIPVisionConfig and SiglipVisionConfig
+BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
+
+
+class Preprocessing(NamedTuple):
+    """How a CLIP or SigLIP normalises and resizes images."""
+
+    mean: tuple[float, ...]  # of RGB in 0..1
+    std: tuple[float, ...]
+    resample: int  # of PIL.Image.Resampling
+
+
+def timm_image_size(config_json: dict, source: str) -> int:
+    """Pixels a side that a timm folder's config.json, or a record of one, says; raises UserError unless square."""
+    arguments, published = config_json.get("model_args") or {}, config_json.get("pretrained_cfg") or config_json
+    size: Any = arguments.get("img_size") if isinstance(arguments, dict) else None
+    if size is None and isinstance(published, dict):
+        size = published.get("input_size")
+        size = size[1:] if isinstance(size, list) and len(size) == 3 else None
+    return square(size, "images", source)
+
+
+def hf_image_size(config_json: dict, source: str) -> int:
+    """Pixels a side that a CLIP's or SigLIP's config.json says; raises UserError unless it is one number."""
+    size = hf_facts(config_json, source).get("image_size")
+    return DEFAULT_IMAGE_SIZE if size is None else size
+
+
+def hf_facts(config_json: dict, source: str) -> dict:
+    """The encoder's part of a CLIP's or SigLIP's config.json; raises UserError for numbers that no encoder has."""
+    facts = config_json.get("vision_config", config_json)
+    if not isinstance(facts, dict):
+        raise UserError(f"{source}: vision_config in config.json is no object; download the file again")
+    if isinstance(facts.get("image_size"), list):
+        square(facts["image_size"], "images", source)
+    check_vision_numbers(facts, f"{source}: config.json")
+    return facts
+
+
+def square(size: Any, of: str, source: str) -> int:
+    """The side of what is given as one number or as height and width; raises UserError unless they are equal."""
+    sides = size if isinstance(size, list | tuple) else [size, size]
+    if len(sides) != 2 or not all(is_whole(side, 1, 30_000) for side in sides):
+        shown = shortened(repr(size))
+        raise UserError(f"model.vision.name: {source} does not say the size of its {of}, in pixels: {shown}")
+    if sides[0] != sides[1]:
+        raise UserError(
+            f"model.vision.name: {source} takes {of} of {sides[0]} x {sides[1]} pixels; needed are square ones"
+        )
+    return sides[0]
+
+
+def preprocessing(folder: Path) -> Preprocessing:
+    """What a CLIP's or SigLIP's preprocessor_config.json says.
+
+    Raises UserError where it is missing or says nothing usable: guessed means would give features that the encoder was
+    never trained on.
+    """
+    file = folder / "preprocessor_config.json"
+    if not file.is_file():
+        writer = HF_FAMILIES.get(str(read_json(folder / "config.json").get("model_type")), "AutoImageProcessor")
+        raise UserError(
+            f"model.vision.name: {folder} has no preprocessor_config.json, so how its images are normalised is not "
+            f"known; copy it from where the encoder was published, or write it in Python: from transformers import "
+            f"{writer}; {writer}.from_pretrained('HUB_ID').save_pretrained('{folder}'), or {writer}() for a model "
+            "trained with the family's own means"
+        )
+    facts = read_json(file)
+    found = [facts.get(key) for key in ("image_mean", "image_std")]
+    for key, values in zip(("image_mean", "image_std"), found, strict=True):
+        if not (isinstance(values, list) and len(values) == 3 and all(map(is_finite, values))):
+            raise UserError(f"{file}: {key} is {shortened(repr(values))}; needed are three numbers")
+    if min(found[1]) <= 0:
+        raise UserError(f"{file}: image_std is {found[1]}; needed are three numbers above 0")
+    resample = facts.get("resample")
+    if resample is not None and not is_whole(resample, 0, 5):
+        raise UserError(f"{file}: resample is {shortened(repr(resample))}; needed is a number of Pillow's, 0 to 5")
+    return Preprocessing(tuple(found[0]), tuple(found[1]), BICUBIC if resample is None else resample)

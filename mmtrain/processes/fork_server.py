@@ -1,0 +1,20 @@
+"""Imported by the process that CPU ranks are forked from, and by nothing else: importing it is what it does."""
+
+import gc
+import sys
+
+from mmtrain.processes.rank import die_with_parent
+from mmtrain.processes.stop import ignore_in_worker
+
+# Ranks hold the pipe whose end this process waits for, so without this both would outlive a killed launcher.
+die_with_parent()
+# Slurm signals every process. Ranks, whose parent this is, would not outlive it; they answer for themselves.
+ignore_in_worker()
+sys.stdout = sys.stderr  # what imports print belongs in the log, and file descriptor 1 stays the console for rank 0
+
+# The first torch.optim.AdamW imports it: 2 s in every rank.
+import torch._dynamo  # noqa: E402, F401
+
+import mmtrain.train  # noqa: E402, F401
+
+gc.freeze()  # a collection in a rank would touch, and so copy, the memory of everything imported

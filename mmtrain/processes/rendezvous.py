@@ -1,0 +1,136 @@
+"""Where the ranks of a run meet: a store of torch's that listens on one address, and from which nothing is unpickled.
+
+launcher of node 0: socket --> TCPStore <-- launchers of other nodes, and all ranks (init_process_group, env://)
+
+torch's own ways open it to whoever reaches the machine: its stores listen on every interface, whatever the endpoint
+says, and its dynamic rendezvous unpickles a key of the store every five seconds, which runs what a stranger puts there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from mmtrain.base.errors import UserError
+
+BACKEND = "mmtrain"
+"""Name of this rendezvous among torch's; its settings are `rank`, this node's number, and `timeout`, in seconds."""
+THIS_MACHINE = "127.0.0.1:0"
+"""The endpoint of a run on one node: the operating system picks a free port, without a race."""
+EVERY_INTERFACE = ""
+
+
+class FixedNodes(RendezvousHandler):
+    """As many nodes as were announced, each with the number that it was given; node 0 holds the store."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._endpoint = parameters.endpoint
+        self._nodes = parameters.max_nodes
+        self._node = int(parameters.config["rank"])
+        self._timeout = timedelta(seconds=int(parameters.config["timeout"]))
+        self._run_id = parameters.run_id
+        self._store: Store | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks join the launcher's store: one that rank 0 opened would listen on every interface."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until every node is there. Raises UserError where node 0 cannot listen, torch's DistError in time."""
+        host, port = _split(self._endpoint)
+        listener = listening_socket(self._endpoint) if self._node == 0 else None
+        if listener is not None:
+            port = listener.getsockname()[1]
+            print(f"the run's store listens on {':'.join(map(str, listener.getsockname()[:2]))}")
+        self._store = TCPStore(
+            host,
+            port,
+            self._nodes,
+            is_master=listener is not None,
+            timeout=self._timeout,
+            master_listen_fd=listener.detach() if listener is not None else None,
+        )
+        place = RendezvousStoreInfo(host, port)
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), self._node, self._nodes, place)
+
+    def get_backend(self) -> str:
+        """Name among torch's."""
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        """Name of the job."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """Never: nobody joins later."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to close for others."""
+
+    def num_nodes_waiting(self) -> int:
+        """None: nobody joins later."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Let go of the store, which ends listening."""
+        self._store = None
+        return True
+
+
+def listening_address(endpoint: str) -> str:
+    """The address of this machine that HOST of `endpoint` HOST:PORT is, or EVERY_INTERFACE where it is none.
+
+    It is none behind address translation, and not the one that others mean where a machine calls itself 127.0.1.1.
+    """
+    host, _ = _split(endpoint)
+    found: list[str] = []
+    with contextlib.suppress(OSError):  # a name may become known later, as in a cluster of containers
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    for address in found:
+        is_meant = host in ("localhost", address) or not ipaddress.ip_address(address.split("%")[0]).is_loopback
+        with contextlib.suppress(OSError):
+            if is_meant:
+                socket.create_server((address, 0), family=_family(address)).close()
+                return address
+    return EVERY_INTERFACE
+
+
+def listening_socket(endpoint: str) -> socket.socket:
+    """A socket that listens on the endpoint's address. Raises UserError where that fails, in use by others say."""
+    address, (_, port) = listening_address(endpoint), _split(endpoint)
+    where = f"{address}:{port}" if address else f"port {port}"
+    both = address == EVERY_INTERFACE and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else _family(address)
+    try:
+        return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
+    except OSError as error:
+        raise UserError(
+            f"nothing can listen on {where} ({os.strerror(error.errno)}); give another port in --rdzv-endpoint, the "
+            "same on every machine"
+        ) from error
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+rendezvous_handler_registry.register(BACKEND, FixedNodes)

@@ -1,0 +1,188 @@
+"""A console that nobody reads, reads slowly, stops or has closed: real pipes, a real terminal, real programs."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import resource
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from processes import wait_for
+
+from mmtrain.base.console_stream import WAITING_BYTES, ConsoleStream
+
+TOOLS = Path(__file__).parents[2] / "tools"
+SOON = 0.5  # seconds: what blocks does so for ever, and the machine may be busy
+
+
+def lines_of(stream: ConsoleStream, count: int) -> None:
+    """Write numbered lines of 100 bytes, which together must take no time."""
+    begun = time.monotonic()
+    for number in range(count):
+        stream.write(f"line {number:06} {'x' * 87}\n")
+    assert time.monotonic() - begun < SOON * max(1, count / 1000)
+
+
+def numbers_in(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"^line (\d{6}) x{87}$", text, re.MULTILINE)]
+
+
+def read_all(reader: int) -> str:
+    with os.fdopen(reader, encoding="utf-8", newline="") as file:
+        return file.read()
+
+
+def bytes_in(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def close_when_written(stream: ConsoleStream) -> None:
+    stream.drain()
+    os.close(stream.fileno())
+
+
+def test_a_pipe_that_nobody_reads_never_blocks_and_its_reader_gets_the_newest_lines_and_the_number_of_the_others():
+    reader, writer = os.pipe()
+    stream = ConsoleStream(writer)
+    os.close(writer)
+    count = 3 * WAITING_BYTES // 100
+    lines_of(stream, count)
+    begun = time.monotonic()
+    stream.drain()
+    assert 1 < time.monotonic() - begun < 5, "a bounded chance at the end"
+    threading.Thread(target=close_when_written, args=[stream]).start()
+    text = read_all(reader)
+    # More than once where the machine is slower to fill the pipe than this test is to write.
+    missing = re.findall(r"^\[([\d,]+) lines are missing here: nothing read them\]$", text, re.MULTILINE)
+    numbers = numbers_in(text)
+    assert len(numbers) + sum(int(lines.replace(",", "")) for lines in missing) == count
+    assert len(text.splitlines()) == len(numbers) + len(missing), "each line whole"
+    kept = WAITING_BYTES // 100
+    assert numbers == sorted(numbers) and numbers[-kept:] == list(range(count - kept, count))
+    assert missing and 0 in numbers, "what the pipe took before it was full"
+
+
+def test_a_reader_that_is_slow_loses_nothing_at_the_end():
+    reader, writer = os.pipe()
+    stream = ConsoleStream(writer)
+    os.close(writer)
+    lines_of(stream, 1500)
+    draining = threading.Thread(target=close_when_written, args=[stream])
+    draining.start()
+    parts = []
+    while part := os.read(reader, 10_000):
+        parts.append(part)
+        time.sleep(0.2)  # 3 s in all: longer than the patience with a reader that takes nothing
+    assert numbers_in(b"".join(parts).decode()) == list(range(1500))
+
+
+def test_a_terminal_stopped_by_ctrl_s_blocks_nothing_and_shows_the_rest_when_it_goes_on():
+    screen, terminal = pty.openpty()
+    stream = ConsoleStream(terminal)
+    assert stream.isatty()
+    termios.tcflow(terminal, termios.TCOOFF)
+    lines_of(stream, 50)
+    begun = time.monotonic()
+    stream.drain()
+    assert time.monotonic() - begun < 5
+    termios.tcflow(terminal, termios.TCOON)
+    text = b""
+    while b"line 000049" not in text:
+        text += os.read(screen, 4096)
+    assert numbers_in(text.decode().replace("\r\n", "\n")) == list(range(50))
+
+
+@pytest.fixture
+def more_files_than_select_takes():
+    """So many open files that the next ones get numbers which select() refuses."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1024):
+            files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        yield
+
+
+def test_a_pipe_that_another_program_has_made_non_blocking_gets_everything(more_files_than_select_takes):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    size = fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)
+    stream = ConsoleStream(writer)
+    os.close(writer)
+    lines_of(stream, 1500)
+    wait_for(lambda: bytes_in(reader) > 0.9 * size, 10, "the pipe to be full")
+    threading.Thread(target=close_when_written, args=[stream]).start()
+    assert numbers_in(read_all(reader)) == list(range(1500))
+
+
+@pytest.mark.parametrize("disk_is_full", [False, True])
+def test_a_reader_that_has_left_and_a_full_disk_are_no_error_and_no_wait(disk_is_full):
+    reader, writer = (-1, os.open("/dev/full", os.O_WRONLY)) if disk_is_full else os.pipe()
+    if not disk_is_full:
+        os.close(reader)
+    stream = ConsoleStream(writer)
+    lines_of(stream, 20)
+    begun = time.monotonic()
+    stream.drain()
+    assert time.monotonic() - begun < SOON
+
+
+def test_of_a_progress_bar_only_the_latest_state_waits_and_pushes_out_no_line():
+    reader, writer = os.pipe()
+    os.write(writer, b"." * (1 << 16))  # full
+    stream = ConsoleStream(writer)
+    os.close(writer)
+    stream.write("in the middle of being written\n")
+    stream.write("a line\n")
+    for percent in range(101):
+        stream.write(f"\r\x1b[2K{percent}%")
+    print("\r\x1b[2Kanother line\n101%", end="", file=stream)
+    stream.write("\r\x1b[2K102%")
+    threading.Thread(target=close_when_written, args=[stream]).start()
+    text = read_all(reader).lstrip(".")
+    assert text == "in the middle of being written\na line\n\r\x1b[2Kanother line\n101%\r\x1b[2K102%"
+
+
+def test_characters_that_a_console_lacks_are_escaped():
+    reader, writer = os.pipe()
+    stream = ConsoleStream(writer, encoding="ascii")
+    os.close(writer)
+    print("é\ud800", file=stream)
+    threading.Thread(target=close_when_written, args=[stream]).start()
+    assert read_all(reader) == "\\xe9\\ud800\n"
+
+
+def test_a_tool_whose_standard_streams_are_closed_works(tiny, tmp_path):
+    tool = [TOOLS / "inspect_shards.py", *(tiny / "shards").glob("*.tar"), "--tokenizer", tiny / "llm"]
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, *tool, "--template", "plain"]
+    assert subprocess.run(command, cwd=tmp_path, timeout=120).returncode == 0
+
+
+def test_a_forked_process_writes_by_itself_and_not_what_its_parent_had_not_yet_written():
+    reader, writer = os.pipe()
+    stream = ConsoleStream(writer)
+    os.close(writer)
+    lines_of(stream, 1000)  # more than the pipe takes, so that much waits
+    child = os.fork()
+    if child == 0:
+        stream.write("of the child\n")
+        stream.drain()
+        os._exit(0)
+    text: list[str] = []
+    reading = threading.Thread(target=lambda: text.append(read_all(reader)))
+    reading.start()
+    os.waitpid(child, 0)
+    close_when_written(stream)
+    reading.join()
+    assert numbers_in(text[0].replace("of the child\n", "")) == list(range(1000))
+    assert text[0].count("of the child\n") == 1

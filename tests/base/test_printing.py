@@ -1,0 +1,238 @@
+"""printing.py: no text of a file steers a terminal or a log, or looks like a message of mmtrain's own."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from archives import conversation, picture, write_tar
+from conftest import TOOLS
+from safetensors.numpy import save_file
+
+from mmtrain import launch
+from mmtrain.base.printing import harmless, message, printable, say
+from mmtrain.commands import chat as chat_command
+from mmtrain.commands import export as export_command
+from mmtrain.commands import index as index_command
+from mmtrain.commands import inspect as inspect_command
+from mmtrain.commands import shard as shard_command
+from mmtrain.data.shards.index import read_index, write_index
+
+ROOT = TOOLS.parent
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+FORGED = "error: all is well"
+HOSTILE = f"\x1b]0;title\x07\x1b[2J\x9b31m\u202etxt.exe\u2066\u2028\x7f\r\n{FORGED}"
+NAME = "\x9b31m\u202ee\u2066\u2028\u0085error"  # tars with names that hold C0 controls are refused
+
+
+def assert_obeyed_by_none(said: bytes) -> None:
+    text = said.decode()
+    assert not OBEYED.search(text), ascii(text)
+    assert not [line for line in text.splitlines() if line.startswith(FORGED)], text
+
+
+def test_controls_are_escaped_and_words_of_all_languages_stay():
+    text = "図書館 é\tb\n\U0001f468\u200d\U0001f469"
+    assert printable(text) == text
+    assert printable("\x1b[2J\r\x85\x9b\u202e\u2066\u2028\udcff") == r"\x1b[2J\r\x85\x9b\u202e\u2066\u2028\udcff"
+
+
+def test_a_part_of_a_message_is_one_short_line():
+    assert harmless("two\n lines\x1b") == r"two lines\x1b"
+    assert len(harmless("x" * 1000)) == 300
+
+
+def test_a_line_break_within_a_message_begins_no_message():
+    assert message(f"x\n{FORGED}\n    more\n") == f"x\n  {FORGED}\n    more\n"
+
+
+def test_messages_are_one_write_so_that_no_other_process_writes_between_a_line_and_its_end():
+    class Recorder(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return len(text)
+
+    writes: list[str] = []
+    say("one", "two\nand more", stream=Recorder())
+    assert [text for text in writes if text] == ["one\ntwo\n  and more\n"]
+
+
+def test_what_nobody_expected_is_a_traceback_that_steers_no_terminal(tmp_path):
+    script = f"from mmtrain.base.printing import run_command; run_command(lambda: exec({HOSTILE!r}))"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert ended.returncode == 1 and b"Traceback" in ended.stderr and b"SyntaxError" in ended.stderr
+    assert_obeyed_by_none(ended.stderr)
+
+
+Command = Callable[[Path, Path], tuple[object, list[str]]]  # the tiny set, a new folder --> a main function, arguments
+
+
+def plan_with_a_key(tiny: Path, folder: Path):
+    content = yaml.safe_load((tiny / "config.yaml").read_text())
+    content["train"][HOSTILE] = {HOSTILE: 1}
+    (folder / "c.yaml").write_text(yaml.safe_dump(content))
+    return launch, [str(folder / "c.yaml"), "--plan"]
+
+
+def plan_with_a_value(tiny: Path, folder: Path):
+    content = yaml.safe_load((tiny / "config.yaml").read_text())
+    content["data"]["shards"] = content["model"]["llm"]["path"] = HOSTILE
+    (folder / "c.yaml").write_text(yaml.safe_dump(content))
+    return launch, [str(folder / "c.yaml"), "--plan"]
+
+
+def model(tiny: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for file in (tiny / "llm").iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
+def plan_with_a_folder(tiny: Path, folder: Path):
+    llm = model(tiny, folder / HOSTILE)
+    return launch, [str(tiny / "config.yaml"), "--plan", f"model.llm.path={json.dumps(str(llm))}", f"run.dir={folder}"]
+
+
+def plan_with_a_tensor(tiny: Path, folder: Path):
+    llm = model(tiny, folder / "llm")
+    (llm / "model.safetensors").unlink()
+    save_file({HOSTILE: np.zeros(1), f"model.layers.0.{HOSTILE}": np.zeros(1)}, llm / "model.safetensors")
+    return launch, [str(tiny / "config.yaml"), "--plan", f"model.llm.path={llm}", f"run.dir={folder}"]
+
+
+def chat_with_a_model_type(tiny: Path, folder: Path):
+    (folder / "config.json").write_text(json.dumps({"model_type": HOSTILE}))
+    (folder / HOSTILE).write_bytes(picture(8, 8))
+    return chat_command, ["--model", str(folder), "--image", str(folder / HOSTILE)]
+
+
+def chat_with_an_image(tiny: Path, folder: Path):
+    return chat_command, ["--model", str(folder), "--image", str(folder / HOSTILE)]
+
+
+def export_a_checkpoint(tiny: Path, folder: Path):
+    step = folder / HOSTILE / "checkpoints" / "step-00000001"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text(json.dumps({"files": {HOSTILE: 1}, HOSTILE: 1}))
+    return export_command, [
+        "--checkpoint",
+        str(folder / HOSTILE),
+        "--format",
+        "safetensors",
+        "--out",
+        str(folder / "out"),
+    ]
+
+
+def shard(tiny: Path, folder: Path):
+    turns = [{"from": HOSTILE, "value": HOSTILE}, {"from": "gpt", "value": HOSTILE}]
+    records = [{"id": HOSTILE, "image": HOSTILE, "conversations": turns}, {"id": HOSTILE, HOSTILE: 1}, HOSTILE]
+    (folder / HOSTILE).write_text(json.dumps(records))
+    out = folder / f"out{HOSTILE}"
+    return shard_command, ["--json", str(folder / HOSTILE), "--images", str(folder), "--out", str(out)]
+
+
+def hostile_tar(folder: Path) -> Path:
+    bad = json.dumps({"conversations": [{"from": HOSTILE, HOSTILE: HOSTILE}], HOSTILE: 1}).encode()
+    files = [(f"{NAME}.json", conversation(HOSTILE, HOSTILE)), (f"{NAME}.{NAME}", b""), (f"bad{NAME}.json", bad)]
+    return write_tar(folder / f"{HOSTILE}.tar", files)
+
+
+def index(tiny: Path, folder: Path):
+    tar = hostile_tar(folder)
+    return index_command, [str(tar), "--tokenizer", str(tiny / "llm"), "--template", "plain"]
+
+
+def index_a_name(tiny: Path, folder: Path):
+    tar = write_tar(folder / "a.tar", [(f"{HOSTILE}.json", b"{}")])
+    return index_command, [str(tar), "--tokenizer", str(tiny / "llm"), "--template", "plain"]
+
+
+def inspect(*more: str) -> Command:
+    def command(tiny: Path, folder: Path):
+        hostile_tar(folder)
+        with_lengths = ["--tokenizer", str(tiny / "llm"), "--template", "plain", "--tokens-per-image", "16"]
+        return inspect_command, [str(folder), *with_lengths, *more]
+
+    return command
+
+
+def inspect_an_index(tiny: Path, folder: Path):
+    tar = write_tar(folder / "a.tar", [("a.json", conversation("a", "b"))])
+    tool = index_command
+    assert tool.main([str(tar), "--tokenizer", str(tiny / "llm"), "--template", "plain"]) == 0
+    index = read_index(tar)
+    index.keys[0] = HOSTILE
+    write_index(tar, index)
+    return inspect_command, [str(tar), "--verify"]
+
+
+COMMANDS = {
+    "launch --plan, a YAML key": plan_with_a_key,
+    "launch --plan, a YAML value": plan_with_a_value,
+    "launch --plan, a model's folder": plan_with_a_folder,
+    "launch --plan, tensors": plan_with_a_tensor,
+    "chat, a model_type": chat_with_a_model_type,
+    "chat, the name of an image": chat_with_an_image,
+    "export, a checkpoint": export_a_checkpoint,
+    "shard, records": shard,
+    "index, a tar": index,
+    "index, a name in a tar": index_a_name,
+    "inspect, a tar": inspect(),
+    "inspect --show, a tar": inspect("--show", NAME),
+    "inspect --show, no such key": inspect("--show", HOSTILE),
+    "inspect --show, a bad sample": inspect("--show", f"bad{NAME}"),
+    "inspect, an index": inspect_an_index,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_no_command_prints_what_a_terminal_obeys(tiny, tmp_path, monkeypatch, capfdbinary, command):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tool, arguments = command(tiny, tmp_path)
+    tool.main(arguments)
+    captured = capfdbinary.readouterr()
+    assert captured.out or captured.err
+    for said in captured:
+        assert_obeyed_by_none(said)
+
+
+def test_neither_a_run_nor_its_log_holds_what_a_terminal_obeys(tiny, tmp_path):
+    tar = hostile_tar(tmp_path)
+    folder = tmp_path / "run"
+    overrides = [f"data.shards={json.dumps(str(tar))}", "data.pack_length=512", "data.max_quarantine_rate=0"]
+    command = ["-m", "mmtrain.launch", str(tiny / "config.yaml"), f"run.dir={folder}", "parallel.pipeline=1"]
+    ended = subprocess.run([sys.executable, *command, *overrides], capture_output=True, timeout=120, check=False)
+    (log,) = folder.glob("*/log.txt")
+    assert b"samples read are quarantined" in ended.stderr and ended.returncode == 2
+    assert b"quarantined bad" in ended.stdout and b"samples read are quarantined" in log.read_bytes()
+    for said in (ended.stdout, ended.stderr, log.read_bytes()):
+        assert_obeyed_by_none(said)
+
+
+# Their stdout is rank.PrefixedLog, in ranks and while the launcher waits for them; that of gpus.py, a pipe.
+OTHERS = {
+    "mmtrain/processes/rank.py",
+    "mmtrain/checkpoint/checkpoint.py",
+    "mmtrain/train.py",
+    "mmtrain/processes/rendezvous.py",
+    "mmtrain/processes/gpus.py",
+}
+
+
+def test_only_one_module_prints():
+    printing = set()
+    for file in (*ROOT.glob("mmtrain/**/*.py"), *TOOLS.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                printing.add(file.relative_to(ROOT).as_posix())
+    assert printing == {"mmtrain/base/printing.py", *OTHERS}

@@ -1,0 +1,54 @@
+import contextlib
+import os
+import pty
+import re
+
+from mmtrain.base import progress
+from mmtrain.base.progress import Progress
+
+
+def test_without_a_terminal_lines_come_every_few_seconds_and_at_the_end(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = []
+    with Progress("shards", 2000, lines.append) as bar:
+        for second in range(1, 13):
+            now[0] = 100.0 + second
+            bar.show(100 * second, 1000 * second, "1 failed" if second > 9 else "")
+        now[0] = 115.0
+        bar.show(2000, 30000)
+    assert lines == [
+        "500 of 2,000 shards  1,000 samples/s",
+        "1,000 of 2,000 shards  1,000 samples/s  1 failed",
+        "2,000 of 2,000 shards  2,000 samples/s",
+    ]
+
+
+def test_a_rate_below_one_is_not_zero(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = []
+    with Progress("repetitions", 3, lines.append, counted="steps") as bar:
+        for done, now[0] in enumerate((6.0, 12.0, 60.0)):
+            bar.show(done + 1, done)
+    assert lines == [
+        "1 of 3 repetitions  0 steps/s",
+        "2 of 3 repetitions  0.083 steps/s",
+        "3 of 3 repetitions  0.033 steps/s",
+    ]
+
+
+def test_a_terminal_gets_a_bar_and_no_lines():
+    leader, follower = pty.openpty()
+    lines = []
+    with open(follower, "w") as terminal, Progress("shards", 3, lines.append, terminal) as bar:  # noqa: PTH123 - a number
+        bar.show(2, 50, "1 failed")
+        bar.show(3, 70, "1 failed")
+    written = ""
+    with contextlib.suppress(OSError):  # which a terminal without another end gives after its last byte
+        while part := os.read(leader, 1 << 16):
+            written += part.decode()
+    os.close(leader)
+    assert lines == []
+    assert "shards" in written
+    assert re.search(r"3/3.* samples/s.*1 failed", written)

@@ -1,0 +1,264 @@
+"""Calibration: what is measured, how it is solved for what the planner asks, and the file that plans find."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from scenes import make_config, save_parts
+from torch.autograd.graph import saved_tensors_hooks
+
+from mmtrain.base.errors import UserError
+from mmtrain.calibration.allocations import MemoryTrace, tensor_bytes
+from mmtrain.calibration.calibrate import find_window
+from mmtrain.calibration.message_costs import message_seconds
+from mmtrain.calibration.solution import (
+    ENCODE,
+    LOAD,
+    MATMUL,
+    REDUCE,
+    UPDATE,
+    WINDOW,
+    Found,
+    Scales,
+    recomputing,
+    solve,
+)
+from mmtrain.config.schema import load_config
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
+from mmtrain.engine.one_stage import Piece, expected_batch
+from mmtrain.launch import main as launch
+from mmtrain.model.stage import build_chunk
+from mmtrain.plan.calibration import Key, cpu_device, find_calibration
+from mmtrain.plan.costs import LayerKind, run_costs
+from mmtrain.plan.layout import StagePlan
+from mmtrain.plan.planner import make_plan, models_of, render
+
+CPU = torch.device("cpu")
+NO_KEY = Key("none", 1, 1, "", (), 1, 1, 1, 1.0, ())
+
+
+@pytest.fixture(scope="module")
+def calibrated(tiny, tmp_path_factory):
+    """`--calibrate` of the tiny run on two ranks: its cache, its configuration, what it printed."""
+    cache, overrides = tmp_path_factory.mktemp("cache"), ["parallel.pipeline=2", "parallel.threads_per_rank=1"]
+    command = [sys.executable, "-m", "mmtrain.launch", tiny / "config.yaml", "--calibrate", *overrides]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    ran = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=200, env=environment, cwd=cache
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return cache, load_config(tiny / "config.yaml", overrides), ran.stdout
+
+
+@pytest.fixture
+def its_cache(calibrated, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(calibrated[0]))
+
+
+def test_a_calibration_is_found_again_and_holds_every_kind_of_layer(calibrated, its_cache):
+    config = calibrated[1]
+    models = models_of(config)
+    found = find_calibration(config, models, cpu_device(config))
+    costs = run_costs(config, models)
+    assert found.layers.keys() == {kind.name for kind in costs.kinds}
+    layer = found.layers[costs.layers[1].kind]
+    assert 0 < layer.forward_seconds < 10 and 0 < layer.backward_seconds <= layer.recomputing_seconds
+    assert 0 < layer.kept_bytes_recomputing < layer.kept_bytes
+    assert 0 < layer.backward_working_bytes < layer.recomputing_working_bytes
+    assert found.layers["encoder"].forward_seconds > 0 and found.layers["front"].backward_seconds > 0
+    assert found.end_seconds > 0 and found.matmul_flops_per_second > 0
+    message = costs.hidden_bytes + costs.integer_bytes
+    assert found.send(message) + found.receive(message) + found.transfer(message) > 0
+
+
+def test_a_plan_made_with_a_calibration_prints_seconds(calibrated, its_cache):
+    _, config, printed = calibrated
+    plan = make_plan(config)
+    assert plan.step_seconds > 0
+    table = render(plan)
+    assert f"calibrated on {cpu_device(config).name}" in table and f"step: {plan.step_seconds:,.3g} s" in table
+    assert table in printed, "the same plan is printed right after the calibration"
+    assert "planned without it: stages begin at" in printed
+
+
+def test_a_calibration_is_no_other_runs(calibrated, its_cache):
+    config = calibrated[1]
+    longer = config.model_copy(update={"data": config.data.model_copy(update={"pack_length": 77})})
+    assert find_calibration(longer, models_of(config), cpu_device(config)) is None
+    (file,) = (calibrated[0] / "mmtrain" / "calibration").glob("*.json")
+    parallel = longer.parallel.model_copy(update={"calibration": str(file)})
+    with pytest.raises(UserError, match=r"pack_length: measured for .*, this run has 77"):
+        make_plan(longer.model_copy(update={"parallel": parallel}))
+
+
+def test_a_calibration_goes_to_the_file_that_the_configuration_names(calibrated, its_cache, tmp_path, tiny):
+    file = tmp_path / "mine.json"
+    named = [f"parallel.calibration={file}", "parallel.pipeline=1", "parallel.threads_per_rank=1"]
+    command = [sys.executable, "-m", "mmtrain.launch", tiny / "config.yaml", "--calibrate", *named]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    plan = make_plan(load_config(tiny / "config.yaml", named))
+    assert plan.costs == f"calibrated on {cpu_device(load_config(tiny / 'config.yaml', named)).name}"
+    assert json.loads(file.read_text())["transfer"] is None, "one rank has nobody to send to"
+
+
+@pytest.mark.parametrize("place", ["a folder", "below a file"])
+def test_a_calibration_that_cannot_be_written_is_not_measured(tiny, tmp_path, capsys, place):
+    (tmp_path / "file").touch()
+    target = {"a folder": tmp_path, "below a file": tmp_path / "file" / "mine.json"}[place]
+    assert launch([str(tiny / "config.yaml"), "--calibrate", f"parallel.calibration={target}"]) == 2
+    assert f"the calibration cannot be written to {target}" in capsys.readouterr().err
+
+
+def test_a_calibration_of_several_machines_is_refused(tiny, capsys, monkeypatch):
+    several = ["--nnodes", "2", "--rdzv-endpoint", "first:29500"]
+    assert launch([str(tiny / "config.yaml"), "--calibrate", *several]) == 2
+    assert "--calibrate measures on one machine" in capsys.readouterr().err
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert launch([str(tiny / "config.yaml"), "--calibrate"]) == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+# ---- what is measured
+
+
+def test_the_measured_micro_batch_is_the_expected_one(tiny):
+    config = load_config(tiny / "config.yaml")
+    models = models_of(config)
+    work = run_costs(config, models).work
+    batch = expected_batch(config, models)
+    documents = int((batch.position_ids == 0).sum())
+    whole = config.data.pack_length // work.document * config.train.packs_per_microbatch
+    assert len(batch.images) == whole and batch.samples == whole
+    assert documents in (whole, whole + config.train.packs_per_microbatch), "whole documents, and padding in each pack"
+    assert int((batch.input_ids == IMAGE_POSITION).sum()) == whole * models.vision.tokens_per_image
+    assert int((batch.labels != IGNORE).sum()) == pytest.approx(work.supervised, abs=whole)
+    assert (batch.labels[:, work.document - 1] == IGNORE).all(), "a document's last token predicts nothing"
+
+
+def test_live_bytes_are_counted_from_every_allocation_and_release():
+    before = torch.empty(1000)
+    with MemoryTrace(CPU) as trace:
+        with trace.span("first"):
+            one, two = torch.empty(1 << 18), torch.empty(1 << 18)
+            del one
+        with trace.span("second"):
+            three = torch.empty(1 << 16)
+            del two
+    assert (trace.spans["first"].peak, trace.spans["first"].end) == (2 << 20, 1 << 20)
+    second = trace.spans["second"]
+    assert (second.begin, second.peak, second.end) == (1 << 20, (1 << 20) + (1 << 18), 1 << 18)
+    assert tensor_bytes(iter([before, before[:10], three])) == 4000 + (1 << 18)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parts")
+    save_parts(folder)
+    return folder
+
+
+def test_a_layer_keeps_the_bytes_that_autograd_saves_for_it(parts):
+    config = make_config(parts)
+    batch = expected_batch(config, models_of(config))
+    kept, saved = {}, {}
+    for last in (2, 3):
+        piece = Piece(
+            build_chunk(config, StagePlan(1, 1, last, False, False)), batch, input_gradient=True, backward=True
+        )
+        weights = {p.untyped_storage().data_ptr() for p in piece.chunk.parameters()}
+        storages: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, weights=weights, storages=storages) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            piece.forward()
+            saved[last] = sum(storages.values())
+        piece.backward()
+        with MemoryTrace(CPU) as trace:
+            with trace.span("forward"):
+                piece.forward()
+                piece.release_output()
+            with trace.span("backward"):
+                piece.backward()
+        kept[last] = trace.spans["forward"].end
+        assert trace.spans["backward"].end == 0, "backward lets everything go"
+    assert kept[3] - kept[2] == pytest.approx(saved[3] - saved[2], rel=0.01)
+
+
+# ---- what follows from it
+
+
+def kind(name: str, layer: int | None, on_rows: bool = False) -> LayerKind:
+    return LayerKind(name, layer, name != "front", ("projector.w",) if name == "front" else (), on_rows)
+
+
+def test_layers_calls_and_recomputation_are_told_apart():
+    """Stages put together from a call of 2, layers of 10 and 20, a head of 3; a second forward takes 1.1 times one."""
+    kinds = {"encoder": LayerKind("encoder", None, False, ())}
+    kinds |= {
+        k.name: k for k in (kind("front", None), kind("a", 0), kind("b", 1), kind("last", 3, True), kind("head", None))
+    }
+    seconds = {ENCODE: 50.0, LOAD: 0.5, MATMUL: 4.0, REDUCE: 1.0, UPDATE: 3.0}
+    for way, factor in (("forward", 1), ("backward", 2)):
+        seconds |= {f"front {way}": 7 * factor, f"head {way}": (2 + 3) * factor, f"last {way}": (2 + 3 + 6) * factor}
+        seconds |= {f"a {way}": (2 + 10) * factor, f"b {way}": (2 + 20) * factor}
+        seconds[f"{WINDOW} {way}"] = (2 + 10 + 20 + 10) * factor
+    seconds[f"{recomputing(WINDOW)} forward"] = 42.0
+    seconds[f"{recomputing(WINDOW)} backward"] = 2 * 42.0 + 1.1 * 40
+
+    def usage(kept: int, forward: int = 1, backward: int = 2) -> dict[str, int]:
+        return {"kept": kept, "forward": forward, "backward": backward}
+
+    of_inner_layers = {"a": usage(100), "b": usage(200), WINDOW: usage(100 + 200 + 100 + 2 * 8)}
+    bytes_of = {ENCODE: usage(0, 9), "front": usage(30), "head": usage(5), "last": usage(45), **of_inner_layers}
+    of_recomputing = {"a": usage(1, 1, 300), "b": usage(2), WINDOW: usage(1 + 2 + 1 + 2 * 50)}
+    bytes_of |= {recomputing(name): found for name, found in of_recomputing.items()}
+    of_ranks = [Found(seconds, bytes_of, {}), Found({n: s * 3 for n, s in seconds.items()}, bytes_of, {})]
+    scales = Scales(images=1.5, trained=2.0, matmul_flops=80.0, replicas=1)
+    found = solve(of_ranks, kinds, ("a", "b", "a"), scales, NO_KEY)  # means of both ranks: twice the first one's
+    layers = found.layers
+    assert found.compute_seconds == pytest.approx(2 * (2 + 4) / 2)
+    assert (layers["a"].forward_seconds, layers["b"].backward_seconds) == pytest.approx((20, 80))
+    assert layers["a"].recomputing_seconds == pytest.approx(40 + 1.1 * 20)
+    assert (layers["last"].forward_seconds, layers["head"].forward_seconds) == pytest.approx((12, 6))
+    assert (layers["front"].forward_seconds, layers["encoder"].forward_seconds) == pytest.approx((14, 150))
+    assert (found.end_seconds, found.matmul_flops_per_second) == pytest.approx((2 + 12, 80 / 8))
+    assert (layers["a"].kept_bytes, layers["b"].kept_bytes, layers["last"].kept_bytes) == (108, 208, 48)
+    assert (layers["a"].kept_bytes_recomputing, layers["a"].recomputing_working_bytes) == (51, 300)
+
+
+def test_messages_cost_what_they_take_from_both_sides_and_the_rest_of_the_way():
+    sender = {100: {"send": 1.0, "echo": 6.0}, 1000: {"send": 3.0, "echo": 15.0}}
+    receiver = {100: {"receive": 2.0, "echo": 8.0}, 1000: {"receive": 2.0, "echo": 17.0}}
+    small, large = message_seconds([sender, receiver])
+    assert small == (100, 1.0, 2.0, 4.0) and large == (1000, 3.0, 2.0, 11.0)
+    (only,) = message_seconds([{100: {"send": 1.0}}, {100: {"receive": 2.0}}])
+    assert only == (100, 1.0, 2.0, None), "no message came back to tell"
+
+
+def test_the_layers_in_a_row_are_alike_in_what_they_need():
+    needs = LayerKind("b", 2, True, ())
+    without = LayerKind("a", 0, False, ())
+    trains = LayerKind("t", 1, False, ("llm.layers.1.w",))
+    assert find_window([needs] * 9) == (0, 4)
+    assert find_window([without, trains, needs, needs]) == (2, 4)
+    assert find_window([without] * 4 + [trains] + [needs] * 4) == (5, 9), "a row that runs backward tells more"
+    assert find_window([without, without, needs, needs, needs]) == (2, 5)
+    assert find_window([needs]) == (0, 1)

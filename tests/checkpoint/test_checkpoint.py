@@ -1,0 +1,421 @@
+"""The trained tensors of all ranks end in one step folder, and come back to whoever trains them then."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from safetensors.torch import load_file
+from step_states import run_state
+
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint import checkpoint as checkpoint_module
+from mmtrain.checkpoint.checkpoint import Checkpointer, Saved
+from mmtrain.checkpoint.restore import differences, load
+from mmtrain.checkpoint.step_folder import StepFolder, find, newest, step_folders, step_path, why_damaged
+from mmtrain.config.schema import CheckpointSection
+
+STATE = run_state()
+
+
+def tensors_of(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a rank trains, and AdamW's state of it; not contiguous, as a transposed weight."""
+    names = [f"llm.layers.{rank}.{i}.weight" for i in range(2)]
+    weights = {name: torch.full((2, 3), 10.0 * rank + i).T for i, name in enumerate(names)}
+    state = {
+        f"{name}/{key}": torch.full((3, 2), value) if key != "step" else torch.tensor(7.0)
+        for name in names
+        for key, value in (("exp_avg", rank + 0.25), ("exp_avg_sq", rank + 0.5), ("step", 0.0))
+    }
+    return weights, state
+
+
+def notes_of(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: {"begin": "b", "had_gradient": True} for name in weights}
+
+
+# ---- several ranks
+
+
+def save_on_each(folder: Path, contributing: tuple[int, ...]) -> list[dict[str, Any]]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    weights, optimizer = tensors_of(rank)
+    reported: list[Saved] = []
+    with Checkpointer(folder, CheckpointSection(), rank in contributing, reported.append) as saver:
+        saver.save(7, weights, optimizer, notes_of(weights), STATE)
+        for tensor in (*weights.values(), *optimizer.values()):
+            tensor.fill_(-1)  # the next step changes them while they are being written
+        saver.finish()
+    dist.barrier()
+    return [saved.record() for saved in reported]
+
+
+@pytest.mark.parametrize("contributing", [(0, 1, 2), (0, 2), (1,), ()])
+def test_one_folder_holds_what_every_rank_trains_as_it_was_when_save_was_called(tmp_path, contributing):
+    reported = run_ranks(3, save_on_each, tmp_path, contributing)
+    assert [len(records) for records in reported] == [1, 0, 0]
+    saved = find(tmp_path)
+    assert saved.step == 7 and why_damaged(saved.path) is None
+    weights, optimizer = load_file(saved.tensors_file), load_file(saved.optimizer_file)
+    # rank 0 gathers from the others those alone that contribute
+    expected = [tensors_of(rank) for rank in contributing]
+    for found, parts in ((weights, [w for w, _ in expected]), (optimizer, [o for _, o in expected])):
+        assert sorted(found) == sorted(name for part in parts for name in part)
+        for part in parts:
+            assert all(torch.equal(found[name], tensor) for name, tensor in part.items())
+    size = sum(file.stat().st_size for file in saved.path.iterdir() if file.name != "manifest.json")
+    assert reported[0][0] == {"kind": "checkpoint", "step": 7, "bytes": size, "seconds": reported[0][0]["seconds"]}
+
+
+def load_on_each(folder: Path, wanted: list[list[str]]) -> tuple[dict, dict] | str:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    start = StepFolder(step_path(folder, 7)) if rank == 0 else None
+    try:
+        return [{name: tensor.tolist() for name, tensor in part.items()} for part in load(start, wanted[rank])]
+    except UserError as error:
+        return str(error)
+
+
+def test_another_layout_loads_what_each_of_its_ranks_trains(tmp_path):
+    run_ranks(3, save_on_each, tmp_path, (0, 1, 2))
+    saved = [tensors_of(rank) for rank in range(3)]
+    weights = {name: tensor for part, _ in saved for name, tensor in part.items()}
+    optimizer = {name: tensor for _, part in saved for name, tensor in part.items()}
+    names = sorted(weights)
+    # one rank has all; two share them otherwise; one of three trains nothing; two replicas have the same
+    for layout in ([names], [names[:1], names[1:]], [names[:3], [], names[3:]], [names, names]):
+        for mine, (loaded, state) in zip(layout, run_ranks(len(layout), load_on_each, tmp_path, layout), strict=True):
+            assert loaded == {name: weights[name].tolist() for name in mine}
+            assert state == {key: value.tolist() for key, value in optimizer.items() if key.rpartition("/")[0] in mine}
+
+
+def test_a_checkpoint_whose_state_does_not_know_a_tensor_of_its_file_is_refused(tmp_path):
+    run_ranks(1, save_on_each, tmp_path, (0,))
+    file = step_path(tmp_path, 7) / "state.json"
+    state = json.loads(file.read_text())
+    del state["trained"]["llm.layers.0.1.weight"]
+    file.write_text(json.dumps(state))
+    said = run_ranks(1, load_on_each, tmp_path, [["llm.layers.0.0.weight", "llm.layers.0.1.weight"]])[0]
+    assert "llm.layers.0.1.weight is not in it" in said
+
+
+def test_a_file_of_a_checkpoint_that_holds_no_tensors_is_refused(tmp_path):
+    run_ranks(1, save_on_each, tmp_path, (0,))
+    (step_path(tmp_path, 7) / "optimizer.safetensors").write_bytes(b"\xff" * 100)
+    said = run_ranks(1, load_on_each, tmp_path, [["llm.layers.0.0.weight", "llm.layers.0.1.weight"]])[0]
+    assert "optimizer.safetensors: cannot be read as safetensors" in said
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (["llm.layers.0.0.weight"], "llm.layers.0.1.weight is not trained by this run"),
+        (["llm.layers.0.0.weight", "llm.layers.0.1.weight", "projector.w"], "projector.w is not in it"),
+    ],
+)
+def test_a_checkpoint_of_other_tensors_is_refused_by_their_names(tmp_path, wanted, said):
+    run_ranks(1, save_on_each, tmp_path, (0,))
+    (refused,) = run_ranks(1, load_on_each, tmp_path, [wanted])
+    assert str(step_path(tmp_path, 7)) in refused and said in refused
+
+
+# ---- one rank
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Run:
+    """Saves into a folder, and notes what is reported."""
+
+    def __init__(self, folder: Path, **section: Any) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.records: list[dict[str, Any]] = []
+        self.saver = Checkpointer(folder, CheckpointSection(**section), True, lambda s: self.records.append(s.record()))
+
+    def save(self, step: int, value: float = 0.0) -> None:
+        """Save, and wait for it."""
+        weight = torch.tensor([value])
+        state = {f"w/{key}": torch.zeros(1) for key in ("exp_avg", "exp_avg_sq", "step")}
+        self.saver.save(step, {"w": weight}, state, {}, STATE)
+        if self.saver._pending is not None:
+            self.saver._pending.result()
+
+    @property
+    def steps(self) -> list[int]:
+        return [int(path.name.removeprefix("step-")) for path in reversed(step_folders(self.folder))]
+
+
+@pytest.fixture
+def run(tmp_path, one_rank) -> Run:
+    return Run(tmp_path / "run")
+
+
+def scores(**values: float) -> Any:
+    return SimpleNamespace(**values)
+
+
+def test_the_state_says_what_the_run_gave_and_how_long_its_records_are(tmp_path, one_rank):
+    (tmp_path / "metrics.jsonl").write_text("12345678\n")
+    run = Run(tmp_path)
+    with run.saver as saver:
+        weights, optimizer = tensors_of(0)
+        state = STATE | {"loss": float("nan"), "config": {"a": 1}}
+        saver.save(4, weights, optimizer, notes_of(weights), state)
+        saver.finish()
+    assert find(tmp_path).state == STATE | {
+        "format": 1,
+        "step": 4,
+        "loss": "nan",
+        "config": {"a": 1},
+        "trained": notes_of(weights),
+        "files": {"metrics.jsonl": 9},
+    }
+
+
+def test_a_state_that_is_not_finite_is_not_saved(run):
+    run.save(1)
+    with pytest.raises(ValueError, match=r"w is not finite after 2 updates.*newest whole one is .*step-00000001"):
+        run.save(2, value=float("inf"))
+    assert run.steps == [1]
+
+
+@pytest.mark.parametrize("values", [[math.inf, -math.inf], [-math.inf, 0.0], [0.0, math.nan]])
+def test_no_value_that_is_not_finite_hides_among_others(run, values):
+    with pytest.raises(ValueError, match="w/exp_avg is not finite"):
+        run.saver.save(1, {"w": torch.zeros(2)}, {"w/exp_avg": torch.tensor(values)}, {}, STATE)
+
+
+def test_finite_values_whose_sum_is_not_are_saved(run):
+    run.saver.save(1, {"w": torch.tensor([3e38, 3e38])}, {}, {}, STATE)
+    run.saver.finish()
+    assert run.steps == [1]
+
+
+def test_without_a_checkpoint_a_message_says_that_there_is_none(run):
+    with pytest.raises(ValueError, match="No checkpoint was saved before"):
+        run.save(2, value=float("nan"))
+
+
+def test_saving_in_the_background_keeps_no_step_waiting_but_one_that_saves(tmp_path, one_rank, monkeypatch):
+    allowed, written = threading.Event(), checkpoint_module.write_step_folder
+
+    def slow(*arguments: Any) -> int:
+        assert allowed.wait(30)
+        return written(*arguments)
+
+    monkeypatch.setattr(checkpoint_module, "write_step_folder", slow)
+    run = Run(tmp_path / "run")
+    weights = {"w": torch.zeros(1)}
+    with run.saver as saver:
+        saver.save(1, weights, {}, {}, STATE)
+        saver.poll()
+        assert run.steps == [] and run.records == []  # it is still on its way, and this line is reached
+        second = threading.Thread(target=saver.save, args=(2, weights, {}, {}, STATE))
+        second.start()
+        second.join(0.3)
+        assert second.is_alive()  # waits for the first
+        allowed.set()
+        second.join(30)
+        saver.finish()
+    assert run.steps == [1, 2] and [record["step"] for record in run.records] == [1, 2]
+
+
+def test_without_asynchronous_a_save_has_ended_when_it_returns(tmp_path, one_rank):
+    run = Run(tmp_path, asynchronous=False)
+    run.saver.save(1, {"w": torch.zeros(1)}, {}, {}, STATE)
+    assert run.steps == [1]
+
+
+def test_the_newest_so_many_are_kept(tmp_path, one_rank):
+    run = Run(tmp_path, keep_last=2)
+    for step in range(1, 6):
+        run.save(step)
+    assert run.steps == [4, 5] and sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000005",
+    ]
+
+
+def test_without_keep_last_all_are_kept(tmp_path, one_rank):
+    run = Run(tmp_path, keep_last=None)
+    for step in range(1, 6):
+        run.save(step)
+    assert run.steps == [1, 2, 3, 4, 5]
+
+
+def test_a_damaged_checkpoint_neither_counts_nor_goes(tmp_path, one_rank):
+    run = Run(tmp_path, keep_last=2)
+    for step in (1, 2):
+        run.save(step)
+    (step_path(tmp_path, 2) / "optimizer.safetensors").write_bytes(b"")
+    later = Run(tmp_path, keep_last=2)  # a run that goes on knows nothing of these but what is on the disk
+    later.save(3)
+    assert later.steps == [1, 2, 3]
+    later.save(4)
+    assert later.steps == [2, 3, 4]
+
+
+@pytest.mark.parametrize(("metric", "best"), [("exact_match", 3), ("loss", 2)])
+def test_the_best_one_is_kept_too(tmp_path, one_rank, metric, best):
+    run = Run(tmp_path, keep_last=1, keep_best=metric)
+    for step, value in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.3), (5, 0.2)):
+        run.save(step)
+        run.saver.scored(step, scores(**{metric: value}))
+    run.save(6)
+    assert run.steps == [best, 6] and run.saver.best == (best, {2: 0.1, 3: 0.9}[best])
+
+
+def test_of_equally_good_ones_the_latest_is_the_best_and_an_evaluation_without_a_score_is_none(tmp_path, one_rank):
+    run = Run(tmp_path, keep_last=1, keep_best="exact_match")
+    for step, value in ((1, 0.5), (2, 0.5), (3, None)):
+        run.save(step)
+        run.saver.scored(step, scores(exact_match=value))
+    run.save(4)
+    assert run.steps == [2, 4]
+
+
+def test_a_run_that_goes_on_knows_the_scores_that_it_has_recorded(tmp_path, one_rank):
+    run = Run(tmp_path, keep_last=1, keep_best="loss")
+    run.save(1)
+    lines = [{"kind": "train", "loss": 0}, {"kind": "eval", "step": 1, "loss": 0.5}]
+    lines += [{"kind": "eval", "step": 2, "loss": "nan"}, {"kind": "eval_permuted", "step": 2, "loss": 0.1}]
+    no_records = ["[" * 200_000 + '"eval"', '["eval"]', '{"kind": "eval"}', '{"kind": "eval", "step": []}']
+    texts = [*no_records, *map(json.dumps, lines), '{"kind": "eval", "ste']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(texts))
+    later = Run(tmp_path, keep_last=1, keep_best="loss")
+    for step in (2, 3):
+        later.save(step)
+    assert later.steps == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("section", "due"),
+    [
+        ({"every_steps": 4}, [False, False, True]),
+        ({"every_steps": 4, "keep_best": "loss"}, [False, True, True]),
+        ({}, [False, False, False]),
+    ],
+)
+def test_a_save_is_due_by_steps_and_before_an_evaluation_whose_score_counts(tmp_path, one_rank, section, due):
+    saver = Run(tmp_path, **section).saver
+    assert [saver.is_due(3, False), saver.is_due(6, True), saver.is_due(8, False)] == due
+
+
+def test_a_save_is_due_by_the_clock(tmp_path, one_rank, monkeypatch):
+    run = Run(tmp_path, every_minutes=10)
+    now = run.saver._begun_at
+    monkeypatch.setattr(checkpoint_module.time, "monotonic", lambda: now)
+    assert not run.saver.time_is_up
+    now += 601
+    assert run.saver.time_is_up
+    run.save(1)
+    assert not run.saver.time_is_up
+    assert not Run(tmp_path / "other", every_minutes=None).saver.time_is_up
+
+
+# ---- saves that fail
+
+
+def in_the_way(folder: Path) -> Path:
+    """A file where the folder of the checkpoints belongs."""
+    folder.mkdir(exist_ok=True)
+    (folder / "checkpoints").write_text("")
+    return folder / "checkpoints"
+
+
+def test_a_failed_save_is_reported_and_too_many_in_a_row_end_the_run(tmp_path, one_rank):
+    run = Run(tmp_path, max_failures=2)
+    blocked = in_the_way(tmp_path)
+    run.save(1)
+    run.saver.poll()
+    assert run.records[0]["kind"] == "checkpoint_failed" and run.records[0]["step"] == 1
+    assert "checkpoints" in run.records[0]["error"]
+    run.save(2)
+    with pytest.raises(UserError, match=r"2 save\(s\) in a row have failed .*max_failures.*No checkpoint was saved"):
+        run.saver.poll()
+    assert blocked.read_text() == ""
+
+
+def test_a_later_success_resets_the_count(tmp_path, one_rank):
+    run = Run(tmp_path, max_failures=2)
+    for step in range(1, 7):
+        if step % 2:
+            in_the_way(tmp_path)
+        else:
+            (tmp_path / "checkpoints").unlink(missing_ok=True)
+        run.save(step)
+        run.saver.poll()
+        if step % 2 == 0:
+            assert newest(tmp_path)[0].step == step
+            (tmp_path / "checkpoints").rename(tmp_path / f"whole-{step}")
+    kinds = [record["kind"] for record in run.records]
+    assert kinds == ["checkpoint_failed", "checkpoint"] * 3
+
+
+def test_the_last_save_is_tried_again_and_the_end_is_an_error_if_it_cannot_be_made(tmp_path, one_rank):
+    run = Run(tmp_path, max_failures=3)
+    run.save(1)
+    (tmp_path / "checkpoints").rename(tmp_path / "away")
+    in_the_way(tmp_path)
+    run.save(2)
+    with pytest.raises(UserError, match=r"3 save\(s\) in a row have failed .*checkpoints"):
+        run.saver.finish()
+    assert [record["kind"] for record in run.records] == ["checkpoint", *["checkpoint_failed"] * 3]
+
+
+def test_a_last_save_that_fails_once_is_made_after_all(tmp_path, one_rank, monkeypatch):
+    written, tries = checkpoint_module.write_step_folder, []
+
+    def fails_once(*arguments: Any) -> int:
+        tries.append(1)
+        if len(tries) == 1:
+            raise OSError(28, "No space left on device")
+        return written(*arguments)
+
+    monkeypatch.setattr(checkpoint_module, "write_step_folder", fails_once)
+    run = Run(tmp_path)
+    run.save(1, value=3.0)
+    run.saver.finish()
+    assert load_file(find(tmp_path).tensors_file)["w"].item() == 3.0
+    assert [record["kind"] for record in run.records] == ["checkpoint_failed", "checkpoint"]
+
+
+def test_an_existing_checkpoint_is_never_written_into(run):
+    run.save(1, value=1.0)
+    run.save(1, value=2.0)
+    with pytest.raises(UserError, match="never written into an existing folder"):
+        run.saver.finish()
+    assert load_file(find(run.folder).tensors_file)["w"].item() == 1.0
+
+
+def test_an_error_that_is_no_full_disk_is_raised(run, monkeypatch):
+    def broken(*_: Any) -> int:
+        raise ValueError("a fault of mmtrain")
+
+    monkeypatch.setattr(checkpoint_module, "write_step_folder", broken)
+    with pytest.raises(ValueError, match="a fault of mmtrain"):
+        run.save(1)
+
+
+def test_versions_and_topology_that_are_not_those_of_the_checkpoint_are_listed():
+    saved = {"versions": {"torch": "2.11.0", "timm": "1.0"}, "topology": {"pipeline": 4, "threads": 1}}
+    now = {"versions": {"torch": "2.15.0", "timm": "1.0"}, "topology": {"pipeline": 2, "threads": 1}}
+    assert differences(saved, now) == ["torch 2.11.0 -> 2.15.0", "pipeline 4 -> 2"]
+    assert differences(now, now) == []

@@ -1,0 +1,431 @@
+"""Real runs that are stopped, damaged, branched and given again, through the command line.
+
+One run is left alone; every other must end as that one did, to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from processes import Command, running, wait_for
+
+from mmtrain import launch
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.resume import Begin
+from mmtrain.checkpoint.run_folder import find_start
+from mmtrain.checkpoint.step_folder import find, step_path, why_damaged
+from mmtrain.config.schema import load_config
+from mmtrain.engine.time_use import MEASURED
+
+LAST = 24
+LAUNCH = ("-m", "mmtrain.launch")
+SETTINGS = (
+    *("parallel.pipeline=2", "parallel.threads_per_rank=1", f"train.max_steps={LAST}", "data.ledger=true"),
+    *("checkpoint.every_steps=4", "checkpoint.every_minutes=null", "checkpoint.keep_last=null"),
+    *("eval.fraction=0.2", "eval.every_steps=12", "eval.show_answers=0", "eval.permuted_control=false"),
+)
+
+
+def command(tiny: Path, runs: Path, *more: str | Path) -> list[str | Path]:
+    return [tiny / "config.yaml", *SETTINGS, f"run.dir={runs}", *more]
+
+
+def run(tiny: Path, runs: Path, *more: str | Path) -> Command:
+    """The command, run to its end."""
+    with running([*LAUNCH, *command(tiny, runs, *more)], runs) as started:
+        started.wait(150)
+    return started
+
+
+def refused(capsys: pytest.CaptureFixture, tiny: Path, runs: Path, *more: str | Path) -> str:
+    """What the command says to a user whom it tells to mend something, before ranks are started."""
+    capsys.readouterr()
+    assert launch.main([str(argument) for argument in command(tiny, runs, *more)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "Traceback" not in said
+    return said
+
+
+def records(folder: Path, kind: str) -> list[dict]:
+    """Records of metrics.jsonl, without what measures the machine."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in record.items() if name not in MEASURED}
+        for record in found
+        if record["kind"] == kind
+    ]
+
+
+def steps_done(folder: Path) -> list[int]:
+    return [record["step"] for record in records(folder, "train")] if (folder / "metrics.jsonl").exists() else []
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").iterdir() if path.name[5:].isdigit())
+
+
+def assert_ended_alike(folder: Path, undisturbed: Path, ledger: bool = True) -> None:
+    if ledger:
+        assert (folder / "samples.jsonl").read_bytes() == (undisturbed / "samples.jsonl").read_bytes()
+    for kind in ("train", "eval", "epoch", "end"):
+        assert records(folder, kind) == records(undisturbed, kind)
+    for name in ("projector.safetensors", "optimizer.safetensors"):
+        assert (step_path(folder, LAST) / name).read_bytes() == (step_path(undisturbed, LAST) / name).read_bytes()
+    assert all(why_damaged(path) is None for path in (folder / "checkpoints").glob(f"step-{'[0-9]' * 8}"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny, tmp_path_factory) -> Path:
+    """The folder of a run that nobody touched; to be read."""
+    runs = tmp_path_factory.mktemp("undisturbed")
+    ended = run(tiny, runs)
+    assert ended.wait() == 0, ended.stderr
+    return runs / "tiny"
+
+
+@pytest.fixture
+def copied(undisturbed, tmp_path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(undisturbed, tmp_path / "tiny"))
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+# ---- which checkpoint
+
+
+def test_damaged_checkpoints_are_passed_over_and_named_and_the_run_ends_as_undisturbed(
+    tiny, copied, undisturbed, tmp_path
+):
+    flip_a_bit(step_path(copied, 24) / "optimizer.safetensors")
+    (step_path(copied, 20) / "state.json").unlink()
+    step_path(copied, 16).with_name("step-00000025.tmp").mkdir()
+    (step_path(copied, 16).with_name("step-00000025.tmp") / "projector.safetensors").write_bytes(b"half")
+    ended = run(tiny, tmp_path)
+    assert ended.wait() == 0, ended.stderr
+    for words in (
+        f"{step_path(copied, 24)}: optimizer.safetensors is damaged: its SHA-256",
+        f"{step_path(copied, 20)}: state.json is missing",
+        f"going on after step 16 of {LAST}, from {step_path(copied, 16)}",
+    ):
+        assert words in ended.stdout
+    assert_ended_alike(copied, undisturbed)
+    names = [path.name for path in (copied / "checkpoints").iterdir()]
+    assert {"step-00000020.discarded", "step-00000024.discarded"} < set(names)
+    assert not [name for name in names if name.endswith(".tmp")]
+    discarded = [json.loads(line) for line in (copied / "discarded.jsonl").read_text().splitlines()]
+    assert {line["back_to_step"] for line in discarded} == {16}
+    ledger = [line["record"]["step"] for line in discarded if line["file"] == "samples.jsonl"]
+    trained = [
+        line["record"]["step"]
+        for line in discarded
+        if line["file"] == "metrics.jsonl" and line["record"]["kind"] == "train"
+    ]
+    assert ledger == trained == list(range(16, 24))
+    assert records(copied, "resume") == [
+        {"kind": "resume", "step": 16, "checkpoint": str(step_path(copied, 16)), "changed": []}
+    ]
+
+
+def test_when_every_checkpoint_is_damaged_nothing_is_loaded_and_each_is_named(tiny, copied, tmp_path, capsys):
+    for step in saved_steps(copied):
+        flip_a_bit(step_path(copied, step) / "projector.safetensors")
+    before = (copied / "metrics.jsonl").read_bytes()
+    said = refused(capsys, tiny, tmp_path)
+    assert f"no checkpoint of {copied} is whole" in said and "run.overwrite=true" in said
+    assert all(f"{step_path(copied, step)}: projector.safetensors is" in said for step in saved_steps(copied))
+    assert (copied / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused_with_the_files_name(tiny, copied, tmp_path, capsys):
+    flip_a_bit(step_path(copied, 8) / "projector.safetensors")
+    said = refused(capsys, tiny, tmp_path, "--resume", step_path(copied, 8))
+    assert f"{step_path(copied, 8)}: projector.safetensors is damaged" in said
+    assert saved_steps(copied) == [4, 8, 12, 16, 20, 24]
+
+
+def test_an_earlier_checkpoint_can_be_asked_for_and_later_ones_are_set_aside(tiny, copied, undisturbed, tmp_path):
+    ended = run(tiny, tmp_path, "--resume", step_path(copied, 8))
+    assert ended.wait() == 0, ended.stderr
+    assert f"going on after step 8 of {LAST}" in ended.stdout
+    assert_ended_alike(copied, undisturbed)
+    set_aside = sorted(path.name for path in (copied / "checkpoints").glob("*.discarded"))
+    assert set_aside == [f"step-{step:08d}.discarded" for step in (12, 16, 20, 24)]
+    assert find(copied / "checkpoints" / set_aside[0].replace(".discarded", "")).step == 12
+
+
+def test_a_run_can_branch_from_a_checkpoint_of_another_with_another_learning_rate(tiny, undisturbed, tmp_path, capsys):
+    branch = ("run.name=branch", "optimizer.lr=5e-4", "--resume", step_path(undisturbed, 16))
+    before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
+    assert "optimizer.lr: was 0.001, is now 0.0005" in refused(capsys, tiny, tmp_path, *branch)
+    ended = run(tiny, tmp_path, *branch, "--allow-change", "optimizer.lr")
+    assert ended.wait() == 0, ended.stderr
+    folder = tmp_path / "branch"
+    assert steps_done(folder) == list(range(16, 24)) and saved_steps(folder) == [16, 20, 24]
+    ours, theirs = records(folder, "train"), records(undisturbed, "train")[16:]
+    assert ours[0]["loss"] == theirs[0]["loss"]  # the same weights and samples
+    assert ours[0]["lr"] == theirs[0]["lr"] / 2 and ours[-1]["loss"] != theirs[-1]["loss"]
+    ledgers = [(path / "samples.jsonl").read_text().splitlines() for path in (folder, undisturbed)]
+    assert ledgers[0] == ledgers[1][16:]
+    assert {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")} == before
+    # the same command again goes on with the branch, which is complete; into a folder with a run none branches
+    capsys.readouterr()
+    again = command(tiny, tmp_path, *branch, "--allow-change", "optimizer.lr")
+    assert launch.main([str(argument) for argument in again]) == 0
+    assert f"has branched from {step_path(undisturbed, 16)} already" in (said := capsys.readouterr().out)
+    assert f"complete: {folder} has made all its {LAST} steps" in said
+    said = refused(capsys, tiny, tmp_path, *branch[:-1], step_path(undisturbed, 12), "--allow-change", "optimizer.lr")
+    assert f"{folder} holds an earlier run" in said and "choose a new run.name" in said
+
+
+def test_a_complete_run_is_left_as_it_is_and_is_no_error(tiny, undisturbed, capsys):
+    before = {path: path.read_bytes() for path in undisturbed.rglob("*") if path.is_file()}
+    assert launch.main([str(argument) for argument in command(tiny, undisturbed.parent)]) == 0
+    assert f"complete: {undisturbed} has made all its {LAST} steps" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in undisturbed.rglob("*") if path.is_file()} == before
+
+
+def test_with_resume_never_an_existing_run_is_not_touched(tiny, undisturbed, capsys):
+    said = refused(capsys, tiny, undisturbed.parent, "--resume", "never")
+    assert f"{undisturbed} holds an earlier run" in said and "run.overwrite=true" in said
+
+
+# ---- what may change
+
+
+@pytest.mark.parametrize(
+    ("override", "was", "now"),
+    [
+        ("optimizer.lr=0.5", "0.001", "0.5"),
+        ("optimizer.betas=[0.9,0.95]", "[0.9, 0.999]", "[0.9, 0.95]"),
+        ("run.seed=1", "0", "1"),
+        ("data.pack_length=192", "128", "192"),
+        ("data.image_fit=resize", '"pad"', '"resize"'),
+        ("eval.fraction=0.3", "0.2", "0.3"),
+        ("train.max_steps=30", "24", "30"),
+        ("model.vision.select_layer=-1", "-2", "-1"),
+    ],
+)
+def test_a_change_of_meaning_is_refused_with_both_values_and_allowed_by_name(
+    tiny, undisturbed, capsys, override, was, now
+):
+    key = override.partition("=")[0]
+    said = refused(capsys, tiny, undisturbed.parent, override)
+    assert f"\n  {key}: was {was}, is now {now}\n" in said and f"--allow-change {key}" in said
+    config = load_config(*config_of(tiny, undisturbed, override))
+    for allowed in (key, key.partition(".")[0]):
+        start = find_start(config, allowed=[allowed])
+        assert start is not None and start.checkpoint.step == LAST
+    with pytest.raises(UserError, match=re.escape(key)):
+        find_start(config, allowed=["data.template"])
+
+
+def config_of(tiny: Path, folder: Path, *more: str) -> tuple[Path, list[str]]:
+    path, *overrides = command(tiny, folder.parent, *more)
+    return path, overrides
+
+
+@pytest.mark.parametrize("override", ["train.packs_per_step=4", "model.trainable=[projector,llm.layers.0]"])
+def test_what_gives_a_checkpoint_its_meaning_cannot_be_allowed_to_change(tiny, undisturbed, capsys, override):
+    key = override.partition("=")[0]
+    said = refused(capsys, tiny, undisturbed.parent, override, "--allow-change", key)
+    assert f"\n  {key}: was " in said and "--allow-change" not in said
+    assert f"model.projector.init_from={step_path(undisturbed, LAST)}" in said
+
+
+def test_how_a_run_runs_may_change_without_being_named(tiny, undisturbed):
+    free = ("parallel.pipeline=4", "parallel.data=2", "parallel.timeout_seconds=99", "data.workers=0")
+    free += ("checkpoint.keep_last=1", "checkpoint.keep_best=loss", "eval.every_steps=5", "data.ledger=false")
+    free += (
+        "train.packs_per_microbatch=2",
+        "train.max_bad_steps=3",
+        "train.deterministic=true",
+        f"data.shards={tiny}/shards/*.tar",
+    )
+    start = find_start(load_config(*config_of(tiny, undisturbed, *free)))
+    assert start is not None and start.checkpoint.step == LAST and start.is_own
+
+
+def test_steps_that_are_made_cannot_be_configured_away(undisturbed):
+    state = find(undisturbed).state
+    begin = Begin("somewhere", is_own=True, state=state, allowed=("train.max_steps",), branched_from=None)
+    data, model = state["data"]["fingerprint"], state["frozen_fingerprint"]
+    settings = state["settings_fingerprint"]
+    begin.refuse_other_contents(data, model, settings, LAST)
+    with pytest.raises(UserError, match=r"somewhere: 24 steps are made, and train\.max_steps .* now mean 23"):
+        begin.refuse_other_contents(data, model, settings, 23)
+
+
+def test_other_data_and_other_weights_are_refused_by_their_content(tiny, copied, tmp_path, make_tiny):
+    step_path(copied, LAST).rename(tmp_path / "away")  # else the run is complete
+    before = (copied / "metrics.jsonl").read_text().splitlines()
+    make_tiny.make_tiny_shards(tmp_path / "shards", seed=1, two_image_fraction=0.125)
+    make_tiny.make_tiny_llm(tmp_path / "llm", seed=1)
+    others = (f"data.shards={tmp_path}/shards/*.tar", f"model.llm.path={tmp_path}/llm")
+    ended = run(tiny, tmp_path, *others)
+    assert ended.wait() == 2
+    assert "the data are not those that it was trained with" in ended.stderr
+    assert "--allow-change data.shards" in ended.stderr and ended.stderr.count("\n") == 1
+    ended = run(tiny, tmp_path, *others, "--allow-change", "data.shards")
+    assert ended.wait() == 2
+    assert "the frozen weights are not those that it was trained with" in ended.stderr
+    assert "--allow-change model.llm.path" in ended.stderr
+    kept = (copied / "metrics.jsonl").read_text().splitlines()
+    assert kept == before[: len(kept)] and saved_steps(copied) == [4, 8, 12, 16, 20]
+
+
+def test_records_that_were_edited_are_not_cut_in_the_middle_of_a_line(tiny, copied, tmp_path):
+    flip_a_bit(step_path(copied, 24) / "state.json")
+    metrics = copied / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"loss": ', '"loss":', 1))
+    edited = metrics.read_bytes()
+    ended = run(tiny, tmp_path)
+    assert ended.wait() == 2
+    assert f"{metrics} was changed since the checkpoint was written: move it away" in ended.stderr
+    assert metrics.read_bytes() == edited
+
+
+# ---- signals
+
+
+def signalled(started: Command, ready: Callable[[], object], send: Callable[[], None]) -> None:
+    """Send when ready; the run must save and end in good order."""
+    wait_for(lambda: ready() or started.process.poll() is not None, 150, "the moment")
+    assert started.process.poll() is None, started.stderr
+    send()
+    started.wait(60)
+    assert "The same command goes on from there" in started.stdout, started.stdout + started.stderr
+
+
+@pytest.mark.timeout(900)
+def test_a_run_that_is_stopped_by_every_kind_of_signal_in_turn_ends_as_undisturbed(tiny, undisturbed, tmp_path):
+    folder, arguments = tmp_path / "tiny", command(tiny, tmp_path)
+
+    # SIGTERM to the launcher while weights are loaded: the evaluation before the first step is broken off
+    with running([*LAUNCH, *arguments], tmp_path) as started:
+        signalled(started, lambda: "loading weights" in started.stdout, lambda: started.process.terminate())
+        assert started.wait() == 3 and started.stderr == ""
+        assert "SIGTERM: the run saves after the step it is in, and ends" in started.stdout
+        assert f"stopped after step 0 of {LAST}; it is saved" in started.stdout
+    assert saved_steps(folder) == [0] and steps_done(folder) == [] and records(folder, "eval") == []
+
+    # to every process of the job at once, as Slurm does, in a step
+    done = 0
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        with running([*LAUNCH, *arguments], tmp_path) as started:
+            signalled(
+                started,
+                lambda before=done: len(steps_done(folder)) > before,
+                lambda pid=started.process.pid, number=number: os.killpg(pid, number),
+            )
+            assert started.wait() == 3 and started.stderr == ""
+            assert started.seconds_until_gone(timeout=20) < 10
+            assert f"going on after step {done} of {LAST}" in started.stdout
+        assert len(steps_done(folder)) > done
+        done = len(steps_done(folder))
+        assert done < LAST and saved_steps(folder)[-1] == done and why_damaged(step_path(folder, done)) is None
+        assert not (folder / "audit.json").exists()
+
+    # to one rank, under torchrun, which knows no exit code but 0 as good
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *LAUNCH, *arguments)
+    with running(torchrun, tmp_path) as started:
+
+        def terminate_rank_1() -> None:
+            pids = re.findall(r"\[rank 1\] process (\d+) on ", (folder / "log.txt").read_text())
+            os.kill(int(pids[-1]), signal.SIGTERM)
+
+        signalled(started, lambda: len(steps_done(folder)) > done, terminate_rank_1)
+        assert started.wait() != 0
+        assert f"going on after step {done} of {LAST}" in started.stdout
+    assert saved_steps(folder)[-1] == len(steps_done(folder)) > done
+
+    with running([*LAUNCH, *arguments], tmp_path) as started:
+        assert started.wait(150) == 0, started.stderr
+    assert_ended_alike(folder, undisturbed)
+    assert (folder / "audit.json").exists()
+
+
+# ---- a full disk
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
+    """A file system of its own; needs the right to mount."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder]
+    mounted = subprocess.run(command, capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no right to mount here: {mounted.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def enlarge(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
+
+
+@pytest.mark.timeout(600)
+def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before_and_with_more_room_the_run_goes_on(
+    tiny, undisturbed, tmp_path
+):
+    one = sum(path.stat().st_size for path in step_path(undisturbed, 4).iterdir())
+    with small_disk(tmp_path / "disk", kilobytes=one * 5 // 2 // 1024 + 200) as disk:
+        folder = disk / "tiny"
+        ended = run(tiny, disk, "checkpoint.max_failures=2")
+        assert ended.wait() == 2
+        saved = saved_steps(folder)
+        assert saved and saved[-1] < 20 and all(why_damaged(step_path(folder, step)) is None for step in saved)
+        assert [path.name for path in (folder / "checkpoints").glob("*.tmp")] == []
+        failed = records(folder, "checkpoint_failed")
+        assert [record["step"] for record in failed] == [saved[-1] + 4, saved[-1] + 8]
+        assert "No space left" in failed[0]["error"] and f"not saved: {failed[0]['error']}" in ended.stdout
+        assert ended.stderr.startswith("error: 2 save(s) in a row have failed (checkpoint.max_failures)")
+        assert "No space left" in ended.stderr and f"newest whole one is {step_path(folder, saved[-1])}" in ended.stderr
+        enlarge(disk)
+        ended = run(tiny, disk, "checkpoint.max_failures=2")
+        assert ended.wait() == 0, ended.stderr
+        assert f"going on after step {saved[-1]} of {LAST}" in ended.stdout
+        assert_ended_alike(folder, undisturbed)
+
+
+@pytest.mark.parametrize("full", ["metrics.jsonl", "samples.jsonl"])
+def test_a_disk_too_full_for_a_record_is_one_line_and_with_more_room_the_run_goes_on(
+    tiny, copied, undisturbed, tmp_path, full
+):
+    """The record alone lies on the full disk: nothing else can fail first."""
+    os.truncate(copied / full, find(step_path(copied, 8)).state["files"][full])
+    with small_disk(tmp_path / "disk", kilobytes=64) as disk:
+        shutil.move(copied / full, disk / full)
+        (copied / full).symlink_to(disk / full)
+        with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as ballast:
+            while True:
+                ballast.write(b"\0" * 4096)
+        ended = run(tiny, tmp_path, "--resume", step_path(copied, 8))
+        assert ended.wait() == 2
+        assert re.fullmatch(
+            rf"error: {copied / full} cannot be written: No space left on device; free space, and start again: .*\n",
+            ended.stderr,
+        ), ended.stderr
+        assert all(isinstance(json.loads(line), dict) for line in (copied / full).read_text().splitlines())
+        saved = saved_steps(copied)
+        assert saved[:2] == [4, 8] and all(why_damaged(step_path(copied, step)) is None for step in saved)
+        (disk / "ballast").unlink()
+        ended = run(tiny, tmp_path)
+        assert ended.wait() == 0, ended.stderr
+        assert f"going on after step {saved[-1]} of {LAST}" in ended.stdout
+        assert_ended_alike(copied, undisturbed)

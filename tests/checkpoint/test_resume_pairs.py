@@ -1,0 +1,269 @@
+"""A run that goes on in another layout than the one that saved it is the run that was never interrupted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_runs import Run, train
+from safetensors.torch import load_file, save_file
+
+from mmtrain.data.prepare.sharding import write_shard
+from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.shards.indexing import ensure_indexes
+from mmtrain.engine.time_use import MEASURED
+
+STEPS, CUT = 8, 3  # an epoch is 24 packs: six steps
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]  # pipeline, data parallel
+RUN = (f"train.max_steps={STEPS}", "train.packs_per_step=4", "data.ledger=true", "data.workers=0")
+SAVED = ("checkpoint.every_minutes=null", "checkpoint.keep_last=null")
+
+
+def layout_of(pipeline, data):
+    return f"parallel.pipeline={pipeline}", f"parallel.data={data}"
+
+
+def branch(run: Run, name: str, file, *overrides: str, cut: int) -> Run:
+    """Copy a run's folder, as it was left, and go on from its checkpoint after `cut` steps."""
+    folder = run.folder.with_name(name)
+    shutil.copytree(run.folder, folder)
+    here = (f"run.dir={folder.parent}", f"run.name={name}")
+    return train(file, *overrides, *here, resume=folder / "checkpoints" / f"step-{cut:08d}")
+
+
+def steps(run: Run) -> list[dict[str, Any]]:
+    """What was recorded of each step, without what measures the machine."""
+    records = run.lines("metrics.jsonl", "train")
+    assert [record["step"] for record in records] == list(range(STEPS)), "each step once, in order"
+    return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
+
+
+def tensors(run: Run, step: int) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state after `step` updates."""
+    folder = run.checkpoint(step)
+    return load_file(folder.tensors_file) | load_file(folder.optimizer_file)
+
+
+def assert_bitwise(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def assert_close(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance_of_largest: float = 1e-5
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        tolerance = tolerance_of_largest * float(tensor.abs().max())
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def references(tiny, tmp_path_factory):
+    """An uninterrupted run in each layout."""
+    folder = tmp_path_factory.mktemp("references")
+    return {
+        layout: train(
+            tiny / "config.yaml", *RUN, *SAVED, f"checkpoint.every_steps={CUT}", *layout_of(*layout),
+            f"run.dir={folder}", "run.name=pp{}dp{}".format(*layout),
+        )
+        for layout in LAYOUTS
+    }  # fmt: skip
+
+
+PAIRS = [(saved, LAYOUTS[(i + ahead) % len(LAYOUTS)]) for i, saved in enumerate(LAYOUTS) for ahead in (0, 1, 3)]
+
+
+@pytest.mark.parametrize("saved,resumed", PAIRS)
+def test_a_run_goes_on_in_any_layout_with_the_same_samples_and_losses(tiny, references, saved, resumed):
+    reference = references[saved]
+    workers = f"data.workers={sum(resumed) % 3}"
+    name = "pp{}dp{}-pp{}dp{}".format(*saved, *resumed)
+    run = branch(reference, name, tiny / "config.yaml", *RUN, workers, *layout_of(*resumed), cut=CUT)
+    assert (run.folder / "samples.jsonl").read_bytes() == (reference.folder / "samples.jsonl").read_bytes()
+    assert run.lines("metrics.jsonl", "epoch") == reference.lines("metrics.jsonl", "epoch")
+    if saved == resumed:
+        assert steps(run) == steps(reference)
+        assert_bitwise(tensors(run, STEPS), tensors(reference, STEPS))
+    for uninterrupted in (reference, references[1, 1]):
+        found, expected = steps(run), steps(uninterrupted)
+        for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+            np.testing.assert_allclose([s.pop(key) for s in found], [s.pop(key) for s in expected], rtol=tolerance)
+        assert found == expected
+        assert_close(tensors(run, STEPS), tensors(uninterrupted, STEPS))
+
+
+def test_a_run_that_was_resumed_before_goes_on_as_well(tiny, references):
+    reference, file = references[1, 1], tiny / "config.yaml"
+    options = (*RUN, *SAVED, "checkpoint.every_steps=1")
+    once = branch(reference, "once", file, *options, *layout_of(2, 2), cut=CUT)
+    twice = branch(once, "twice", file, *options, *layout_of(4, 1), cut=CUT + 2)
+    run = branch(twice, "thrice", file, *options, *layout_of(1, 1), cut=CUT + 4)
+    assert [line["step"] for line in run.lines("metrics.jsonl", "resume")] == [CUT, CUT + 2, CUT + 4]
+    assert (run.folder / "samples.jsonl").read_bytes() == (reference.folder / "samples.jsonl").read_bytes()
+    assert run.lines("metrics.jsonl", "epoch") == reference.lines("metrics.jsonl", "epoch")
+    np.testing.assert_allclose(*([step["loss"] for step in steps(one)] for one in (run, reference)), rtol=1e-5)
+    assert_close(tensors(run, STEPS), tensors(reference, STEPS))
+
+
+def test_deterministic_algorithms_may_be_switched_on_later_which_is_recorded(tiny, references):
+    reference = references[1, 1]
+    options = (*RUN, *SAVED, "train.deterministic=true", *layout_of(1, 1))
+    run = branch(reference, "deterministic", tiny / "config.yaml", *options, cut=CUT)
+    (resumed,) = run.lines("metrics.jsonl", "resume")
+    assert resumed["changed"] == ["deterministic False -> True"]
+    assert run.checkpoint(STEPS).state["topology"]["deterministic"] is True
+    assert_bitwise(tensors(run, STEPS), tensors(reference, STEPS))  # on a CPU it makes no difference
+
+
+def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny, tmp_path):
+    options = (*RUN, "model.llm.dtype=bfloat16", "model.trainable=[projector, llm.layers.6, llm.layers.1.mlp, vision]")
+    reference = train(
+        tiny / "config.yaml", *options, *SAVED, f"checkpoint.every_steps={CUT}", *layout_of(4, 1), f"run.dir={tmp_path}"
+    )
+    plan = json.loads((reference.folder / "plan.json").read_text())
+    assert [rank["optimizer"] for rank in plan["ranks"]].count("AdamW") > 1, "else nothing travels"
+    trained = tensors(reference, CUT)
+    assert {name.split(".")[0] for name in trained} == {"projector", "llm", "vision"}
+    assert "llm.layers.6.self_attn.q_proj.weight/exp_avg_sq" in trained
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+    for layout in ((4, 1), (1, 1), (2, 2)):
+        name = "resumed-pp{}dp{}".format(*layout)
+        run = branch(reference, name, tiny / "config.yaml", *options, *SAVED, *layout_of(*layout), cut=CUT)
+        found, expected = ([step["loss"] for step in steps(one)] for one in (run, reference))
+        if layout == (4, 1):
+            assert found == expected
+            assert_bitwise(tensors(run, STEPS), tensors(reference, STEPS))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        # Through a bfloat16 LLM: on some processors one of its roundings goes the other way in another layout.
+        assert_close(tensors(run, STEPS), tensors(reference, STEPS), tolerance_of_largest=1e-4)
+
+
+@pytest.fixture
+def damaged_shards(tiny, tmp_path, make_tiny):
+    """60 samples, of which one is no JSON, which its index says, and two were damaged after they had been indexed."""
+    shards = make_tiny.make_tiny_shards(tmp_path / "shards", samples=60, shards=2, text_only_fraction=0)
+    places = {}
+    for shard in shards:
+        with tarfile.open(shard) as archive:
+            places |= {member.name: (shard, member.offset_data) for member in archive.getmembers()}
+
+    def flip(name, byte):
+        shard, offset = places[name]
+        content = bytearray(shard.read_bytes())
+        content[offset + byte] ^= 16
+        shard.write_bytes(content)
+
+    flip("000007.json", 0)
+    ensure_indexes(shards, str(tiny / "llm"), "plain")
+    flip("000030.json", 30)
+    flip(next(name for name in places if name.startswith("000010") and not name.endswith("json")), 30)
+    return f"{tmp_path}/shards/*.tar"
+
+
+def test_counts_and_quarantine_go_on_as_if_the_run_had_never_been_cut(tiny, tmp_path, damaged_shards):
+    options = (*RUN, f"data.shards={damaged_shards}", "data.max_quarantine_rate=0.2", "data.pack_length=88")
+    reference = train(
+        tiny / "config.yaml", *options, *SAVED, "checkpoint.every_steps=1", *layout_of(2, 1), f"run.dir={tmp_path}"
+    )
+    unusable, *damaged = reference.lines("quarantine.jsonl")
+    assert unusable["step"] is None and damaged[0]["step"] < 2 and damaged[-1]["step"] == 6
+    whole, rest = reference.lines("metrics.jsonl", "epoch")
+    assert (whole["read"], whole["trained"], whole["quarantined"], whole["packs"]) == (60, 57, 3, 23)
+    assert not rest["complete"]
+    for cut in (2, 5, 6, 7, STEPS):  # epoch 0 ends with step 5
+        run = branch(
+            reference, f"cut{cut}", tiny / "config.yaml", *options, "data.workers=1", *layout_of(1, 2), cut=cut
+        )
+        for name in ("quarantine.jsonl", "samples.jsonl"):
+            assert (run.folder / name).read_bytes() == (reference.folder / name).read_bytes()
+        assert run.lines("metrics.jsonl", "epoch") == [whole, rest]
+        counts = [one.checkpoint(STEPS).state["data"]["counts"] for one in (run, reference)]
+        assert counts[0] == counts[1]
+        taken = [(line["samples"], line["quarantined"]) for line in steps(run)]
+        assert taken == [(line["samples"], line["quarantined"]) for line in steps(reference)]
+        discarded = [line["record"] for line in run.lines("discarded.jsonl") if line["file"] == "quarantine.jsonl"]
+        assert discarded == [line for line in damaged if line["step"] >= cut]
+
+
+def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, references):
+    reference = references[2, 1]
+    saves = reference.lines("metrics.jsonl", "checkpoint")
+    assert [line["step"] for line in saves] == [CUT, 2 * CUT, STEPS]
+    for line in saves:
+        assert list(line) == ["kind", "step", "bytes", "seconds"] and line["seconds"] > 0
+        entries = json.loads((reference.checkpoint(line["step"]).path / "manifest.json").read_text())["files"]
+        assert line["bytes"] == sum(entry["bytes"] for entry in entries.values())
+    end = reference.lines("metrics.jsonl")[-1]
+    assert end == {"kind": "end", "step": STEPS}
+    once = branch(reference, "records", tiny / "config.yaml", *RUN, *layout_of(2, 1), cut=CUT)
+    records = [record for record in once.lines("metrics.jsonl") if record["kind"] != "attention"]
+    at = [record["kind"] for record in records].index("resume")
+    assert records[at - 1]["kind"] == "train" and records[at - 1]["step"] == CUT - 1
+    path = str(once.checkpoint(CUT).path)
+    assert records[at] == {"kind": "resume", "step": CUT, "checkpoint": path, "changed": []}
+    assert records[at + 1]["kind"] == "train" and records[at + 1]["step"] == CUT
+    assert records[-1] == end and records.count(end) == 1
+    again = branch(once, "records-again", tiny / "config.yaml", *RUN, *layout_of(1, 2), cut=CUT)
+    (resume,) = again.lines("metrics.jsonl", "resume")
+    assert resume["changed"][:2] == ["pipeline 2 -> 1", "data 1 -> 2"]
+
+
+def poison(tiny, folder, make_tiny):
+    """A model that overflows where it reads '#', and data of which two samples have one."""
+    make_tiny.make_tiny_llm(folder / "llm", "gemma2", layers=4, tied=False)
+    file = folder / "llm" / "model.safetensors"
+    weights = load_file(file)
+    number = load_tokenizer(str(folder / "llm")).convert_tokens_to_ids("#")
+    weights["model.embed_tokens.weight"][number, 0] = 3e38  # finite; Gemma multiplies embeddings by sqrt(width)
+    save_file(weights, file, metadata={"format": "pt"})
+    make_tiny.make_tiny_shards(folder / "shards", samples=60, shards=2)
+    turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "# and so on"}]
+    samples = [(key, {"id": key, "conversations": turns}, []) for key in ("poison-0", "poison-1")]
+    write_shard(folder / "shards" / "poison.tar", samples)
+    return f"model.llm.path={folder / 'llm'}", f"data.shards={folder}/shards/*.tar"
+
+
+def test_bad_steps_are_counted_over_a_resume(tiny, tmp_path, make_tiny):
+    options = (*RUN, *poison(tiny, tmp_path, make_tiny))
+    reference = train(
+        tiny / "config.yaml", *options, *SAVED, "checkpoint.every_steps=1", f"train.max_bad_steps={STEPS}",
+        *layout_of(2, 1), f"run.dir={tmp_path}",
+    )  # fmt: skip
+    bad = [line["step"] for line in reference.lines("bad_steps.jsonl")]
+    assert 2 < len(bad) < STEPS - 1 and reference.checkpoint(STEPS).state["bad_steps"] == len(bad)
+    cut = bad[0] + 1
+    assert reference.checkpoint(cut).state["bad_steps"] == 1
+    enough = (*options, f"train.max_bad_steps={len(bad)}", *layout_of(1, 1))
+    run = branch(reference, "enough", tiny / "config.yaml", *enough, cut=cut)
+    assert steps(run) == steps(reference)
+    written, expected = ([line | {"ranks": []} for line in one.lines("bad_steps.jsonl")] for one in (run, reference))
+    assert written == expected, "but for the rank that held the value"
+    assert run.checkpoint(STEPS).state["bad_steps"] == len(bad)
+    too_few = (*options, f"train.max_bad_steps={len(bad) - 1}", *layout_of(1, 1))
+    with pytest.raises(AssertionError, match=f"bad step {len(bad)} of the run, and train.max_bad_steps={len(bad) - 1}"):
+        branch(reference, "too_few", tiny / "config.yaml", *too_few, cut=cut)
+
+
+def test_an_encoder_that_is_ahead_leaves_the_same_bits_and_records_resumed_or_not(tiny, tmp_path, damaged_shards):
+    options = (*RUN, f"data.shards={damaged_shards}", "data.max_quarantine_rate=0.2", "data.pack_length=88")
+    options += (*SAVED, f"checkpoint.every_steps={CUT}", f"run.dir={tmp_path}", *layout_of(2, 1))
+    options += ("eval.fraction=0.1", "eval.every_steps=2", "eval.show_answers=0", "parallel.chunks_per_rank=2")
+    at_once, ahead = (
+        train(tiny / "config.yaml", *options, f"parallel.encoder_run_ahead={n}", f"run.name=ahead-{n}") for n in (0, 3)
+    )
+    plan = json.loads((ahead.folder / "plan.json").read_text())
+    assert (plan["encode_ahead"], plan["chunks_per_rank"]) == (3, 2)
+    resumed = branch(ahead, "ahead-resumed", tiny / "config.yaml", *options, "parallel.encoder_run_ahead=2", cut=CUT)
+    assert at_once.lines("quarantine.jsonl")[-1]["step"] is not None, "else nothing damaged was read ahead"
+    for run in (ahead, resumed):
+        for name in ("quarantine.jsonl", "samples.jsonl"):
+            assert (run.folder / name).read_bytes() == (at_once.folder / name).read_bytes(), name
+        assert run.lines("metrics.jsonl", "epoch") == at_once.lines("metrics.jsonl", "epoch")
+        assert steps(run) == steps(at_once)
+        assert_bitwise(tensors(run, STEPS), tensors(at_once, STEPS))

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.run_folder import NEVER, claimed, find_start, prepare_folder, run_folder
+from mmtrain.config.schema import load_config
+from mmtrain.plan.planner import make_plan
+
+
+def prepare(tiny: Path, runs: Path, *overrides: str, resume: str = "auto") -> Path:
+    """What the launcher does before ranks start, for a run without checkpoints; the run's folder."""
+    config = load_config(tiny / "config.yaml", [f"run.dir={runs}", *overrides])
+    start = find_start(config, resume)
+    assert start is None
+    prepare_folder(config, make_plan(config), start)
+    return run_folder(config)
+
+
+def test_a_new_folder_holds_the_whole_config_and_the_plan(tiny, tmp_path):
+    folder = prepare(tiny, tmp_path, "optimizer.lr=0.25")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "plan.json"]
+    assert load_config(folder / "config.yaml") == load_config(
+        tiny / "config.yaml", [f"run.dir={tmp_path}", "optimizer.lr=0.25"]
+    )
+    assert yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["weight_decay"] == 0.0  # a default
+
+
+def test_with_resume_never_an_earlier_run_is_refused_and_kept(tiny, tmp_path):
+    folder = prepare(tiny, tmp_path, resume=NEVER)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl.*run\.overwrite=true"):
+        prepare(tiny, tmp_path, resume=NEVER)
+    assert (folder / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_and_its_records_are_kept_aside(tiny, tmp_path):
+    folder = prepare(tiny, tmp_path)
+    for name in ("metrics.jsonl", "samples.jsonl", "quarantine.jsonl"):
+        (folder / name).write_text('{"step": 0}\n{"step": 1}\n{"step"')
+    (folder / "checkpoints" / "step-00000003.tmp").mkdir(parents=True)
+    prepare(tiny, tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("checkpoints", "config.yaml", "discarded.jsonl", "plan.json")
+    ]
+    assert list((folder / "checkpoints").iterdir()) == []
+    lines = [json.loads(line) for line in (folder / "discarded.jsonl").read_text().splitlines()]
+    assert [line["record"] for line in lines[:3]] == [{"step": 0}, {"step": 1}, '{"step"']
+    assert [(line["file"], line["back_to_step"]) for line in lines[::3]] == [
+        *(("metrics.jsonl", 0), ("samples.jsonl", 0), ("quarantine.jsonl", 0))
+    ]
+
+
+def test_what_says_auto_and_never_is_no_path(tiny, tmp_path):
+    config = load_config(tiny / "config.yaml", [f"run.dir={tmp_path}"])
+    assert find_start(config, NEVER) is None
+    with pytest.raises(UserError, match="alwys: no such folder"):
+        find_start(config, "alwys")
+
+
+def test_overwriting_and_going_on_from_a_checkpoint_exclude_each_other(tiny, tmp_path):
+    with pytest.raises(UserError, match=r"run\.overwrite=true would delete .*--resume somewhere can be followed"):
+        prepare(tiny, tmp_path, "run.overwrite=true", resume="somewhere")
+
+
+def test_a_key_that_no_configuration_has_cannot_be_allowed_to_change(tiny, tmp_path):
+    config = load_config(tiny / "config.yaml", [f"run.dir={tmp_path}"])
+    with pytest.raises(UserError, match=r"--allow-change optimiser\.lr: no key .*the nearest is optimizer\.lr"):
+        find_start(config, allowed=["optimizer", "optimiser.lr"])
+
+
+def test_overwrite_deletes_an_earlier_run(tiny, tmp_path):
+    folder = prepare(tiny, tmp_path)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "file").write_text("old")
+    prepare(tiny, tmp_path, "run.overwrite=true")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "plan.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_overwrite_deletes_nothing_but_runs(tiny, tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="not the folder of a run"):
+        prepare(tiny, tmp_path, "run.overwrite=true")
+    assert (tmp_path / "tiny" / "thesis.tex").exists()
+
+
+def test_what_a_start_that_failed_at_once_left_is_replaced(tiny, tmp_path):
+    folder = prepare(tiny, tmp_path)
+    for name in ("log.txt", "log-node1.txt"):
+        (folder / name).write_text("from the failed start")
+    prepare(tiny, tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "plan.json"]
+
+
+def test_a_folder_is_claimed_by_one_run_at_a_time(tmp_path):
+    folder = tmp_path / "runs" / "name"
+    with claimed(folder):
+        with pytest.raises(UserError, match="in use by a run that is still going"), claimed(folder):
+            pass
+        with claimed(tmp_path / "runs" / "other"):
+            pass
+    with claimed(folder):
+        pass
+
+
+def test_a_home_folder_is_meant_by_a_tilde(tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_folder(load_config(tiny / "config.yaml", ["run.dir=~/runs"])) == tmp_path / "runs" / "tiny"

@@ -1,0 +1,108 @@
+"""Saves on a disk that is slow, or refuses something: what other ranks, and the checkpoints that are there, notice."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from step_states import run_state
+
+from mmtrain.base.errors import NonFiniteError
+from mmtrain.checkpoint import checkpoint as checkpoint_module
+from mmtrain.checkpoint.checkpoint import Checkpointer, Saved
+from mmtrain.checkpoint.step_folder import find, newest, step_folders, step_of
+from mmtrain.config.schema import CheckpointSection
+
+TIMEOUT_SECONDS = 2
+WEIGHTS = {"w": torch.ones(1)}
+
+
+def save_slowly(folder: Path, then: str) -> list[dict]:
+    """Each rank of a run whose disk takes longer than its collectives may; what was reported."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    write = checkpoint_module.write_step_folder
+
+    def slow(*arguments: object) -> int:
+        time.sleep(2.5 * TIMEOUT_SECONDS)
+        return write(*arguments)
+
+    checkpoint_module.write_step_folder = slow
+    reported: list[Saved] = []
+    saver = Checkpointer(folder, CheckpointSection(), dist.get_rank() == 0, reported.append)
+    try:
+        with saver:
+            saver.save(1, WEIGHTS, {}, {}, run_state())
+            if then == "NaN":
+                raise NonFiniteError("on all ranks")
+            if then == "the next save":
+                saver.save(2, WEIGHTS, {}, {}, run_state())
+            saver.finish()
+    except NonFiniteError:
+        pass
+    dist.barrier()
+    return [saved.record() for saved in reported]
+
+
+@pytest.mark.parametrize(("then", "steps"), [("the end", [1]), ("the next save", [1, 2]), ("NaN", [1])])
+def test_a_disk_slower_than_the_timeout_loses_no_save_and_no_rank(tmp_path, then, steps):
+    reported, nothing = run_ranks(2, save_slowly, tmp_path, then)
+    assert [(record["kind"], record["step"]) for record in reported] == [("checkpoint", step) for step in steps]
+    assert nothing == []
+    assert [step_of(path) for path in reversed(step_folders(tmp_path))] == steps
+    assert newest(tmp_path)[0].step == steps[-1]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, alone, monkeypatch):
+    def refuse(path: Path) -> None:
+        raise OSError("somebody reads it")
+
+    monkeypatch.setattr(checkpoint_module, "remove", refuse)
+    reported: list[Saved] = []
+    with Checkpointer(tmp_path, CheckpointSection(keep_last=1, max_failures=1), True, reported.append) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, WEIGHTS, {}, {}, run_state())
+        saver.finish()
+    assert [(saved.step, saved.error) for saved in reported] == [(1, None), (2, None), (3, None)]
+
+
+def test_what_another_program_reads_is_kept_until_a_later_save(tmp_path, alone):
+    with Checkpointer(tmp_path, CheckpointSection(keep_last=1), True, lambda saved: None) as saver:
+        for step, left in ((1, [1]), (2, [1, 2]), (3, [3])):
+            saver.save(step, WEIGHTS, {}, {}, run_state())
+            saver.finish()
+            assert [step_of(path) for path in reversed(step_folders(tmp_path))] == left
+            read = find(tmp_path) if step == 1 else None  # as an export does
+    assert read is None
+
+
+def test_a_score_that_is_no_number_is_not_the_best(tmp_path, alone):
+    section = CheckpointSection(keep_last=1, keep_best="loss")
+    with Checkpointer(tmp_path, section, True, lambda saved: None) as saver:
+        for step, loss in enumerate((0.5, float("nan"), 0.7, 0.8), start=1):
+            saver.save(step, WEIGHTS, {}, {}, run_state())
+            saver.scored(step, SimpleNamespace(loss=loss))
+        saver.finish()
+        assert saver.best == (1, 0.5)
+    assert sorted(step_of(path) for path in step_folders(tmp_path)) == [1, 4]
+
+
+def test_files_of_a_checkpoint_may_be_read_by_whom_the_umask_lets(tmp_path, alone):
+    with Checkpointer(tmp_path, CheckpointSection(), True, lambda saved: None) as saver:
+        saver.save(1, WEIGHTS, {}, {}, run_state())
+        saver.finish()
+    modes = {file.name: file.stat().st_mode for file in newest(tmp_path)[0].path.iterdir()}
+    assert set(modes.values()) == {modes["state.json"]}

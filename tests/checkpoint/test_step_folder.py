@@ -1,0 +1,470 @@
+"""A checkpoint is whole or not there; every damage to it is found, named, and never loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from step_states import VERSIONS, state_of
+
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import (
+    MANIFEST,
+    OPTIMIZER,
+    STATE,
+    TENSORS,
+    StepFolder,
+    find,
+    newest,
+    remove,
+    remove_unfinished,
+    step_folders,
+    step_of,
+    step_path,
+    why_damaged,
+    write_step_folder,
+    write_text,
+)
+from mmtrain.config.schema import load_config
+
+FILES = (TENSORS, OPTIMIZER, STATE, MANIFEST)
+
+
+def tensor_bytes(seed: int) -> bytes:
+    """A safetensors file made by hand: length of the header, header, data."""
+    data = hashlib.sha512(str(seed).encode()).digest() * 4
+    header = json.dumps({"w": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}}).encode()
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def save(run: Path, step: int) -> Path:
+    """A checkpoint as a run writes it."""
+    target = step_path(run, step)
+    files: dict[str, Callable[[Path], None]] = {
+        TENSORS: lambda path: path.write_bytes(tensor_bytes(step)) and None,
+        OPTIMIZER: lambda path: path.write_bytes(tensor_bytes(step + 100)) and None,
+        STATE: write_text(json.dumps(state_of(step)) + "\n"),
+    }
+    run.mkdir(exist_ok=True)
+    assert write_step_folder(target, files) == sum((target / name).stat().st_size for name in files)
+    return target
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run with two checkpoints, of which tests damage the newer one."""
+    save(tmp_path / "run", 3)
+    save(tmp_path / "run", 6)
+    return tmp_path / "run"
+
+
+def assert_found_out(run: Path, file: str) -> None:
+    """`newest` and `find` fall back to step 3 and say which file of step 6 is damaged; `find` refuses step 6."""
+    bad = step_path(run, 6)
+    found, damaged = newest(run)
+    assert found is not None and found.step == 3
+    assert list(damaged) == [bad] and file in damaged[bad]
+    said: list[str] = []
+    assert find(run, said.append).path == step_path(run, 3)
+    assert len(said) == 1 and str(bad) in said[0] and file in said[0]
+    with pytest.raises(UserError) as refused:
+        find(bad)
+    assert str(bad) in str(refused.value) and file in str(refused.value)
+
+
+def test_what_was_written_is_found_again(run):
+    assert sorted(path.name for path in step_path(run, 6).iterdir()) == sorted(FILES)
+    assert [path.name for path in step_folders(run)] == ["step-00000006", "step-00000003"]
+    assert newest(run) == (StepFolder(step_path(run, 6)), {})
+    for given in (run, step_path(run, 6)):
+        found = find(given)
+        assert (found.step, found.path, found.tensors_file.read_bytes()) == (6, step_path(run, 6), tensor_bytes(6))
+
+
+def test_the_manifest_can_be_checked_by_hand(run):
+    folder = step_path(run, 6)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for name in (TENSORS, OPTIMIZER, STATE):
+        content = (folder / name).read_bytes()
+        assert manifest["files"][name] == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    checksum = manifest.pop("sha256")
+    assert checksum == hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_is_found(run, name):
+    file = step_path(run, 6) / name
+    content = file.read_bytes()
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << (place % 8)
+        file.write_bytes(damaged)
+        why = why_damaged(file.parent)
+        assert why is not None and name in why, f"bit {place % 8} of byte {place}"
+    assert_found_out(run, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("left", [0, 1, 7, 30, -1])
+def test_a_file_that_was_cut_short_is_found(run, name, left):
+    file = step_path(run, 6) / name
+    file.write_bytes(file.read_bytes()[:left])
+    assert_found_out(run, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("more", [b"\0", b"\n", b" ", b"more" * 2000])
+def test_a_file_that_has_grown_is_found(run, name, more):
+    with (step_path(run, 6) / name).open("ab") as file:
+        file.write(more)
+    assert_found_out(run, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_was_removed_is_found(run, name):
+    (step_path(run, 6) / name).unlink()
+    assert_found_out(run, f"{name} is missing")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_folder_in_place_of_a_file_is_found(run, name):
+    file = step_path(run, 6) / name
+    file.unlink()
+    file.mkdir()
+    assert_found_out(run, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_checkpoint_is_found(run, name):
+    shutil.copy(step_path(run, 3) / name, step_path(run, 6) / name)
+    # a manifest of another checkpoint accuses the first file that is not that one's
+    assert_found_out(run, "is damaged: " if name == MANIFEST else name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_that_leads_nowhere_is_found(run, name):
+    file = step_path(run, 6) / name
+    file.unlink()
+    file.symlink_to("gone")
+    assert_found_out(run, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_to_the_same_bytes_is_as_good_as_the_file(run, name, tmp_path):
+    """As in storage that keeps equal files once."""
+    file = step_path(run, 6) / name
+    file.rename(tmp_path / name)
+    file.symlink_to(tmp_path / name)
+    assert newest(run) == (StepFolder(step_path(run, 6)), {})
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_cannot_be_read_is_found(run, name, monkeypatch):
+    opened = os.open
+
+    def refusing(file: object, *arguments: object, **options: object) -> int:
+        if file == str(step_path(run, 6) / name):  # the superuser, whom tests may be, can read whatever the mode says
+            raise PermissionError(13, "Permission denied", file)
+        return opened(file, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert_found_out(run, f"{name} cannot be read")
+
+
+@pytest.mark.parametrize("change", ["bytes", "sha256", "name", "extra", "format", "checksum", "spaces"])
+def test_a_manifest_that_says_something_else_is_found(run, change):
+    file = step_path(run, 6) / MANIFEST
+    manifest = json.loads(file.read_text())
+    entry = manifest["files"][TENSORS]
+    if change == "bytes":
+        entry["bytes"] += 1
+    elif change == "sha256":
+        entry["sha256"] = hashlib.sha256(b"other").hexdigest()
+    elif change == "name":
+        manifest["files"]["other.safetensors"] = manifest["files"].pop(TENSORS)
+    elif change == "extra":
+        manifest["note"] = "edited"
+    elif change == "format":
+        manifest["format"] = 2
+    elif change == "checksum":
+        manifest["sha256"] = hashlib.sha256(b"other").hexdigest()
+    text = json.dumps(manifest, indent=2 if change == "spaces" else 1) + "\n"
+    file.write_text(text)
+    assert_found_out(run, MANIFEST)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"files": []}', b'{"files": {}}\n', b"7", b"[" * 200_000],
+)
+def test_a_manifest_of_another_kind_is_found(run, content):
+    (step_path(run, 6) / MANIFEST).write_bytes(content)
+    assert_found_out(run, MANIFEST)
+
+
+def made_right(folder: Path, entries: dict) -> None:
+    """Write a manifest of these entries whose checksum is right, as whoever crafts a checkpoint can."""
+    content = {"format": 1, "files": entries}
+    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(content | {"sha256": checksum}, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("state", [b"[" * 200_000, b"[]", b"{}", b'{"step": "6"}', b'{"step": 6, "step": 7}', b"\xff"])
+def test_a_crafted_state_is_found_though_all_checksums_are_right(run, state):
+    folder = step_path(run, 6)
+    (folder / STATE).write_bytes(state)
+    entries = json.loads((folder / MANIFEST).read_text())["files"]
+    made_right(folder, entries | {STATE: {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}})
+    assert_found_out(run, STATE)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, "absent") for key in state_of(6) if key != "format"),
+        *(("step", value) for value in (-6, 6.0, True, None)),
+        *(("config", value) for value in (5, [], None)),
+        *(("versions", value) for value in (5, {}, VERSIONS | {"torch": 2}, [*VERSIONS])),
+        *(("data", value) for value in (5, {}, {"fingerprint": 5, "counts": None}, {"fingerprint": "d", "counts": 5})),
+        ("data", {"fingerprint": "d", "counts": {"first_pack": 0, "epoch": 0, "read": 0, "lost": 0}}),
+        *(("trained", value) for value in (5, ["w"], {"w": 5}, {"w": {"begin": "b"}}, {"w": {"had_gradient": True}})),
+        *(("files", value) for value in (5, {"metrics.jsonl": -1}, {"metrics.jsonl": "9"}, {"metrics.jsonl": 1e9})),
+        *((key, 5) for key in ("topology", "frozen_fingerprint", "settings_fingerprint", "branched_from")),
+        *((key, "5") for key in ("max_steps", "loss", "bad_steps")),
+    ],
+)
+def test_a_crafted_value_in_the_state_is_found_and_its_key_named(run, key, value):
+    folder = step_path(run, 6)
+    state = state_of(6) | {key: value}
+    text = json.dumps({k: v for k, v in state.items() if v != "absent"}).encode()
+    (folder / STATE).write_bytes(text)
+    entries = json.loads((folder / MANIFEST).read_text())["files"]
+    made_right(folder, entries | {STATE: {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}})
+    assert_found_out(run, f"{STATE} is damaged: its {key} is not what mmtrain writes")
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_in_place_of_a_file_is_found_and_not_waited_for(run, name, kind):
+    file = step_path(run, 6) / name
+    entries = json.loads((file.parent / MANIFEST).read_text())["files"]
+    if name != MANIFEST:
+        made_right(file.parent, entries | {name: {"bytes": 0, "sha256": "0"}})
+    file.unlink()
+    os.mkfifo(file) if kind == "pipe" else file.symlink_to("/dev/zero")
+    assert_found_out(run, f"{name} cannot be read")
+
+
+@pytest.mark.parametrize("entry", [7, {}, {"bytes": 1}, {"bytes": "text", "sha256": "0"}, {"bytes": None}, None, []])
+def test_a_crafted_entry_is_found_though_its_checksum_is_right(run, entry):
+    folder = step_path(run, 6)
+    made_right(folder, json.loads((folder / MANIFEST).read_text())["files"] | {TENSORS: entry})
+    assert_found_out(run, "")
+
+
+@pytest.mark.parametrize("name", ["projector.safetensors.tmp", "step-00000006.tmp", "notes.txt"])
+def test_what_does_not_belong_into_a_checkpoint_is_named(run, name):
+    (step_path(run, 6) / name).write_text("stray")
+    assert_found_out(run, name)
+
+
+def test_what_file_browsers_hide_there_is_no_damage(run):
+    (step_path(run, 6) / ".DS_Store").write_text("")
+    assert newest(run) == (StepFolder(step_path(run, 6)), {})
+
+
+def test_an_empty_folder_is_no_checkpoint(run):
+    shutil.rmtree(step_path(run, 6))
+    step_path(run, 6).mkdir()
+    assert_found_out(run, f"{MANIFEST} is missing")
+
+
+def test_a_renamed_folder_does_not_pass_for_another_step(run):
+    step_path(run, 3).rename(step_path(run, 9))
+    found, damaged = newest(run)
+    assert found is not None and found.step == 6
+    assert damaged == {step_path(run, 9): "state.json is of step 3: the folder was renamed"}
+    with pytest.raises(UserError, match="of step 3: the folder was renamed"):
+        find(step_path(run, 9))
+
+
+def test_a_copy_under_a_name_of_its_own_can_be_used(run, tmp_path):
+    shutil.copytree(step_path(run, 6), tmp_path / "the good one")
+    assert find(tmp_path / "the good one").step == 6
+
+
+def test_a_file_in_place_of_the_folder_is_found(run):
+    shutil.rmtree(step_path(run, 6))
+    step_path(run, 6).write_text("not a folder")
+    found, damaged = newest(run)
+    assert found is not None and found.step == 3 and MANIFEST in damaged[step_path(run, 6)]
+    with pytest.raises(UserError, match="step-00000006: no such folder"):
+        find(step_path(run, 6))
+
+
+@pytest.mark.parametrize("name", ["step-00000009.tmp", "step-00000006.discarded", "step-9", "stop-00000009", "best"])
+def test_folders_that_are_not_checkpoints_by_their_name_are_not_taken(run, name):
+    shutil.copytree(step_path(run, 6), run / "checkpoints" / name)
+    shutil.rmtree(step_path(run, 6))
+    assert newest(run) == (StepFolder(step_path(run, 3)), {})
+
+
+def test_when_all_are_damaged_every_one_is_named(run):
+    (step_path(run, 3) / STATE).unlink()
+    (step_path(run, 6) / TENSORS).write_bytes(b"")
+    assert newest(run)[0] is None
+    with pytest.raises(UserError, match="has no whole checkpoint") as refused:
+        find(run)
+    for words in (f"{step_path(run, 3)}: {STATE} is missing", f"{step_path(run, 6)}: {TENSORS} is damaged: 0 bytes"):
+        assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("given", ["nowhere", "run/checkpoints/step-00000099"])
+def test_a_path_that_is_not_there_is_refused(run, given):
+    with pytest.raises(UserError, match="no such folder"):
+        find(run.parent / given)
+
+
+def test_a_folder_that_is_neither_run_nor_checkpoint_is_refused(tmp_path):
+    with pytest.raises(UserError, match="neither the folder of a run, which has checkpoints/"):
+        find(tmp_path)
+
+
+def test_steps_are_compared_as_numbers(tmp_path):
+    for step in (99_999_999, 100_000_000):
+        save(tmp_path, step)
+    found, _ = newest(tmp_path)
+    assert found is not None and found.step == 100_000_000
+
+
+def test_an_existing_checkpoint_is_never_written_into(run):
+    before = (step_path(run, 6) / MANIFEST).read_bytes()
+    with pytest.raises(FileExistsError, match="never written into an existing folder"):
+        save(run, 6)
+    assert (step_path(run, 6) / MANIFEST).read_bytes() == before and why_damaged(step_path(run, 6)) is None
+
+
+def test_a_save_that_fails_leaves_nothing_and_the_ones_before_whole(run):
+    def fails(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
+
+    with pytest.raises(OSError, match="No space left"):
+        write_step_folder(step_path(run, 9), {TENSORS: write_text("whole"), OPTIMIZER: fails, STATE: write_text("{}")})
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    assert newest(run) == (StepFolder(step_path(run, 6)), {})
+
+
+def test_what_a_killed_save_left_is_overwritten_by_the_next_and_removed_by_the_next_start(run):
+    unfinished = run / "checkpoints" / "step-00000009.tmp"
+    unfinished.mkdir()
+    (unfinished / "junk").write_text("half")
+    save(run, 9)
+    assert why_damaged(step_path(run, 9)) is None and not unfinished.exists()
+    unfinished.mkdir()
+    (unfinished / TENSORS).write_text("half")
+    assert newest(run) == (StepFolder(step_path(run, 9)), {})
+    remove_unfinished(run)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        f"step-0000000{step}" for step in (3, 6, 9)
+    ]
+
+
+def test_everything_is_on_the_disk_before_the_folder_gets_its_name(tmp_path, monkeypatch):
+    events: list[str] = []
+    synced, renamed = os.fsync, Path.rename
+
+    def fsync(descriptor: int) -> None:
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        synced(descriptor)
+
+    def rename(path: Path, target: Path) -> Path:
+        events.append(f"{path.name} -> {target.name}")
+        return renamed(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    save(tmp_path / "run", 5)
+    unfinished = "step-00000005.tmp"
+    assert events == [*FILES, unfinished, f"{unfinished} -> step-00000005", "checkpoints", "run"]
+
+
+def test_a_checkpoint_that_is_deleted_loses_its_name_first(run, monkeypatch):
+    seen: list[list[str]] = []
+    deleted = shutil.rmtree
+
+    def rmtree(path: Path, **options: bool) -> None:
+        if path.exists():
+            seen.append(sorted(entry.name for entry in (run / "checkpoints").iterdir()))
+        deleted(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    remove(step_path(run, 3))
+    assert seen == [["step-00000003.tmp", "step-00000006"]]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def save_and_keep_one(run: Path) -> None:
+    """What a run with checkpoint.keep_last=1 does to its folder, without an end."""
+    for step in itertools.count(10):
+        save(run, step)
+        for older in step_folders(run)[1:]:
+            with contextlib.suppress(BlockingIOError):
+                remove(older)
+
+
+def test_readers_of_a_run_that_is_saving_get_a_whole_checkpoint_which_stays_until_they_have_done(run):
+    saving = multiprocessing.get_context("fork").Process(target=save_and_keep_one, args=(run,), daemon=True)
+    saving.start()
+    try:
+        steps = set()
+        while len(steps) < 20:
+            found = find(run)
+            while step_of(step_folders(run)[0]) < found.step + 2:  # until the run has saved, deleted, and saved again
+                time.sleep(0.001)
+            assert why_damaged(found.path) is None
+            assert found.tensors_file.read_bytes() == tensor_bytes(found.step)
+            steps.add(found.step)
+    finally:
+        saving.kill()
+        saving.join()
+
+
+def test_what_a_reader_has_held_is_deleted_after_it(run):
+    found = find(run)
+    with pytest.raises(BlockingIOError, match="another program reads it"):
+        remove(found.path)
+    assert why_damaged(found.path) is None
+    elsewhere = pickle.loads(pickle.dumps(found))  # as ranks get it: they rely on the launcher, which holds it
+    assert elsewhere == found
+    del found
+    remove(elsewhere.path)
+    assert not elsewhere.path.exists()
+
+
+def test_the_configuration_of_the_run_comes_back(tiny, tmp_path):
+    config = load_config(tiny / "config.yaml", ["optimizer.lr=0.25", "train.epochs=2", "parallel.boundaries=[1,2,3]"])
+    target = step_path(tmp_path, 1)
+    state = state_of(1, config=config.model_dump(mode="json"))
+    write_step_folder(
+        target, {TENSORS: write_text(""), OPTIMIZER: write_text(""), STATE: write_text(json.dumps(state))}
+    )
+    assert find(target).config == config
+    state["config"]["optimizer"]["momentum"] = 0.9
+    write_step_folder(
+        step_path(tmp_path, 2),
+        {TENSORS: write_text(""), OPTIMIZER: write_text(""), STATE: write_text(json.dumps(state | {"step": 2}))},
+    )
+    with pytest.raises(UserError, match=r"state\.json: a configuration that this version .*\n.*optimizer\.momentum"):
+        _ = find(step_path(tmp_path, 2)).config

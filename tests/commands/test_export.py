@@ -1,0 +1,215 @@
+"""tools/export_projector.py: whole or not at all, and --verify, which must not believe what only looks right."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import timm
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from step_states import VERSIONS
+from untrained_runs import compared, config_of, export, load_stock, make_checkpoint
+
+from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.commands import export as export_command
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.stream.catalog import is_held_out
+from mmtrain.engine.audit import fingerprint, model_fingerprint
+from mmtrain.export import hf
+from mmtrain.export.verify import read_samples
+from mmtrain.model.stage import build_chunk
+from mmtrain.plan.layout import StagePlan
+
+TOOL = export_command
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny, tmp_path_factory) -> StepFolder:
+    return make_checkpoint(tmp_path_factory.mktemp("run") / "tiny", config_of(tiny))
+
+
+def test_an_export_that_fails_leaves_nothing(tiny, make_tiny, tmp_path, capsys):
+    shutil.copytree(tiny / "llm", tmp_path / "llm")
+    make_checkpoint(tmp_path / "run", config_of(tiny, f"model.llm.path={tmp_path / 'llm'}"))
+    with (tmp_path / "llm" / "model.safetensors").open("r+b") as file:
+        file.truncate(100_000)
+    options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out")]
+    assert TOOL.main(options) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["llm", "run"]
+
+
+def test_a_folder_that_holds_something_is_never_written_into(checkpoint, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    for form in ("safetensors", "llava", "hf"):
+        options = ["--checkpoint", str(checkpoint.path), "--format", form, "--out", str(tmp_path / "out")]
+        assert TOOL.main(options) == 2
+        assert "exists and is not empty" in capsys.readouterr().err
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_empty_folder_is_taken_and_what_a_killed_export_left_is_cleared(checkpoint, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / ".out.unfinished").mkdir()
+    (tmp_path / ".out.unfinished" / "model.safetensors").write_text("half")
+    options = ["--checkpoint", str(checkpoint.path.parent.parent), "--format", "hf", "--out", str(tmp_path / "out")]
+    assert TOOL.main(options) == 0
+    load_stock(tmp_path / "out")
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_that_is_stopped_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf, "check_written", stopped)  # when all is written, and not yet read again
+    options = ["--checkpoint", str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "out")]
+    assert TOOL.main(options) == 130
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 2 MB; needs the right to mount."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no right to mount here: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("form", ["hf", "hf, its size unknown", "safetensors", "llava"])
+def test_a_full_disk_is_one_line_and_nothing_is_left(checkpoint, tiny, small_disk, monkeypatch, capsys, form):
+    if form == "hf, its size unknown":  # as when another program fills the disk meanwhile
+        monkeypatch.setattr(hf, "require_space", lambda folder, size: None)
+        (small_disk / "full").write_bytes(bytes(1 << 20))
+    if form in ("safetensors", "llava"):
+        (small_disk / "full").write_bytes(bytes((2 << 20) - 20_480))
+    before = sorted(small_disk.iterdir())
+    options = ["--checkpoint", str(checkpoint.path), "--format", form.split(",")[0], "--out", str(small_disk / "out")]
+    assert TOOL.main(options) == 2
+    error = capsys.readouterr().err.strip()
+    assert "\n" not in error and str(small_disk) in error
+    assert ("GB are needed" if form in ("hf", "llava") else "no space is left") in error
+    assert sorted(small_disk.iterdir()) == before
+
+
+def test_a_damaged_checkpoint_is_never_exported(tiny, tmp_path, capsys):
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny))
+    content = bytearray(checkpoint.tensors_file.read_bytes())
+    content[-1] ^= 1
+    checkpoint.tensors_file.write_bytes(content)
+    options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out")]
+    assert TOOL.main(options) == 2
+    assert "projector.safetensors is damaged" in capsys.readouterr().err
+
+
+def test_verify_says_what_it_compared(checkpoint, tmp_path, capsys):
+    options = ["--checkpoint", str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "out"), "--verify"]
+    assert TOOL.main(options) == 0
+    said = capsys.readouterr().out
+    found = re.search(
+        r"logits of (\d+) answer tokens in 8 samples: largest difference (\S+) .* at (\d+) of (\d+)", said
+    )
+    assert found and float(found[2]) <= 1e-4 and found[1] == found[3] == found[4]
+    assert "3 prompts of different lengths are answered in one batch as one at a time" in said
+
+
+def test_verify_refuses_a_model_that_computes_something_else(checkpoint, tmp_path, monkeypatch, capsys):
+    """A tensor in the wrong place, which no check of names and shapes can see."""
+    right = hf.language_for_export
+
+    def swapped(*arguments):
+        language = right(*arguments)
+        first, second = (f"language_model.model.layers.{i}.mlp.up_proj.weight" for i in (2, 3))
+        tensors = {**language.tensors, first: language.tensors[second], second: language.tensors[first]}
+        return hf.ExportedLanguage(language.config, tensors, language.added_rows, language.left_out)
+
+    monkeypatch.setattr(hf, "language_for_export", swapped)
+    options = ["--checkpoint", str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "out"), "--verify", "3"]
+    assert TOOL.main(options) == 1
+    assert "nothing was exported" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_verify_refuses_a_folder_that_answers_batches_otherwise(tiny, tmp_path, monkeypatch, capsys):
+    shutil.copytree(tiny / "llm", tmp_path / "llm")
+    (tmp_path / "llm" / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ '\\n' + message.role + ': ' + message.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\\nassistant: ' }}{% endif %}"
+    )
+    config = config_of(tiny, f"model.llm.path={tmp_path / 'llm'}", "data.template=chat")
+    make_checkpoint(tmp_path / "run", config)
+    right = hf.write_card
+
+    def padded_right(folder, *arguments):
+        file = folder / "tokenizer_config.json"
+        file.write_text(file.read_text().replace('"padding_side": "left"', '"padding_side": "right"'))
+        right(folder, *arguments)
+
+    options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out"), "--verify", "3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "write_card", padded_right)
+        assert TOOL.main(options) == 1
+    assert "batches are answered wrongly: a batch of 3 prompts is answered '" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert TOOL.main(options) == 0
+
+
+def test_verify_refuses_logits_that_are_no_numbers(checkpoint, tmp_path):
+    exported = export(checkpoint, tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors["language_model.model.norm.weight"][3] = float("nan")
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    assert not compared(checkpoint, tmp_path / "out", exported, torch.float32, 2).passed
+
+
+def test_verify_knows_the_frozen_weights_of_training_from_others(tiny, make_tiny, tmp_path, capsys):
+    make_tiny.make_tiny_llm(tmp_path / "llm", layers=2)
+    config = config_of(tiny, f"model.llm.path={tmp_path / 'llm'}", "parallel.pipeline=2", "model.llm.dtype=bfloat16")
+    starts = [
+        start_of_rank(config, stage) for stage in (StagePlan(0, 0, 1, True, False), StagePlan(1, 1, 2, False, True))
+    ]
+    state = {"frozen_fingerprint": model_fingerprint(starts)}
+    state["versions"] = {**VERSIONS, "transformers": transformers.__version__, "timm": timm.__version__}
+    make_checkpoint(tmp_path / "run", config, **state)
+    options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out"), "--verify", "2"]
+    assert TOOL.main(options) == 0
+    assert "is open" not in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "out")
+    make_tiny.make_tiny_llm(tmp_path / "llm", layers=2, seed=1)
+    assert TOOL.main(options) == 2
+    assert "has other weights now" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def start_of_rank(config: RunConfig, stage: StagePlan) -> dict:
+    """As RankAudit.start() gives it."""
+    chunk = build_chunk(config, stage)
+    frozen = [fingerprint(tensor) for _, tensor in chunk.global_parameters() if not tensor.requires_grad]
+    return {"frozen_parameters": frozen}
+
+
+def test_verify_asks_about_samples_that_the_run_holds_out_and_else_about_its_data(tiny):
+    held_out = [batch for _, batch in read_samples(config_of(tiny, "eval.fraction=0.3"), 5)]
+    assert len(held_out) == 5 and all(is_held_out(batch.keys[0], 0.3) for batch in held_out)
+    shard = sorted((tiny / "shards").glob("*.tar"))[1]
+    of_shard = [batch for _, batch in read_samples(config_of(tiny, f"eval.shards={shard}"), 100)]
+    assert [batch.keys[0] for batch in of_shard] == [f"{number:06d}" for number in range(48, 96)]
+    first = [batch for _, batch in read_samples(config_of(tiny), 3)]
+    assert [batch.keys[0] for batch in first] == ["000000", "000001", "000002"]
+    assert all(batch.input_ids.shape == (1, batch.tokens) for batch in first), "nothing is padded"
+
+
+@pytest.mark.parametrize("form", ["safetensors", "llava"])
+def test_verify_is_refused_where_there_is_no_model_to_run(checkpoint, tmp_path, capsys, form):
+    options = ["--checkpoint", str(checkpoint.path), "--format", form, "--out", str(tmp_path / "out"), "--verify"]
+    assert TOOL.main(options) == 2 and "--format hf" in capsys.readouterr().err

@@ -1,0 +1,412 @@
+"""Configuration errors name the key, the value seen, what is allowed and the nearest valid key."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.problems import all_fields
+from mmtrain.config.schema import RunConfig, dump_config, load_config, restore_config
+
+SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+MINIMAL = """
+run: {name: test}
+model:
+  llm: {path: some/llm}
+  vision: {name: some_vit}
+data: {shards: a.tar}
+train: {packs_per_step: 8, max_steps: 10}
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path) -> Path:
+    file = tmp_path / "minimal.yaml"
+    file.write_text(MINIMAL)
+    return file
+
+
+def problems(file: Path, *overrides: str) -> list[str]:
+    """The lines of the error that loading raises, without their indentation."""
+    with pytest.raises(UserError) as caught:
+        load_config(file, overrides)
+    return [line.strip() for line in str(caught.value).splitlines()]
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "written.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_the_keys_without_a_default_are_enough(minimal):
+    config = load_config(minimal)
+    assert config.run.name == "test"
+    assert config.train.packs_per_step == 8
+    assert config.model.trainable == ("projector",)
+    assert config.optimizer.lr == 1e-3
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_every_shipped_configuration_loads_and_survives_a_dump(file, tmp_path):
+    config = load_config(file)
+    assert load_config(written(tmp_path, dump_config(config))) == config
+
+
+def test_four_configurations_are_shipped():
+    assert len(SHIPPED) >= 4
+
+
+def test_a_dump_holds_every_key(minimal):
+    dumped = yaml.safe_load(dump_config(load_config(minimal)))
+    for path, _ in all_fields(RunConfig):
+        if "*" in path:  # an element of a list, which is null here
+            continue
+        if path == ("data", "allow_pipe"):  # no file says it
+            continue
+        value = dumped
+        for part in path:
+            value = value[part]
+
+
+def test_only_the_command_line_says_which_programs_may_run(minimal, tmp_path):
+    allowing = load_config(minimal, ["data.allow_pipe=[curl]"])
+    assert allowing.data.allow_pipe == ("curl",)
+    assert load_config(written(tmp_path, dump_config(allowing))).data.allow_pipe == ()
+    assert restore_config(allowing.model_dump(mode="json"), "state.json").data.allow_pipe == ()
+    content = yaml.safe_load(minimal.read_text())
+    content.setdefault("data", {})["allow_pipe"] = ["sh"]
+    with pytest.raises(UserError, match=r"data\.allow_pipe .* on the command line"):
+        load_config(written(tmp_path, yaml.safe_dump(content)))
+
+
+def test_every_key_says_what_it_means():
+    leaves = [(path, field) for path, field in all_fields(RunConfig) if not hasattr(field.annotation, "model_fields")]
+    assert len(leaves) > 30
+    assert [path for path, field in leaves if not field.description] == []
+
+
+def test_values_cannot_change_after_loading(minimal):
+    with pytest.raises(ValidationError, match="frozen"):
+        load_config(minimal).run.seed = 3
+
+
+def test_overrides_apply_in_order_and_are_read_as_yaml(minimal):
+    config = load_config(
+        minimal,
+        [
+            "optimizer.lr=3",
+            "optimizer.lr=2e-5",
+            "parallel.pipeline=3",
+            "parallel.boundaries=[4, 8]",
+            "optimizer.clip_norm=null",
+            "run.overwrite=true",
+            "model.trainable=[projector, llm.layers.*.mlp.*]",
+        ],
+    )
+    assert config.optimizer.lr == 2e-5
+    assert config.optimizer.clip_norm is None
+    assert config.parallel.boundaries == (4, 8)
+    assert config.run.overwrite is True
+    assert config.model.trainable == ("projector", "llm.layers.*.mlp.*")
+
+
+def test_an_override_of_a_text_key_is_taken_as_it_stands(minimal):
+    config = load_config(minimal, ["run.name=7", "data.shards=*.tar", "model.llm.path=a=b: c"])
+    assert (config.run.name, config.data.shards, config.model.llm.path) == ("7", "*.tar", "a=b: c")
+    assert load_config(minimal, ["data.shards=[a.tar, b.tar]"]).data.shards == ("a.tar", "b.tar")
+
+
+def test_a_text_key_that_may_be_null_is_null_in_file_and_override(tmp_path):
+    assert load_config(written(tmp_path, MINIMAL)).eval.shards is None
+    file = written(tmp_path, MINIMAL + "eval: {shards: held/*.tar, every_steps: 5}\n")
+    assert load_config(file).eval.shards == "held/*.tar"
+    assert (
+        load_config(file, ["eval.shards=null", "eval.every_steps=null"]).eval
+        == load_config(written(tmp_path, MINIMAL)).eval
+    )
+    assert load_config(written(tmp_path, MINIMAL), ["run.name=null"]).run.name == "null", "which may not be null"
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("1.5e-3", 1.5e-3), ("2E+0", 2.0), ("1", 1.0)])
+def test_exponents_without_a_point_are_numbers_in_file_and_override(minimal, tmp_path, text, value):
+    assert load_config(minimal, [f"optimizer.lr={text}"]).optimizer.lr == value
+    file = written(tmp_path, MINIMAL + f"optimizer: {{lr: {text}, betas: [9e-1, 0.95], clip_norm: {text}}}\n")
+    config = load_config(file)
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.clip_norm) == (value, (0.9, 0.95), value)
+
+
+def test_a_section_with_all_keys_commented_out_is_an_empty_section(tmp_path):
+    config = load_config(written(tmp_path, MINIMAL + "optimizer:\nparallel:\n  # pipeline: 4\n"))
+    assert config.parallel.pipeline == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "value", "nearest"),
+    [
+        ("train.lr=1e-3", "'1e-3'", "optimizer.lr"),
+        ("train.max_step=5", "5", "train.max_steps"),
+        ("run.sed=1", "1", "run.seed"),
+        ("model.llm_path=x", "'x'", "model.llm.path"),
+        ("optimiser.lr=0.1", "{'lr': 0.1}", "optimizer"),
+        ("train.every_minutes=5", "5", "checkpoint.every_minutes"),
+        ("checkpoint.keep=2", "2", "checkpoint.keep_last"),
+        ("model.init_from=a.bin", "'a.bin'", "model.projector.init_from"),
+        ("parallel.recompute=2", "2", "parallel.recompute_layers"),
+        ("data.packs_per_step=4", "4", "train.packs_per_step"),
+        ("seed=4", "4", "run.seed"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_valid_one(minimal, override, value, nearest):
+    heading, line = problems(minimal, override)
+    assert heading == f"{minimal}: 1 problem"
+    key = override.split("=")[0] if nearest != "optimizer" else "optimiser"
+    assert line.startswith(f"{key}: unknown key (value {value}); nearest valid key: {nearest}; keys of ")
+
+
+def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
+    _, line = problems(minimal, "train.lr=1")
+    assert line.endswith(
+        "keys of train: packs_per_step, packs_per_microbatch, max_steps, epochs, max_bad_steps, deterministic"
+    )
+    _, line = problems(minimal, "seed=4")
+    assert line.endswith("keys of the top level: run, model, parallel, data, train, optimizer, eval, checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "train.packs_per_step=0",
+            "train.packs_per_step: 0 is not allowed; needs an integer >= 1 and <= 10,000,000 (packs in one",
+        ),
+        (
+            "train.max_steps=1.5",
+            "train.max_steps: 1.5 is not allowed; needs an integer >= 1 and <= 1,000,000,000 or null (optimizer steps",
+        ),
+        (
+            "train.max_steps=1e3",
+            "train.max_steps: '1e3' is not allowed; needs an integer >= 1 and <= 1,000,000,000",
+        ),
+        (
+            "parallel.data=true",
+            "parallel.data: true is not allowed; needs an integer >= 1 and <= 10,000 (data-parallel",
+        ),
+        ("optimizer.lr=fast", "optimizer.lr: 'fast' is not allowed; needs a number >= 0 (peak learning rate)"),
+        ("optimizer.lr=.inf", "optimizer.lr: inf is not allowed; needs a number >= 0"),
+        ("optimizer.warmup_fraction=2", "optimizer.warmup_fraction: 2 is not allowed; needs a number >= 0 and <= 1 ("),
+        ("optimizer.clip_norm=0", "optimizer.clip_norm: 0 is not allowed; needs a number > 0 or null (global gradient"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: [0.9] is not allowed; needs a list of 2 numbers >= 0 and < 1 ("),
+        (
+            "model.trainable=llm.head",
+            "model.trainable: 'llm.head' is not allowed; needs a non-empty list of texts; write [llm.head]",
+        ),
+        ("model.llm.dtype=fp16", "model.llm.dtype: 'fp16' is not allowed; needs one of float32, bfloat16 (storage"),
+        (
+            "model.vision.dtype=fp16",
+            "model.vision.dtype: 'fp16' is not allowed; needs one of float32, bfloat16 or null",
+        ),
+        ("model.vision.select_layer=1", "model.vision.select_layer: 1 is not allowed; needs an integer <= -1 (which"),
+        ("model.trainable=[]", "model.trainable: [] is not allowed; needs a non-empty list of texts (name patterns"),
+        ("model.trainable=projector", "model.trainable: 'projector' is not allowed; needs a non-empty list of texts"),
+        ("data.shards=[]", "data.shards: [] is not allowed; needs text, a non-empty list of texts or null (webdataset"),
+        (
+            "eval.every_steps=0",
+            "eval.every_steps: 0 is not allowed; needs an integer >= 1 and <= 1,000,000,000 or null (steps",
+        ),
+        ("eval.shards=[]", "eval.shards: [] is not allowed; needs text, a non-empty list of texts or null (held-out"),
+        (
+            "checkpoint.every_steps=0",
+            "checkpoint.every_steps: 0 is not allowed; needs an integer >= 1 and <= 1,000,000,000 or null (save after",
+        ),
+        (
+            "checkpoint.every_minutes=0",
+            "checkpoint.every_minutes: 0 is not allowed; needs a number > 0 and <= 10,000,000.0 or null (save",
+        ),
+        (
+            "checkpoint.keep_last=0",
+            "checkpoint.keep_last: 0 is not allowed; needs an integer >= 1 and <= 1,000,000,000 or null (keep the",
+        ),
+        (
+            "checkpoint.keep_best=accuracy",
+            "checkpoint.keep_best: 'accuracy' is not allowed; needs one of loss, token_accuracy, exact_match or null (",
+        ),
+        (
+            "checkpoint.max_failures=0",
+            "checkpoint.max_failures: 0 is not allowed; needs an integer >= 1 and <= 1,000,000,000 (saves in a",
+        ),
+        (
+            "train.max_bad_steps=-1",
+            "train.max_bad_steps: -1 is not allowed; needs an integer >= 0 and <= 1,000,000,000 (steps with a NaN",
+        ),
+        ("model.projector.init_from=[a]", "model.projector.init_from: ['a'] is not allowed; needs text or null (begin"),
+        ("run.overwrite=1", "run.overwrite: 1 is not allowed; needs true or false (true: delete"),
+        ("run.name=../x", "run.name: '../x' is not allowed; needs text matching ^[A-Za-z0-9]"),
+        (
+            "parallel.recompute_layers=[1, x]",
+            "parallel.recompute_layers: [1, 'x'] is not allowed; needs auto, an integer >= 0 and <= 1,000 or "
+            "a list of integers >= 0 and <= 1,000 (",
+        ),
+    ],
+)
+def test_a_wrong_value_is_shown_with_what_is_allowed_and_what_it_means(minimal, override, expected):
+    _, line = problems(minimal, override)
+    assert line.startswith(expected)
+
+
+def test_missing_keys_say_what_they_mean(tmp_path):
+    file = written(tmp_path, "run: {name: test}\ntrain: {packs_per_step: 8}\n")
+    lines = problems(file)
+    assert lines[0] == f"{file}: 4 problems"
+    assert lines[1].startswith("model.llm.path: missing; needs text: model folder, or a hub id")
+    assert lines[2].startswith("model.vision.name: missing; needs text: timm model name")
+    assert lines[3].startswith("data: missing; needs a section with the keys shards, sets, allow_pipe, ")
+    assert lines[4] == "train.max_steps: set exactly one of train.max_steps and train.epochs"
+
+
+def test_all_problems_are_reported_together(minimal):
+    lines = problems(minimal, "train.lr=1", "train.max_steps=0", "parallel.boundaries=[1]", "run.nme=x", "run.seed=-1")
+    assert lines[0] == f"{minimal}: 5 problems"
+    found = {line.split(":")[0] for line in lines[1:]}
+    assert found == {"train.lr", "train.max_steps", "parallel.boundaries", "run.nme", "run.seed"}
+
+
+def test_a_value_where_a_section_belongs_lists_the_sections_keys(tmp_path):
+    _, line = problems(written(tmp_path, MINIMAL.replace("train: {packs_per_step: 8, max_steps: 10}", "train: 5")))
+    assert line.startswith("train: 5 is not allowed; needs a section with the keys packs_per_step, packs_per_microb")
+
+
+def test_packs_that_do_not_divide_are_refused_with_the_nearest_that_do(minimal):
+    _, line = problems(minimal, "train.packs_per_step=10", "parallel.data=2", "train.packs_per_microbatch=2")
+    assert line == (
+        "train.packs_per_step: 10 does not divide by parallel.data x train.packs_per_microbatch = 2 x 2 = 4; "
+        "nearest that does: 8 or 12"
+    )
+    _, line = problems(minimal, "train.packs_per_step=3", "parallel.data=4")
+    assert line.endswith("= 4 x 1 = 4; nearest that does: 4")
+
+
+def test_boundaries_must_fit_the_pipeline_and_increase(minimal):
+    _, line = problems(minimal, "parallel.pipeline=4", "parallel.boundaries=[8, 16]")
+    assert line.startswith("parallel.boundaries: [8, 16] has 2 entries; parallel.pipeline 4 needs 3, the first decoder")
+    _, line = problems(minimal, "parallel.pipeline=3", "parallel.boundaries=[8, 8]")
+    assert line.startswith("parallel.boundaries: [8, 8] must increase strictly")
+    assert load_config(minimal, ["parallel.pipeline=3", "parallel.boundaries=[0, 8]"]).parallel.boundaries == (0, 8)
+
+
+def test_a_recompute_list_must_have_one_entry_per_pipeline_rank(minimal):
+    _, line = problems(minimal, "parallel.pipeline=2", "parallel.recompute_layers=[1, 2, 3]")
+    assert line.startswith("parallel.recompute_layers: [1, 2, 3] has 3 entries; parallel.pipeline 2 needs 2, one per")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.lr", "override 'optimizer.lr': needs the form key.sub=value, e.g. optimizer.lr=1e-3"),
+        ("=3", "override '=3': needs the form key.sub=value, e.g. optimizer.lr=1e-3"),
+        ("train=3", "override 'train=3': train is a section; set one of its keys, e.g. optimizer.lr=1e-3"),
+        ("run.name.x=3", "override 'run.name.x=3': name is 'test', which has no keys below it"),
+        ("train.max_steps=[1", "override 'train.max_steps=[1', line 1, column 3: expected ',' or ']', but got"),
+    ],
+)
+def test_a_malformed_override_is_quoted_with_the_right_form(minimal, override, expected):
+    (line,) = problems(minimal, override)
+    assert line.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "problem"),
+    [
+        ("data:\n  shards: a\n  shards: b\n", "line 3, column 3", "key shards is given twice, first on line 2"),
+        ("run:\n  name: [a\n", "line 3, column 1", "expected ',' or ']', but got '<stream end>'"),
+        ("run:\n\tname: a\n", "line 2, column 1", "found character '\\t' that cannot start any token"),
+        ("on: 1\n", "line 1, column 1", "key True is not text"),
+        ("run: !!python/object/apply:os.getcwd []\n", "line 1, column 6", "could not determine a constructor"),
+    ],
+)  # fmt: skip
+def test_a_yaml_mistake_names_file_line_and_column(tmp_path, text, where, problem):
+    file = written(tmp_path, text)
+    (line,) = problems(file)
+    assert line.startswith(f"{file}, {where}: {problem}")
+
+
+def test_a_file_that_is_no_configuration_is_refused(tmp_path):
+    assert problems(tmp_path / "absent.yaml") == [f"{tmp_path}/absent.yaml: no such configuration file"]
+    (line,) = problems(written(tmp_path, "- a\n- b\n"))
+    assert line.endswith(
+        "holds a list; needs the sections run, model, parallel, data, train, optimizer, eval, checkpoint"
+    )
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    (line,) = problems(tmp_path / "binary.yaml")
+    assert "cannot be read as text" in line
+    assert problems(written(tmp_path, ""))[0].endswith(": 5 problems")
+
+
+def test_loading_a_configuration_imports_no_torch(minimal):
+    code = (
+        "import sys; from mmtrain.config.schema import load_config; load_config(sys.argv[1], ['run.seed=1']);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(minimal)], check=True, timeout=60)
+
+
+def test_several_data_sets_are_a_list_of_sections_with_their_own_problems(minimal):
+    sets = "data.sets=[{name: captions, shards: a.tar}, {name: chat, shards: [b.tar, c.tar], weight: 0.5}]"
+    loaded = load_config(minimal, ["data.shards=null", sets])
+    assert [(one.name, one.shards, one.weight) for one in loaded.data.sets] == [
+        ("captions", "a.tar", 1.0),
+        ("chat", ("b.tar", "c.tar"), 0.5),
+    ]
+    _, *lines = problems(minimal, "data.shards=null", "data.sets=[{name: a, shard: x.tar}, {name: b b, shards: y.tar}]")
+    assert len(lines) == 3
+    assert lines[0].startswith("data.sets.0.shards: missing; needs text or a non-empty list of texts")
+    assert "data.sets.0.shard: unknown key (value 'x.tar'); nearest valid key: data.sets.*.shards" in lines[1]
+    assert lines[2].startswith("data.sets.1.name: 'b b' is not allowed")
+    twice = "data.sets=[{name: a, shards: x.tar}, {name: a, shards: y.tar}]"
+    assert problems(minimal, "data.shards=null", twice)[1] == "data.sets: names must differ; they are a, a"
+    assert "the list is empty" in problems(minimal, "data.shards=null", "data.sets=[]")[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["data.shards=null"], "data.shards"),
+        (["data.sets=[{name: a, shards: x.tar}]", "data.shards=b.tar"], "data.shards"),
+        (["train.max_steps=null"], "train.max_steps"),
+        (["train.epochs=2", "train.max_steps=5"], "train.max_steps"),
+        (["eval.shards=e.tar", "eval.fraction=0.1"], "eval.fraction"),
+    ],
+)
+def test_of_two_keys_that_say_the_same_thing_one_is_set(minimal, overrides, key):
+    (line,) = problems(minimal, *overrides)[1:]
+    assert line.startswith(f"{key}: set ")
+
+
+def test_an_override_takes_the_place_of_the_key_in_the_file_that_says_the_same_thing(minimal):
+    loaded = load_config(minimal, ["train.epochs=2", "data.sets=[{name: a, shards: x.tar}]"])
+    assert (loaded.train.epochs, loaded.train.max_steps, loaded.data.shards) == (2, None, None)
+    assert load_config(minimal, ["train.epochs=null"]).train.max_steps == 10
+    both = written(minimal.parent, MINIMAL.replace("max_steps: 10", "max_steps: 10, epochs: 1"))
+    assert problems(both)[1] == "train.max_steps: set exactly one of train.max_steps and train.epochs"
+
+
+@pytest.mark.parametrize("kept", ["{<<: *cc3m, name: sbu}", "{<<: [*cc3m], name: sbu}"])
+def test_merge_keys_take_what_a_mapping_does_not_say_itself(tmp_path, kept):
+    sets = "data: {sets: [&cc3m {name: cc3m, shards: a.tar, weight: 2.5}, " + kept + "]}"
+    one, other = load_config(written(tmp_path, MINIMAL.replace("data: {shards: a.tar}", sets))).data.sets
+    assert (one.name, other.name, other.shards, other.weight) == ("cc3m", "sbu", "a.tar", 2.5)
+
+
+def test_a_key_given_twice_beside_a_merge_is_refused(tmp_path):
+    sets = "data: {sets: [&a {name: a, shards: a.tar}, {<<: *a, name: b, name: c}]}"
+    (problem,) = problems(written(tmp_path, MINIMAL.replace("data: {shards: a.tar}", sets)))
+    assert "key name is given twice" in problem
+
+
+def test_of_very_many_problems_the_first_are_said(tmp_path):
+    said = problems(written(tmp_path, MINIMAL + "".join(f"key{i}: 1\n" for i in range(5000))))
+    assert len(said) < 30 and said[-1] == "and more; mend these first"

@@ -1,0 +1,92 @@
+"""llava_json.py: JSON is read record by record, and what is neither an array nor lines is refused with its place."""
+
+import gzip
+import json
+import os
+import tracemalloc
+
+import pytest
+
+from mmtrain.base.errors import UserError
+from mmtrain.data.prepare import llava_json
+from mmtrain.data.prepare.llava_json import read_llava_json
+
+
+def record(answer="A cat.", **fields) -> dict:
+    turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": answer}]
+    return {"id": "a1", "image": "a.png", "conversations": turns} | fields
+
+
+MANY = [record(id=f"r{number}", answer="ü\u2028 \U0001f600" * (number % 50 + 1)) for number in range(400)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(MANY),
+        json.dumps(MANY, indent=2, ensure_ascii=False),
+        "\ufeff \n" + json.dumps(MANY, ensure_ascii=False) + "\n\n",
+        "\n".join(json.dumps(record, ensure_ascii=False) for record in MANY),
+        "\r\n\r\n".join(json.dumps(record) for record in MANY) + "\r\n",
+    ],
+    ids=["array", "indented array", "array after a byte order mark", "lines", "lines from Windows, some empty"],
+)
+def test_json_arrays_and_json_lines_give_their_records_in_order(tmp_path, monkeypatch, text):
+    path = tmp_path / "data.json"
+    path.write_bytes(text.encode())
+    assert list(read_llava_json(path)) == MANY
+    monkeypatch.setattr(llava_json, "_CHUNK", 37)  # every record crosses an end of the window
+    assert list(read_llava_json(path)) == MANY
+
+
+@pytest.mark.parametrize("chunk", range(1, 12))
+def test_values_that_end_with_the_window_are_read_whole(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(llava_json, "_CHUNK", chunk)
+    path = tmp_path / "data.json"
+    path.write_text('[123, -4.5e6, "a\\u00e9\\n", true , null,{"a":[]} ]')
+    assert list(read_llava_json(path)) == [123, -4500000.0, "aé\n", True, None, {"a": []}]
+    path.write_text(" [ ] ")
+    assert list(read_llava_json(path)) == []
+
+
+def test_memory_is_that_of_a_window_and_not_of_the_file(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([record(answer="x" * 1000)] * 20_000))
+    assert path.stat().st_size > 20_000_000
+    tracemalloc.start()
+    assert sum(1 for _ in read_llava_json(path)) == 20_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8_000_000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"  \n", "is empty"),
+        (b"id,image\n1,a.jpg\n", "begins with 'i'; needed is a JSON array"),
+        (gzip.compress(b"[]"), "is not UTF-8 text .*unpack it"),
+        ('[{"id": "ü"}]'.encode("utf-16"), "is not UTF-8 text"),
+        (b'{\n "images": []\n}', "line 1 is not valid JSON"),
+        (b'{"id": 1}\n\n{"id": 2', "line 3 is not valid JSON"),
+        (b'[{"id": 1}, {"id": 2}', r"after 2 records, at character 21 \(the array does not end\)"),
+        (b'[{"id": 1}, {"id', r"after 1 records, at character 12 .*is the file complete"),
+        (b'[{"id": 1} {"id": 2}]', "after 1 records, at character 11 .*expecting , or ]"),
+        (b'[{"id": 1}]{"id": 2}', "something follows the array's end"),
+        (b"[" * 100_000, "not valid JSON after 0 records"),
+        (b"[1, \xff]", "is not UTF-8 text"),
+    ],
+)
+def test_a_file_that_is_neither_is_refused(tmp_path, content, message):
+    path = tmp_path / "data.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"data\.json: .*" + message):
+        list(read_llava_json(path))
+
+
+def test_a_missing_file_a_folder_and_a_pipe_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "none.json", tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserError, match="no such file; a LLaVA JSON or JSONL file is needed"):
+            list(read_llava_json(path))

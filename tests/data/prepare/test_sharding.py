@@ -1,0 +1,338 @@
+"""sharding.py: tars that any reader opens, the same bytes for the same samples, whole under their name or not there."""
+
+import hashlib
+import io
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import webdataset
+from PIL import Image
+
+from mmtrain.base.errors import UserError
+from mmtrain.data.prepare.sharding import TextMeter, WrittenShard, sample_key, tar_bytes, write_shard, write_shards
+from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.sample import Sample, read_sample
+from mmtrain.data.shards.index import index_path, read_index
+from mmtrain.data.shards.scan import scan_shard
+
+
+def picture(number: int, suffix: str = "png") -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (number + 1, 7), (number % 256, 80, 120)).save(stream, {"jpg": "JPEG"}.get(suffix, suffix))
+    return stream.getvalue()
+
+
+def sample(key: str, images: int = 1, text: str = "A cat.", suffix: str = "png"):
+    turns = [{"from": "human", "value": "<image>" * images}, {"from": "gpt", "value": text}]
+    return key, {"id": key, "conversations": turns}, [(suffix, picture(number, suffix)) for number in range(images)]
+
+
+def read_members(tar: Path) -> list[dict]:
+    """What webdataset finds in a tar."""
+    return list(webdataset.tariterators.tarfile_samples([{"url": str(tar)}]))
+
+
+def keys_in(tar: Path) -> list[str]:
+    return [members["__key__"] for members in read_members(tar)]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+TWO_WITH_INDEXES = [f"shard-00000{number}.tar{more}" for number in range(2) for more in ("", ".index")]
+MIXED = [
+    sample(f"k{number}", images=number % 4, text="ü\U0001f600" * (number + 1), suffix="webp") for number in range(10)
+]
+
+
+def test_a_reader_that_knows_nothing_of_mmtrain_finds_every_sample(tmp_path):
+    shards = write_shards(iter(MIXED), tmp_path, samples_per_shard=4)
+    assert [shard.file for shard in shards] == ["shard-000000.tar", "shard-000001.tar", "shard-000002.tar"]
+    read = list(webdataset.WebDataset([str(tmp_path / shard.file) for shard in shards], shardshuffle=False))
+    for (key, record, files), found in zip(MIXED, read, strict=True):
+        assert found["__key__"] == key and json.loads(found["json"]) == record
+        names = ["webp"] if len(files) == 1 else [f"{number}.webp" for number in range(len(files))]
+        assert {name: found[name] for name in found if name.endswith("webp")} == {
+            name: content for name, (_, content) in zip(names, files, strict=True)
+        }
+    with tarfile.open(tmp_path / shards[0].file) as archive:
+        names = archive.getnames()
+    files = ["k0.json", "k1.json", "k1.webp", "k2.json", "k2.0.webp", "k2.1.webp"]
+    assert names == [*files, "k3.json", "k3.0.webp", "k3.1.webp", "k3.2.webp"]
+
+
+def test_the_index_finds_every_member_by_its_bytes_and_is_that_of_a_scan(tmp_path):
+    for shard in write_shards(MIXED, tmp_path, samples_per_shard=3):
+        tar = tmp_path / shard.file
+        content, index = tar.read_bytes(), read_index(tar)
+        assert index.tar_bytes == len(content) and index.faults == {} and index.texts == {}
+        for key, members, sizes in zip(index.keys, index.members, index.image_sizes, strict=True):
+            _, record, files = next(entry for entry in MIXED if entry[0] == key)
+            found = {member.suffix: content[member.offset :][: member.size] for member in members}
+            assert [member.crc32 for member in members] == [zlib.crc32(body) for body in found.values()]
+            read = read_sample(key, shard.file, found)
+            assert read.turns == tuple((turn["from"], turn["value"]) for turn in record["conversations"])
+            assert list(read.images) == [body for _, body in files]
+            assert sizes == tuple((number + 1, 7) for number in range(len(files)))
+        assert index == scan_shard(tar, lambda sample: None)
+
+
+def test_an_index_says_what_a_scan_says_of_images_that_are_none(tmp_path):
+    write_shard(tmp_path / "s.tar", [sample("a"), (*sample("b", images=2)[:2], [("png", b"text"), ("jpg", b"")])])
+    index = read_index(tmp_path / "s.tar")
+    assert index.faults[1][0] == "undecodable_image" and index.faults.keys() == {1}
+    assert index == scan_shard(tmp_path / "s.tar", lambda sample: None)
+
+
+def test_text_lengths_and_what_a_template_cannot_hold_stand_in_the_index(tmp_path):
+    def count(sample: Sample) -> int:
+        if sample.key == "k3":
+            raise Rejected("template", "three images")
+        return len(sample.turns[1][1]) + 1000 * len(sample.images)
+
+    broken = ("broken", sample("broken")[1], [("png", b"no picture")])
+    shard = write_shard(tmp_path / "s.tar", [*MIXED[:4], broken], TextMeter("abc", count))
+    texts = read_index(tmp_path / "s.tar").texts
+    assert texts.keys() == {"abc"} and texts["abc"].tokens == [2, 1004, 2006, 0, 0]
+    assert texts["abc"].faults == {3: ("template", "three images")}
+    assert shard.text_tokens == 3012
+
+
+def test_counts_are_those_of_the_files(tmp_path):
+    shards = write_shards(MIXED, tmp_path, samples_per_shard=4, prefix="part")
+    digest = hashlib.sha256((tmp_path / "part-000002.tar").read_bytes()).hexdigest()
+    assert shards[2] == WrittenShard("part-000002.tar", 2, 1, 7, None, 10240, digest)
+    assert [shard.samples for shard in shards] == [4, 4, 2]
+    assert [shard.images for shard in shards] == [6, 6, 1]
+    assert [shard.image_pixels for shard in shards] == [7 * (1 + 3 + 6), 7 * (1 + 3 + 6), 7]
+    assert [shard.bytes for shard in shards] == [(tmp_path / shard.file).stat().st_size for shard in shards]
+    assert shards[0].as_dict() == {
+        "file": "part-000000.tar",
+        "samples": 4,
+        "images": 6,
+        "image_pixels": 70,
+        "text_tokens": None,
+        "bytes": shards[0].bytes,
+        "sha256": hashlib.sha256((tmp_path / "part-000000.tar").read_bytes()).hexdigest(),
+    }
+    assert write_shards([], tmp_path, samples_per_shard=4) == []
+
+
+def test_the_bytes_are_those_that_pythons_tarfile_writes(tmp_path):
+    write_shard(tmp_path / "s.tar", MIXED)
+    stream, sizes = io.BytesIO(), []
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for key, record, files in MIXED:
+            names = [suffix if len(files) == 1 else f"{number}.{suffix}" for number, (suffix, _) in enumerate(files)]
+            contents = [json.dumps(record, ensure_ascii=False).encode(), *(content for _, content in files)]
+            for name, content in zip(["json", *names], contents, strict=True):
+                member = tarfile.TarInfo(f"{key}.{name}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+                sizes.append(len(content))
+        assert tar_bytes(sizes) == archive.offset
+    assert (tmp_path / "s.tar").read_bytes() == stream.getvalue()
+
+
+def test_the_same_samples_give_the_same_bytes_and_they_are_plain_ustar(tmp_path):
+    """The header of the first member, field by field of POSIX.1-2008 ustar: no time, no owner, no extension."""
+    digests = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        shards = write_shards(MIXED, tmp_path / name, samples_per_shard=4)
+        digests.append([hashlib.sha256((tmp_path / name / shard.file).read_bytes()).hexdigest() for shard in shards])
+    assert digests[0] == digests[1]
+    body = json.dumps(MIXED[0][1], ensure_ascii=False).encode()
+    header = b"k0.json".ljust(100, b"\0") + b"0000644\0" + b"0000000\0" * 2 + f"{len(body):011o}\0".encode()
+    header += b"0" * 11 + b"\0" + b" " * 8 + b"0" + b"\0" * 100 + b"ustar\00000"
+    header = header.ljust(512, b"\0")  # no names of owner and group, no device, no prefix
+    header = header.replace(b" " * 8, f"{sum(header):06o}\0 ".encode(), 1)
+    assert (tmp_path / "a" / "shard-000000.tar").read_bytes()[: 512 + len(body)] == header + body
+    with tarfile.open(tmp_path / "a" / "shard-000001.tar") as archive:
+        assert all(member.isreg() and not member.pax_headers for member in archive)
+
+
+def test_memory_is_that_of_a_few_samples(tmp_path):
+    held = set()
+
+    class Content(bytes):
+        def __del__(self):
+            held.discard(id(self))
+
+    def samples():
+        for number in range(50):
+            content = Content(picture(3))
+            held.add(id(content))
+            yield f"k{number}", {}, [("png", content)]
+            del content
+            assert len(held) <= 3
+
+    assert write_shards(samples(), tmp_path, samples_per_shard=20)[1].samples == 20
+
+
+@pytest.mark.parametrize("identifier", ["004539375", "a", "A-b_C9", "x" * 80, "0-", "9__"])
+def test_a_safe_id_is_its_own_key(identifier):
+    assert sample_key(identifier) == identifier
+
+
+@pytest.mark.parametrize(
+    ("identifier", "begin"),
+    [
+        ("coco/train2017/000000033471.jpg", "coco-train2017-000000033471-jpg-"),
+        ("../../etc/passwd", "etc-passwd-"),
+        ("__meta__", "meta-"),
+        ("-rf", "rf-"),
+        ("wiki.page", "wiki-page-"),
+        ("x" * 81, "x" * 60 + "-"),
+        ("図書館", ""),
+        ("日本 2", "2-"),
+        (".", ""),
+        ("a\n", "a-"),
+    ],
+)
+def test_an_unsafe_id_gets_a_safe_key_with_a_hash_of_it(identifier, begin):
+    digits = hashlib.sha256(identifier.encode()).hexdigest()[:12]
+    assert sample_key(identifier) == begin + digits
+
+
+def test_different_ids_have_different_safe_keys():
+    draw = random.Random(0)
+    ids = {"".join(draw.choices("aB0_-./ é", k=draw.randint(1, 6))) for _ in range(20_000)}
+    keys = {sample_key(identifier) for identifier in ids}
+    assert len(keys) == len(ids) > 10_000
+    assert all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}", key) for key in keys)
+
+
+def test_programmers_mistakes_are_asserted(tmp_path):
+    for broken in (*map(sample, ("a.b", "_a", "a/b", "é", "", "x" * 91)), sample("a", suffix="PNG")):
+        with pytest.raises(AssertionError):
+            write_shards([broken], tmp_path, samples_per_shard=2)
+    with pytest.raises(AssertionError, match="key a comes twice"):
+        write_shards([sample("a"), sample("b"), sample("a")], tmp_path, samples_per_shard=1)
+    assert names_in(tmp_path) == TWO_WITH_INDEXES
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError, GeneratorExit])
+def test_an_interruption_leaves_whole_shards_only(tmp_path, error):
+    def samples():
+        yield from (sample(f"k{number}") for number in range(7))
+        raise error
+
+    with pytest.raises(error):
+        write_shards(samples(), tmp_path, samples_per_shard=3)
+    assert names_in(tmp_path) == TWO_WITH_INDEXES
+    assert keys_in(tmp_path / "shard-000001.tar") == ["k3", "k4", "k5"]
+
+
+def test_ctrl_c_at_any_moment_leaves_a_whole_shard_or_nothing(tmp_path):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    draw, before, interrupted = random.Random(0), signal.signal(signal.SIGALRM, interrupt), 0
+    try:
+        for number in range(80):
+            path = tmp_path / f"{number}.tar"
+            try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(5e-6, 5e-4))
+                write_shard(path, [sample("a")])
+                time.sleep(0.001)
+            except KeyboardInterrupt:
+                interrupted += not path.exists()
+            assert [left.name for left in tmp_path.glob("*.tmp")] == []
+            assert not path.exists() or len(list(read_members(path))) == 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 10
+
+
+def test_a_shard_is_invisible_to_readers_until_it_is_complete(tmp_path):
+    seen = []
+
+    def samples():
+        yield sample("a")
+        seen.extend(path.name for path in tmp_path.iterdir())
+        yield sample("b")
+
+    write_shard(tmp_path / "s.tar", samples())
+    assert seen == ["s.tar.tmp"]
+    assert names_in(tmp_path) == ["s.tar", "s.tar.index"]
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from mmtrain.data.prepare.sharding import write_shards
+from mmtrain.base.errors import UserError
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
+try:
+    write_shards(((f"k{n}", {}, [("png", bytes(1000 * n))]) for n in range(60)), Path(sys.argv[1]), 20)
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "complete"),
+    [
+        (500_000, 1),  # inside a shard, where the buffer is flushed
+        (10_240, 0),
+        (850_000, 2),
+    ],
+)
+def test_a_full_disk_is_an_error_that_leaves_whole_shards_only(tmp_path, limit, complete):
+    """A limit on the size of files stands for the disk: the kernel refuses the same writes, with EFBIG for ENOSPC."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, tmp_path, str(limit)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert re.search(rf"shard-00000{complete}\.tar: cannot be written \(File too large\)", ran.stdout), ran
+    assert ran.stderr == ""
+    assert names_in(tmp_path) == [f"shard-00000{n}.tar{more}" for n in range(complete) for more in ("", ".index")]
+    for number in range(complete):
+        assert len(list(webdataset.WebDataset(str(tmp_path / f"shard-00000{number}.tar"), shardshuffle=False))) == 20
+
+
+def test_nothing_that_is_there_is_written_over(tmp_path):
+    write_shards(MIXED, tmp_path, samples_per_shard=4)
+    before = (tmp_path / "shard-000000.tar").read_bytes()
+    with pytest.raises(UserError, match=r"shard-000000\.tar: exists already"):
+        write_shards([sample("new")], tmp_path, samples_per_shard=4)
+    assert (tmp_path / "shard-000000.tar").read_bytes() == before
+    other = tmp_path / "other.tar.tmp"
+    other.write_bytes(b"someone is at it")
+    with pytest.raises(UserError, match=r"other\.tar\.tmp: is there: another process writes this shard"):
+        write_shard(tmp_path / "other.tar", MIXED)
+    assert other.read_bytes() == b"someone is at it"
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"none/s\.tar: cannot be written \(No such file or directory\)"):
+        write_shard(tmp_path / "none" / "s.tar", MIXED)
+
+
+def test_two_writers_of_one_shard_cannot_mix(tmp_path):
+    def samples():
+        yield sample("a")
+        with pytest.raises(UserError, match="another process"):
+            write_shard(tmp_path / "s.tar", [sample("b")])
+        yield sample("c")
+
+    assert write_shard(tmp_path / "s.tar", samples()).samples == 2
+    assert keys_in(tmp_path / "s.tar") == ["a", "c"]
+
+
+def test_a_tar_whose_index_cannot_be_written_is_not_left_alone(tmp_path):
+    index_path(tmp_path / "s.tar").mkdir()
+    with pytest.raises(UserError, match=r"s\.tar\.index: cannot be written"):
+        write_shard(tmp_path / "s.tar", [sample("a")])
+    assert names_in(tmp_path) == ["s.tar.index"]

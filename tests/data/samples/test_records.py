@@ -1,0 +1,381 @@
+"""records.py: what passes is what samples.read_sample accepts, and what does not has its reason."""
+
+import copy
+import io
+import json
+import os
+import random
+import zlib
+
+import pytest
+from PIL import Image
+
+from mmtrain.data.samples import records
+from mmtrain.data.samples.records import (
+    IMAGE_FORMATS,
+    MAX_IMAGE_BYTES,
+    MAX_JSON_BYTES,
+    MAX_TEXT_BYTES,
+    MAX_TURNS,
+    REASONS,
+    ImageLimits,
+    Rejected,
+    open_image,
+    parse_record,
+    read_image,
+)
+from mmtrain.data.samples.sample import read_sample
+
+
+def encoded(file_format: str, size=(9, 7), **options) -> bytes:
+    stream = io.BytesIO()
+    Image.effect_noise(size, 60).convert("RGB").save(stream, file_format, **options)
+    return stream.getvalue()
+
+
+def record(question="<image>\nWhat is it?", answer="A cat.", **fields) -> dict:
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return {"id": "a1", "image": "a.png", "conversations": turns} | fields
+
+
+def test_a_good_record_keeps_its_content_its_id_and_its_image_names():
+    content = record(extra={"source": "web"})
+    parsed = parse_record(content)
+    assert (parsed.content, parsed.id, parsed.images) == (content, "a1", ("a.png",))
+    two = parse_record(record("<image> and <image>", image=["x/b.jpg", "a.png"], id=17))
+    assert (two.id, two.images) == ("17", ("x/b.jpg", "a.png"))
+    alone = record("Who?")
+    del alone["image"], alone["id"]
+    assert (parse_record(alone).id, parse_record(alone).images) == (None, ())
+    assert parse_record(record("Who?", image=None)).images == parse_record(record("Who?", image=[])).images == ()
+
+
+def turns(*pairs) -> dict:
+    return record("", conversations=[{"from": speaker, "value": text} for speaker, text in pairs])
+
+
+# Reasons that a record's text gives, each with what read_sample makes of the same record: True where it accepts it.
+BAD_TEXTS = [
+    ("not_an_object", ["a"], False),
+    ("not_json", record(score=float("nan")), True),
+    ("not_json", record(answer="half a pair: \ud83d"), False),
+    ("bad_id", record(id=""), True),
+    ("bad_id", record(id=True), True),
+    ("bad_id", record(id=1.5), True),
+    ("bad_id", record(id=["a"]), True),
+    ("no_conversation", record(conversations=[]), False),
+    ("no_conversation", record(conversations={"from": "gpt"}), False),
+    ("no_conversation", record(conversations=["hello"]), False),
+    ("no_conversation", {"id": "a1", "image": "a.png", "text": "a cat"}, False),
+    ("unknown_role", turns(("human", "<image>"), ("gpt", "Yes."), ("system", "Be kind.")), False),
+    ("unknown_role", turns(("user", "<image>"), ("gpt", "Yes.")), False),
+    ("unknown_role", record(conversations=[{"role": "user", "content": "<image>"}]), False),
+    ("non_text_value", turns(("human", "<image>"), ("gpt", 7)), False),
+    ("non_text_value", turns(("human", "<image>"), ("gpt", None)), False),
+    ("no_answer", turns(("human", "<image>")), False),
+    ("no_answer", turns(("human", "<image>"), ("gpt", " \n")), False),
+    ("turn_order", turns(("gpt", "Hello."), ("human", "<image>"), ("gpt", "Yes.")), False),
+    ("turn_order", turns(("human", "<image>"), ("human", "Who?"), ("gpt", "Yes.")), False),
+    ("turn_order", turns(("human", "<image>"), ("gpt", "Yes."), ("human", "Who?")), False),
+    ("turn_order", turns(("system", "<image>"), ("gpt", "Yes.")), False),
+    ("too_many_bytes", record(extra="a" * MAX_JSON_BYTES), True),
+    ("too_long", turns(("human", "<image>"), ("gpt", "a" * MAX_TEXT_BYTES)), False),
+    ("too_long", turns(*[("human", "<image>"), ("gpt", "Yes.")] * (MAX_TURNS // 2 + 1)), False),
+    ("bad_image_field", record(image=7), True),
+    ("bad_image_field", record(image=""), True),
+    ("bad_image_field", record(image=["a.png", None]), True),
+    ("image_count", record("Who?"), False),
+    ("image_count", record("<image><image>"), False),
+    ("image_count", record("<image>", image=None), False),
+]
+
+
+@pytest.mark.parametrize(("reason", "bad", "readable"), BAD_TEXTS)
+def test_bad_text_is_rejected_by_its_reason(reason, bad, readable):
+    with pytest.raises(Rejected) as caught:
+        parse_record(bad)
+    assert caught.value.reason == reason and caught.value.detail
+    named = isinstance(bad, dict) and bad.get("image") is not None
+    members = {"json": json.dumps(bad).encode()} | ({"png": b""} if named else {})
+    if readable:
+        read_sample("a1", "s.tar", members)
+    else:
+        with pytest.raises(Rejected):
+            read_sample("a1", "s.tar", members)
+
+
+def test_conversations_as_long_as_allowed_pass():
+    asked = [("human", "Who?"), ("gpt", "A cat.")] * (MAX_TURNS // 2 - 1)
+    length = MAX_TEXT_BYTES - sum(len(text) for _, text in asked) - len("And?")
+    content = turns(*asked, ("human", "And?"), ("gpt", "a" * length)) | {"image": None}
+    assert parse_record(content).content == content
+    assert len(read_sample("a1", "s.tar", {"json": json.dumps(content).encode()}).turns) == MAX_TURNS
+
+
+def test_the_suffixes_are_those_that_samples_are_read_by():
+    for suffix in records.IMAGE_SUFFIXES:
+        assert read_sample("a1", "s.tar", members_of(record("<image>"), [(suffix, b"x")])).images == (b"x",)
+
+
+def members_of(content: dict, files) -> dict:
+    names = [suffix if len(files) == 1 else f"{number}.{suffix}" for number, (suffix, _) in enumerate(files)]
+    bodies = {name: body for name, (_, body) in zip(names, files, strict=True)}
+    return {"json": json.dumps(content).encode(), **bodies}
+
+
+def test_a_system_turn_comes_first_and_images_may_stand_in_every_turn():
+    content = turns(("system", "See <image>."), ("human", "<image> or <image>?"), ("gpt", "Rather <image>."))
+    content["image"] = ["a.png", "b.png", "c.jpg", "d.webp"]
+    assert parse_record(content).images == ("a.png", "b.png", "c.jpg", "d.webp")
+
+
+def test_what_passes_is_what_read_sample_accepts():
+    """Records made by random damage to good ones: accepted ones read back, the others fail there or are stricter."""
+    draw = random.Random(0)
+    stricter = {"not_json", "bad_id", "bad_image_field"}
+    outcomes = {True: 0, False: 0}
+    for _ in range(3000):
+        images = draw.randrange(3)
+        content = turns(*[("human", "<image>" * images + "?"), ("gpt", "!")] * draw.randint(1, 2))
+        content["conversations"][-2]["value"] = "And?" if len(content["conversations"]) > 2 else "<image>" * images
+        content["image"] = [f"{number}.png" for number in range(images)]
+        damage(draw, content)
+        try:
+            parsed = parse_record(copy.deepcopy(content))
+        except Rejected as error:
+            outcomes[False] += 1
+            if error.reason not in stricter:
+                with pytest.raises(Rejected):
+                    read_sample("a1", "s.tar", members_of(content, [("png", b"x")] * images))
+        else:
+            outcomes[True] += 1
+            files = [("png", bytes([n])) for n in range(len(parsed.images))]
+            sample = read_sample("a1", "s.tar", members_of(content, files))
+            assert sample.turns == tuple((turn["from"], turn["value"]) for turn in content["conversations"])
+            assert sample.images == tuple(bytes([number]) for number in range(len(parsed.images)))
+    assert min(outcomes.values()) > 500
+
+
+def damage(draw: random.Random, content: dict) -> None:
+    """At most one random change to a record's text, often harmless; the number of its images stays."""
+    turn = draw.choice(content["conversations"])
+    values = ["<image>", "", "text", 3, None, [], {}, "human", "gpt", "system", float("inf"), "\ud800", "é"]
+    change = draw.randrange(6)
+    if change == 0:
+        turn[draw.choice(["from", "value", "weight"])] = draw.choice(values)
+    elif change == 1:
+        turn.pop(draw.choice(["from", "value"]))
+    elif change == 2:
+        content["conversations"] = draw.choice([content["conversations"][:1], content["conversations"][::-1], *values])
+    elif change == 3:
+        content["id"] = draw.choice(values)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "images" / "sub").mkdir(parents=True)
+    (tmp_path / "secret.png").write_bytes(encoded("PNG"))
+    return tmp_path / "images"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "suffix"),
+    [
+        ("a.jpg", encoded("JPEG"), "jpg"),
+        ("sub/b.JPEG", encoded("JPEG"), "jpeg"),
+        ("sub/../c.Png", encoded("PNG"), "png"),
+        ("d.e.webp", encoded("WEBP"), "webp"),
+        ("png in disguise.jpg", encoded("PNG"), "jpg"),
+        ("gif in disguise.jpg", encoded("GIF"), "jpg"),
+        ("ünïcode \U0001f600.png", encoded("PNG"), "png"),
+    ],
+)
+def test_a_good_image_keeps_its_bytes_and_its_own_suffix_in_lower_case(folder, name, content, suffix):
+    (folder / name).write_bytes(content)
+    assert read_image(folder, name) == (suffix, content)
+
+
+def test_a_link_inside_the_folder_is_followed(folder):
+    (folder / "a.png").write_bytes(encoded("PNG"))
+    (folder / "link.png").symlink_to(folder / "a.png")
+    assert read_image(folder, "link.png") == ("png", (folder / "a.png").read_bytes())
+
+
+def jpeg_cut_off() -> bytes:
+    content = encoded("JPEG", (64, 64))
+    return content[: len(content) * 2 // 3]
+
+
+def png_with_a_flipped_bit() -> bytes:
+    content = bytearray(encoded("PNG", (64, 64)))
+    content[len(content) // 2] ^= 1
+    return bytes(content)
+
+
+BAD_IMAGES = {
+    "no file": ("missing_image", "none.png"),
+    "a folder that is none": ("missing_image", "none/a.png"),
+    "parent folder": ("outside_images", "../secret.png"),
+    "absolute path": ("outside_images", "/etc/secret.png"),
+    "link out": ("outside_images", "out.png"),
+    "folder that is a link out": ("outside_images", "up/secret.png"),
+    "link to nothing inside": ("missing_image", "nothing.png"),
+    "links in a circle": ("unreadable_image missing_image", "circle.png"),
+    "a folder": ("unreadable_image", "folder.png"),
+    "a named pipe": ("unreadable_image", "pipe.png"),
+    "a null byte": ("unreadable_image", "a\0.png"),
+    "a name too long for any system": ("unreadable_image", "n" * 5000 + ".png"),
+    "no suffix": ("unsupported_image", "plain"),
+    "a suffix that readers do not know": ("unsupported_image", "plain.gif"),
+    "empty": ("undecodable_image", "empty.png"),
+    "text": ("undecodable_image", "text.jpg"),
+    "cut off": ("undecodable_image", "cut.jpg"),
+    "one flipped bit": ("undecodable_image", "flipped.png"),
+    "PostScript": ("undecodable_image", "script.jpg"),
+    "a bomb that Pillow refuses": ("too_many_pixels", "bomb.png"),
+    "a bomb that Pillow warns of": ("too_many_pixels", "large.png"),
+    "more bytes than allowed": ("too_many_bytes", "long.jpg"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_IMAGES)
+def test_bad_images_are_rejected_by_their_reason(folder, case):
+    (folder / "out.png").symlink_to(folder.parent / "secret.png")
+    (folder / "up").symlink_to(folder.parent)
+    (folder / "nothing.png").symlink_to(folder / "none.png")
+    (folder / "circle.png").symlink_to(folder / "circle.png")
+    (folder / "folder.png").mkdir()
+    os.mkfifo(folder / "pipe.png")
+    for name in ("plain", "plain.gif"):
+        (folder / name).write_bytes(encoded("GIF"))
+    (folder / "empty.png").touch()
+    (folder / "text.jpg").write_text("<html>404</html>")
+    (folder / "cut.jpg").write_bytes(jpeg_cut_off())
+    (folder / "flipped.png").write_bytes(png_with_a_flipped_bit())
+    (folder / "script.jpg").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
+    (folder / "bomb.png").write_bytes(png_that_claims(20_000))  # 400 million pixels
+    (folder / "large.png").write_bytes(png_that_claims(10_001))
+    (folder / "long.jpg").write_bytes(encoded("JPEG"))
+    os.truncate(folder / "long.jpg", MAX_IMAGE_BYTES + 1)  # the rest are zeros, and take no room on the disk
+    reasons, name = BAD_IMAGES[case]
+    with pytest.raises(Rejected) as caught:
+        read_image(folder, name)
+    assert caught.value.reason in reasons.split()
+    assert caught.value.detail.startswith(name)
+
+
+def png_that_claims(side: int) -> bytes:
+    png = bytearray(encoded("PNG"))
+    png[16:24] = side.to_bytes(4, "big") * 2  # IHDR's width and height
+    png[29:33] = zlib.crc32(png[12:29]).to_bytes(4, "big")
+    return bytes(png)
+
+
+def test_limits_are_the_largest_that_pass(folder, recwarn):
+    (folder / "a.png").write_bytes(encoded("PNG", (30, 20)))
+    assert read_image(folder, "a.png", ImageLimits(max_pixels=600))[0] == "png"
+    with pytest.raises(Rejected, match=r"too_many_pixels: a\.png: 30 x 20 pixels, where 599 are allowed"):
+        read_image(folder, "a.png", ImageLimits(max_pixels=599))
+    (folder / "padded.jpg").write_bytes(encoded("JPEG"))
+    os.truncate(folder / "padded.jpg", MAX_IMAGE_BYTES)
+    assert len(read_image(folder, "padded.jpg")[1]) == MAX_IMAGE_BYTES
+    with open_image(png_that_claims(10_000)) as image:  # Pillow warns of such sizes; that it may be read is said here
+        assert image.size == (10_000, 10_000)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_a_jpeg_is_judged_as_by_decoding_all_its_pixels(folder, mode, progressive):
+    """Damage of four kinds: cut off, flipped bits, a wrong byte in the headers, a missing piece."""
+    stream = io.BytesIO()
+    image = Image.effect_noise((160, 120), 60).convert("RGB").convert(mode)
+    image.save(stream, "JPEG", progressive=progressive, quality=85)
+    draw, verdicts = random.Random(0), {True: 0, False: 0}
+    for _ in range(150):
+        content = bytearray(stream.getvalue())
+        at = draw.randrange(len(content))
+        kind = draw.randrange(4)
+        if kind == 0:
+            del content[at:]
+        elif kind == 1:
+            content[at] ^= 1 << draw.randrange(8)
+        elif kind == 2:
+            content[draw.randrange(620)] = draw.randrange(256)
+        else:
+            del content[at : at + draw.randrange(1, 400)]
+        (folder / "a.jpg").write_bytes(content)
+        try:
+            with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as whole:
+                whole.load()
+            sound = True
+        except (OSError, SyntaxError, ValueError):
+            sound = False
+        verdicts[sound] += 1
+        try:
+            assert read_image(folder, "a.jpg") == ("jpg", bytes(content)) and sound
+        except Rejected as error:
+            assert error.reason in ("undecodable_image", "too_many_pixels") and not sound
+    assert min(verdicts.values()) > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "file_format", "mode", "stored"),
+    [
+        ("a.jpg", "JPEG", "RGB", ("JPEG", "RGB")),
+        ("a.jpeg", "JPEG", "L", ("JPEG", "L")),
+        ("a.jpg", "JPEG", "CMYK", ("JPEG", "CMYK")),
+        ("a.webp", "WEBP", "RGBA", ("WEBP", "RGBA")),
+        ("a.png", "PNG", "RGBA", ("PNG", "RGBA")),
+        ("a.png", "PNG", "P", ("PNG", "RGB")),
+        ("a.png", "PNG", "1", ("PNG", "L")),
+        ("a.png", "PNG", "I;16", ("PNG", "I;16")),
+        ("a.jpg", "GIF", "P", ("PNG", "RGB")),
+        ("a.png", "TIFF", "CMYK", ("PNG", "RGB")),
+        ("a.png", "TIFF", "F", ("PNG", "RGB")),
+        ("a.jpg", "BMP", "RGB", ("PNG", "RGB")),
+    ],
+)
+def test_images_with_a_longer_side_than_asked_for_are_made_smaller_in_their_own_kind(
+    folder, name, file_format, mode, stored
+):
+    """A picture, left half dark and right half bright, stays that; one that is small enough keeps its bytes."""
+    image = Image.new("L", (300, 101), 40)
+    image.paste(220, (150, 0, 300, 101))
+    if mode == "I;16":
+        image = image.convert("I").point(lambda value: value * 257).convert("I;16")
+    else:
+        image = (image.convert("RGB") if mode in ("P", "CMYK", "RGBA") else image).convert(mode)
+    if mode == "RGBA":
+        image.putalpha(200)  # WebP stores no alpha that is 255 everywhere
+    image.save(folder / name, file_format)
+    suffix, content = read_image(folder, name, ImageLimits(max_side=90))
+    assert suffix == name.partition(".")[2]
+    with Image.open(io.BytesIO(content)) as made:
+        assert (made.format, made.mode, made.size) == (*stored, (90, 30))
+        grey = (
+            made.point(lambda value: value / 257).convert("L") if mode == "I;16" else made.convert("RGB").convert("L")
+        )
+    if mode != "1":  # one bit a pixel holds white only; Pillow's dithering makes the dark half a pattern
+        assert abs(grey.getpixel((10, 15)) - 40) < 8 and abs(grey.getpixel((80, 15)) - 220) < 8
+    assert read_image(folder, name, ImageLimits(max_side=300)) == (suffix, (folder / name).read_bytes())
+
+
+def test_what_is_made_smaller_keeps_orientation_and_profile_and_is_never_thinner_than_a_pixel(folder):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: turned by 90 degrees
+    Image.new("RGB", (400, 3)).save(folder / "a.jpg", exif=exif, icc_profile=b"a profile")
+    with Image.open(io.BytesIO(read_image(folder, "a.jpg", ImageLimits(max_side=40))[1])) as made:
+        assert made.size == (40, 1) and made.getexif()[0x0112] == 6 and made.info["icc_profile"] == b"a profile"
+
+
+def test_a_damaged_image_is_rejected_whether_it_would_be_made_smaller_or_not(folder):
+    (folder / "cut.jpg").write_bytes(jpeg_cut_off())
+    with pytest.raises(Rejected, match="undecodable_image"):
+        read_image(folder, "cut.jpg", ImageLimits(max_side=8))
+
+
+def test_every_reason_has_a_test_here_or_with_the_tool():
+    tested = {reason for reason, *_ in BAD_TEXTS} | {name for words, _ in BAD_IMAGES.values() for name in words.split()}
+    of_shards = {"template", "no_json", "image_names", "duplicate_member", "checksum"}
+    assert set(REASONS) - tested == {"duplicate_id"} | of_shards

@@ -1,0 +1,565 @@
+import errno
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.errors import UserError
+from mmtrain.data.shards.index import (
+    IndexState,
+    Member,
+    MissingIndex,
+    ShardIndex,
+    TextLengths,
+    index_path,
+    index_state,
+    read_columns,
+    read_index,
+    text_fingerprint,
+    write_index,
+)
+from mmtrain.data.shards.indexing import unready_shards
+
+BYTES = 4096  # of the tar
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def tar(tmp_path):
+    path = tmp_path / "shard-000000.tar"
+    path.write_bytes(bytes(BYTES))
+    return path
+
+
+def small_index() -> ShardIndex:
+    return ShardIndex(
+        tar_bytes=BYTES,
+        keys=["a", "é/b", "c"],
+        members=[
+            (Member("json", 512, 3, 7), Member("jpg", 1536, 700, 2**32 - 1)),
+            (Member("json", 3072, 0, 0),),
+            (Member("json", 3584, 2, 1), Member("1.png", 4000, 2, 5), Member("0.png", 4010, 86, 9)),
+        ],
+        image_sizes=[((640, 480),), (), ((1, 2), (0, 0))],
+        faults={1: ("not_json", "Expecting value \u2028 \udce9")},
+        texts={"f" * 16: TextLengths([12, 0, 300]), "0" * 16: TextLengths([9, 0, 0], {2: ("template", "why")})},
+    )
+
+
+def random_index(draw: random.Random) -> ShardIndex:
+    samples = draw.randint(0, 8)
+
+    def number() -> int:
+        return draw.randrange(BYTES // 2)
+
+    def faults() -> dict[int, tuple[str, str]]:
+        return {place: ("template", chr(draw.randint(1, 0x10FFFF))) for place in range(samples) if draw.random() < 0.3}
+
+    def members() -> tuple[Member, ...]:
+        suffix = draw.choice(["json", "jpg"])
+        return tuple(Member(suffix, number(), number(), draw.getrandbits(32)) for _ in range(draw.randint(1, 4)))
+
+    return ShardIndex(
+        BYTES,
+        [f"{draw.random()}" for _ in range(samples)],
+        [members() for _ in range(samples)],
+        [tuple((number(), number()) for _ in range(draw.randint(0, 3))) for _ in range(samples)],
+        faults(),
+        {
+            f"{draw.random()}": TextLengths([number() for _ in range(samples)], faults())
+            for _ in range(draw.randint(0, 3))
+        },
+    )
+
+
+def test_what_is_written_is_read_back(tar):
+    draw = random.Random(0)
+    for index in [small_index(), *(random_index(draw) for _ in range(100))]:
+        write_index(tar, index)
+        assert read_index(tar) == index
+        assert [path.name for path in sorted(tar.parent.iterdir())] == [tar.name, tar.name + ".index"]
+
+
+def test_the_file_is_as_its_format_says(tar):
+    content = {
+        "keys": ["a", "b"],
+        "members": {
+            "counts": [2, 1],
+            "suffix": ["json", "jpg", "json"],
+            "offset": [512, 1536, 3072],
+            "size": [3, 700, 1],
+            "crc32": [7, 8, 9],
+        },
+        "images": {"counts": [1, 0], "width": [640], "height": [480]},
+        "faults": [[1, "no_answer", "é"]],
+        "texts": {"feed": {"tokens": [12, 0], "faults": []}},
+    }
+    second = json.dumps(content, separators=(",", ":")).encode()
+    header = {"format": "mmtrain shard index", "version": 1, "tar_bytes": BYTES, "samples": 2, "texts": ["feed"]}
+    header["bytes"] = len(second)
+    header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
+    file = json.dumps(header, separators=(",", ":")).encode() + b"\n" + second + b"\n"
+    index_path(tar).write_bytes(file)
+    index = read_index(tar)
+    assert index == ShardIndex(
+        BYTES,
+        ["a", "b"],
+        [(Member("json", 512, 3, 7), Member("jpg", 1536, 700, 8)), (Member("json", 3072, 1, 9),)],
+        [((640, 480),), ()],
+        {1: ("no_answer", "é")},
+        {"feed": TextLengths([12, 0])},
+    )
+    write_index(tar, index)
+    assert index_path(tar).read_bytes() == file
+
+
+def test_equal_indexes_are_equal_bytes_whatever_was_put_in_first(tar):
+    index = small_index()
+    index.faults[0] = ("no_json", "x")
+    write_index(tar, index)
+    first = index_path(tar).read_bytes()
+    index.texts = dict(reversed(index.texts.items()))
+    index.faults = dict(reversed(index.faults.items()))
+    write_index(tar, index)
+    assert index_path(tar).read_bytes() == first
+
+
+def test_a_bit_that_turns_anywhere_is_noticed(tar):
+    write_index(tar, small_index())
+    whole = index_path(tar).read_bytes()
+    for bit in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        index_path(tar).write_bytes(content)
+        for read in (read_index, lambda tar: index_state(tar, "f" * 16)):
+            with pytest.raises(UserError, match=r"\.index: (is damaged|.* is no mmtrain shard index of version 1)"):
+                read(tar)
+
+
+def test_a_file_cut_off_or_with_something_behind_its_end_is_noticed(tar):
+    write_index(tar, small_index())
+    whole = index_path(tar).read_bytes()
+    for content in [*(whole[:length] for length in range(len(whole))), whole + b"\n", whole + whole, bytes(len(whole))]:
+        index_path(tar).write_bytes(content)
+        with pytest.raises(UserError, match=r"shard-000000\.tar\.index: is damaged .* --rebuild "):
+            read_index(tar)
+
+
+def crafted(tar: Path, *changes: tuple[tuple[str | int, ...], object]) -> Path:
+    """An index of two samples in which these columns hold these values, with the checksum that it then needs."""
+    content = {
+        "keys": ["a", "b"],
+        "members": {"counts": [1, 1], "suffix": ["json"] * 2, "offset": [512, 1536], "size": [3, 700], "crc32": [7, 8]},
+        "images": {"counts": [1, 0], "width": [640], "height": [480]},
+        "faults": [],
+        "texts": {"feed": {"tokens": [5, 6], "faults": []}},
+    }
+    header = {"format": "mmtrain shard index", "version": 1, "tar_bytes": BYTES, "samples": 2, "texts": ["feed"]}
+    for (*path, last), value in changes:
+        place = header if path == ["header"] else content
+        for name in path if path != ["header"] else ():
+            place = place[name]
+        place[last] = value
+    second = json.dumps(content, separators=(",", ":")).encode()
+    header["bytes"] = len(second)
+    header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
+    index_path(tar).write_bytes(json.dumps(header, separators=(",", ":")).encode() + b"\n" + second + b"\n")
+    return tar
+
+
+def test_the_index_that_is_crafted_is_sound_before(tar):
+    assert read_index(crafted(tar)).keys == ["a", "b"]
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        (("keys",), ["a"]),
+        (("keys",), ["a", 1]),
+        (("keys",), ["a", ""]),
+        (("keys",), ["a", "x\nerror: all is well"]),
+        (("keys",), ["a", "\ud800"]),
+        (("keys",), "ab"),
+        (("members",), []),
+        (("members", "counts"), [1, 0]),
+        (("members", "counts"), [2, 0]),
+        (("members", "counts"), [3, -1]),
+        (("members", "counts"), [1, 2**63]),
+        (("members", "suffix"), ["json", 7]),
+        (("members", "suffix"), ["json", "\x1b"]),
+        (("members", "size"), [3]),
+        (("members", "size"), [3, "x"]),
+        (("members", "size"), [3, "700"]),
+        (("members", "size"), [3, 700.5]),
+        (("members", "size"), [3, None]),
+        (("members", "size"), [3, -1]),
+        (("members", "size"), [3, 2**40]),
+        (("members", "size"), [3, 2**63 - 1]),
+        (("members", "size"), [3, 10**4000]),
+        (("members", "offset"), [512, -1]),
+        (("members", "offset"), [512, BYTES - 699]),
+        (("members", "offset"), [512, 2**63 - 1]),
+        (("members", "offset"), [512, 2**64]),
+        (("members", "offset"), [[512], [1536]]),
+        (("members", "offset"), [512, [1536, 1]]),
+        (("members", "offset"), nested(900)),
+        (("members", "crc32"), [7, 2**32]),
+        (("members", "crc32"), [7, -1]),
+        (("images",), None),
+        (("images", "counts"), [1]),
+        (("images", "counts"), [1, 1]),
+        (("images", "counts"), [0, 0]),
+        (("images", "width"), [2**32]),
+        (("images", "width"), [True]),
+        (("images", "height"), [1, 2]),
+        (("images", "height"), [-1]),
+        (("faults",), {"0": "not_json"}),
+        (("faults",), [[0]]),
+        (("faults",), [[2, "not_json", ""]]),
+        (("faults",), [[-1, "not_json", ""]]),
+        (("faults",), [[0.0, "not_json", ""]]),
+        (("faults",), [[0, "not_json", ""], [0, "not_json", ""]]),
+        (("faults",), [[0, "no such reason", ""]]),
+        (("faults",), [[0, "not_json", 1]]),
+        (("texts",), []),
+        (("texts",), {}),
+        (("texts", "feed"), 1),
+        (("texts", "feed"), {"faults": []}),
+        (("texts", "feed", "tokens"), [1]),
+        (("texts", "feed", "tokens"), [1, -2]),
+        (("texts", "feed", "tokens"), [1, 2**40]),
+        (("texts", "feed", "tokens"), [1, "2"]),
+        (("texts", "feed", "faults"), [[2, "template", ""]]),
+        (("header", "texts"), "feed"),
+        (("header", "texts"), [["feed"]]),
+        (("header", "texts"), ["beef"]),
+        (("header", "tar_bytes"), float(BYTES)),
+        (("header", "samples"), 3),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is_right(tar, column, value):
+    crafted(tar, (column, value))
+    named = {"samples": "keys"}.get(column[-1], column[-1])
+    with pytest.raises(UserError, match=rf"^{tar}\.index: is damaged \(.*{named}.*--rebuild .* {tar}$") as caught:
+        read_index(tar)
+    assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
+
+
+def test_json_nested_without_end_is_an_error_that_names_the_file(tar):
+    crafted(tar)
+    second = b"[" * 200_000 + b"]" * 200_000
+    header = {"format": "mmtrain shard index", "version": 1, "tar_bytes": BYTES, "samples": 0, "texts": []}
+    header["bytes"] = len(second)
+    header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
+    for first in (json.dumps(header, separators=(",", ":")).encode(), second):
+        index_path(tar).write_bytes(first + b"\n" + second + b"\n")
+        with pytest.raises(UserError, match=rf"^{tar}\.index: is damaged"):
+            read_index(tar)
+
+
+@pytest.mark.parametrize(("suffix", "fault", "is_read"), [("json", [], False), ("json", [1], True), ("mp4", [], True)])
+def test_a_member_that_would_not_fit_into_memory_is_read_by_none(tar, suffix, fault, is_read):
+    size = 100 << 20
+    with tar.open("r+b") as stream:
+        stream.truncate(2 * size)  # a hole: no disk is used
+    crafted(
+        tar,
+        (("header", "tar_bytes"), 2 * size),
+        (("members", "size"), [3, size]),
+        (("members", "suffix"), ["json", suffix]),
+        (("faults",), [[place, "too_many_bytes", ""] for place in fault]),
+    )
+    if is_read:
+        assert read_index(tar).members[1][0].size == size
+    else:
+        with pytest.raises(UserError, match=r"members\.size: json has 104,857,600 bytes"):
+            read_index(tar)
+
+
+def test_an_index_of_another_version_is_told_from_a_damaged_one(tar):
+    write_index(tar, small_index())
+    content = index_path(tar).read_bytes().replace(b'"version":1', b'"version":2')
+    index_path(tar).write_bytes(content)
+    with pytest.raises(UserError, match="version 2, is no mmtrain shard index of version 1; another release"):
+        read_index(tar)
+
+
+def test_a_tar_of_another_size_makes_its_index_stale(tar):
+    write_index(tar, small_index())
+    tar.write_bytes(bytes(BYTES - 512))
+    for read in (read_index, lambda tar: index_state(tar, "f" * 16)):
+        with pytest.raises(
+            UserError, match=r"is stale: made for a tar of 4,096 bytes, but shard-000000\.tar has 3,584"
+        ):
+            read(tar)
+
+
+def test_a_missing_index_and_missing_lengths_are_states_not_errors(tar):
+    assert index_state(tar, "f" * 16) is IndexState.MISSING
+    with pytest.raises(MissingIndex, match=r"python tools/index_shards\.py --tokenizer PATH --template NAME .*\.tar$"):
+        read_index(tar)
+    write_index(tar, small_index())
+    assert index_state(tar, "f" * 16) is IndexState.READY
+    assert index_state(tar, "e" * 16) is IndexState.NO_LENGTHS
+
+
+def test_a_tar_that_is_gone_is_an_error_that_names_it(tar):
+    write_index(tar, small_index())
+    tar.unlink()
+    with pytest.raises(UserError, match=r"shard-000000\.tar: cannot be read \(No such file"):
+        read_index(tar)
+
+
+READS = {
+    "read_columns": lambda tar, seconds: read_columns(tar, seconds).keys,
+    "index_state": lambda tar, seconds: index_state(tar, "f" * 16, seconds),
+    "unready_shards": lambda tar, seconds: unready_shards([tar, tar], "f" * 16, seconds),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_an_index_that_cannot_be_read_for_a_while_is_read_then(tar, read):
+    write_index(tar, small_index())
+    expected, index = read(tar, 0), index_path(tar)
+    aside = index.rename(tar.with_name("aside"))
+    index.symlink_to("/proc/self/mem")  # reading its first byte is an EIO
+    healer = threading.Timer(0.25, lambda: aside.replace(index))
+    healer.start()
+    try:
+        assert read(tar, 30) == expected
+    finally:
+        healer.join()
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_an_index_that_cannot_be_read_for_good_is_one_error_that_names_it_and_the_setting(tar, read):
+    write_index(tar, small_index())
+    index_path(tar).unlink()
+    index_path(tar).symlink_to("/proc/self/mem")
+    began = time.monotonic()
+    message = rf"^{tar}.*: cannot be read \(Input/output error\), tried for 0\.35 s \(data\.io_retry_seconds\)"
+    with pytest.raises(UserError, match=message) as caught:
+        read(tar, 0.35)
+    assert "\n" not in str(caught.value) and 0.25 < time.monotonic() - began < 2  # not once for each of its shards
+
+
+@pytest.mark.parametrize("call", ["stat", "open"])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EINTR, errno.ETIMEDOUT], ids=errno.errorcode.get)
+def test_errors_that_pass_are_no_missing_index(tar, monkeypatch, number, call):
+    write_index(tar, small_index())
+    whole, failures = getattr(Path, call), 2
+
+    def failing(path, *arguments, **options):
+        nonlocal failures
+        if path.suffix == ".index" and failures:
+            failures -= 1
+            raise OSError(number, os.strerror(number), str(path))
+        return whole(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, call, failing)  # no file system here gives these
+    assert index_state(tar, "f" * 16) is IndexState.READY and failures == 0
+
+
+def test_a_path_that_leads_nowhere_is_not_waited_for(tar):
+    write_index(tar, small_index())
+    index_path(tar).unlink()
+    (tar.parent / (tar.name + ".index")).symlink_to(tar.name + ".index")
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"\.index: cannot be read \(Too many levels"):
+        read_columns(tar)
+    assert time.monotonic() - began < 1
+
+
+def in_another_process(code: str, *arguments: object, **options) -> subprocess.CompletedProcess:
+    """Run code with this module's folder as its second argument."""
+    command = [sys.executable, "-c", code, *map(str, arguments), str(Path(__file__).parents[2])]
+    root = Path(__file__).parents[3]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, **options)
+
+
+def write_where_the_folder_is_read_only(tar: Path, report: Connection) -> None:
+    if os.geteuid() == 0:  # no mode of a folder stops root
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    before = index_path(tar)
+    write_index(tar, small_index())
+    report.send((before, index_path(tar), read_index(tar)))
+
+
+def test_where_the_folder_cannot_be_written_the_index_is_kept_in_the_cache(monkeypatch):
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folder is closed to other users
+        folder = Path(name)
+        (folder / "cache").mkdir()
+        (folder / "shards").mkdir()
+        (folder / "shards" / "s.tar").write_bytes(bytes(BYTES))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        for path, mode in ((folder, 0o755), (folder / "cache", 0o777), (folder / "shards", 0o555)):
+            path.chmod(mode)
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        writer = context.Process(target=write_where_the_folder_is_read_only, args=(folder / "shards" / "s.tar", sender))
+        writer.start()
+        sender.close()
+        planned, used, index = receiver.recv()
+        writer.join()
+        assert planned == used
+        assert used.parent == folder / "cache" / "mmtrain" / "index"
+        assert index == small_index()
+        assert [path.name for path in (folder / "shards").iterdir()] == ["s.tar"]
+        (folder / "shards").chmod(0o755)
+
+
+def test_an_index_in_the_cache_comes_before_the_one_beside_the_tar_until_that_is_written(tar):
+    write_index(tar, small_index())
+    beside = index_path(tar)
+    cached = cache_folder("index")
+    cached.mkdir(parents=True)
+    other = small_index()
+    other.texts = {}
+    elsewhere = tar.with_name("t.tar")
+    shutil.copy(tar, elsewhere)
+    write_index(elsewhere, other)
+    # What a process that could not write the folder would have left: read from outside, the name is a hash of the path.
+    code = "import sys, mmtrain.data.shards.index as index; print(index._in_cache(index.Path(sys.argv[1])))"
+    cached_file = Path(in_another_process(code, tar, check=True).stdout.strip())
+    assert cached_file.parent == cached
+    index_path(elsewhere).rename(cached_file)
+    assert index_path(tar) == cached_file
+    assert read_index(tar) == other
+    write_index(tar, small_index())
+    assert index_path(tar) == beside
+    assert read_index(tar) == small_index()
+    assert list(cached.iterdir()) == []
+
+
+TOO_LARGE = """
+import resource, signal, sys
+sys.path.insert(0, sys.argv[2])
+from test_index import *
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    write_index(Path(sys.argv[1]), small_index())
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_does_not_take_it_is_an_error_and_the_old_index_stays(tar):
+    write_index(tar, small_index())
+    before = index_path(tar).read_bytes()
+    ran = in_another_process(TOO_LARGE, tar, check=True)
+    assert "shard-000000.tar.index: cannot be written (File too large)" in ran.stdout
+    assert index_path(tar).read_bytes() == before
+    assert len(list(tar.parent.glob("*.tar*"))) == 2
+
+
+ENDLESSLY = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from test_index import *
+print("ready", flush=True)
+while True:
+    write_index(Path(sys.argv[1]), small_index())
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_index(tar):
+    write_index(tar, small_index())
+    draw = random.Random(0)
+    for _ in range(3):
+        command = [sys.executable, "-c", ENDLESSLY, str(tar), str(Path(__file__).parents[2])]
+        root = Path(__file__).parents[3]
+        with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout.readline() == "ready\n"
+            for _ in range(draw.randint(20, 200)):
+                assert read_index(tar) == small_index()
+            writer.send_signal(signal.SIGKILL)
+        assert read_index(tar) == small_index()
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
+        (folder / name).write_text(name)
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    return folder
+
+
+def test_the_fingerprint_is_one_of_tokenizer_template_and_nothing_else(model, tmp_path):
+    plain = text_fingerprint(model, "plain")
+    assert plain == "bae09b1d20a38811"  # frozen: lengths indexed before belong to it
+    assert text_fingerprint(model, "chat") != plain
+    (model / "model.safetensors").write_text("other weights")
+    (model / "config.json").write_text('{"hidden_size": 128, "model_type": "llama"}')
+    assert text_fingerprint(model, "plain") == plain
+    assert text_fingerprint(shutil.copytree(model, tmp_path / "copy"), "plain") == plain
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "tokenizer.jsoN"),
+        ("tokenizer_config.json", ""),
+        ("chat_template.jinja", "{{ x }}"),
+        ("added_tokens.json", "{}"),
+        ("special_tokens_map.json", "{}"),
+        ("tokenizer.model", "x"),
+        ("vocab.json", "{}"),
+        ("vocab.txt", "a"),
+        ("merges.txt", "a b"),
+        ("additional_chat_templates/tool_use.jinja", "x"),
+        ("config.json", '{"model_type": "qwen2", "hidden_size": 64}'),
+    ],
+)
+def test_the_fingerprint_changes_with_every_file_that_tokenization_reads(model, file, content):
+    before = text_fingerprint(model, "plain")
+    (model / file).parent.mkdir(exist_ok=True)
+    (model / file).write_text(content)
+    assert text_fingerprint(model, "plain") != before
+
+
+def test_a_file_that_moved_is_another_fingerprint(model):
+    before = text_fingerprint(model, "plain")
+    (model / "tokenizer.json").rename(model / "tokenizer.model")
+    assert text_fingerprint(model, "plain") != before
+
+
+def test_a_folder_without_tokenizer_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        text_fingerprint(tmp_path, "plain")
+
+
+def test_a_file_beside_the_tokenizer_that_no_memory_holds_is_an_error_that_names_it(model):
+    (model / "vocab.x").touch()
+    os.truncate(model / "vocab.x", 50 << 30)  # sparse
+    with pytest.raises(UserError, match=r"vocab\.x: larger than 200,000,000 bytes"):
+        text_fingerprint(model, "plain")

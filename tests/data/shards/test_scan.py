@@ -1,0 +1,186 @@
+import json
+import random
+import struct
+import tarfile
+import zlib
+
+import pytest
+import webdataset
+from archives import conversation, picture, write_tar
+
+from mmtrain.base.errors import UserError
+from mmtrain.data.shards import scan
+from mmtrain.data.shards.index import Member
+from mmtrain.data.shards.scan import scan_shard
+
+TEXT = conversation("Hi.", "Hello.")
+ONE_IMAGE = conversation("<image>\nWhat?", "A cat.")
+TWO_IMAGES = conversation("<image><image>\nWhat?", "Cats.")
+PNG = picture(3, 2)
+
+
+def scanned(path):
+    samples = []
+    return scan_shard(path, samples.append), samples
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_samples_are_those_of_webdataset_and_members_those_of_tarfile(tmp_path, form):
+    draw = random.Random(form)
+    files = []
+    for number in range(60):
+        stem = f"{draw.choice(['', './', 'a.b/c/', 'é/'])}{draw.choice('xyz')}{number // 2}"
+        kind = draw.choice(["text", "one", "one", "two"])
+        if kind == "text":
+            members = [("json", TEXT), ("txt", draw.randbytes(600))]
+        elif kind == "one":
+            members = [(draw.choice(["jpg", "JPEG", "0.Png"]), picture(4, 4, "JPEG")), ("json", ONE_IMAGE)]
+        else:
+            members = [("JSON", TWO_IMAGES), ("1.png", PNG), ("0.png", PNG)]
+        files += [(f"{stem}-{number}.{end}", content) for end, content in members]
+    path = write_tar(tmp_path / "s.tar", files, form)
+    index, samples = scanned(path)
+    expected = list(webdataset.tariterators.tarfile_samples([{"url": str(path)}]))
+    assert index.keys == [sample["__key__"] for sample in expected]
+    content = path.read_bytes()
+    for members, sample in zip(index.members, expected, strict=True):
+        found = {member.suffix: content[member.offset : member.offset + member.size] for member in members}
+        assert found == {name: value for name, value in sample.items() if not name.startswith("__")}
+    with tarfile.open(path) as tar:
+        python = [(one.offset_data, one.size, zlib.crc32(tar.extractfile(one).read())) for one in tar]
+    assert [member[1:] for members in index.members for member in members] == python
+    assert index.tar_bytes == len(content)
+    assert index.faults == {}
+    assert index.texts == {}
+    assert [(one.key, one.offset, one.shard) for one in samples] == [
+        (key, members[0].offset, str(path)) for key, members in zip(index.keys, index.members, strict=True)
+    ]
+    for sample, members in zip(samples, expected, strict=True):
+        turns = json.loads(members["json"])["conversations"]
+        assert sample.turns == tuple((turn["from"], turn["value"]) for turn in turns)
+
+
+def test_image_sizes_come_in_the_order_of_the_marks_whatever_the_order_in_the_tar(tmp_path):
+    sizes = [(number + 1, 50 - number) for number in range(11)]
+    images = [(f"a.{number}.jpg", picture(*size, "JPEG")) for number, size in enumerate(sizes)]
+    random.Random(0).shuffle(images)
+    files = [
+        *images,
+        ("a.json", conversation("<image>" * 11, "Yes.")),
+        ("b.json", TEXT),
+        ("c.webp", picture(7, 9, "WEBP")),
+    ]
+    index, _ = scanned(write_tar(tmp_path / "s.tar", [*files, ("c.json", ONE_IMAGE)]))
+    assert index.image_sizes == [tuple(sizes), (), ((7, 9),)]
+    assert index.faults == {}
+
+
+def png_that_claims(width: int, height: int) -> bytes:
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return PNG[:8] + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)) + PNG[33:]
+
+
+@pytest.mark.parametrize(
+    ("files", "reason", "sizes"),
+    [
+        ([("json", b"{"), ("png", PNG)], "not_json", ((3, 2),)),
+        ([("json", b""), ("png", PNG)], "not_json", ((3, 2),)),
+        ([("json", b"\xff\xfe{}\x80")], "not_json", ()),
+        ([("json", b"[" * 100_000)], "not_json", ()),
+        ([("json", b"[1]")], "no_conversation", ()),
+        ([("json", conversation("Hi.", " "))], "no_answer", ()),
+        ([("json", ONE_IMAGE)], "image_count", ()),
+        ([("json", TEXT), ("png", PNG)], "image_count", ((3, 2),)),
+        ([("png", PNG)], "no_json", ((3, 2),)),
+        ([("json", TWO_IMAGES), ("0.png", PNG), ("2.png", PNG)], "image_names", ()),
+        ([("json", TWO_IMAGES), ("png", PNG), ("jpg", PNG)], "image_names", ()),
+        ([("json", ONE_IMAGE), ("png", PNG), ("png", PNG)], "duplicate_member", ()),
+        ([("json", ONE_IMAGE), ("png", PNG), ("PNG", PNG)], "duplicate_member", ()),
+        ([("json", TEXT), ("json", TEXT)], "duplicate_member", ()),
+        ([("json", ONE_IMAGE), ("png", b"")], "undecodable_image", ((0, 0),)),
+        ([("json", ONE_IMAGE), ("png", b"GIF89a")], "undecodable_image", ((0, 0),)),
+        ([("json", TWO_IMAGES), ("0.png", PNG), ("1.jpg", bytes(900))], "undecodable_image", ((3, 2), (0, 0))),
+        ([("json", ONE_IMAGE), ("png", png_that_claims(60_000, 60_000))], "too_many_pixels", ((0, 0),)),
+    ],
+)
+def test_a_sample_that_cannot_be_trained_on_is_noted_and_its_neighbours_are_not(tmp_path, files, reason, sizes):
+    around = [("a.json", TEXT)], [("c.json", ONE_IMAGE), ("c.png", PNG)]
+    path = write_tar(tmp_path / "s.tar", [*around[0], *((f"b.{end}", content) for end, content in files), *around[1]])
+    index, samples = scanned(path)
+    assert index.keys == ["a", "b", "c"]
+    assert {place: fault[0] for place, fault in index.faults.items()} == {1: reason}
+    assert index.image_sizes == [(), sizes, ((3, 2),)]
+    assert [sample and sample.key for sample in samples] == ["a", None, "c"]
+    assert [member.crc32 for member in index.members[1]] == [zlib.crc32(content) for _, content in files]
+
+
+def test_pixels_below_pillows_own_limit_are_for_the_run_to_judge(tmp_path):
+    large = png_that_claims(13_000, 13_000)
+    index, _ = scanned(write_tar(tmp_path / "s.tar", [("a.json", ONE_IMAGE), ("a.png", large)]))
+    assert index.image_sizes == [((13_000, 13_000),)]
+    assert index.faults == {}
+
+
+def test_members_over_the_limits_are_passed_over_in_pieces_and_others_may_have_any_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(scan, "MAX_IMAGE_BYTES", 1000)
+    monkeypatch.setattr(scan, "MAX_JSON_BYTES", 300)
+    monkeypatch.setattr(scan, "_CHUNK", 256)
+    just, more = PNG + bytes(1000 - len(PNG)), PNG + bytes(1001 - len(PNG))
+    long = TEXT + b" " * (301 - len(TEXT))
+    film = random.Random(0).randbytes(5000)
+    files = [("a.json", ONE_IMAGE), ("a.png", just), ("b.json", ONE_IMAGE), ("b.png", more), ("c.json", long)]
+    path = write_tar(tmp_path / "s.tar", [*files, ("d.json", TEXT), ("d.mp4", film)])
+    index, _ = scanned(path)
+    assert {place: fault[0] for place, fault in index.faults.items()} == {1: "too_many_bytes", 2: "too_many_bytes"}
+    assert index.faults[1][1] == "png: 1,001 bytes; at most 1,000"
+    sums = [member.crc32 for members in index.members for member in members]
+    assert sums == [zlib.crc32(content) for _, content in [*files, ("", TEXT), ("", film)]]
+
+
+def test_members_of_a_sample_that_are_no_neighbours_make_two_samples_as_in_webdataset(tmp_path):
+    path = write_tar(tmp_path / "s.tar", [("a.json", ONE_IMAGE), ("b.json", TEXT), ("a.png", PNG)])
+    index, _ = scanned(path)
+    assert index.keys == ["a", "b", "a"]
+    assert {place: fault[0] for place, fault in index.faults.items()} == {0: "image_count", 2: "no_json"}
+
+
+@pytest.mark.parametrize("name", ["README", "a.b/README", ".DS_Store", "a/._b.json", "__meta__/a.json", "a/__b.json"])
+def test_files_that_webdataset_drops_in_silence_are_refused(tmp_path, name):
+    path = write_tar(tmp_path / "s.tar", [("a.json", TEXT), (name, TEXT)])
+    with pytest.raises(UserError) as refused:
+        scanned(path)
+    assert f"s.tar: {name!r} belongs to no sample" in str(refused.value)
+
+
+def test_damage_in_the_middle_is_an_error_and_no_index_comes_of_it(tmp_path):
+    path = write_tar(tmp_path / "s.tar", [(f"{key}.json", TEXT) for key in "abc"])
+    content = bytearray(path.read_bytes())
+    content[1024 + 100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"s\.tar: damaged tar header at byte 1024, after 'a\.json'"):
+        scanned(path)
+
+
+def test_random_damage_to_images_ends_in_a_size_or_a_named_fault(tmp_path):
+    draw = random.Random(0)
+    files = []
+    for number in range(600):
+        kind = draw.choice(["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+        content = bytearray(picture(8, 8, kind))
+        for _ in range(draw.randint(1, 4)):
+            content[draw.randrange(min(len(content), 120))] = draw.randrange(256)
+        cut = draw.choice([len(content), draw.randrange(len(content))])
+        files += [(f"{number}.json", ONE_IMAGE), (f"{number}.png", bytes(content[:cut]))]
+    index, _ = scanned(write_tar(tmp_path / "s.tar", files))
+    assert len(index.keys) == 600
+    assert {reason for reason, _ in index.faults.values()} <= {"undecodable_image", "too_many_pixels"}
+    assert all(((0, 0) in sizes) == (place in index.faults) for place, sizes in enumerate(index.image_sizes))
+    assert 50 < len(index.faults) < 550
+
+
+def test_a_member_is_known_by_its_suffix_in_lower_case(tmp_path):
+    index, _ = scanned(write_tar(tmp_path / "s.tar", [("folder/a.JSON", TEXT), ("folder/a.Seg.TXT", b"x")]))
+    assert index.keys == ["folder/a"]
+    assert index.members == [
+        (Member("json", 512, len(TEXT), zlib.crc32(TEXT)), Member("seg.txt", 1536, 1, zlib.crc32(b"x")))
+    ]

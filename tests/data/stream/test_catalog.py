@@ -1,0 +1,173 @@
+import json
+import shutil
+import tarfile
+import zlib
+
+import numpy as np
+import pytest
+from archives import conversation, picture, write_tar
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import load_config
+from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.shards.index import Member, TextLengths, read_index, text_fingerprint, write_index
+from mmtrain.data.shards.indexing import ensure_indexes
+from mmtrain.data.shards.scan import scan_shard
+from mmtrain.data.stream.catalog import Catalog, DataSet, data_sets, is_held_out
+from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity
+
+CAPTION = conversation("Q", "A cat.")
+LOOK = conversation("<image>", "A cat.")
+
+
+def write_indexed(tar, files, text="any", tokens=5):
+    """A shard and its index; each sample's text is `tokens` long under the fingerprint `text`."""
+    write_tar(tar, files)
+    index = scan_shard(tar, lambda sample: None)
+    index.texts[text] = TextLengths([0 if place in index.faults else tokens for place in range(len(index.keys))])
+    write_index(tar, index)
+    return tar
+
+
+def open_catalog(*tars, text="any", tokens_per_image=16, max_image_pixels=10**6, held_out=None):
+    return Catalog([DataSet(tars)], text, tokens_per_image, max_image_pixels, held_out)
+
+
+def test_lengths_are_the_stock_tokenizers_and_the_encoders_in_shard_order(tiny):
+    tars = sorted((tiny / "shards").glob("*.tar"))
+    tokenizer = load_tokenizer(str(tiny / "llm"))
+    expected = []
+    for tar in tars:
+        with tarfile.open(tar) as archive:
+            for name in archive.getnames():
+                if name.endswith(".json"):
+                    turns = json.load(archive.extractfile(name))["conversations"]
+                    caption = tokenizer(turns[1]["value"]).input_ids  # with BOS; EOS is added
+                    expected.append(len(caption) + 1 + 7 * turns[0]["value"].count("<image>"))
+    ensure_indexes(tars, str(tiny / "llm"), "plain")
+    catalog = open_catalog(*tars, text=text_fingerprint(tiny / "llm", "plain"), tokens_per_image=7)
+    assert catalog.lengths.tolist() == expected and len(catalog) == 96
+    assert catalog.lengths.dtype == np.int32
+    assert catalog.faults == {} and catalog.held_out == []
+
+
+def test_samples_that_cannot_be_used_are_faults_with_key_shard_offset_and_reason(tmp_path):
+    first = write_indexed(tmp_path / "0.tar", [("a.json", CAPTION), ("b.json", b"{"), ("c.json", CAPTION)])
+    second = write_indexed(tmp_path / "1.tar", [("d.json", LOOK), ("d.png", picture(30, 20)), ("e.json", CAPTION)])
+    index = read_index(first)
+    index.texts["any"].faults = {2: ("template", "why"), 1: ("template", "of a text that is none")}
+    write_index(first, index)
+    catalog = open_catalog(first, second, max_image_pixels=599)
+    found = {number: (fault.key, fault.shard, fault.offset, fault.reason) for number, fault in catalog.faults.items()}
+    assert found == {
+        1: ("b", str(first), 1536, "not_json"),
+        2: ("c", str(first), 2560, "template"),
+        3: ("d", str(second), 512, "too_many_pixels"),
+    }
+    assert catalog.faults[3].detail == "30 x 20, where data.max_image_pixels is 599"
+    assert catalog.lengths.tolist() == [5, UNUSABLE, UNUSABLE, UNUSABLE, 5]
+    assert 3 not in open_catalog(first, second, max_image_pixels=600).faults
+
+
+def test_the_held_out_share_is_a_hash_of_the_key_that_never_moves():
+    keys = [f"{number:06d}" for number in range(40)] + ["GCC_train_002582585", "a/b", "é", "図書館"]
+    held_out = [key for key in keys if is_held_out(key, 0.2)]
+    assert held_out == ["000000", "000009", "000019", "000022", "000033"]
+    keys = [str(number) for number in range(20_000)]
+    for fraction in (0.01, 0.2, 0.7):
+        count = sum(is_held_out(key, fraction) for key in keys)
+        # four standard deviations of a binomial count
+        assert abs(count - fraction * 20_000) < 4 * (20_000 * fraction * (1 - fraction)) ** 0.5
+    assert all(is_held_out(key, 0.7) for key in keys if is_held_out(key, 0.2))
+
+
+def test_held_out_samples_are_those_of_any_shard_or_set_that_can_be_used(tmp_path):
+    files = [(f"{number:06d}.json", b"{" if number == 8 else CAPTION) for number in range(40)]
+    whole = write_indexed(tmp_path / "whole.tar", files)
+    halves = [write_indexed(tmp_path / f"{n}.tar", files[20 * n : 20 * n + 20]) for n in (0, 1)]
+    expected = [number for number in range(40) if is_held_out(f"{number:06d}", 0.3) and number != 8]
+    assert is_held_out("000008", 0.3)
+    sets = [DataSet((tar,), name=name) for tar, name in zip(halves, "ab", strict=True)]
+    for catalog in (
+        open_catalog(whole, held_out=0.3),
+        open_catalog(*halves, held_out=0.3),
+        Catalog(sets, "any", 16, 10**6, 0.3),
+    ):
+        assert catalog.held_out == expected
+        planned = np.concatenate([one.lengths for one in catalog.sample_sets])
+        assert (planned == HELD_OUT).nonzero()[0].tolist() == expected
+        assert catalog.lengths[expected].tolist() == [5] * len(expected)
+        assert list(catalog.faults) == [8]
+
+
+def test_numbers_run_over_all_sets_and_shards_and_names_stand_before_keys(tmp_path, tiny):
+    keys = {"a/0": "xyz", "a/1": "", "b/0": "x", "b/1": "wx"}
+    for place, letters in keys.items():
+        folder = tmp_path / place[0]
+        folder.mkdir(exist_ok=True)
+        write_indexed(folder / f"{place[2]}.tar", [(f"{letter}.json", CAPTION) for letter in letters])
+    listed = f"[{{name: cats, shards: {tmp_path}/a/*.tar}}, {{name: dogs, shards: {tmp_path}/b/*.tar, weight: 0.5}}]"
+    config = load_config(tiny / "config.yaml", ["data.shards=null", f"data.sets={listed}"])
+    sets = data_sets(config.data)
+    assert [(one.name, one.weight, len(one.shards)) for one in sets] == [("cats", 1.0, 2), ("dogs", 0.5, 2)]
+    catalog = Catalog(sets, "any", 16, 10**6)
+    found = [catalog.find(number) for number in range(len(catalog))]
+    assert [place.key for place in found] == ["cats/x", "cats/y", "cats/z", "dogs/x", "dogs/w", "dogs/x"]
+    assert [str(place.shard)[-7:] for place in found] == ["a/0.tar"] * 3 + ["b/0.tar"] + ["b/1.tar"] * 2
+    assert [place.name for place in found] == ["x", "y", "z", "x", "w", "x"]
+    step = 512 + -(-len(CAPTION) // 512) * 512  # of a member and its header
+    assert [member for place in found for member in place.members] == [
+        Member("json", 512 + number * step, len(CAPTION), zlib.crc32(CAPTION)) for number in (0, 1, 2, 0, 0, 1)
+    ]
+    assert [(one.weight, one.shard_sizes.tolist()) for one in catalog.sample_sets] == [(1.0, [3, 0]), (0.5, [1, 2])]
+    assert open_catalog(tmp_path / "a" / "0.tar").find(1).key == "y"
+
+
+def test_the_fingerprint_is_of_keys_bytes_lengths_and_what_is_held_out_but_not_of_the_folder(tmp_path):
+    files = [("a.json", LOOK), ("a.png", picture(9, 9)), ("b.json", CAPTION), ("b.txt", b"note")]
+    tar = write_indexed(tmp_path / "0.tar", files)
+    fingerprints = [open_catalog(tar).fingerprint]
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("0.tar", "0.tar.index"):
+        shutil.copy(tmp_path / name, tmp_path / "elsewhere")
+    assert open_catalog(tmp_path / "elsewhere" / "0.tar").fingerprint == fingerprints[0]
+
+    others = [LOOK.replace(b"cat", b"dog"), picture(9, 8), CAPTION.replace(b"cat", b"dog"), b"nose"]
+    for number, other in enumerate(others):
+        changed = [(name, other if place == number else content) for place, (name, content) in enumerate(files)]
+        fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", changed)).fingerprint)
+    fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", files, tokens=6)).fingerprint)
+    fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", files, text="other"), text="other").fingerprint)
+    fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", files), tokens_per_image=17).fingerprint)
+    fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", files[::-1])).fingerprint)
+    renamed = [(name.replace("b.", "c."), content) for name, content in files]
+    fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", renamed)).fingerprint)
+    fingerprints.append(open_catalog(write_indexed(tmp_path / "0.tar", files), held_out=0.999999).fingerprint)
+    assert len(set(fingerprints)) == len(fingerprints)
+
+
+def test_lengths_for_another_tokenizer_are_refused_and_say_how_to_make_them(tmp_path):
+    tar = write_indexed(tmp_path / "0.tar", [("a.json", CAPTION)], text="another")
+    with pytest.raises(
+        UserError, match=rf"^{tar}: its index has no token lengths .*index_shards\.py {tar} --tokenizer"
+    ):
+        open_catalog(tar)
+
+
+def test_samples_that_fit_no_pack_are_refused_by_name(tmp_path):
+    two = [("c.json", conversation("<image><image>", "A cat.")), ("c.0.png", picture(9, 9)), ("c.1.png", picture(9, 9))]
+    tar = write_indexed(tmp_path / "0.tar", [("a.json", CAPTION), ("b.json", b"{"), *two])
+    catalog = open_catalog(tar)
+    catalog.refuse_overlong(Capacity(37, 2))
+    with pytest.raises(UserError, match=rf"^{tar}: sample c: 37 tokens and 2 images do not fit .* 36 tokens \(1 "):
+        catalog.refuse_overlong(Capacity(36))
+    with pytest.raises(UserError, match=rf"^{tar}: sample c: .* of 37 tokens and 1 images \(1 samples in all"):
+        catalog.refuse_overlong(Capacity(37, 1))
+
+
+def test_a_length_above_32_bits_is_overlong_and_wraps_into_no_other(tmp_path):
+    tar = write_indexed(tmp_path / "s.tar", [("a.json", LOOK), ("a.png", picture(3, 2))], tokens=2**31 - 1)
+    catalog = open_catalog(tar, tokens_per_image=2**20)
+    assert catalog.lengths.tolist() == [2**31 - 1]
+    with pytest.raises(UserError, match="sample a: 2147483647 tokens and 1 images do not fit"):
+        catalog.refuse_overlong(Capacity(4096))

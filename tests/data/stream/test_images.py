@@ -1,0 +1,330 @@
+import io
+import json
+import random
+import resource
+import struct
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
+from mmtrain.base.errors import UserError
+from mmtrain.data.samples.records import IMAGE_FORMATS, Rejected
+from mmtrain.data.stream.images import ImageTransform, decode_image, image_transform, timm_config
+
+SIZES = [(40, 40), (60, 25), (25, 61), (10, 9), (9, 10), (28, 28), (28, 3), (1, 40), (500, 2)]
+TRANSFORM = ImageTransform(28, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), "bicubic")
+
+
+def noise_image(width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(width * 1000 + height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def encode(image: Image.Image, file_format: str, **options) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, file_format, **options)
+    return stream.getvalue()
+
+
+def read(transform: ImageTransform, content: bytes) -> torch.Tensor:
+    """An image file as the encoder takes it."""
+    pixels = transform.decode(content)
+    assert pixels.dtype == torch.uint8
+    return transform.normalise(pixels[None])[0]
+
+
+@pytest.fixture
+def clip_folder(tmp_path):
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    processor.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip_vision_model", "image_size": 28}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pixels_are_those_of_llavas_own_padding_processor(clip_folder, size):
+    stock = LlavaImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, do_pad=True)
+    image = noise_image(*size)
+    expected = torch.as_tensor(np.array(stock(image)["pixel_values"]))[0]
+    torch.testing.assert_close(image_transform(str(clip_folder))(image), expected, rtol=0, atol=2e-6)
+
+
+def test_normalising_divides_subtracts_and_divides_in_float32(clip_folder):
+    transform = image_transform(str(clip_folder))
+    images = torch.arange(256, dtype=torch.uint8).repeat(9)[None].unflatten(1, (3, 24, 32))
+    pixels = images.numpy().astype(np.float32) / np.float32(255)
+    pixels -= np.float32(transform.mean)[:, None, None]
+    pixels /= np.float32(transform.std)[:, None, None]
+    assert torch.equal(transform.normalise(images), torch.from_numpy(pixels)), "to the last bit"
+
+
+@pytest.mark.parametrize("interpolation", [member.name.lower() for member in Image.Resampling])
+def test_padding_is_llavas_expand2square_and_one_resize_bit_for_bit(monkeypatch, interpolation):
+    transform = replace(TRANSFORM, interpolation=interpolation)
+    for width, height in [*SIZES, (640, 480), (333, 471)]:
+        image = noise_image(width, height)
+        side = max(width, height)
+        square = Image.new("RGB", (side, side), tuple(int(channel * 255) for channel in transform.mean))
+        square.paste(image, ((side - width) // 2, (side - height) // 2))
+        whole = square.resize((28, 28), Image.Resampling[interpolation.upper()])
+        expected = (np.asarray(whole, np.float32) / 255 - np.float32(transform.mean)) / np.float32(transform.std)
+        assert np.array_equal(transform(image).permute(1, 2, 0).numpy(), expected), (width, height)
+        with monkeypatch.context() as patch:
+            patch.setattr("mmtrain.data.stream.images.BAND_PIXELS", 28 * side)  # rows in bands of 28
+            assert np.array_equal(transform(image).permute(1, 2, 0).numpy(), expected), (width, height)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_center_crop_is_clips_own_processor(clip_folder, size):
+    stock = CLIPImageProcessorPil.from_pretrained(clip_folder)
+    image = noise_image(*size)
+    expected = torch.as_tensor(np.array(stock(image)["pixel_values"]))[0]
+    torch.testing.assert_close(image_transform(str(clip_folder), "center_crop")(image), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_resize_is_clips_own_processor_told_both_sides(clip_folder, size):
+    stock = CLIPImageProcessorPil(size={"height": 28, "width": 28}, do_center_crop=False)
+    image = noise_image(*size)
+    expected = torch.as_tensor(np.array(stock(image)["pixel_values"]))[0]
+    torch.testing.assert_close(image_transform(str(clip_folder), "resize")(image), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [(320, 160), (160, 480), (400, 300), (90, 60), (160, 162)])
+def test_center_crop_is_timms_own_preprocessing_where_nothing_is_cut_beforehand(size):
+    name = "test_vit.r160_in1k"
+    config = timm.get_pretrained_cfg(name)
+    stock = create_transform(
+        config.input_size, interpolation=config.interpolation, mean=config.mean, std=config.std, crop_pct=1.0
+    )
+    image = noise_image(*size)
+    torch.testing.assert_close(image_transform(name, "center_crop")(image), stock(image), rtol=0, atol=2e-6)
+
+
+def test_a_timm_name_gives_timms_own_preprocessing_without_its_crop():
+    name = "test_vit.r160_in1k"
+    config = timm.get_pretrained_cfg(name)
+    stock = create_transform(
+        config.input_size, interpolation=config.interpolation, mean=config.mean, std=config.std, crop_pct=1.0
+    )
+    image = noise_image(200, 200)
+    torch.testing.assert_close(image_transform(name)(image), stock(image), rtol=0, atol=2e-6)
+
+
+def test_a_timm_folder_gives_its_own_size_and_mean(tiny):
+    transform = image_transform(str(tiny / "vision"))
+    assert (transform.image_size, transform.mean, transform.interpolation) == (32, (0.5, 0.5, 0.5), "bicubic")
+
+
+def test_a_wide_image_keeps_both_ends_between_bars_of_the_mean_colour(tiny):
+    image = Image.new("RGB", (64, 16), (255, 0, 0))
+    image.paste((0, 0, 255), (32, 0, 64, 16))
+    pixels = image_transform(str(tiny / "vision"))(image)
+    assert pixels[:, 16, 1].tolist() == [1, -1, -1] and pixels[:, 16, -2].tolist() == [-1, -1, 1]
+    assert pixels[:, 2].abs().max() < 0.01 and pixels[:, -2].abs().max() < 0.01
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
+def test_every_image_mode_becomes_rgb(mode):
+    image = noise_image(20, 30).convert(mode)
+    expected = TRANSFORM(image.convert("RGB"))
+    assert expected.shape == (3, 28, 28) and expected.dtype == torch.float32
+    assert torch.equal(read(TRANSFORM, encode(image, "TIFF")), expected)
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
+def test_grey_of_16_bits_keeps_its_upper_8(file_format):
+    grey = np.array([[0, 255, 256, 40_000], [65_535, 32_768, 1_000, 511]], dtype=np.uint16)
+    decoded = decode_image(encode(Image.fromarray(grey), file_format))
+    expected = [[0, 0, 1, 156], [255, 128, 3, 1]]
+    assert [np.asarray(decoded)[..., channel].tolist() for channel in range(3)] == [expected] * 3
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_of_no_known_range_are_rejected(mode):
+    with pytest.raises(Rejected, match="undecodable_image: 32 bits a pixel") as caught:
+        TRANSFORM.decode(encode(Image.new(mode, (4, 4)), "TIFF"))
+    assert caught.value.reason == "undecodable_image"
+
+
+@pytest.mark.parametrize("file_format", IMAGE_FORMATS)
+def test_decoding_gives_all_pixels_of_pillows_full_decode_and_the_first_picture_of_several(file_format):
+    several = {"save_all": True, "append_images": [noise_image(90, 70).rotate(180)]}
+    content = encode(noise_image(90, 70), file_format, **({} if file_format in ("JPEG", "BMP") else several))
+    with Image.open(io.BytesIO(content)) as image:
+        expected = TRANSFORM(image.convert("RGB"))
+    assert torch.equal(read(TRANSFORM, content), expected)
+
+
+@pytest.mark.parametrize("file_format", IMAGE_FORMATS)
+def test_a_cut_off_image_is_rejected(file_format):
+    content = encode(noise_image(50, 50), file_format)
+    for length in (0, 1, 10, 100, 700, len(content) * 3 // 4):
+        with pytest.raises(Rejected) as caught:
+            TRANSFORM.decode(content[:length])
+        assert caught.value.reason == "undecodable_image"
+
+
+def png_chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def with_size(file_format: str, width: int, height: int) -> bytes:
+    """A sound small file whose header claims another size."""
+    options = {"lossless": True} if file_format == "WEBP" else {}
+    content = bytearray(encode(noise_image(8, 8), file_format, **options))
+    if file_format == "PNG":
+        content[8:33] = png_chunk(b"IHDR", struct.pack(">II", width, height) + content[24:29])
+    elif file_format == "JPEG":
+        at = content.index(b"\xff\xc0") + 5  # SOF0: length, precision, height, width
+        content[at : at + 4] = struct.pack(">HH", height, width)
+    elif file_format == "GIF":
+        content[6:10] = struct.pack("<HH", width, height)
+    elif file_format == "BMP":
+        content[18:26] = struct.pack("<ii", width, height)
+    elif file_format == "WEBP":
+        at = content.index(b"VP8L") + 9  # chunk name, length, signature; then 14 bits each, minus 1
+        bits = struct.unpack_from("<I", content, at)[0] >> 28 << 28
+        struct.pack_into("<I", content, at, bits | (width - 1) | (height - 1) << 14)
+    else:
+        start, count = struct.unpack_from("<I", content, 4)[0], 0
+        for entry in range(start + 2, start + 2 + 12 * struct.unpack_from("<H", content, start)[0], 12):
+            tag = struct.unpack_from("<H", content, entry)[0]
+            if tag in (256, 257):  # ImageWidth, ImageLength, as one long each
+                struct.pack_into("<HII", content, entry + 2, 4, 1, width if tag == 256 else height)
+                count += 1
+        assert count == 2
+    return bytes(content)
+
+
+@pytest.mark.parametrize("file_format", IMAGE_FORMATS)
+@pytest.mark.parametrize("side", [60_000, 11_000, 301])
+def test_a_header_that_claims_too_many_pixels_is_rejected_before_memory_is_taken(file_format, side):
+    side = min(side, 16_384) if file_format == "WEBP" else side
+    transform = replace(TRANSFORM, max_pixels=90_000) if side == 301 else TRANSFORM
+    content = with_size(file_format, side, side)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(Rejected) as caught:
+        transform.decode(content)
+    assert caught.value.reason == "too_many_pixels"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB; 60,000 squared are 14 GB
+
+
+def test_webp_whose_decoder_takes_twice_the_memory_may_have_half_the_pixels():
+    small = replace(TRANSFORM, max_pixels=2 * 90_000)
+    noise = noise_image(300, 300)
+    assert read(small, encode(noise, "WEBP")).shape == TRANSFORM(noise).shape
+    with pytest.raises(Rejected, match=r"300 x 301 pixels of WebP, where 90,000 are allowed"):
+        small.decode(encode(noise_image(300, 301), "WEBP"))
+    assert small.decode(encode(noise_image(300, 301), "PNG")).shape == TRANSFORM(noise).shape
+
+
+def test_as_many_pixels_as_allowed_pass():
+    content = encode(noise_image(300, 300), "PNG")
+    assert torch.equal(read(replace(TRANSFORM, max_pixels=90_000), content), TRANSFORM(noise_image(300, 300)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"), [(b"zTXt", b"note\0\0"), (b"iCCP", b"profile\0\0"), (b"iTXt", b"n\0\1\0\0\0")]
+)
+def test_a_png_chunk_that_swells_is_never_unpacked_whole(kind, head):
+    packer = zlib.compressobj()
+    swelling = b"".join(packer.compress(bytes(1 << 20)) for _ in range(100)) + packer.flush()
+    image = encode(noise_image(8, 8), "PNG")
+    content = image[:33] + png_chunk(kind, head + swelling) + image[33:]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(Rejected) as caught:
+        TRANSFORM.decode(content)
+    assert caught.value.reason == "undecodable_image"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+
+@pytest.mark.parametrize("size", [(1, 31_000), (31_000, 1)])
+@pytest.mark.parametrize("fit", ["pad", "resize", "center_crop"])
+def test_a_thread_of_pixels_is_rejected_before_it_is_made_a_square(fit, size):
+    with pytest.raises(Rejected, match="too long and thin") as caught:
+        replace(TRANSFORM, fit=fit).decode(encode(Image.new("L", size), "PNG"))
+    assert caught.value.reason == "too_many_pixels"
+
+
+@pytest.mark.parametrize("size", [(3, 3_250), (3_250, 3)])
+def test_a_thread_that_center_crop_would_stretch_to_a_long_side_is_rejected(size):
+    image = noise_image(*size)
+    with pytest.raises(Rejected, match="too long and thin"):
+        replace(TRANSFORM, fit="center_crop")(image)
+    assert TRANSFORM(image).shape == (3, 28, 28)
+
+
+def test_padding_takes_no_square_of_the_longer_side():
+    image = noise_image(2, 12_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pixels = TRANSFORM(image)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB; the square has 576 MB
+    assert (pixels[:, :, 0] == pixels[:, 0, 0, None]).all() and pixels.shape == (3, 28, 28)
+
+
+def damaged(content: bytes, draw: random.Random) -> bytes:
+    changed = bytearray(content)
+    if draw.random() < 0.2:
+        return bytes(changed[: draw.randrange(len(changed))])
+    reach = draw.choice((60, 300, len(changed)))  # headers are where decoders go wrong
+    for _ in range(draw.choice((1, 1, 2, 5))):
+        changed[draw.randrange(min(reach, len(changed)))] ^= 1 << draw.randrange(8)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("file_format", IMAGE_FORMATS)
+def test_a_damaged_file_is_an_image_or_rejected_and_nothing_else(file_format):
+    draw = random.Random(file_format)
+    transform = replace(TRANSFORM, max_pixels=30_000)
+    contents = [encode(noise_image(20, 16), file_format), encode(noise_image(20, 16).convert("L"), file_format)]
+    if file_format == "TIFF":
+        contents.append(encode(noise_image(20, 16), "TIFF", compression="tiff_lzw"))
+    outcomes = set()
+    for _ in range(700):
+        try:
+            pixels = transform.decode(damaged(draw.choice(contents), draw))
+        except Rejected as error:
+            outcomes.add(error.reason)
+        else:
+            assert pixels.shape == (3, 28, 28)
+            outcomes.add("an image")
+    assert {"an image", "undecodable_image"} <= outcomes <= {"an image", "undecodable_image", "too_many_pixels"}
+
+
+def test_a_tiff_tag_of_a_wrong_type_which_pillow_does_not_check_is_rejected():
+    content = bytearray(encode(noise_image(20, 16), "TIFF"))
+    start = struct.unpack_from("<I", content, 4)[0]
+    entries = range(start + 2, start + 2 + 12 * struct.unpack_from("<H", content, start)[0], 12)
+    (rows,) = [entry for entry in entries if struct.unpack_from("<H", content, entry)[0] == 273]  # StripOffsets
+    struct.pack_into("<HIf", content, rows + 2, 11, 1, 8.0)  # as a float
+    with pytest.raises(Rejected) as caught:
+        TRANSFORM.decode(bytes(content))
+    assert caught.value.reason == "undecodable_image"
+
+
+def test_clip_weights_trained_with_quickgelu_are_refused_under_the_gelu_name():
+    with pytest.raises(UserError, match=r"use vit_large_patch14_clip_quickgelu_336\.openai"):
+        timm_config("vit_large_patch14_clip_336.openai")
+    assert timm_config("vit_large_patch14_clip_quickgelu_336.openai").input_size == (3, 336, 336)
+
+
+def test_an_unknown_timm_name_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match="nearest are vit_large_patch14_clip_quickgelu_336"):
+        timm_config("vit_larg_patch14_clip_quickgelu_336.openai")
+    with pytest.raises(UserError, match=r"it has test_vit\.r160_in1k"):
+        timm_config("test_vit.nothing")
+
+
+def test_a_transformers_folder_without_preprocessor_is_refused(clip_folder):
+    (clip_folder / "preprocessor_config.json").unlink()
+    with pytest.raises(UserError, match=r"has no preprocessor_config\.json.*CLIPImageProcessor"):
+        image_transform(str(clip_folder))

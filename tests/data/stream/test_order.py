@@ -1,0 +1,297 @@
+import itertools
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from mmtrain.base.errors import UserError
+from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, PackOrder, SampleSet, pack_best_fit, plan_epoch
+
+PLAN_OF_A_FRESH_PROCESS = """
+import hashlib
+import numpy as np
+from mmtrain.data.stream.order import Capacity, SampleSet, plan_epoch
+
+numbers = np.arange(700)
+captions = SampleSet(1.5, np.full(7, 100), 20 + numbers * 7919 % 41, np.ones(700, np.int32))
+long = SampleSet(1.0, np.array([30, 0, 60]), (8 * (numbers[:90] * 7 % 30 - 1)).clip(-1), numbers[:90] % 3)
+plan = plan_epoch([captions, long], 17, 3, Capacity(200, 6), shuffle_shards=4, pack_window=64)
+content = plan.samples.astype("<i8").tobytes() + plan.starts.astype("<i8").tobytes()
+print(hashlib.sha256(content).hexdigest(), plan.drawn, plan.overlong, plan.unusable)
+"""
+
+
+def sample_set(lengths, shards=1, weight=1.0, images=None):
+    """A set whose samples lie in shards of equal size."""
+    lengths = np.asarray(lengths, np.int32)
+    images = np.zeros(len(lengths), np.int32) if images is None else np.asarray(images, np.int32)
+    assert len(lengths) % shards == 0
+    return SampleSet(weight, np.full(shards, len(lengths) // shards), lengths, images)
+
+
+def plan(sets, seed=0, epoch=0, tokens=100, images=None, shuffle_shards=4, pack_window=64):
+    return plan_epoch(sets, seed, epoch, Capacity(tokens, images), shuffle_shards, pack_window)
+
+
+def packs_of(epoch_plan):
+    return [epoch_plan.samples[start:end].tolist() for start, end in itertools.pairwise(epoch_plan.starts)]
+
+
+def varied_sets():
+    """Two sets with all there is: weights, several images, held-out, unusable and overlong samples."""
+    draw = np.random.RandomState(5)
+    first = sample_set(draw.randint(10, 60, 600), shards=6, weight=1.5, images=draw.randint(0, 3, 600))
+    lengths = draw.randint(1, 130, 80)
+    lengths[::7], lengths[::11] = HELD_OUT, UNUSABLE
+    return [first, sample_set(lengths, shards=4, weight=2.25, images=draw.randint(0, 7, 80))]
+
+
+def best_fit_by_definition(lengths, tokens, images, cap):
+    """Best-fit decreasing as the textbook says it: for each document look at every open pack."""
+    packs = []  # [free tokens, images still allowed, members]
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        room = [p for p in packs if p[0] >= lengths[position] and p[1] >= images[position]]
+        if room:
+            pack = min(room, key=lambda p: p[0])  # of equal ones the first, which was opened first
+        else:
+            pack = [tokens, cap, []]
+            packs.append(pack)
+        pack[0] -= lengths[position]
+        pack[1] -= images[position]
+        pack[2].append(position)
+    return [pack[2] for pack in packs]
+
+
+def test_best_fit_takes_the_fullest_pack_with_room():
+    # 7 and 6 open packs; 4 fills the second (4 free), not the first (3 free); 3 fills the first; 2 and 2 share a third
+    assert pack_best_fit(np.array([2, 6, 3, 7, 4, 2]), Capacity(10)) == [[3, 2], [1, 4], [0, 5]]
+
+
+def test_an_image_cap_closes_a_pack_before_its_tokens_do():
+    lengths, images = np.array([6, 3, 3, 2]), np.array([1, 1, 0, 1])
+    assert pack_best_fit(lengths, Capacity(12), images) == [[0, 1, 2], [3]]
+    assert pack_best_fit(lengths, Capacity(12, images=1), images) == [[0, 2], [1], [3]]
+    assert pack_best_fit(lengths, Capacity(14, images=3), images) == [[0, 1, 2, 3]]
+    ten = np.full(10, 10)  # ten of them fill a pack, to the last token
+    assert pack_best_fit(ten, Capacity(100, images=10), np.ones(10, int)) == [list(range(10))]
+    assert pack_best_fit(ten, Capacity(100, images=9), np.ones(10, int)) == [list(range(9)), [9]]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_best_fit_is_the_textbooks_with_and_without_an_image_cap(seed):
+    draw = np.random.RandomState(seed)
+    count, tokens = int(draw.randint(1, 200)), int(draw.choice([20, 100, 1000]))
+    lengths = draw.randint(1, tokens + 1, count) // draw.choice([1, 3, 8], count) + 1
+    lengths = lengths.clip(max=tokens)
+    images = draw.randint(0, 4, count)
+    for cap in (3, 4, 7, 40, None):
+        expected = best_fit_by_definition(lengths.tolist(), tokens, images.tolist(), 10**6 if cap is None else cap)
+        assert pack_best_fit(lengths, Capacity(tokens, cap), images) == expected
+    assert pack_best_fit(lengths, Capacity(tokens)) == expected
+
+
+@pytest.mark.parametrize("cap", [2, 3, 6, None])
+def test_packs_hold_all_that_fit_and_never_exceed_their_capacity(cap):
+    sets = varied_sets()
+    lengths = np.concatenate([one.lengths for one in sets])
+    images = np.concatenate([one.images for one in sets])
+    made = plan(sets, images=cap)
+    assert made.starts[0] == 0
+    assert made.starts[-1] == len(made.samples) == made.drawn - made.overlong - made.unusable
+    for pack in packs_of(made):
+        assert len(pack) > 0
+        assert lengths[pack].sum() <= 100
+        assert min(lengths[pack]) > 0
+        assert cap is None or images[pack].sum() <= cap
+
+
+def test_held_out_samples_are_not_drawn_unusable_and_overlong_ones_are_counted_and_not_packed():
+    lengths = [50, HELD_OUT, UNUSABLE, 101, 100, UNUSABLE, 30, HELD_OUT]
+    images = [0, 0, 9, 9, 0, 0, 4, 0]
+    made = plan([sample_set(lengths, weight=2.0, images=images)], images=3)
+    assert Counter(made.samples.tolist()) == {0: 2, 4: 2}
+    assert (made.drawn, made.overlong, made.unusable) == (2 * 6, 2 * 2, 2 * 2)
+
+
+def test_an_epoch_of_weight_one_holds_every_sample_once_in_an_order_of_its_own():
+    sets = [sample_set([10] * 120, shards=6), sample_set([7] * 30)]
+    orders = [plan(sets, seed=seed, epoch=epoch).samples.tolist() for seed in (0, 1) for epoch in (0, 1, 2)]
+    assert all(sorted(order) == list(range(150)) for order in orders)
+    assert len(set(map(tuple, orders))) == len(orders)
+
+
+def test_a_weight_is_passes_over_the_set_and_the_rest_a_part_of_one_more():
+    sets = [sample_set([10] * 60, shards=3, weight=2.5), sample_set([10] * 40, shards=2, weight=0.27)]
+    made = plan(sets)
+    times = Counter(made.samples.tolist())
+    assert Counter(times[number] for number in range(60)) == {2: 30, 3: 30}
+    assert Counter(times[number] for number in range(60, 100)) == {0: 29, 1: 11}  # 10.8
+    assert made.drawn == 150 + 11
+
+
+def test_the_weights_fraction_counts_samples_that_are_not_held_out():
+    made = plan([sample_set([10, HELD_OUT] * 20, weight=0.5)])
+    assert made.drawn == len(set(made.samples.tolist())) == 10
+
+
+def test_a_weight_too_small_for_one_sample_draws_none_of_that_set():
+    made = plan([sample_set([10] * 40), sample_set([10] * 40, weight=0.01)])
+    assert sorted(made.samples.tolist()) == list(range(40))
+    assert made.drawn == 40
+
+
+def test_the_partial_pass_of_a_set_of_one_shard_moves_over_the_epochs():
+    sets = [sample_set([10] * 20, weight=0.25)]
+    epochs = [set(plan(sets, epoch=epoch).samples.tolist()) for epoch in range(40)]
+    assert all(len(epoch) == 5 for epoch in epochs)
+    assert set.union(*epochs) == set(range(20))
+
+
+def test_every_group_holds_each_set_in_proportion_and_few_shards():
+    # 8 + 3 * 8 = 32 visits of shards in groups of 4: 8 groups of 1 shard of the first set and 3 of the second
+    sets = [sample_set([100] * 80, shards=8), sample_set([100] * 80, shards=8, weight=3.0)]
+    samples = plan(sets, pack_window=16).samples  # a sample fills a pack
+    assert len(samples) == 320
+    for group in samples.reshape(8, 40):
+        first, second = group[group < 80], group[group >= 80]
+        assert (len(first), len(set(first // 10))) == (10, 1)
+        assert (len(second), len(set(second // 10))) == (30, 3)
+        assert len(np.unique(np.flatnonzero(group < 80) // 20)) == 2  # the sets are mixed, not one after the other
+
+
+def test_a_set_that_does_not_divide_into_groups_is_spread_evenly():
+    sets = [sample_set([100] * 70, shards=7), sample_set([100] * 11)]
+    samples = plan(sets, shuffle_shards=2, pack_window=20).samples  # 8 visits, 4 groups
+    borders = [(g * 70 // 4 + g * 11 // 4) for g in range(5)]
+    counts = [int((samples[begin:end] >= 70).sum()) for begin, end in itertools.pairwise(borders)]
+    assert counts == [2, 3, 3, 3]
+
+
+def test_no_pack_spans_two_groups():
+    sets = [sample_set([10, 20, 30, 15, 25] * 8, shards=5)]  # 8 samples a shard
+    made = plan(sets, shuffle_shards=1, pack_window=8)
+    shards = [{sample // 8 for sample in pack} for pack in packs_of(made)]
+    assert all(len(shard) == 1 for shard in shards)
+    visits = [min(shard) for shard, _ in itertools.groupby(shards)]
+    assert sorted(visits) == [0, 1, 2, 3, 4]
+    assert visits != sorted(visits)
+
+
+def test_a_group_of_small_shards_is_large_enough_for_a_window():
+    lengths = list(range(1, 91))
+    made = plan([sample_set(lengths, shards=90)], shuffle_shards=2, pack_window=45)
+    assert len(made) < 48, "4,095 tokens in packs of 100; in groups of two shards, two samples, about 60 packs"
+    first_group = made.samples[:45]
+    assert len(set(range(90)) - set(first_group.tolist())) == 45 and first_group.max() - first_group.min() > 60
+
+
+def test_windows_are_as_equal_as_possible_and_packed_one_by_one():
+    made = plan([sample_set([20] * 112, shards=2)], pack_window=24)  # 4.7 windows; 5 samples fill a pack
+    sizes = np.diff(made.starts).tolist()
+    assert [sum(sizes[first : first + 5]) for first in range(0, 25, 5)] == [23, 23, 22, 22, 22]
+    assert Counter(sizes) == {5: 20, 3: 2, 2: 3}
+
+
+def test_a_windows_packs_are_those_of_best_fit_in_another_order():
+    lengths = list(range(1, 91))
+    made = packs_of(plan([sample_set(lengths, shards=3)], pack_window=90))
+    expected = best_fit_by_definition(lengths, 100, [0] * 90, 0)
+    assert sorted(made) == sorted(expected)
+    assert made != expected
+
+
+def test_the_order_is_frozen_and_does_not_depend_on_the_process():
+    expected = "d369a9719d2d14c2e4eda467d1bab500bd196a652f48371b14f6fea488807ff9 1137 9 3"
+    for hash_seed in ("1", "2"):
+        ran = subprocess.run(
+            [sys.executable, "-c", PLAN_OF_A_FRESH_PROCESS],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        assert ran.stdout.strip() == expected, "resumed runs would train other samples than they claim"
+
+
+def pack_order(sets):
+    return PackOrder(sets, 0, Capacity(100, images=6), 4, 64)
+
+
+def test_packs_run_over_the_borders_of_epochs():
+    order = pack_order(varied_sets())
+    plans = [plan(varied_sets(), epoch=epoch, images=6) for epoch in range(4)]
+    expected = [(epoch, tuple(pack)) for epoch, made in enumerate(plans) for pack in packs_of(made)]
+    counts = [len(made) for made in plans]
+    assert len(set(counts)) > 1  # an epoch's number of packs is its own
+    total = sum(counts)
+    assert [(pack.epoch, pack.samples) for pack in order.packs(0, total)] == expected
+    for first, count in [(0, 1), (counts[0] - 1, 2), (counts[0], 1), (5, counts[0] + counts[1]), (total - 3, 3)]:
+        assert [(pack.epoch, pack.samples) for pack in order.packs(first, count)] == expected[first : first + count]
+    assert [order.first_pack(epoch) for epoch in range(5)] == [0, *itertools.accumulate(counts)]
+
+
+def test_what_was_asked_before_does_not_change_the_packs():
+    ahead, back, far = pack_order(varied_sets()), pack_order(varied_sets()), pack_order(varied_sets())
+    stretches = [(first, 37) for first in range(0, 1000, 37)]
+    expected = [ahead.packs(*stretch) for stretch in stretches]
+    assert [back.packs(*stretch) for stretch in reversed(stretches)] == expected[::-1]
+    plans = [far.epoch_plan(epoch).samples.tolist() for epoch in (3, 0, 2, 0)]
+    assert plans[1] == plans[3]
+    assert plans == [ahead.epoch_plan(epoch).samples.tolist() for epoch in (3, 0, 2, 0)]
+
+
+def test_two_neighbouring_epochs_are_planned_once():
+    order = pack_order(varied_sets())
+    first, second = order.epoch_plan(0), order.epoch_plan(1)
+    assert order.epoch_plan(0) is first
+    assert order.epoch_plan(1) is second
+    third = order.epoch_plan(2)
+    assert order.epoch_plan(1) is second
+    assert order.epoch_plan(2) is third
+
+
+def test_steps_train_every_sample_and_fill_the_last_step_from_the_next_epoch():
+    order = pack_order([sample_set([100] * 10)])  # 10 packs an epoch
+    assert order.steps(1, 10) == 1
+    assert order.steps(3, 4) == 8
+    assert order.steps(2, 5) == 4
+    assert order.steps(1, 64) == 1
+    assert [pack.epoch for pack in order.packs(7 * 4, 4)] == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "weight", "message"),
+    [
+        ([], 1.0, "no sample in 1 shards fits into a pack: they are empty"),
+        ([HELD_OUT] * 3, 1.0, "they are empty, or held out"),
+        ([10] * 3, 0.1, "weight is so small that epoch 0 draws none"),
+        (
+            [101, 102, UNUSABLE],
+            1.0,
+            r"of 3 drawn in epoch 0, 2 are longer than data\.pack_length=100 tokens, or .* 6 images, and 1 cannot",
+        ),
+    ],
+)
+def test_an_epoch_without_a_pack_is_refused_with_the_reason(lengths, weight, message):
+    order = pack_order([sample_set(lengths, weight=weight)])
+    for ask in (lambda: order.packs(0, 1), lambda: order.steps(1, 4), lambda: order.epoch_plan(0)):
+        with pytest.raises(UserError, match=message):
+            ask()
+
+
+@pytest.mark.parametrize("tokens", [2048, 4096, 8192])
+@pytest.mark.parametrize("kind", ["captions", "mixed"])
+def test_windows_of_4096_fill_packs_as_well_as_the_whole_epoch_within_half_a_percent(kind, tokens):
+    draw, count = np.random.RandomState(1), 48_000
+    captions = 576 + np.exp(draw.normal(np.log(20), 0.5, count)).round().clip(1)
+    answers, text = 576 + draw.randint(100, 901, count), np.exp(draw.normal(np.log(300), 1, count)).clip(5, 2500)
+    share = draw.random_sample(count)
+    mixed = np.where(share < 0.6, captions, np.where(share < 0.9, answers, text))
+    lengths = (captions if kind == "captions" else mixed).astype(np.int32)
+    made = plan([sample_set(lengths, shards=48)], tokens=tokens, shuffle_shards=16, pack_window=4096)
+    whole = pack_best_fit(lengths[lengths <= tokens], Capacity(tokens))
+    assert len(whole) / len(made) > 0.995

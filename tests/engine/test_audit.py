@@ -1,0 +1,183 @@
+"""The audit finds what changed, what did not move, and what contradicts the plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from scenes import make_config, save_parts
+from torch import nn
+
+from mmtrain.base.errors import UserError
+from mmtrain.engine.audit import AuditError, RankAudit, check_replicas, fingerprint, write_audit
+from mmtrain.engine.optimizer import MasterWeights, NoOpOptimizer, make_optimizer
+from mmtrain.model.stage import build_chunk
+from mmtrain.plan.planner import make_plan
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("audit")
+    save_parts(folder, layers=2)
+    return folder
+
+
+@pytest.fixture
+def rank(parts):
+    """The only rank of a pipeline of one: plan, chunk, optimizer."""
+    config = make_config(parts)
+    plan = make_plan(config)
+    chunk = build_chunk(config, plan.ranks[0].stages[0])
+    masters = MasterWeights({n: p for n, p in chunk.global_parameters() if p.requires_grad}).by_name
+    return plan, {0: chunk}, make_optimizer(chunk, masters, config.optimizer), masters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3,), (2, 4096), (5, 1000), (1, 2049)])
+def test_one_flipped_bit_anywhere_changes_the_fingerprint(dtype, shape):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = fingerprint(tensor)
+    assert fingerprint(tensor.clone()) == before
+    for index in (0, tensor.numel() // 2, tensor.numel() - 1):
+        flipped = tensor.clone()
+        flipped.view(torch.uint8).flatten()[index * tensor.element_size()] ^= 1
+        assert fingerprint(flipped) != before
+    assert fingerprint(tensor.flatten()[None]) != before or tensor.shape == (1, tensor.numel())
+
+
+def test_a_view_at_an_odd_offset_has_the_fingerprint_of_its_values():
+    storage = torch.arange(5000, dtype=torch.bfloat16)
+    assert fingerprint(storage[1:4001]) == fingerprint(storage[1:4001].clone())
+
+
+def test_a_clean_run_passes_and_is_recorded(rank, tmp_path):
+    plan, chunks, optimizer, masters = rank
+    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    for p in audit.masters.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    audit.check_versions()
+    found = write_audit(tmp_path / "audit.json", plan, [audit.finish(set(audit.masters))], learns=True)
+    assert found == "4 of 4 trainable tensors moved, frozen weights unchanged on all ranks"
+    written = json.loads((tmp_path / "audit.json").read_text())
+    (only,) = written["ranks"]
+    assert written["passed"] and only["optimizer"] == "AdamW"
+    assert only["frozen"]["fingerprint_before"] == only["frozen"]["fingerprint_after"]
+    assert {t["name"] for t in only["trainable"]} == set(audit.masters) and all(t["moved"] for t in only["trainable"])
+    assert only["trainable_parameters"] == plan.ranks[0].trainable
+
+
+def test_a_frozen_tensor_that_changed_fails_by_name(rank, tmp_path):
+    plan, chunks, optimizer, masters = rank
+    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    audit.frozen["llm.layers.1.mlp.up_proj.weight"].data[0, 0] += 1e-3  # past autograd: versions do not see it
+    audit.check_versions()
+    with pytest.raises(AuditError, match=r"rank 0: frozen tensor llm\.layers\.1\.mlp\.up_proj\.weight changed"):
+        write_audit(tmp_path / "audit.json", plan, [audit.finish(set())], learns=False)
+    assert not json.loads((tmp_path / "audit.json").read_text())["passed"]
+
+
+def test_a_write_to_a_frozen_tensor_is_seen_at_once(rank):
+    plan, chunks, optimizer, masters = rank
+    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    with torch.no_grad():
+        audit.frozen["llm.norm.weight"].add_(1.0)
+    with pytest.raises(AuditError, match=r"frozen tensor llm\.norm\.weight was written to"):
+        audit.check_versions()
+
+
+def test_a_trainable_tensor_with_a_gradient_must_move(rank, tmp_path):
+    plan, chunks, optimizer, masters = rank
+    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    write_audit(
+        tmp_path / "audit.json", plan, [audit.finish(set())], learns=False
+    )  # no gradient, no movement: nothing wrong
+    with pytest.raises(AuditError, match=r"projector\.linear_1\.bias had a gradient but did not move"):
+        write_audit(tmp_path / "audit.json", plan, [audit.finish({"projector.linear_1.bias"})], learns=False)
+
+
+def test_a_trainable_tensor_that_is_not_finite_fails(rank, tmp_path):
+    plan, chunks, optimizer, masters = rank
+    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    audit.masters["projector.linear_2.bias"].data[0] = float("nan")
+    with pytest.raises(AuditError, match=r"projector\.linear_2\.bias is not finite"):
+        write_audit(tmp_path / "audit.json", plan, [audit.finish(set())], learns=False)
+
+
+def test_a_rank_that_contradicts_the_plan_does_not_start(rank):
+    plan, chunks, optimizer, masters = rank
+    mine = plan.ranks[0]
+    with pytest.raises(AuditError, match="but the plan says NoOp"):
+        RankAudit(replace(mine, optimizer="NoOp"), chunks, optimizer, masters)
+    with pytest.raises(AuditError, match=r"trains [\d,]+ parameters, but the plan says 0"):
+        RankAudit(replace(mine, trainable=0), chunks, optimizer, masters)
+    partial = torch.optim.AdamW([next(p for p in chunks[0].parameters() if p.requires_grad)])
+    with pytest.raises(AuditError, match="4 tensors train, but the optimizer holds 1"):
+        RankAudit(mine, chunks, partial, masters)
+    with pytest.raises(AuditError, match="holds the optimizer NoOp"):
+        RankAudit(mine, chunks, NoOpOptimizer(nn.Module()), masters)
+
+
+def test_replicas_that_drift_apart_fail(rank, tmp_path):
+    plan, chunks, optimizer, masters = rank
+    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    first = audit.finish(set())
+    audit.masters["projector.linear_1.weight"].data += 1
+    second = {**audit.finish(set()), "rank": 1, "data": 1}
+    with pytest.raises(AuditError, match="ranks 0 and 1 trained the same parameters apart"):
+        write_audit(tmp_path / "audit.json", plan, [first, second], learns=False)
+
+
+@pytest.mark.parametrize("kind,name", [("frozen", "llm.norm.weight"), ("trainable", "projector.linear_1.bias")])
+def test_replicas_that_load_different_weights_do_not_start(rank, kind, name):
+    plan, chunks, optimizer, masters = rank
+    first = RankAudit(plan.ranks[0], chunks, optimizer, masters).start()
+    check_replicas([first, {**first, "rank": 1}])
+    {**dict(chunks[0].global_parameters())}[name].data[0] += 1
+    second = {**RankAudit(plan.ranks[0], chunks, optimizer, masters).start(), "rank": 1}
+    with pytest.raises(AuditError, match=f"ranks 0 and 1 .* loaded different {kind} weights"):
+        check_replicas([first, second])
+    check_replicas([first, {**second, "pipeline": 1}])  # another stage holds other weights
+
+
+def test_a_buffer_that_checkpoints_hold_is_watched_too(rank, tmp_path):
+    plan, chunks, optimizer, masters = rank
+    chunks[0].language.register_buffer("e_score_correction_bias", torch.zeros(3))
+    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    chunks[0].language.e_score_correction_bias.data[1] = 1.0
+    with pytest.raises(AuditError, match=r"frozen tensor stage 0 language\.e_score_correction_bias changed"):
+        write_audit(tmp_path / "audit.json", plan, [audit.finish(set())], learns=False)
+
+
+def test_a_stored_weight_that_is_not_its_master_rounded_fails(parts, tmp_path):
+    config = make_config(parts, model__llm__dtype="bfloat16", model__trainable=("llm.norm",))
+    plan = make_plan(config)
+    chunk = build_chunk(config, plan.ranks[0].stages[0])
+    stored = {n: p for n, p in chunk.global_parameters() if p.requires_grad}
+    masters = MasterWeights(stored)
+    optimizer = make_optimizer(chunk, masters.by_name, config.optimizer)
+    audit = RankAudit(plan.ranks[0], {0: chunk}, optimizer, masters.by_name)
+    masters.by_name["llm.norm.weight"].data += 0.5
+    with pytest.raises(AuditError, match=r"llm\.norm\.weight computes with other values than were trained"):
+        write_audit(tmp_path / "audit.json", plan, [audit.finish({"llm.norm.weight"})], learns=False)
+    masters.write_back()
+    write_audit(tmp_path / "audit.json", plan, [audit.finish({"llm.norm.weight"})], learns=False)
+
+
+def test_a_run_in_which_nothing_trained_fails_unless_its_learning_rate_is_zero(rank, tmp_path):
+    plan, chunks, optimizer, masters = rank
+    record = RankAudit(plan.ranks[0], chunks, optimizer, masters).finish(set())
+    found = write_audit(tmp_path / "audit.json", plan, [record], learns=False)
+    assert found.startswith("0 of 4 trainable tensors moved")
+    with pytest.raises(AuditError, match="nothing trained: in no step did a gradient reach any of projector"):
+        write_audit(tmp_path / "audit.json", plan, [record], learns=True)
+
+
+@pytest.mark.parametrize("name", ["llm.layers.1.mlp.down_proj.weight", "projector.linear_2.weight"])
+def test_weights_that_are_not_finite_are_refused_by_name_before_the_run(rank, name):
+    plan, chunks, optimizer, masters = rank
+    dict(chunks[0].global_parameters())[name].data[0, 0] = float("inf")
+    with pytest.raises(UserError, match=f"{name} holds NaN or infinity"):
+        RankAudit(plan.ranks[0], chunks, optimizer, masters)

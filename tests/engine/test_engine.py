@@ -1,0 +1,517 @@
+"""The engine around the parity tests: evaluation, non-finite steps, resuming, requests, messages between stages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from scenes import (
+    IMAGE_TOKEN,
+    as_batch,
+    encoding_ahead,
+    make_config,
+    make_document,
+    save_parts,
+    stock_gradients,
+    stock_llava,
+    stock_loss_sum,
+)
+
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
+from mmtrain.engine.engine import FrozenPipelineEngine, NonFiniteError, join_process_group
+from mmtrain.model.stage import build_chunk
+from mmtrain.plan.planner import make_plan
+from mmtrain.plan.schedule import in_common_order
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    save_parts(folder)
+    return folder
+
+
+def step(first_seed):
+    return tuple([[make_document(first_seed + i, images=i % 3)]] for i in range(4))
+
+
+def build(config, ahead=0, **arguments):
+    if not dist.is_initialized():
+        join_process_group(torch.device("cpu"), 60)
+    plan = encoding_ahead(make_plan(config), ahead)
+    mine = plan.ranks[dist.get_rank()]
+    chunks = {stage.stage: build_chunk(config, stage) for stage in mine.stages}
+    engine = FrozenPipelineEngine(config, plan, chunks, **arguments)
+
+    def batches(microbatches, share=plan.microbatches_per_step):
+        local = [as_batch(m, config.data.pack_length) for m in microbatches[mine.data * share :][:share]]
+        named = [replace(b, keys=tuple(f"key-{mine.data}{k}{key}" for key in b.keys)) for k, b in enumerate(local)]
+        return iter(named) if mine.pipeline == 0 else None
+
+    return engine, batches
+
+
+def train_with_evaluation(config, evaluates):
+    engine, batches = build(config)
+    results, evaluations, predicted = [], [], []
+    for s in range(3):
+        if evaluates:
+            local = engine.plan.microbatches_per_step
+            evaluations.append(engine.evaluate(batches(step(0)), local))
+            for microbatches in (1, local + 3):
+                engine.evaluate(batches(step(20) * microbatches, microbatches), microbatches)
+            engine.evaluate(batches(damaged(step(0))), local)
+            engine.evaluate(batches(step(0)), local)
+            predicted.append({k: tokens.tolist() for k, tokens in engine.predicted.items()})
+        results.append(engine.train_step(batches(step(10 * (s % 2)))))
+        assert engine.predicted == {}
+    return results, evaluations, predicted
+
+
+INTERLEAVED = (1, 2, 3)  # two stages on each of two ranks
+
+
+@pytest.mark.parametrize("pipeline,data,cut", [(1, 1, None), (2, 2, None), (2, 1, INTERLEAVED)])
+def test_evaluation_reports_the_stock_loss_and_leaves_training_alone(parts, pipeline, data, cut):
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data, parallel__boundaries=cut)
+    with_evaluation = run_ranks(pipeline * data, train_with_evaluation, config, True)
+    without = run_ranks(pipeline * data, train_with_evaluation, config, False)
+    assert [results for results, *_ in with_evaluation] == [results for results, *_ in without], "to the last bit"
+    stock = stock_llava(parts, seed=0)
+    expected, _ = stock_gradients(stock, step(0))
+    for _, evaluations, _ in with_evaluation:
+        first, second, _ = evaluations
+        assert first.loss_sum / first.supervised_tokens == pytest.approx(expected, rel=1e-5)
+        assert evaluations == with_evaluation[0][1], "the same on every rank"
+        assert second.loss_sum < first.loss_sum
+
+
+def train_ahead(config, ahead):
+    """Three steps with evaluations in between; what each said, the trained tensors, and how many batches were read."""
+    engine, batches = build(config, ahead)
+    engine.run_config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 3})})
+    reads = 0
+
+    def stream():
+        nonlocal reads
+        for s in range(5):
+            for batch in batches(step(10 * s)):
+                reads += 1
+                yield batch
+
+    said, endless = [], stream()
+    for s in range(3):
+        said.append(engine.train_step(endless if engine.stage_id == 0 else None))
+        said.append(engine.evaluate(batches(step(100 + s)), engine.plan.microbatches_per_step))
+    return said, {name: p.detach().numpy().copy() for name, p in engine.trainable.items()}, reads
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "cut", "ahead"),
+    [(2, 1, None, 1), (2, 2, None, 2), (2, 1, INTERLEAVED, 3), (1, 1, None, 4), (2, 1, None, 6)],
+)
+def test_an_encoder_that_is_ahead_changes_no_bit_and_reads_nothing_beyond_the_run(parts, pipeline, data, cut, ahead):
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data, parallel__boundaries=cut)
+    at_once, before = (run_ranks(pipeline * data, train_ahead, config, n) for n in (0, ahead))
+    for rank, ((said, tensors, reads), (expected, expected_tensors, expected_reads)) in enumerate(
+        zip(before, at_once, strict=True)
+    ):
+        assert said == expected
+        assert all(np.array_equal(tensors[name], expected_tensors[name]) for name in expected_tensors)
+        assert reads == expected_reads == (3 * 4 // data if rank < data else 0)
+
+
+def train_warmed_up(config, ahead, warms_up):
+    """Two steps and an evaluation; all that they said and left, and what ran in which order."""
+    executed = []
+    generators = torch.get_rng_state()
+    engine, batches = build(config, ahead, warms_up=warms_up, on_instruction=lambda *what: executed.append(what))
+    assert torch.equal(torch.get_rng_state(), generators)
+    assert all(p.grad is None for chunk in engine.chunks.values() for p in chunk.parameters())
+    assert engine.optimizer_state() == {} and not engine.saw_gradient
+    eight = [step(10 * s) + step(10 * s + 4) for s in range(3)]
+    stream = itertools.chain.from_iterable(map(batches, eight[1:])) if engine.stage_id == 0 else None
+    local = engine.plan.microbatches_per_step
+    said = [engine.evaluate(batches(eight[0]), local), *(engine.train_step(stream) for _ in range(2))]
+    left = {**engine.trainable, **engine.optimizer_state()}
+    planned = engine.plan.schedule
+    first = in_common_order(planned, engine.plan.chunks_per_rank) if warms_up else planned
+    for number, schedule in enumerate((first, planned)):
+        instructions = schedule[engine.stage_id]
+        assert tuple(what for at, what in executed if at == number)[-len(instructions) :] == instructions
+    return said, {name: tensor.detach().numpy().copy() for name, tensor in left.items()}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "cut", "trainable"),
+    [(2, 1, None, "projector"), (2, 2, INTERLEAVED, "projector"), (1, 1, None, "vision"), (2, 1, None, "llm.head")],
+)
+def test_a_run_is_the_same_with_warming_up_and_with_a_first_step_in_common_order(parts, pipeline, data, cut, trainable):
+    config = make_config(
+        parts,
+        parallel__pipeline=pipeline,
+        parallel__data=data,
+        parallel__boundaries=cut,
+        model__trainable=("projector", trainable),
+        train__packs_per_step=8,
+    )
+    ahead = 0 if trainable == "vision" else 2
+    cold, warm = (run_ranks(pipeline * data, train_warmed_up, config, ahead, warms_up) for warms_up in (False, True))
+    for (said, left), (expected, expected_left) in zip(warm, cold, strict=True):
+        assert said == expected
+        assert left.keys() == expected_left.keys()
+        assert all(np.array_equal(left[name], expected_left[name]) for name in left), "to the last bit"
+
+
+def evaluate_once(config, microbatches):
+    engine, batches = build(config)
+    local = len(microbatches) // engine.plan.data
+    found = engine.evaluate(batches(microbatches, local), local)
+    return found, [tokens.tolist() for _, tokens in sorted(engine.predicted.items())]
+
+
+def with_some_right_answers(model, document, seed):
+    """The same document, asked for what the stock model says: all of it, all but one token, or something else."""
+    ids = torch.tensor([[IMAGE_TOKEN if i == IMAGE_POSITION else i for i in document.ids]])
+    with torch.no_grad():
+        said = model(input_ids=ids, pixel_values=document.images, use_cache=False).logits[0].argmax(-1).tolist()
+    places = [t for t, label in enumerate(document.labels) if label != IGNORE]
+    labels = list(document.labels)
+    for t in places if seed % 3 < 2 else ():
+        labels[t] = said[t]
+    if seed % 3 == 1:
+        labels[places[-1]] = (said[places[-1]] + 1) % IMAGE_TOKEN
+    if seed % 2:
+        labels[places[len(places) // 2]] = IGNORE  # two answers
+    return replace(document, labels=tuple(labels)), said
+
+
+@pytest.mark.parametrize(("pipeline", "data", "cut"), [(1, 1, None), (2, 2, None), (4, 1, None), (2, 2, INTERLEAVED)])
+@pytest.mark.parametrize("microbatches", [2, 6])
+def test_tokens_and_answers_are_counted_as_the_stock_models_logits_say(parts, pipeline, data, cut, microbatches):
+    model = stock_llava(parts, seed=0)
+    rows, expected = [], {"correct_tokens": 0, "answers": 0, "exact_answers": 0, "supervised_tokens": 0}
+    predicted = []
+    for place in range(microbatches):
+        row = []
+        for seed in range(3 * place, 3 * place + 3):
+            document, said = with_some_right_answers(model, make_document(seed, images=seed % 3), seed)
+            hits = [None if x == IGNORE else x == s for x, s in zip(document.labels, said, strict=True)]
+            answers = [list(run) for wanted, run in itertools.groupby(hits, lambda hit: hit is not None) if wanted]
+            expected["answers"] += len(answers)
+            expected["exact_answers"] += sum(map(all, answers))
+            expected["correct_tokens"] += sum(map(sum, answers))
+            expected["supervised_tokens"] += sum(map(len, answers))
+            predicted += [s for s, hit in zip(said, hits, strict=True) if hit is not None]
+            row.append(document)
+        rows.append([row])
+    assert 0 < expected["exact_answers"] < expected["answers"]
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data, parallel__boundaries=cut)
+    ranks = run_ranks(pipeline * data, evaluate_once, config, rows)
+    for found, _ in ranks:
+        assert {name: getattr(found, name) for name in expected} == expected
+    by_last_stage = [tokens for _, tokens in ranks[-data:]]
+    assert [token for replica in by_last_stage for tokens in replica for token in tokens] == predicted
+    assert all(tokens == [] for _, tokens in ranks[:-data])
+
+
+def damaged(microbatches):
+    microbatches = list(microbatches)
+    ((document,),) = microbatches[1]
+    microbatches[1] = [[replace(document, images=torch.full_like(document.images, float("nan")))]]
+    return tuple(microbatches)
+
+
+def train_on_damage(config):
+    engine, batches = build(config)
+    before = {name: p.detach().clone() for name, p in engine.trainable.items()}
+    evaluation = engine.evaluate(batches(damaged(step(0))), engine.plan.microbatches_per_step)
+    assert math.isnan(evaluation.loss_sum) and evaluation.answers == 4
+    try:
+        engine.train_step(batches(damaged(step(0))))
+    except NonFiniteError as error:
+        return str(error), all(torch.equal(before[name], p) for name, p in engine.trainable.items())
+    return None
+
+
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("pipeline,data", [(2, 1), (1, 2)])
+def test_a_non_finite_loss_stops_every_rank_before_any_update(parts, pipeline, data):
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
+    outcomes = run_ranks(pipeline * data, train_on_damage, config)
+    for message, unchanged in outcomes:
+        assert message.startswith("step 0: the loss sum is nan") and "no update was made" in message
+        assert unchanged
+
+
+def counts_of_a_step(config):
+    engine, batches = build(config)
+    return engine.train_step(batches(step(0)))
+
+
+def test_a_step_counts_the_data_of_all_replicas(parts):
+    config = make_config(parts, parallel__pipeline=2, parallel__data=2)
+    documents = [make_document(i, images=i % 3) for i in range(4)]
+    for result in run_ranks(4, counts_of_a_step, config):
+        assert (result.samples, result.images) == (4, 3)
+        assert result.tokens == sum(len(d.ids) for d in documents)
+        assert result.supervised_tokens == sum(label >= 0 for d in documents for label in d.labels)
+
+
+def epochs_of_steps(config):
+    engine, _ = build(config)
+    mine = engine.plan.ranks[dist.get_rank()]
+    epochs = []
+    for counts in ((0, 0, 0, 1), (1, 1, 1, 1), (1, 1, 2, 3)):  # of the step's micro-batches, in the order of its packs
+        local = [as_batch(m, config.data.pack_length) for m in step(0)]
+        both = [replace(batch, epochs=(0, epoch)) for batch, epoch in zip(local, counts, strict=True)]
+        share = engine.plan.microbatches_per_step
+        share = both[mine.data * share : (mine.data + 1) * share]
+        epochs.append(engine.train_step(iter(share) if mine.pipeline == 0 else None).epoch)
+    return epochs
+
+
+@pytest.mark.parametrize(("pipeline", "data"), [(2, 1), (1, 2)])
+def test_the_epoch_of_a_step_is_that_of_its_last_pack_on_every_rank(parts, pipeline, data):
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
+    assert run_ranks(pipeline * data, epochs_of_steps, config) == [[1, 1, 3]] * 2
+
+
+def unlabelled_step(images):
+    return tuple([[make_document(90 + i, images=images, labelled=False)]] for i in range(4))
+
+
+def values(tensors):
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors.items()}
+
+
+def everything(engine):
+    """Masters, the weights that are computed with, and AdamW's state, of this rank."""
+    named = [pair for chunk in engine.chunks.values() for pair in chunk.global_parameters()]
+    stored = {name: p for name, p in named if p.requires_grad}
+    return values(engine.trainable), values(stored), values(engine.optimizer_state())
+
+
+def equal(found, expected):
+    return all(
+        one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def train_with_a_look(config, steps, before):
+    """Train all steps; what was there before step `before`, and what is there at the end."""
+    engine, batches = build(config)
+    results, seen = [], None
+    for number, microbatches in enumerate(steps):
+        if number == before:
+            seen = everything(engine)
+        results.append(engine.train_step(batches(microbatches)))
+    return results, seen, everything(engine)
+
+
+def train_on(config, steps, first, of_ranks, with_state):
+    engine, batches = build(config, first_step=first)
+    masters, _, state = of_ranks[dist.get_rank()]
+    tensors = [{n: torch.from_numpy(v) for n, v in kind.items()} for kind in (masters, state if with_state else {})]
+    engine.load_trained(*tensors)
+    loaded = everything(engine)
+    results = [engine.train_step(batches(microbatches)) for microbatches in steps[first:]]
+    return results, loaded, everything(engine)
+
+
+IN_BF16 = {"model__llm__dtype": "bfloat16", "model__trainable": ("projector", "llm.layers.3", "llm.norm")}
+
+
+@pytest.mark.parametrize("trained", [{}, IN_BF16], ids=["projector", "bf16 layers"])
+@pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(parts, pipeline, data, trained):
+    layout = {"parallel__pipeline": pipeline, "parallel__data": data, "optimizer__weight_decay": 0.1}
+    config, world = make_config(parts, **layout, **trained), pipeline * data
+    steps = [step(0), step(10), step(20), step(0), step(10)]
+    whole = run_ranks(world, train_with_a_look, config, steps, 3)
+    seen = [at_save for _, at_save, _ in whole]
+    resumed = run_ranks(world, train_on, config, steps, 3, seen, True)
+    for rank, (results, loaded, end) in enumerate(resumed):
+        assert equal(loaded, seen[rank]), "what was loaded"
+        assert [r.step for r in results] == [3, 4] and results == whole[rank][0][3:]
+        assert equal(end, whole[rank][2])
+    trains = [bool(masters) for masters, _, _ in seen]
+    assert trains == [True] * data + [bool(trained)] * (world - data)
+    assert [len(state) for *_, state in seen] == [3 * len(masters) for masters, _, _ in seen]
+    forgetful = run_ranks(world, train_on, config, steps, 3, seen, False)
+    assert not equal(forgetful[0][2], whole[0][2]), "the moments matter, so this test can fail"
+
+
+def test_a_run_is_resumed_bit_for_bit_before_its_first_update(parts):
+    config = make_config(parts, parallel__pipeline=2, optimizer__weight_decay=0.1)
+    steps = [unlabelled_step(1), unlabelled_step(0), step(10), step(20)]
+    whole = run_ranks(2, train_with_a_look, config, steps, 2)
+    seen = [at_save for _, at_save, _ in whole]
+    assert [state for *_, state in seen] == [{}, {}]
+    for found, expected in zip(run_ranks(2, train_on, config, steps, 2, seen, True), whole, strict=True):
+        assert found[0] == expected[0][2:] and equal(found[2], expected[2])
+
+
+def told_of_requests(config):
+    engine, batches = build(config)
+    mine = dist.get_rank() == dist.get_world_size() - 1
+    told = []
+
+    def note(run, **wanted):
+        if mine and wanted:
+            engine.request(**wanted)
+        batch = batches(step(0))
+        engine.train_step(batch) if run == "train" else engine.evaluate(batch, engine.plan.microbatches_per_step)
+        told.append((run, engine.requested_save, engine.requested_stop))
+
+    note("train")
+    note("train", save=True)
+    note("train")
+    note("evaluate", save=True)
+    note("evaluate")
+    note("train")
+    note("evaluate")
+    note("train")
+    note("evaluate", save=True, stop=True)
+    note("train")
+    note("train")
+    return told
+
+
+@pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
+def test_what_is_asked_of_one_rank_is_told_to_all_at_once(parts, pipeline, data):
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
+    told = run_ranks(pipeline * data, told_of_requests, config)
+    expected = [
+        ("train", False, False),
+        ("train", True, False),
+        ("train", False, False),
+        ("evaluate", True, False),  # a caller that looks here may save here
+        ("evaluate", True, False),
+        ("train", True, False),  # and one that looks after steps alone has not missed it
+        ("evaluate", True, False),
+        ("train", False, False),
+        ("evaluate", True, True),
+        ("train", True, True),
+        ("train", False, True),
+    ]
+    assert told == [expected] * (pipeline * data)
+
+
+def asked_during_the_reduction(config):
+    engine, batches = build(config)
+    reduce, told = dist.all_reduce, []
+
+    def interrupted(*arguments, **keywords):  # as by a signal, after the rank has said that nobody asked
+        engine.request(save=not told)
+        return reduce(*arguments, **keywords)
+
+    dist.all_reduce = interrupted
+    for _ in range(3):
+        engine.train_step(batches(step(0)))
+        told.append(engine.requested_save)
+    return told
+
+
+def test_a_request_that_comes_while_ranks_exchange_theirs_waits_for_the_next_step(parts):
+    assert run_ranks(1, asked_during_the_reduction, make_config(parts)) == [[False, True, False]]
+
+
+def train_past_bad_steps(config, steps, file, already=0):
+    """Results and whether each step left everything as it was, up to the error that ends the run."""
+    engine, batches = build(config, bad_steps_file=file)
+    engine.bad_steps = already
+    results, untouched, message = [], [], None
+    for microbatches in steps:
+        before = everything(engine)
+        try:
+            results.append(engine.train_step(batches(microbatches)))
+        except NonFiniteError as error:
+            message = str(error)
+        untouched.append(equal(everything(engine), before))
+    return results, untouched, message, everything(engine), engine.bad_steps
+
+
+@pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
+def test_a_bad_step_that_may_be_left_out_changes_nothing_and_is_recorded(parts, tmp_path, pipeline, data):
+    layout = {"parallel__pipeline": pipeline, "parallel__data": data, "optimizer__weight_decay": 0.1}
+    config = make_config(parts, **layout, train__max_bad_steps=1)
+    file = tmp_path / "bad_steps.jsonl"
+    steps = [step(0), damaged(step(10)), step(20), damaged(step(0))]
+    ranks = run_ranks(pipeline * data, train_past_bad_steps, config, steps, file)
+    # Any step without an update: the learning rate goes on, weights and moments do not.
+    instead = run_ranks(pipeline * data, train_with_a_look, config, [step(0), unlabelled_step(1), step(20)], 0)
+    share = 4 // data
+    for (results, untouched, message, end, count), (others, _, expected_end) in zip(ranks, instead, strict=True):
+        trains = bool(end[0])
+        assert untouched == ([False, True, False, True] if trains else [True] * 4)
+        assert [r.no_update for r in results] == [None, "loss or gradient is not finite", None]
+        assert math.isnan(results[1].loss) and math.isnan(results[1].grad_norm) and results[1].step == 1
+        assert [results[0], results[2]] == [others[0], others[2]] and equal(end, expected_end)
+        assert count == 2
+        assert message.startswith("step 3: the loss sum is nan and the squared gradient norm nan, with values")
+        where = f"micro-batch {1 % share} of replica {1 // share} (samples key-{1 // share}{1 % share}0)."
+        assert where in message and str(file) in message
+        assert message.endswith("bad step 2 of the run, and train.max_bad_steps=1")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 3]
+    for line, first_seed in zip(lines, (10, 0), strict=True):
+        assert (line["loss_sum"], line["squared_gradient_norm"]) == ("nan", "nan")
+        projectors = list(range(data))
+        assert line["ranks"] == sorted({*projectors, (pipeline - 1) * data + 1 // share})
+        assert line["parameters"] == [f"projector.linear_{i}.{part}" for i in (1, 2) for part in ("weight", "bias")]
+        places = [(m["replica"], m["microbatch"], m["keys"]) for m in line["microbatches"]]
+        assert places == [(i // share, i % share, [f"key-{i // share}{i % share}0"]) for i in range(4)]
+        documents = [make_document(first_seed + i, images=i % 3) for i in range(4)]
+        assert [m["supervised_tokens"] for m in line["microbatches"]] == [
+            sum(x >= 0 for x in d.labels) for d in documents
+        ]
+    model = stock_llava(parts, seed=0)  # whose first step is the first that is damaged
+    file.unlink()
+    run_ranks(pipeline * data, train_past_bad_steps, config, steps[1:2], file)
+    (line,) = map(json.loads, file.read_text().splitlines())
+    for i, found in enumerate(line["microbatches"]):
+        loss = float(stock_loss_sum(model, make_document(10 + i, images=i % 3)).detach()) / found["supervised_tokens"]
+        assert found["loss"] == ("nan" if i == 1 else pytest.approx(loss, rel=1e-5))
+
+
+@pytest.mark.parametrize(("pipeline", "data"), [(2, 1), (1, 2)])
+def test_a_gradient_alone_that_is_not_finite_is_a_bad_step_too(parts, tmp_path, pipeline, data):
+    config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data, train__max_bad_steps=1)
+    without_labels = damaged(unlabelled_step(1))
+    partly = (*step(0)[:1], *without_labels[1:2], *step(0)[2:])
+    file = tmp_path / "bad_steps.jsonl"
+    for results, untouched, message, *_ in run_ranks(2, train_past_bad_steps, config, [without_labels, partly], file):
+        assert results[0].loss is None and math.isnan(results[0].grad_norm)
+        assert results[0].no_update == "loss or gradient is not finite" and untouched == [True, True]
+        assert "loss of each micro-batch is finite, the gradient of projector.linear_1.weight, " in message
+    first, second = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [m["loss"] for m in first["microbatches"]] == [None] * 4
+    assert math.isfinite(second["loss_sum"]) and second["squared_gradient_norm"] == "nan"
+    assert first["ranks"] == second["ranks"] == list(range(data))
+
+
+def test_bad_steps_before_a_resume_count_and_a_sound_run_writes_no_record(parts, tmp_path):
+    config, file = make_config(parts, train__max_bad_steps=1), tmp_path / "bad_steps.jsonl"
+    ((_, _, message, _, count),) = run_ranks(1, train_past_bad_steps, config, [step(0)], file, 1)
+    assert message is None and count == 1 and not file.exists()
+    ((_, _, message, _, count),) = run_ranks(1, train_past_bad_steps, config, [damaged(step(0))], file, 1)
+    assert "bad step 2 of the run" in message and count == 2 and file.exists()
+
+
+def test_a_record_that_a_full_disk_refuses_does_not_hide_the_cause(parts):
+    config = make_config(parts, train__max_bad_steps=5)
+    ((_, _, message, *_),) = run_ranks(1, train_past_bad_steps, config, [damaged(step(0))], Path("/dev/full"))
+    assert message.startswith("step 0: the loss sum is nan")
+    assert message.endswith("(/dev/full cannot be written: No space left on device)")

@@ -1,0 +1,184 @@
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mmtrain.config.schema import OptimizerSection
+from mmtrain.engine.optimizer import (
+    MasterWeights,
+    NoOpOptimizer,
+    adamw_state,
+    clip_coefficient,
+    learning_rate,
+    load_trained,
+    make_optimizer,
+)
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
+def test_a_no_op_optimizer_is_a_real_optimizer_that_does_nothing():
+    module = frozen()
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    optimizer = NoOpOptimizer(module)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    optimizer.zero_grad()
+    assert optimizer.step() is None and optimizer.step(lambda: 3.0) == 3.0
+    fresh = NoOpOptimizer(module)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert fresh.state_dict() == optimizer.state_dict()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    optimizer.step()
+    scheduler.step()
+    assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
+
+
+def test_a_no_op_optimizer_refuses_a_rank_that_trains():
+    with pytest.raises(ValueError, match="trains 2 parameters, first weight"):
+        NoOpOptimizer(nn.Linear(2, 2))
+
+
+def test_the_optimizer_follows_what_trains():
+    module = frozen()
+    assert isinstance(make_optimizer(module, {}, OptimizerSection()), NoOpOptimizer)
+    module.weight.requires_grad_(True)
+    adamw = make_optimizer(module, {"weight": module.weight}, OptimizerSection(lr=0.5, weight_decay=0.1))
+    assert type(adamw) is torch.optim.AdamW
+    assert adamw.param_groups[0]["lr"] == 0.5 and adamw.param_groups[0]["weight_decay"] == 0.1
+    assert adamw.param_groups[0]["params"] == [module.weight]
+
+
+def test_a_weight_in_bfloat16_is_refused():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"llm\.head\.weight is optimized in torch\.bfloat16"):
+        make_optimizer(nn.Module(), {"llm.head.weight": weight}, OptimizerSection())
+
+
+def test_master_weights_add_up_gradients_and_updates_that_bfloat16_would_lose():
+    stored = {"a": nn.Parameter(torch.ones(1, dtype=torch.bfloat16)), "b": nn.Parameter(torch.ones(1))}
+    masters = MasterWeights(stored)
+    assert masters.by_name["b"] is stored["b"], "fp32 needs no twin"
+    for factor in (256.0, 1.0):  # their sum, 257, is no bf16 number
+        (stored["a"] * factor).sum().backward()
+    assert stored["a"].grad is None and masters.by_name["a"].grad.tolist() == [257.0]
+    optimizer = torch.optim.SGD(masters.by_name.values(), lr=2**-10 / 257)
+    for _ in range(4):
+        optimizer.step()
+        masters.write_back()
+    assert stored["a"].item() == 1 - 2**-8, "four updates of 2^-10, each below bf16's rounding at 1"
+    masters.zero_grad()
+    assert masters.by_name["a"].grad is None and stored["b"].grad is None
+
+
+def trained(updates):
+    """One weight in bf16 and one in fp32 after some updates."""
+    stored = {"a": nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)), "b": nn.Parameter(torch.ones(4))}
+    masters = MasterWeights(stored)
+    optimizer = make_optimizer(nn.Module(), masters.by_name, OptimizerSection(lr=0.1, weight_decay=0.1))
+    update(masters, optimizer, range(updates))
+    return stored, masters, optimizer
+
+
+def update(masters, optimizer, numbers):
+    for number in numbers:
+        for master in masters.by_name.values():
+            master.grad = torch.arange(1.0, master.numel() + 1).view_as(master) / (number + 3)
+        optimizer.step()
+        masters.write_back()
+
+
+def test_the_state_by_name_is_adamws_own():
+    _, masters, optimizer = trained(0)
+    assert adamw_state(optimizer, masters.by_name) == {}, "torch makes it at the first update"
+    update(masters, optimizer, range(2))
+    state = adamw_state(optimizer, masters.by_name)
+    assert sorted(state) == [f"{name}/{part}" for name in "ab" for part in ("exp_avg", "exp_avg_sq", "step")]
+    for number, name in enumerate("ab"):
+        for part, value in optimizer.state_dict()["state"][number].items():
+            assert state[f"{name}/{part}"] is value
+    assert state["a/step"].item() == 2 and state["a/exp_avg"].shape == (2, 3)
+    assert adamw_state(NoOpOptimizer(frozen()), {}) == {}
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_what_was_loaded_trains_on_to_the_same_bits_and_shares_no_memory(before):
+    stored, masters, optimizer = trained(before)
+    weights = {name: p.detach().clone() for name, p in masters.by_name.items()}
+    state = {name: tensor.clone() for name, tensor in adamw_state(optimizer, masters.by_name).items()}
+    kept = [{name: tensor.clone() for name, tensor in kind.items()} for kind in (weights, state)]
+    other_stored, other, other_optimizer = trained(7)  # whatever was there goes
+    load_trained(other, other_optimizer, weights, state)
+    assert all(torch.equal(stored[name], other_stored[name]) for name in stored), "also what is computed with"
+    for one, one_optimizer in ((masters, optimizer), (other, other_optimizer)):
+        update(one, one_optimizer, range(before, before + 2))
+    assert all(torch.equal(masters.by_name[name], other.by_name[name]) for name in stored)
+    assert all(torch.equal(stored[name], other_stored[name]) for name in stored)
+    for kind, before_loading in zip((weights, state), kept, strict=True):
+        assert all(torch.equal(kind[name], before_loading[name]) for name in kind), "updates left the copies alone"
+
+
+@pytest.mark.parametrize(
+    ("weights", "state", "message"),
+    [
+        ({"a": None}, {}, r"^weights do not fit what trains on this rank; missing: a$"),
+        ({"c": torch.ones(1)}, {}, r"; not trained here: c$"),
+        ({"a": torch.ones(3, 2)}, {}, r"; of another shape: a \(3, 2\) instead of \(2, 3\)$"),
+        ({"b": torch.ones(4, dtype=torch.bfloat16)}, {}, r"; not in float32: b torch\.bfloat16$"),
+        ({}, {"a/step": None}, r"^optimizer states do not fit what trains on this rank; missing: a/step$"),
+        ({}, {"b/step": torch.ones(1)}, r"; of another shape: b/step \(1,\) instead of \(\)$"),
+        (
+            {},
+            {"a/exp_avg": torch.ones(4), "x/step": torch.ones(())},
+            r"here: x/step; of another shape: a/exp_avg \(4,\)",
+        ),
+        ({}, {f"x{i}/step": torch.ones(()) for i in range(7)}, r"x0/step, .*, x4/step and 2 more$"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_loaded(weights, state, message):
+    _, masters, optimizer = trained(2)
+    given = [{n: t.clone() for n, t in masters.by_name.items()}, adamw_state(optimizer, masters.by_name)]
+    _, other, other_optimizer = trained(1)
+    kept = [{n: t.clone() for n, t in x.items()} for x in (other.by_name, adamw_state(other_optimizer, other.by_name))]
+    for kind, changes in zip(given, (weights, state), strict=True):
+        kind |= changes
+        for name in [name for name in kind if kind[name] is None]:
+            del kind[name]
+    with pytest.raises(ValueError, match=message):
+        load_trained(other, other_optimizer, *given)
+    for kind, found in zip(kept, (other.by_name, adamw_state(other_optimizer, other.by_name)), strict=True):
+        assert all(torch.equal(kind[name], found[name]) for name in kind)
+
+
+def test_a_rank_that_trains_nothing_loads_nothing_and_refuses_anything():
+    optimizer = NoOpOptimizer(frozen())
+    load_trained(MasterWeights({}), optimizer, {}, {})
+    with pytest.raises(ValueError, match=r"^optimizer states .* not trained here: a/step$"):
+        load_trained(MasterWeights({}), optimizer, {}, {"a/step": torch.ones(())})
+
+
+def test_learning_rate_warms_up_linearly_then_follows_half_a_cosine():
+    config = OptimizerSection(lr=2.0, warmup_fraction=0.1, min_lr_fraction=0.25)
+    rates = [learning_rate(step, 100, config) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.2 * i for i in range(1, 11)])
+    assert rates[10] == 2.0
+    assert rates[55] == pytest.approx(2.0 * (0.25 + 0.75 * 0.5))
+    assert rates[99] == pytest.approx(2.0 * (0.25 + 0.75 * 0.5 * (1 + math.cos(math.pi * 89 / 90))))
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate():
+    assert learning_rate(0, 1, OptimizerSection(lr=1e-3, warmup_fraction=0.0)) == 1e-3
+    assert learning_rate(0, 5, OptimizerSection(lr=1e-3, warmup_fraction=1.0)) == pytest.approx(2e-4)
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0, None])
+def test_clipping_equals_torchs(limit):
+    gradient = torch.randn(7, generator=torch.Generator().manual_seed(0))
+    parameter = nn.Parameter(torch.zeros(7))
+    parameter.grad = gradient.clone()
+    norm = float(torch.nn.utils.clip_grad_norm_([parameter], math.inf if limit is None else limit))
+    torch.testing.assert_close(gradient * clip_coefficient(norm, limit), parameter.grad)

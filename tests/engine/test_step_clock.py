@@ -1,0 +1,161 @@
+"""A rank's clock: a hand-made step, and real ranks of which one is slow."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from scenes import as_batch, make_config, make_document, save_parts
+
+from mmtrain.engine import step_clock
+from mmtrain.engine.engine import FrozenPipelineEngine, join_process_group
+from mmtrain.engine.step_clock import SLOTS, StepClock
+from mmtrain.engine.time_use import Work
+from mmtrain.model.stage import build_chunk
+from mmtrain.plan.planner import make_plan
+from mmtrain.plan.schedule import Instruction, Op
+
+LOAD, FORWARD, SEND = Instruction(Op.LOAD, 0, 1), Instruction(Op.FORWARD, 0, 1), Instruction(Op.SEND_ACTIVATION, 0, 1)
+REDUCE, UPDATE = Instruction(Op.REDUCE_STATISTICS), Instruction(Op.OPTIMIZER_STEP)
+
+
+class Hands:
+    """Sets what the clock reads."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(step_clock._HostTimes, "mark", lambda times: self.now)
+
+    def run(self, clock, instruction, seconds, waiting=0.0):
+        clock.start(instruction)
+        if waiting:
+            self.now += waiting
+            clock.waited()
+        self.now += seconds
+        clock.done()
+
+    def step(self, clock):
+        clock.begin()
+        self.run(clock, LOAD, 2)
+        self.run(clock, FORWARD, 4, waiting=3)
+        self.run(clock, SEND, 1)
+        clock.start(REDUCE)
+        self.now += 0.5
+        return clock.read()
+
+
+def test_a_step_is_split_into_computing_communicating_loading_and_waiting(monkeypatch):
+    hands = Hands(monkeypatch)
+    clock = StepClock(torch.device("cpu"))
+    hands.now += 10
+    readings = hands.step(clock)
+    assert len(readings) == SLOTS and readings[:-1] == [10, 4, 1.5, 2]
+    hands.now += 5
+    late = [11, 6, 0, 0, 2048]  # the other rank began a second later
+    mine, other = clock.leave([*readings, *late])
+    assert (mine.window, mine.compute, mine.communication, mine.data, mine.idle) == (15.5, 4, 1.5, 2, 8)
+    assert (other.window, other.compute, other.idle, other.peak_memory_bytes) == (14.5, 6, 8.5, 2048)
+    clock.done()  # of the reduction, which `read` has marked
+    hands.run(clock, UPDATE, 0.25)
+    clock.start(None)
+    hands.now += 0.75
+    clock.waited()
+    assert clock.seconds == 25.5
+    assert clock.parts() == [
+        (Work.LOAD, LOAD, 10, 12),
+        (Work.WAIT, FORWARD, 12, 15),
+        (Work.FORWARD, FORWARD, 15, 19),
+        (Work.COMMUNICATION, SEND, 19, 20),
+        (Work.COMMUNICATION, REDUCE, 20, 20.5),
+        (Work.WAIT, REDUCE, 20.5, 25.5),
+        (Work.OPTIMIZER, UPDATE, 25.5, 25.75),
+        (Work.WAIT, None, 25.75, 26.5),
+    ]
+
+
+def test_what_lies_between_two_steps_is_in_no_window_and_the_clock_goes_on(monkeypatch):
+    hands = Hands(monkeypatch)
+    clock = StepClock(torch.device("cpu"))
+    clock.leave(hands.step(clock))
+    hands.now += 1000  # an evaluation, a checkpoint
+    readings = hands.step(clock)
+    hands.now += 1
+    (mine,) = clock.leave(readings)
+    assert mine.window == 11.5 and mine.idle == 4
+    assert clock.seconds == 10.5 + 1000 + 11.5
+    assert clock.parts()[0].begin == 1010.5
+
+
+def test_the_peak_of_a_steps_memory_is_of_that_step_alone():
+    clock = StepClock(torch.device("cpu"))
+    peaks = []
+    for elements in (10, 50_000_000, 10):
+        clock.begin()
+        torch.ones(elements)
+        clock.start(REDUCE)
+        peaks.append(clock.read()[-1])
+    assert peaks[1] > peaks[0] + 150e6
+    assert peaks[2] < peaks[1] - 150e6
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clock")
+    save_parts(folder)
+    return folder
+
+
+SLOW = 0.1  # seconds: 0.4 in a step of four micro-batches
+NOISE = 0.2  # what other processes may do to a step
+
+
+def slow_batches(batches):
+    for batch in batches:
+        time.sleep(SLOW)
+        yield batch
+
+
+def slowly(function):
+    def call(*arguments):
+        time.sleep(SLOW)
+        return function(*arguments)
+
+    return call
+
+
+def train_with_a_slow_loader_and_a_slow_last_stage(config):
+    join_process_group(torch.device("cpu"), 60)
+    plan = make_plan(config)
+    mine = plan.ranks[dist.get_rank()]
+    chunks = {stage.stage: build_chunk(config, stage) for stage in mine.stages}
+    engine = FrozenPipelineEngine(config, plan, chunks)
+    batches = (as_batch([[make_document(i)]], config.data.pack_length) for i in range(12))
+    steps = []
+    for number in range(3):
+        if mine.pipeline == 1 and number == 1:
+            chunks[1].loss = slowly(chunks[1].loss)
+        if mine.pipeline == 1 and number == 2:
+            time.sleep(4 * SLOW)  # before it begins, as a rank that has an optimizer to run does
+        loaded = slow_batches(batches) if number == 0 else batches
+        steps.append(engine.train_step(loaded if mine.pipeline == 0 else None).ranks)
+    return steps
+
+
+def test_every_rank_tells_the_same_of_slow_ones(parts):
+    config = make_config(parts, parallel__pipeline=2, parallel__encoder_run_ahead=0)
+    seen = run_ranks(2, train_with_a_slow_loader_and_a_slow_last_stage, config)
+    for one, other in zip(*seen, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert (a.compute, a.communication, a.data) == (b.compute, b.communication, b.data)
+            assert a.window == pytest.approx(b.window, abs=NOISE)
+            assert a.compute > 0 and a.peak_memory_bytes > 10e6
+            assert a.compute + a.communication + a.data + a.idle == pytest.approx(a.window, abs=NOISE)
+    slow_loader, slow_stage, late = seen[0]
+    assert slow_loader[0].data >= 4 * SLOW and slow_loader[1].data == 0
+    assert slow_loader[1].idle > 3 * SLOW, "it waits for the other one's loader"
+    assert slow_stage[1].compute >= 4 * SLOW and slow_stage[0].idle > 3 * SLOW
+    assert late[0].window > late[1].window + 3 * SLOW, "who comes late has a shorter window, the other one waits for it"
+    assert late[0].idle > late[1].idle + 3 * SLOW

@@ -1,0 +1,231 @@
+"""--trace and what metrics.jsonl says of time: a real interleaved run, hand-made clocks, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from mmtrain import launch
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import load_config
+from mmtrain.engine.time_use import Part, Work
+from mmtrain.engine.trace import Recorded, Tracer, refuse_unfit_trace, write_trace
+from mmtrain.plan.planner import make_plan
+from mmtrain.plan.schedule import Instruction, Op
+
+LAYOUT = ("parallel.pipeline=2", "parallel.boundaries=[2, 4, 6]", "parallel.encoder_run_ahead=1")
+RUN = (*LAYOUT, "train.max_steps=4", "parallel.threads_per_rank=1", "parallel.device_tflops=0.05")
+TRACED = [1, 2]
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """A run of four steps on two ranks with two stages each; its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("traced")
+    command = [sys.executable, "-m", "mmtrain.launch", str(tiny / "config.yaml"), "--trace", "2", f"run.dir={folder}"]
+    done = subprocess.run([*command, *RUN], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "tiny", done.stdout
+
+
+@pytest.fixture(scope="module")
+def plan(tiny):
+    return make_plan(load_config(tiny / "config.yaml", RUN))
+
+
+def content_of(file):
+    return json.loads(file.read_text())
+
+
+def complete_events(content):
+    return [event for event in content["traceEvents"] if event["ph"] == "X"]
+
+
+def test_every_instruction_of_the_plan_is_there_once_a_step_in_the_plans_order(run, plan):
+    events = complete_events(content_of(run[0] / "trace.json"))
+    assert len(plan.schedule) == 2 and plan.chunks_per_rank == 2
+    for rank, instructions in enumerate(plan.schedule):
+        for step in TRACED:
+            mine = [e for e in events if e["tid"] == rank and e["args"]["step"] == step and e["cat"] != "wait"]
+            found = [(e["args"]["op"], e["args"].get("stage", -1), e["args"].get("microbatch", -1)) for e in mine]
+            assert found == [(str(x.op), x.stage, x.microbatch) for x in instructions]
+    assert {event["args"]["step"] for event in events} == set(TRACED)
+
+
+def test_a_rank_does_one_thing_at_a_time_and_a_step_has_no_gaps(run):
+    events = complete_events(content_of(run[0] / "trace.json"))
+    assert min(event["ts"] for event in events) == 0
+    for rank in (0, 1):
+        mine = [event for event in events if event["tid"] == rank]
+        assert mine == sorted(mine, key=lambda event: event["ts"])
+        for before, after in itertools.pairwise(mine):
+            gap = after["ts"] - (before["ts"] + before["dur"])
+            assert gap > -0.01, "microseconds"
+            assert gap < 0.01 or before["args"]["step"] < after["args"]["step"]
+
+
+def test_a_wait_stands_before_what_it_was_for(run):
+    events = complete_events(content_of(run[0] / "trace.json"))
+    waits = 0
+    for rank in (0, 1):
+        mine = [event for event in events if event["tid"] == rank]
+        for before, after in itertools.pairwise(mine):
+            if before["name"].startswith(("wait for forward", "wait for backward")):
+                assert before["name"] == f"wait for {after['name']}" and after["cat"] in ("forward", "backward")
+                waits += 1
+    # A message for each of 8 micro-batches at 3 borders, there and back, in each of 2 steps.
+    assert waits == 8 * 3 * 2 * 2
+
+
+def test_the_file_has_the_form_that_viewers_load(run):
+    content = content_of(run[0] / "trace.json")
+    assert content["displayTimeUnit"] == "ms"
+    assert content["otherData"] == {
+        **{"run": "tiny", "pipeline": 2, "data": 1, "chunks_per_rank": 2, "microbatches_per_step": 8, "steps": TRACED}
+    }
+    for event in complete_events(content):
+        assert list(event) == ["ph", "name", "cat", "pid", "tid", "ts", "dur", "args"]
+        assert event["pid"] == 0 and event["tid"] in (0, 1) and event["ts"] >= 0 and event["dur"] >= 0
+        assert event["cat"] in [str(work) for work in Work]
+    names = {event["name"] for event in complete_events(content)}
+    assert {"forward stage 3 micro-batch 7", "send gradient stage 1 micro-batch 0", "optimizer step"} <= names
+    named = [event for event in content["traceEvents"] if event["ph"] == "M"]
+    threads = {event["tid"]: event["args"]["name"] for event in named if event["name"] == "thread_name"}
+    assert threads == {
+        0: "rank 0: front + llm.layers.0-1, llm.layers.4-5",
+        1: "rank 1: llm.layers.2-3, llm.layers.6-7 + head",
+    }
+
+
+def test_each_steps_record_says_where_the_time_of_each_rank_went(run):
+    lines = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert len(steps) == 4
+    events = complete_events(content_of(run[0] / "trace.json"))
+    for line in steps:
+        parts = [line[f"{name}_seconds"] for name in ("compute", "communication", "data")]
+        for rank, (compute, communication, data) in enumerate(zip(*parts, strict=True)):
+            idle = line["idle_fraction"][rank]
+            assert 0 <= idle < 1 and compute > 0 and communication > 0
+            assert (data > 0) == (rank == 0), "only rank 0 reads data"
+            window = (compute + communication + data) / (1 - idle)
+            assert window <= line["seconds"] + 0.05
+            if line["step"] in TRACED:
+                mine = [e for e in events if e["tid"] == rank and e["args"]["step"] == line["step"]]
+                spent = {cat: sum(e["dur"] for e in mine if e["cat"] == cat) / 1e6 for cat in map(str, Work)}
+                assert compute == pytest.approx(spent["encode"] + spent["forward"] + spent["backward"], abs=1e-5)
+                assert communication == pytest.approx(spent["communication"], abs=1e-5)
+                assert data == pytest.approx(spent["load"], abs=1e-5)
+        assert len(line["peak_memory_bytes"]) == 2 and min(line["peak_memory_bytes"]) > 10e6
+        assert 0 < line["model_flops_utilization"] < 10  # of a rate that is stated, not measured
+
+
+def test_the_console_names_the_trace_and_the_idle_share(run):
+    folder, printed = run
+    assert f"trace of 2 steps: {folder / 'trace.json'}; it opens in ui.perfetto.dev" in printed.splitlines()
+    (line,) = [line for line in printed.splitlines() if line.startswith("idle ")]
+    assert "% (rank 0: " in line and "%), utilisation " in line
+
+
+# ---- clocks and files by hand
+
+
+def recorded(step, begin, work=(1.0, 2.0)):
+    """A step of two parts and a wait, on a clock that reads `begin` at its begin."""
+    x = Instruction(Op.FORWARD, 0, 3)
+    middle, end = begin + work[0], begin + sum(work)
+    parts = [Part(Work.WAIT, x, begin, middle), Part(Work.FORWARD, x, middle, end)]
+    return Recorded(step, end, [*parts, Part(Work.WAIT, None, end, end + 0.5)])
+
+
+def test_clocks_that_begin_anywhere_are_set_by_the_moments_at_which_all_ranks_go_on(plan, tmp_path):
+    first = [recorded(5, 100.0), recorded(6, 110.0)]
+    second = [recorded(5, -7.0, (0.5, 1.5)), recorded(6, 3.0, (0.5, 1.5))]  # it begins a second later than the first
+    write_trace(tmp_path / "trace.json", plan, [first, second])
+    events = complete_events(content_of(tmp_path / "trace.json"))
+    seconds = {
+        rank: [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["tid"] == rank] for rank in (0, 1)
+    }
+    assert seconds[0] == [(0, 1), (1, 3), (3, 3.5), (10, 11), (11, 13), (13, 13.5)]
+    assert seconds[1] == [(1, 1.5), (1.5, 3), (3, 3.5), (11, 11.5), (11.5, 13), (13, 13.5)]
+    assert [event["name"] for event in events[:3]] == [
+        *("wait for forward stage 0 micro-batch 3", "forward stage 0 micro-batch 3", "wait for sends"),
+    ]
+
+
+def tracer(plan, file, steps):
+    plan = replace(plan, ranks=plan.ranks[:1])
+    return Tracer(file, plan, steps, gather=lambda mine: [mine])
+
+
+def test_a_run_that_ends_early_leaves_the_steps_that_it_made(plan, tmp_path):
+    file = tmp_path / "trace.json"
+    early = tracer(plan, file, steps=3)
+    for step in (7, 8):
+        early.add(lambda step=step: recorded(step, 10.0 * step))
+        assert not early.is_complete
+    assert early.finish() == f"trace of 1 step: {file}; it opens in ui.perfetto.dev"
+    assert content_of(file)["otherData"]["steps"] == [8]
+    assert early.finish() is None
+    nothing = tracer(plan, tmp_path / "none.json", steps=3)
+    nothing.add(lambda: recorded(0, 0.0))
+    assert nothing.finish() == "no trace: it begins with the second step, and none was made"
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_steps_beyond_those_asked_for_are_not_kept(plan, tmp_path):
+    full = tracer(plan, tmp_path / "trace.json", steps=1)
+    asked = []
+    for step in range(5):
+        full.add(lambda step=step: asked.append(step) or recorded(step, 10.0 * step))
+        if full.is_complete:
+            full.finish()
+    assert asked == [1] and content_of(tmp_path / "trace.json")["otherData"]["steps"] == [1]
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(plan, tmp_path):
+    lost = tracer(plan, tmp_path / "gone" / "trace.json", steps=1)
+    for step in range(2):
+        lost.add(lambda step=step: recorded(step, 10.0 * step))
+    assert lost.finish() == f"no trace: {tmp_path}/gone/trace.json cannot be written: No such file or directory"
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--trace", "0"], "--trace 0: it needs the number of steps to record, at least 1"),
+        (["--trace", "-2"], "--trace -2: it needs the number of steps"),
+        (["--trace=4"], "--trace 4: train.max_steps is 4, and the first step, which pays for warm-up, is not"),
+        (["--trace", "train.max_steps=1"], "--trace 3: train.max_steps is 1, and"),
+        (["--plan", "--trace"], "--trace records training; tools/plot_schedule.py --plan CONFIG draws"),
+        (["--calibrate", "--trace"], "--trace records training"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_starts(tiny, tmp_path, capsys, arguments, said):
+    command = [str(tiny / "config.yaml"), f"run.dir={tmp_path / 'runs'}", *RUN, *arguments]
+    assert launch.main(command) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("number", ["2.5", "1e3"])
+def test_a_number_of_steps_that_is_not_whole_is_refused(tiny, capsys, number):
+    with pytest.raises(SystemExit, match="2"):
+        launch.main([str(tiny / "config.yaml"), f"--trace={number}"])
+    assert f"--trace: invalid int value: '{number}'" in capsys.readouterr().err
+
+
+def test_a_trace_that_no_viewer_would_open_is_refused(plan):
+    instructions = sum(map(len, plan.schedule))
+    most = 2_000_000 // instructions
+    refuse_unfit_trace(plan, most, max_steps=None)
+    with pytest.raises(UserError, match=f"at most {most} steps are recorded"):
+        refuse_unfit_trace(plan, most + 1, max_steps=None)

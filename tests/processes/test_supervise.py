@@ -1,0 +1,144 @@
+"""Real ranks that fail in every way, without a model: who is blamed, and what is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from processes import Command, running, wait_for
+
+SCRIPT = Path(__file__).parents[1] / "failing_ranks.py"
+WAYS = ("children left", "raise", "wrong input", "exit", "hang", "watchdog", "fork server killed")
+
+
+class Outcome:
+    """How a run of failing_ranks.py ended."""
+
+    def __init__(self, command: Command, folder: Path) -> None:
+        self.exit_code = command.wait()
+        self.seconds_until_gone = command.seconds_until_gone(timeout=20)
+        self.stdout, self.stderr = command.stdout, command.stderr
+        self.log = (folder / "log.txt").read_text()
+        self.folder = folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, Outcome]:
+    """All ways, run at once: most of their time is imports."""
+    folder = tmp_path_factory.mktemp("supervise")
+    commands = {how: Command([SCRIPT, how, folder / how], folder) for how in WAYS}
+    try:
+        return {how: Outcome(command, folder / how) for how, command in commands.items()}
+    finally:
+        for command in commands.values():
+            command.kill()
+
+
+def test_a_good_run_prints_only_what_rank_0_writes_to_the_console(outcomes):
+    good = outcomes["children left"]
+    assert good.exit_code == 0
+    assert (good.stdout, good.stderr) == ("to the console\n", "")
+
+
+def test_everything_else_is_in_the_log_with_its_rank_in_front(outcomes):
+    lines = outcomes["children left"].log.splitlines()
+    for rank in (0, 1):
+        assert f"[rank {rank}] printed" in lines
+        assert f"[rank {rank}] logged" in lines
+        assert lines.count(f"[rank {rank}] logged by dill") == 1
+        assert lines.count(f"[rank {rank}] logged by a handler on stderr") == 1
+        assert any(line.startswith(f"[rank {rank}] ") and "UserWarning: warned" in line for line in lines)
+    assert lines.count("said by another program") == 2
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_no_process_is_left(outcomes, how):
+    assert outcomes[how].seconds_until_gone < 5
+
+
+def test_an_exception_names_the_rank_that_raised_it_and_not_its_victim(outcomes):
+    failed = outcomes["raise"]
+    assert failed.exit_code == 1
+    assert failed.stderr == (
+        "rank 1 (stage 1) failed in step 5 (counted from 0), at ALL_REDUCE: ValueError: a bad value "
+        f"(failing_ranks.py:{line_of('a bad value')} in end)\nlog: {failed.folder / 'log.txt'}\n"
+    )
+    assert "[rank 1] ValueError: a bad value" in failed.log.splitlines()
+
+
+def line_of(text: str) -> int:
+    return next(i for i, line in enumerate(SCRIPT.read_text().splitlines(), start=1) if text in line)
+
+
+def test_wrong_input_found_by_a_rank_is_exit_code_2_and_its_message_alone(outcomes):
+    failed = outcomes["wrong input"]
+    assert (failed.exit_code, failed.stderr) == (2, "this file is damaged: make it anew\n")
+
+
+def test_a_rank_that_leaves_without_a_word_is_named_with_its_exit_code(outcomes):
+    failed = outcomes["exit"]
+    assert failed.exit_code == 1
+    assert failed.stderr.startswith(
+        "rank 1 (stage 1) ended with exit code 7 in step 5 (counted from 0), at ALL_REDUCE\n"
+    )
+
+
+def test_a_hanging_rank_is_shown_beside_the_one_that_waited_for_it(outcomes):
+    failed = outcomes["hang"]
+    assert failed.exit_code == 1
+    assert failed.stderr.startswith("rank 0 (stage 0) lost its connection to another rank in step 5")
+    assert "rank 1 (stage 1) was in step 5 (counted from 0), at ALL_REDUCE\n" in failed.stderr
+
+
+def test_a_rank_that_nccls_watchdog_ended_is_not_blamed_for_what_it_waited_for(outcomes):
+    failed = outcomes["watchdog"]
+    assert failed.exit_code == 1
+    assert failed.stderr.startswith(
+        "rank 0 (stage 0) lost its connection to another rank in step 5 (counted from 0), at ALL_REDUCE: Watchdog "
+        "caught collective operation timeout: WorkNCCL("
+    )
+    assert "rank 1 (stage 1) was in step 5 (counted from 0), at ALL_REDUCE\n" in failed.stderr
+
+
+def test_the_death_of_the_process_that_all_ranks_are_forked_from_is_named(outcomes):
+    failed = outcomes["fork server killed"]
+    assert failed.exit_code == 1
+    assert re.match(
+        r"rank \d \(stage \d\) and all others ended with the process that they were forked from, which was killed \(if "
+        r"nobody did that, the machine ran out of memory: see dmesg\), in step 5 ",
+        failed.stderr,
+    )
+
+
+def test_a_dead_rank_is_written_down_without_importing_half_of_torch(outcomes):
+    """torch's formatter would; the job would end seconds later."""
+    assert "[launcher] ERROR torch.distributed.elastic.multiprocessing.api: failed (exitcode" in outcomes["exit"].log
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "name"),
+    [
+        ("stuck", signal.SIGTERM, "SIGTERM"),
+        ("stuck", signal.SIGINT, "Ctrl-C"),
+        ("stuck with nothing to save", signal.SIGTERM, "SIGTERM"),  # tools/bench/bench.py: the first one is enough
+        ("stopped by somebody's SIGSTOP", signal.SIGINT, "Ctrl-C"),  # torch's agent alone would wait 30 s for it
+    ],
+)
+def test_a_signal_ends_deadlocked_ranks_within_10_seconds(tmp_path, how, number, name):
+    with running([SCRIPT, how, tmp_path / "run"], tmp_path) as command:
+        wait_for(lambda: command.stdout, 60, "the first step")
+        time.sleep(1)  # by now both wait for each other, where Python runs no signal handler
+        assert len(command.family()) >= 4  # launcher, fork server, two ranks
+        if number == signal.SIGTERM and how == "stuck":  # the first one asks them to save, which these cannot
+            os.kill(command.process.pid, signal.SIGTERM)
+            wait_for(lambda: "SIGTERM: the run saves" in command.stdout, 10, "the answer")
+            time.sleep(1.5)
+            assert command.process.poll() is None and len(command.family()) >= 4
+        os.kill(command.process.pid, number)
+        assert command.seconds_until_gone(timeout=20) < 10
+        assert command.wait() == 128 + number
+        assert command.stderr.startswith(f"stopped by {name}; rank 0 (stage 0) was in step 5 ")

@@ -1,0 +1,160 @@
+"""The frozen models that come with mmtrain, and the tool that made them."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TOOLS, load_tool
+from transformers import AutoModelForCausalLM, AutoTokenizer, SiglipVisionConfig, SiglipVisionModel
+
+from mmtrain.base.errors import UserError
+from mmtrain.data.stream.images import image_transform
+from mmtrain.demo.pictures import Scans, paint
+from mmtrain.demo.scene import draw_scene
+from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS
+from mmtrain.model.vision import load_vision
+from mmtrain.pretrained.demo_names import demo_model
+from mmtrain.pretrained.shapes import llm_shape, vision_shape
+
+PACKAGE = Path(__file__).parents[2] / "mmtrain"
+
+
+def test_the_package_data_is_small():
+    files = [file for file in (PACKAGE / "demo").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    assert sum(file.stat().st_size for file in files) <= 8e6
+
+
+def test_the_llm_is_a_stock_llama_whose_tokenizer_has_a_chat_template_and_an_image_row():
+    folder = demo_model("demo:llm")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert model.config.model_type == "llama" and not any(info[kind] for kind in ("missing_keys", "unexpected_keys"))
+    assert tokenizer.convert_tokens_to_ids("<image>") == len(tokenizer) - 1 < model.config.vocab_size
+    for word in (*COLOUR_WORDS, *DIGIT_WORDS):
+        assert len(tokenizer(f" {word}", add_special_tokens=False).input_ids) == 1
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "<image>\nHi"}], tokenize=False)
+    assert text == "<s>USER: <image>\nHi "
+
+
+def test_a_text_with_any_characters_survives_the_tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(demo_model("demo:llm"))
+    text = "Über 3 naïve 数字, \t and \U0001f642?"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def test_the_encoder_is_exactly_a_siglip_tower():
+    """Weights renamed, timm's joint query-key-value split; reference: transformers' SiglipVisionModel."""
+    tower = load_vision("demo:vision", -1, torch.float32)
+    model = tower.model
+    config = SiglipVisionConfig(
+        hidden_size=model.embed_dim,
+        intermediate_size=model.blocks[0].mlp.fc1.out_features,
+        num_hidden_layers=len(model.blocks),
+        num_attention_heads=model.blocks[0].attn.num_heads,
+        image_size=64,
+        patch_size=16,
+        hidden_act="gelu",
+        vision_use_head=False,
+    )
+    stock = SiglipVisionModel(config).eval()
+    weights = {
+        "embeddings.patch_embedding.weight": model.patch_embed.proj.weight,
+        "embeddings.patch_embedding.bias": model.patch_embed.proj.bias,
+        "embeddings.position_embedding.weight": model.pos_embed[0],
+    }
+    for number, block in enumerate(model.blocks):
+        layer = f"encoder.layers.{number}"
+        renamed = {
+            "layer_norm1": block.norm1,
+            "layer_norm2": block.norm2,
+            "self_attn.out_proj": block.attn.proj,
+            "mlp.fc1": block.mlp.fc1,
+            "mlp.fc2": block.mlp.fc2,
+        }
+        for name, module in renamed.items():
+            weights |= {f"{layer}.{name}.weight": module.weight, f"{layer}.{name}.bias": module.bias}
+        for kind in ("weight", "bias"):
+            parts = getattr(block.attn.qkv, kind).chunk(3)
+            weights |= {f"{layer}.self_attn.{n}_proj.{kind}": p for n, p in zip("qkv", parts, strict=True)}
+    prefix = "vision_model." if any(key.startswith("vision_model.") for key in stock.state_dict()) else ""
+    missing, unexpected = stock.load_state_dict({prefix + k: v for k, v in weights.items()}, strict=False)
+    assert not unexpected and all("post_layernorm" in key for key in missing)
+    images = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = stock(images, output_hidden_states=True).hidden_states[-1]
+        torch.testing.assert_close(tower(images), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_planning_knows_the_demo_models():
+    assert len(llm_shape("demo:llm").decoder) == 4
+    vision = vision_shape("demo:vision", -1)
+    assert (vision.tokens_per_image, vision.width, vision.prefix_tokens) == (16, 128, 0)
+    with pytest.raises(UserError, match="demo:gpt: the demo has no such model; it has demo:llm, demo:vision"):
+        llm_shape("demo:gpt")
+
+
+def test_a_scene_of_the_demo_reaches_the_encoder_pixel_by_pixel():
+    import random
+
+    draw = random.Random(0)
+    picture = paint(draw_scene(draw), Scans("held-out"), draw)
+    pixels = image_transform("demo:vision")(picture)
+    back = ((pixels * 0.5 + 0.5) * 255).round().byte().permute(1, 2, 0)
+    assert bytes(back.numpy()) == picture.tobytes()
+
+
+# ---- where they come from
+
+
+def reached(file: Path) -> set[str]:
+    """Everything that a file imports, through modules of mmtrain, as dotted names."""
+    found, todo = set(), [file]
+    while todo:
+        for node in ast.walk(ast.parse(todo.pop().read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in set(names) - found:
+                found.add(name)
+                own = PACKAGE.parent / (name.replace(".", "/") + ".py")
+                if own.is_file():
+                    todo.append(own)
+    return found
+
+
+def test_the_llm_training_knows_no_pictures_and_the_encoder_training_no_words():
+    llm = reached(TOOLS / "demo_backbones" / "train_demo_llm.py")
+    vision = reached(TOOLS / "demo_backbones" / "train_demo_vision.py")
+    assert "mmtrain.demo.text" in llm and "mmtrain.demo.pictures" in vision
+    pictures = ("PIL", "timm", "torchvision", "sklearn", "mmtrain.demo.pictures", "mmtrain.demo.data", "mmtrain.data")
+    words = ("transformers", "tokenizers", "mmtrain.demo.text", "mmtrain.demo.data", "mmtrain.data")
+    assert [name for name in llm if name.startswith(pictures)] == []
+    assert [name for name in vision if name.startswith(words)] == []
+    shared = {name for name in llm & vision if (PACKAGE.parent / (name.replace(".", "/") + ".py")).is_file()}
+    printing = {"mmtrain.base.printing", "mmtrain.base.console_stream", "mmtrain.base.errors"}  # which knows neither
+    assert shared - printing == {"mmtrain.demo.scene"}
+
+
+def test_the_tool_makes_both_models_and_makes_them_again_the_same(tmp_path, capsys):
+    tool = load_tool("demo_backbones/train_demo_backbones")
+    for name in ("first", "second"):
+        assert tool.main(["--out", str(tmp_path / name), "--steps", "2", "--threads", "1"]) == 0
+    for file in ("llm/model.safetensors", "llm/tokenizer.json", "vision/model.safetensors", "vision/config.json"):
+        assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
+    record = json.loads((tmp_path / "first" / "backbones.json").read_text())
+    assert record["llm"]["steps"] == record["vision"]["steps"] == 2
+    assert 0 <= record["vision"]["encoder_cell_accuracy_held_out"] <= 1
+    for wrong in (["--steps", "0"], ["--threads", "0"]):
+        with pytest.raises(SystemExit, match="2"):
+            tool.main(["--out", str(tmp_path), *wrong])
+    (tmp_path / "file").touch()
+    assert tool.main(["--out", str(tmp_path / "file" / "below"), "--steps", "1"]) == 2
+    assert "error: " in capsys.readouterr().err
+    shipped = {file.relative_to(demo_model("demo:llm")) for file in demo_model("demo:llm").rglob("*")}
+    assert shipped == {file.relative_to(tmp_path / "first/llm") for file in (tmp_path / "first/llm").rglob("*")}
+    made = AutoTokenizer.from_pretrained(tmp_path / "first/llm")
+    assert made.get_vocab() == AutoTokenizer.from_pretrained(demo_model("demo:llm")).get_vocab()

@@ -1,0 +1,192 @@
+"""The rank's part of bench_gpu.py, over weights that are made on the device.
+
+random LLaVA on the device --shared_chunk--> mmtrain's stage over the very tensors of its LLM, raced against stock
+shape, a stage of a plan --random_chunk--> mmtrain's stage with nothing else on the device, as a rank of a pipeline
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_contestant import Contestant
+from bench_mmtrain import Mmtrain
+from bench_peer_ranks import MMTRAIN, MULTIPLIED_LAYERS, SCRIPT, SEED, TUNED
+from bench_row import Settings, Work, make_config, run_row
+from bench_stock import Stock
+from transformers import CLIPVisionModel, LlamaForCausalLM, LlavaForConditionalGeneration
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.stream.images import image_transform
+from mmtrain.doctor.gpu_facts import device_state, host_waits, launches, memory_of
+from mmtrain.doctor.models import (
+    DTYPES,
+    SELECT_LAYER,
+    SHAPES,
+    Shape,
+    clip_config,
+    llama_config,
+    random_llava,
+    save_parts,
+    save_vision,
+    with_shared_weights,
+)
+from mmtrain.engine.engine import join_process_group
+from mmtrain.model.attention import ATTENTION
+from mmtrain.model.bookends import absent_modules, replace
+from mmtrain.model.kernels import Way, say_ways
+from mmtrain.model.language import LanguageSlice
+from mmtrain.model.parity import takes_rows
+from mmtrain.model.projector import make_projector
+from mmtrain.model.stage import Chunk, Front
+from mmtrain.model.trainable import set_trainable
+from mmtrain.model.vision import load_vision
+from mmtrain.plan.planner import StagePlan, make_plan
+from mmtrain.processes.rank import Rank
+
+MATRICES = 7 * MULTIPLIED_LAYERS  # of a rank that measure its device
+
+
+def prepare(settings: Settings, folder: Path) -> None:
+    """Write what planning reads: the encoder, and an LLM of a shape that mmtrain has not recorded."""
+    shape, dtype = SHAPES[settings.shape], DTYPES[settings.dtype]
+    if shape.recorded_llm is None:
+        save_parts(shape, folder, dtype)
+    else:
+        torch.manual_seed(SEED)
+        save_vision(CLIPVisionModel(clip_config(shape)).to(dtype), folder / "vision")
+
+
+def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: Rank) -> None:
+    """Race on this rank's device. Raises UserError where its memory does not suffice."""
+    shape, dtype, device = SHAPES[settings.shape], DTYPES[settings.dtype], torch.device(rank.device)
+    join_process_group(device, settings.timeout_seconds)
+    work = Work(settings, row, parts, device)
+    config = make_config(settings, parts, 1, llm=shape.recorded_llm)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    plan = make_plan(config, memory)
+    try:
+        script = random_llava(shape, dtype, device, SEED)
+        tower = CLIPVisionModel.from_pretrained(parts / "vision", dtype=dtype, attn_implementation="sdpa")
+        script.model.vision_tower.load_state_dict(tower.state_dict())
+        chunk = shared_chunk(script, config, device, plan.ranks[0].recompute_layers)
+        tuned = with_shared_weights(script)
+        contestants: dict[str, Contestant] = {
+            MMTRAIN: Mmtrain(config, plan, work.packed_batches(), device, {0: chunk}),
+            SCRIPT: Stock(script, "script", work.padded_steps()),
+        }
+        if with_tuned:
+            contestants[TUNED] = Stock(tuned, "tuned", work.padded_steps())
+        layers = script.model.language_model.layers[:MULTIPLIED_LAYERS]
+        facts = work.facts(config) | {"recomputed_layers_of_mmtrain": plan.ranks[0].recompute_layers}
+
+        def afterwards() -> dict[str, Any]:
+            state = device_state(device)  # before its clocks fall
+            counts = {name: counted(contestant.step, device) for name, contestant in contestants.items()}
+            return {"counts": counts, "device_state": state, "attention": say_ways([chunk.attention_ways(device)])[1]}
+
+        matrices = [p for p in layers.parameters() if p.ndim == 2]
+        run_row(settings, row, contestants, rank, facts, matrices, afterwards)
+    except torch.OutOfMemoryError as error:
+        raise _too_little(error, "fewer --samples-per-pack or --without-tuned need less") from error
+
+
+def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank: Rank) -> None:
+    """mmtrain alone, with so many ranks; every rank tells what it took beside what was planned for it."""
+    shape, device = SHAPES[settings.shape], torch.device(rank.device)
+    join_process_group(device, settings.timeout_seconds)
+    work = Work(settings, row, parts, device)
+    config = make_config(settings, parts, pipeline, llm=shape.recorded_llm)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    plan = make_plan(config, memory)
+    mine = plan.ranks[rank.rank]
+    try:
+        chunks = {stage.stage: random_chunk(shape, config, stage, device) for stage in mine.stages}
+        mmtrain = Mmtrain(config, plan, work.packed_batches(), device, chunks)
+        parameters = (p for chunk in chunks.values() for _, p in chunk.language.global_parameters())
+        matrices = list(itertools.islice((p for p in parameters if p.ndim == 2), MATRICES))
+
+        def afterwards() -> dict[str, Any]:
+            idle, state = mmtrain.idle, device_state(device)
+            layers = [name for stage in mine.stages for name in stage.layers]
+            took = counted(mmtrain.step, device) | (memory_of(mmtrain.step, device) or {})
+            ways = {way for chunk in chunks.values() for way in chunk.attention_ways(device)}
+            mine_found = {"layers": layers, "planned_bytes": mine.total_bytes} | took
+            of_ranks: list[tuple[set[Way], dict[str, Any]]] = [(set(), {})] * pipeline
+            dist.all_gather_object(of_ranks, (ways, mine_found))
+            attention = say_ways([ways for ways, _ in of_ranks])[1]
+            ranks = [found for _, found in of_ranks]
+            return {"ranks": ranks, "idle": idle, "device_state": state, "attention": attention}
+
+        facts = work.facts(config) | {"pipeline": pipeline, "planned_idle": plan.idle_share}
+        run_row(settings, row, {MMTRAIN: mmtrain}, rank, facts, matrices, afterwards)
+    except torch.OutOfMemoryError as error:
+        raise _too_little(error, "fewer --samples-per-pack or a longer --pipeline need less") from error
+
+
+def _too_little(error: torch.OutOfMemoryError, advice: str) -> UserError:
+    return UserError(f"the device's memory does not suffice ({str(error).partition('. ')[0]}); {advice}")
+
+
+def counted(step: Callable[[], object], device: torch.device) -> dict[str, int | None]:
+    """What a step asks of the host and of the device."""
+    return {"host_waits": host_waits(step, device), "launches": launches(step, device)}
+
+
+def shared_chunk(
+    model: LlavaForConditionalGeneration, config: RunConfig, device: torch.device, recompute_layers: int
+) -> Chunk:
+    """mmtrain's only stage over the LLM of `model`, no tensor of which is copied; encoder and projector are its own."""
+    language_model = model.model.language_model
+    with torch.device("meta"):
+        llm = LlamaForCausalLM(copy.deepcopy(language_model.config))
+    tensors = {f"model.{name}": tensor for name, tensor in language_model.state_dict().items()}
+    llm.load_state_dict(tensors | {"lm_head.weight": model.lm_head.weight}, assign=True)
+    llm.model.rotary_emb = copy.deepcopy(language_model.rotary_emb)  # its buffers are in no state_dict
+    stage = StagePlan(0, 0, llm.config.num_hidden_layers, front=True, head=True, recompute_layers=recompute_layers)
+    return _chunk(llm, config, stage, device)
+
+
+def random_chunk(shape: Shape, config: RunConfig, stage: StagePlan, device: torch.device) -> Chunk:
+    """A stage whose LLM weights are drawn on the device, by their names: no file is read, no other weight is made."""
+    dtype = DTYPES[config.model.llm.dtype]
+    with torch.device("meta"):
+        llm = LlamaForCausalLM(llama_config(shape))
+    absent = absent_modules(llm, stage.first, stage.last, embedding=stage.front, head=stage.head)
+    for module, replacement in absent.items():
+        replace(llm, module, replacement)
+    tensors = {}
+    for name, wanted in llm.state_dict().items():
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        drawn = torch.randn(wanted.shape, generator=generator, device=device, dtype=dtype)
+        tensors[name] = drawn * shape.width**-0.5 if wanted.ndim == 2 else torch.ones_like(drawn)
+    llm.load_state_dict(tensors, assign=True)
+    with torch.device(device):
+        llm.model.rotary_emb = type(llm.model.rotary_emb)(config=llm.config)  # its buffers are in no state_dict
+    return _chunk(llm, config, stage, device)
+
+
+def _chunk(llm: LlamaForCausalLM, config: RunConfig, stage: StagePlan, device: torch.device) -> Chunk:
+    """What `build_chunk` makes of files, over an LLM in memory whose modules are those of the stage."""
+    dtype = DTYPES[config.model.llm.dtype]
+    llm.set_attn_implementation(ATTENTION)
+    language = LanguageSlice(llm, stage.first, stage.last, embedding=stage.front, head=stage.head)
+    language.recompute(stage.recompute_layers)
+    if stage.head and stage.first < stage.last and takes_rows(llm.config):
+        language.narrow_last_layer()
+    front = None
+    if stage.front:
+        vision = load_vision(config.model.vision.name, SELECT_LAYER, dtype, device)
+        projector = make_projector(config.model.projector.type, vision.width, language.hidden_size, config.run.seed)
+        front = Front(vision, projector.to(device), functools.partial(image_transform, config.model.vision.name))
+    chunk = Chunk(language, front, dtype).eval()
+    set_trainable(chunk.global_parameters(), config.model.trainable)
+    return chunk

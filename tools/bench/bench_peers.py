@@ -1,0 +1,188 @@
+"""mmtrain against what people would otherwise use, on this machine's processor.
+
+    equal      pipeline 1 on all threads, samples of one length, against a stock transformers loop over
+               LlavaForConditionalGeneration: as LLaVA's script runs it (every layer recomputed in backward), and tuned
+               (nothing recomputed)
+    ragged     the same with long-tailed text lengths: the stock loop pads, mmtrain packs
+    pipeline   pipeline 2, half of the threads each, against DeepSpeed's own PipelineEngine, its default cut and a
+               uniform one, and torch.distributed.pipelining's 1F1B with a uniform cut, over the same layers; mmtrain's
+               plan is made from a calibration, measured before the race as `--calibrate` does for a run
+
+All of a row train the same random weights on the same samples in the same processes, a step each in turn, every other
+repetition backwards. The same code was seen to be 5% faster or slower against the others from one process to the next,
+for reasons that are not known, so each row is run in several, one after the other. The first step proves that all
+losses and the projector's gradients are equal; without that there are no numbers. The model is small, but keeps what
+costs what in LLaVA-1.5-7B: 32 decoder layers, a head of 2% and an encoder of 4% of their forward. "mmtrain is 1.2x"
+means: it was 1.2 times as fast as that contestant in the same repetition. The share of the matmul rate is the least
+exact work of a step, a second (what somebody computes beyond it raises nothing), over that of matrix products of the
+model's own shapes, which take their turns too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench_tables import (
+    as_dict,
+    describe_differences,
+    describe_samples,
+    finish,
+    merged,
+    positive,
+    print_table,
+    speeds,
+    utilisation,
+)
+
+from mmtrain.base.printing import say, show_error
+from mmtrain.doctor.machine import describe_machine
+from mmtrain.processes.supervise import Failure, Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
+
+if TYPE_CHECKING:
+    from bench_row import Settings
+
+EXAMPLES = """\
+examples:
+  everything, half an hour; all measurements as JSON too:
+    python tools/bench/bench.py peers --json peers.json
+  the pipelines alone, four micro-batches a step:
+    python tools/bench/bench.py peers pipeline --microbatches 4
+  in bfloat16:
+    python tools/bench/bench.py peers equal ragged --dtype bfloat16
+  does it run at all? half a minute, numbers without meaning:
+    python tools/bench/bench.py peers --quick
+"""
+ROWS = {
+    "equal": "pipeline 1, samples of one length",
+    "ragged": "pipeline 1, ragged samples",
+    "pipeline": "pipeline 2, samples of one length",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `bench.py peers`."""
+    path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --folder=~/data as it is
+    add = parser.add_argument
+    add("rows", nargs="*", type=_row, metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
+    add("--json", type=path, metavar="FILE", help="write every single measurement there")
+    add(
+        "--repetitions",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="steps of each contestant in a process (%(default)s)",
+    )
+    add("--processes", type=positive, default=4, metavar="N", help="fresh ones, one after the other (%(default)s)")
+    add("--threads", type=positive, metavar="N", help="of all ranks together (one for each core)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of everything frozen (%(default)s)")
+    add("--microbatches", type=positive, default=8, metavar="N", help="of a step at pipeline 2 (%(default)s)")
+    add("--folder", type=path, metavar="DIR", help="where the models lie meanwhile (the system's temporary folder)")
+    add("--quick", action="store_true", help="tiny models, two repetitions: only that it runs is shown")
+
+
+def _row(text: str) -> str:
+    if text not in ROWS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ROWS)}")
+    return text
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make the models, race the rows, print tables; the exit code."""
+    threads = options.threads or len(os.sched_getaffinity(0))
+    result = {"machine": describe_machine(), "threads": threads, "dtype": options.dtype, "rows": {}}
+    set_rank_environment(threads, on_gpus=False)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the contestants are on the processor
+    with tempfile.TemporaryDirectory(prefix="bench_peers-", dir=options.folder) as name:
+        folder = Path(name)
+        say("making the models")
+        from mmtrain.doctor.models import DTYPES, SHAPES, save_parts  # torch reads the environment when it is imported
+
+        save_parts(SHAPES["tiny" if options.quick else "ratios"], folder, DTYPES[options.dtype])
+        for row in options.rows or ROWS:
+            settings = _settings(options, row, threads)
+            runs = []
+            for _ in range(1 if options.quick else options.processes):
+                failure = _run_row(row, settings, folder, with_calibration=not options.quick)
+                if failure is not None:
+                    show_error(failure.message)
+                    return failure.exit_code
+                runs.append(json.loads((folder / f"{row}.json").read_text()))
+            found = merged(runs)
+            result["rows"][row] = found | report(row, found)
+    finish(result, options.json)
+    return 0
+
+
+def _settings(options: argparse.Namespace, row: str, threads: int) -> Settings:
+    from bench_row import Settings
+
+    pipeline = row == "pipeline"
+    return Settings(
+        "tiny" if options.quick else "ratios",
+        options.dtype,
+        2 if options.quick else options.repetitions,
+        steps=2 if options.quick else options.repetitions + 1,  # the first is the warm-up's
+        samples_per_pack=2 if pipeline else 3 if options.quick else 6,
+        microbatches=(2 if options.quick else options.microbatches) if pipeline else 1,
+        threads=max(1, threads // 2) if pipeline else threads,
+    )
+
+
+def _run_row(row: str, settings: Settings, folder: Path, with_calibration: bool) -> Failure | None:
+    from bench_peer_ranks import STAGES, calibrate_pipeline, calibration_file, one_rank, two_ranks
+
+    targets: list[Callable[..., None]] = [functools.partial(one_rank, settings, row, folder)]
+    places = ("mmtrain and stock transformers",)
+    if row == "pipeline":
+        places = tuple(f"stage {number}" for number in range(STAGES))
+        targets = [functools.partial(two_ranks, settings, row, folder)]
+        if with_calibration and not calibration_file(folder).exists():
+            targets.insert(0, functools.partial(calibrate_pipeline, settings, folder))
+    job = Job(places=places, folder=folder, threads=settings.threads, timeout_seconds=settings.timeout_seconds)
+    with output_to_log(job.log):
+        start_fork_server()
+        return next(filter(None, (run_ranks(target, job) for target in targets)), None)
+
+
+def report(row: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Print a row's table; returns its numbers: step seconds, ratios, share of the matmul rate (pipeline 1)."""
+    numbers = speeds(found)
+    step, against = numbers.values()
+    first, *_ = step
+    columns = ["", ">step, s", f">{first} is", ">first loss"]
+    cells = [
+        [name, step[name].text(".3f"), against[name].text(".3f") + "x" if name in against else "1", _loss(found, name)]
+        for name in step
+    ]
+    if "matmul_flops" in found:
+        numbers["share_of_matmul_rate"] = {name: utilisation(found, name) for name in step}
+        columns.append(">of matmul rate")
+        for line in cells:
+            line.append(numbers["share_of_matmul_rate"][line[0]].text(".1%"))
+    say("", f"{ROWS[row]}: {_describe(found)}")
+    print_table(columns, cells)
+    say(describe_differences(found))
+    return as_dict(numbers)
+
+
+def _loss(found: Mapping[str, Any], name: str) -> str:
+    return f"{found['losses'][name][0]:.5f}"
+
+
+def _describe(found: Mapping[str, Any]) -> str:
+    if "microbatches_per_step" not in found:
+        return describe_samples(found)
+    cuts = found["first_decoder_layer_of_later_stages"]
+    begins = "; ".join(f"{', '.join(map(str, layers))} ({name})" for name, layers in cuts.items())
+    return (
+        f"{found['microbatches_per_step']} micro-batches of {found['pack_length']:,} tokens. Of "
+        f"{found['decoder_layers']} decoder layers, those that begin later stages: {begins}. mmtrain encodes "
+        f"{found['microbatches_encoded_ahead']} micro-batches ahead"
+    )

@@ -1,0 +1,295 @@
+"""The rank's part of bench_plan.py: one calibration and many layouts, in turns, in the same processes.
+
+Settings + models in a folder --measure--> FOLDER/NAME.json: for each layout what was predicted and what was measured
+
+Layouts share the frozen weights; each has its own stages, projector, engine and process groups.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_ballast import ballast
+from bench_timing import usual_speed
+
+from mmtrain.base.progress import Progress
+from mmtrain.calibration.allocations import MemoryTrace, tensor_bytes
+from mmtrain.calibration.calibrate import Calibrator
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.stream.packs import PackedBatch
+from mmtrain.doctor.models import SHAPES, Shape, run_config
+from mmtrain.engine.engine import FrozenPipelineEngine, join_process_group
+from mmtrain.engine.one_stage import expected_batch
+from mmtrain.model.stage import Chunk, build_chunk
+from mmtrain.plan.calibration import calibration_key, cpu_device
+from mmtrain.plan.costs import Models
+from mmtrain.plan.planner import Plan, StagePlan, make_plan, models_of
+from mmtrain.plan.simulate import Program, Simulation, simulate
+from mmtrain.processes.rank import Rank
+
+# An encoder whose forward is a quarter of the LLM's; 8 layers of 28 MB in fp32, more than a processor's caches hold.
+SIZES = {**SHAPES, "quarter": Shape(8, 768, 2048, 12, 2304, 10, 384, 6, 168, 14, 24)}
+DEVICE = torch.device("cpu")
+PROBE_SIZE = 768  # rows and columns of the probe's matrices
+PROBE_PRODUCTS = 12
+WARM_UP_STEPS = 1
+CALIBRATION = "calibration"  # the name of its turns
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one and the same model is run; `name` tells it to people."""
+
+    name: str
+    pipeline: int
+    microbatches: int  # of a replica's step
+    boundaries: tuple[int, ...] | None = None  # None: the planner's choice
+    chunks: int = 1
+    recompute: tuple[int, ...] | int = 0
+    run_ahead: str | int = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured in one set of processes; `world` of them, whose replicas fill up a pipeline that is shorter."""
+
+    name: str
+    shape: str
+    dtype: str
+    samples_per_pack: int
+    world: int
+    layouts: tuple[Layout, ...]
+    pairs: tuple[Layout, ...]  # each against itself without run-ahead
+    repetitions: int
+    calibration_rounds: int  # before, from which the layouts are planned that are run
+    noise: float  # how far the probes of a turn may be apart
+    timeout_seconds: int = 600
+
+
+def layout_config(settings: Settings, layout: Layout, folder: Path, calibration: Path | None) -> RunConfig:
+    """The run of a layout; with a file it is planned from that calibration."""
+    shape = SIZES[settings.shape]
+    replicas = settings.world // layout.pipeline
+    config = run_config(
+        shape,
+        folder,
+        dtype=settings.dtype,
+        pack_length=settings.samples_per_pack * shape.sample_tokens,
+        microbatches=layout.microbatches * replicas,
+        pipeline=layout.pipeline,
+        threads=torch.get_num_threads(),
+        calibration=calibration,
+    )
+    tree = config.model_dump()
+    tree["parallel"] |= {
+        "data": replicas,
+        "boundaries": layout.boundaries,
+        "chunks_per_rank": layout.chunks,
+        "recompute_layers": layout.recompute,
+        "encoder_run_ahead": layout.run_ahead,
+    }
+    return RunConfig.model_validate(tree)
+
+
+def without_run_ahead(layout: Layout) -> Layout:
+    """The same cut, every micro-batch encoded right before its forward."""
+    return replace(layout, name=f"{layout.name}, none", run_ahead=0)
+
+
+class Runner:
+    """One layout on this rank: its engine over weights that it shares with others."""
+
+    def __init__(self, config: RunConfig, models: Models, weights: dict[str, torch.Tensor]) -> None:
+        self.config = config
+        self.plan = make_plan(config, device=cpu_device(config))
+        mine = self.plan.ranks[dist.get_rank()]
+        self._chunks = {stage.stage: _shared_chunk(config, stage, weights) for stage in mine.stages}
+        self.engine = FrozenPipelineEngine(config, self.plan, self._chunks)
+        replicas = range(mine.data, 1 << 30, self.plan.data)
+        self._batches = _batches(config, models, replicas) if mine.pipeline == 0 else None
+        self.seconds: list[float] = []
+        self.idle: list[list[float]] = []  # of each step, by rank
+        for _ in range(WARM_UP_STEPS):
+            self.engine.train_step(self._batches)
+
+    def step(self) -> None:
+        """One step, from when all ranks are ready until all have ended it."""
+        dist.barrier()
+        began = time.perf_counter()
+        result = self.engine.train_step(self._batches)
+        dist.barrier()
+        self.seconds.append(time.perf_counter() - began)
+        self.idle.append([rank.idle_fraction for rank in result.ranks])
+
+    def peak_bytes(self) -> int:
+        """Bytes of weights, optimizer state and everything else that live at once on this rank in a step.
+
+        Two steps are traced, and the second counts: what it finds at its begin is then known, too.
+        """
+        weights = (t for chunk in self._chunks.values() for t in (*chunk.parameters(), *chunk.buffers()))
+        state = (t for s in self.engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+        lasting = tensor_bytes(itertools.chain(weights, state, self.engine.trainable.values()))
+        gc.collect()
+        with MemoryTrace(DEVICE) as trace:
+            with trace.span("first"):
+                self.engine.train_step(self._batches)
+            with trace.span("second"):
+                self.engine.train_step(self._batches)
+        return lasting + trace.spans["second"].peak
+
+
+def _shared_chunk(config: RunConfig, stage: StagePlan, weights: dict[str, torch.Tensor]) -> Chunk:
+    """A stage's chunk over frozen weights that are in memory once, whatever layouts use them."""
+    chunk = build_chunk(config, stage)
+    for name, parameter in chunk.global_parameters():
+        if not parameter.requires_grad:
+            parameter.data = weights.setdefault(name, parameter.data)
+    return chunk
+
+
+def _batches(config: RunConfig, models: Models, seeds: range) -> Iterator[PackedBatch]:
+    few = [expected_batch(config, models, seed) for seed in seeds[:4]]
+    return itertools.cycle(few)
+
+
+class Probe:
+    """A fixed piece of work of all ranks at once, which tells how fast the machine is at a moment."""
+
+    def __init__(self) -> None:
+        self._left, self._right = torch.randn(2, PROBE_SIZE, PROBE_SIZE)
+
+    def __call__(self) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(PROBE_PRODUCTS):
+            self._left @ self._right
+        dist.barrier()
+        return time.perf_counter() - began
+
+
+def measure(settings: Settings, folder: Path, rank: Rank) -> None:
+    """What every rank runs; rank 0 writes what was found."""
+    join_process_group(DEVICE, settings.timeout_seconds)
+    file = rank.folder / f"{settings.name}-calibration.json"
+    longest = max(settings.layouts + settings.pairs, key=lambda layout: layout.pipeline)
+    config = layout_config(settings, longest, folder, None)
+    models = models_of(config)
+    key = calibration_key(config, models, cpu_device(config))
+    calibrator = Calibrator(config, models, make_plan(config), DEVICE, key)
+    calibrator.warm_up(0.0)
+    with Progress("rounds", settings.calibration_rounds, rank.tell, rank.console, "measurements") as progress:
+        for done in range(settings.calibration_rounds):
+            calibrator.round()
+            progress.show(done + 1, sum(map(len, calibrator.seconds.values())))
+    _save(calibrator, file)
+
+    weights: dict[str, torch.Tensor] = {}
+    runners: dict[str, Runner] = {}
+    for layout in (*settings.layouts, *(x for pair in settings.pairs for x in (pair, without_run_ahead(pair)))):
+        rank.progress.at(0, layout.name)
+        if layout.name not in runners:
+            runners[layout.name] = Runner(layout_config(settings, layout, folder, file), models, weights)
+
+    calibrator.forget()
+    with ballast():
+        probes = _race(settings, runners, calibrator, rank)
+    factors = usual_speed(probes, settings.noise)
+    rounds = factors[CALIBRATION]
+    _save(calibrator, file, rounds if any(rounds) else None)  # from here on it is that of the race's own minutes
+    described = {name: describe(settings, runner, name) for name, runner in runners.items()}
+    found: dict[str, Any] = {
+        "calibration": json.loads(file.read_text()),
+        "calibration_seconds": calibrator.seconds,
+        "calibration_rounds": rounds,
+        "probes": probes,
+        "factors": factors,
+        "layouts": [described[layout.name] for layout in settings.layouts],
+        "pairs": [
+            {"ahead": described[layout.name], "none": described[without_run_ahead(layout).name]}
+            for layout in settings.pairs
+        ],
+    }
+    if rank.rank == 0:
+        (rank.folder / f"{settings.name}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _save(calibrator: Calibrator, file: Path, factors: Sequence[float | None] | None = None) -> None:
+    """Write the calibration of all rounds, each by its factor; every rank may read it afterwards."""
+    found = calibrator.finish(factors)
+    if dist.get_rank() == 0:
+        found.save(file)
+    dist.barrier()
+
+
+def _race(
+    settings: Settings, runners: Mapping[str, Runner], calibrator: Calibrator, rank: Rank
+) -> dict[str, list[list[float]]]:
+    """All layouts and two rounds of the calibration in each repetition, every other backwards.
+
+    Returns the probes before and after each turn, as rank 0 saw them, the same on every rank.
+    """
+    steps: list[tuple[str, Callable[[], None]]] = [(name, runner.step) for name, runner in runners.items()]
+    calibration = (CALIBRATION, calibrator.round)
+    half = len(steps) // 2
+    turns = [*steps[:half], calibration, *steps[half:], calibration]
+    probe = Probe()
+    probe()
+    probes: dict[str, list[list[float]]] = {name: [] for name, _ in turns}
+    with Progress("repetitions", settings.repetitions, rank.tell, rank.console, "steps") as progress:
+        for repetition in range(settings.repetitions):
+            before = probe()
+            for name, work in reversed(turns) if repetition % 2 else turns:
+                rank.progress.at(repetition, name)
+                work()
+                after = probe()
+                probes[name].append([before, after])
+                before = after
+            progress.show(repetition + 1, (repetition + 1) * len(steps))
+    seen = [probes]
+    dist.broadcast_object_list(seen)
+    return seen[0]
+
+
+def describe(settings: Settings, runner: Runner, name: str) -> dict[str, Any]:
+    """What the planner says of a layout by its calibration's file, and what it did; every rank calls this.
+
+    The schedule is the one that was run: with more rounds the planner might have placed encodes elsewhere.
+    """
+    peaks: list[int] = [0] * settings.world
+    dist.all_gather_object(peaks, runner.peak_bytes())
+    plan = make_plan(runner.config, device=cpu_device(runner.config))
+    predicted = predict(runner.plan, plan)
+    working = predicted.seconds - plan.seconds.end  # a window of the engine's clock ends before the optimizer
+    return {
+        "name": name,
+        "pipeline": plan.pipeline,
+        "replicas": plan.data,
+        "chunks_per_rank": plan.chunks_per_rank,
+        "microbatches": plan.microbatches_per_step,
+        "boundaries": plan.boundaries,
+        "recompute_layers": [sum(s.recompute_layers for s in rank.stages) for rank in plan.ranks],
+        "encode_ahead": runner.plan.encode_ahead,
+        "predicted_seconds": predicted.seconds,
+        "measured_seconds": runner.seconds,
+        "predicted_idle": [predicted.idle[r.pipeline] * predicted.seconds / working for r in plan.ranks],
+        "measured_idle": runner.idle,
+        "predicted_bytes": [rank.total_bytes for rank in runner.plan.ranks],
+        "measured_bytes": peaks,
+    }
+
+
+def predict(executed: Plan, planned: Plan) -> Simulation:
+    """A step of the executed schedule with the costs of another plan of the same layout."""
+    assert executed.boundaries == planned.boundaries
+    return simulate(Program(executed.schedule, executed.chunks_per_rank), planned.seconds)

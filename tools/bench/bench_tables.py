@@ -1,0 +1,112 @@
+"""What the tables of bench.py have in common: numbers of a race, the machine, how they are printed; no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench_timing import Spread, ratios, spread
+from rich.console import Console
+from rich.table import Table
+
+from mmtrain.base.printing import say
+
+WIDTH = 120  # characters of a line, where there is no terminal that tells
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on, as an option's type."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1 is needed")
+    return number
+
+
+def finish(result: dict[str, Any], file: Path | None) -> None:
+    """Say how loaded the machine was, and write all numbers to the file, if there is one."""
+    result["machine"]["load_average_after"] = os.getloadavg()[0]
+    found = result["machine"]
+    say(
+        f"\n{found['cores']} cores; load average of the last minute {found['load_average_before']:.1f} at the "
+        f"beginning, {found['load_average_after']:.1f} at the end"
+    )
+    if file is not None:
+        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def speeds(found: Mapping[str, Any]) -> dict[str, dict[str, Spread]]:
+    """Of each contestant its seconds a step, and how many times as fast as it the first contestant was."""
+    names, times = list(found["losses"]), found["seconds"]
+    return {
+        "step_seconds": {name: spread(times[name]) for name in names},
+        f"{names[0]}_is_faster_by": {name: ratios(times, names[0], name) for name in names[1:]},
+    }
+
+
+def per_second(found: Mapping[str, Any], name: str, fact: str) -> Spread:
+    """A fact of the steps that a contestant made, by its seconds."""
+    return spread([amount / seconds for amount, seconds in zip(*_of_turns(found, name, fact), strict=True)])
+
+
+def utilisation(found: Mapping[str, Any], name: str, peak_flops: float | None = None) -> Spread:
+    """Minimal exact FLOPs a second, over `peak_flops` a second or those of matrix products in the same repetition."""
+    flops, seconds = _of_turns(found, name, "minimal_flops")
+    (matmul,) = set(found["seconds"]) - set(found["losses"])
+    rates = [peak_flops or found["matmul_flops"] / multiplying for multiplying in found["seconds"][matmul]]
+    return spread([f / s / rate for f, s, rate in zip(flops, seconds, rates, strict=True)])
+
+
+def _of_turns(found: Mapping[str, Any], name: str, fact: str) -> tuple[list[float], list[float]]:
+    """The fact and the seconds of each timed step."""
+    return [found["steps"][step][fact] for step in found["step_of_turn"]], found["seconds"][name]
+
+
+def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same row, measured in several sets of processes, as one."""
+    parts = {
+        key: {name: [value for run in runs for value in run[key][name]] for name in runs[0][key]}
+        for key in ("seconds", "losses")
+    }
+    worst = {
+        key: {name: max(run[key][name] for run in runs) for name in runs[0][key]}
+        for key in ("first_step_seconds", "first_step_differences", "peak_memory_bytes")
+    }
+    turns = [step for run in runs for step in run["step_of_turn"]]
+    return {**runs[0], **parts, **worst, "step_of_turn": turns, "processes": len(runs)}
+
+
+def as_dict(numbers: Mapping[str, Mapping[str, Spread]]) -> dict[str, Any]:
+    """JSON form."""
+    return {key: {name: asdict(value) for name, value in of_names.items()} for key, of_names in numbers.items()}
+
+
+def describe_samples(found: Mapping[str, Any]) -> str:
+    """What a step holds, and how full packs and padded batches are."""
+    turns = [found["steps"][step] for step in found["step_of_turn"]]
+    samples, tokens = ([step[name] for step in turns] for name in ("samples", "tokens"))
+    return (
+        f"{sum(samples) / len(samples):.1f} samples and {sum(tokens) / len(tokens):,.0f} tokens a step; packs of "
+        f"{found['pack_length']:,} are {found['pack_fill']:.1%} full, padded batches {found['padded_fill']:.1%}"
+    )
+
+
+def describe_differences(found: Mapping[str, Any]) -> str:
+    """How equal the contestants were."""
+    worst = found["first_step_differences"]
+    return f"first step: losses within {worst['loss']:.1e}, gradients within {worst['gradient']:.1e} of each other"
+
+
+def print_table(columns: Sequence[str], rows: Any) -> None:
+    """A table as wide as the terminal; a column whose name begins with > is set to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(name.strip(">") for name in columns))
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH).print(table)
