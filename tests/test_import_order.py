@@ -163,5 +163,5 @@ def test_the_reader_of_imports_sees_what_it_must():
     tree = ast.parse("import a.b\nfrom c import d\ndef f():\n    import e\nif TYPE_CHECKING:\n    import g\n")
     assert list(imports(tree, at_import=True)) == ["a.b", "c.d"]
     assert list(imports(tree, at_import=False)) == ["a.b", "c.d", "e", "g"]
-    assert own_module("mmtrain.pretrained.shapes.matches") == "plan.shapes"
+    assert own_module("mmtrain.pretrained.shapes.matches") == "pretrained.shapes"
     assert own_module("torch.nn") is None
