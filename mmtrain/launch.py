@@ -32,7 +32,8 @@ from mmtrain.base.printing import note, run_command, say, show_cursor, show_erro
 from mmtrain.checkpoint.resume import Start, is_complete
 from mmtrain.checkpoint.run_folder import AUTO, claimed, find_start, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
-from mmtrain.config.schema import RunConfig, dump_config, load_config
+from mmtrain.config.load import dump_config, load_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.data.shards.index import text_fingerprint
 from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
@@ -44,8 +45,8 @@ from mmtrain.plan.layout import Plan, render
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.refusals import GpuMemory, check_environment, refuse_short_memory
 from mmtrain.plan.simulate import Program, simulate
-from mmtrain.pretrained.chat_template import refuse_missing_chat_template
 from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.tokenizer_files import refuse_missing_chat_template
 from mmtrain.processes.gpus import Gpu, visible_gpus
 from mmtrain.processes.rank import Rank, run_rank, seconds_before_message
 from mmtrain.processes.supervise import STOPPED, Job, output_to_log, run_ranks, set_rank_environment, start_fork_server

@@ -10,7 +10,8 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmtrain.config.schema import RunConfig, load_config
+from mmtrain.config.load import load_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.export.processor import ExportedProcessor, write_processor
 
 

@@ -19,7 +19,7 @@ import torch
 from broken_shards import BEFORE, BETWEEN, Broken, SoundShard, key
 from PIL import Image
 
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.samples.text_lengths import load_tokenizer
 from mmtrain.data.shards.index import read_index, write_index

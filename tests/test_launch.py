@@ -20,7 +20,7 @@ from processes import Command, listeners, running, wait_for
 
 from mmtrain import launch as launch_module
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.plan.planner import make_plan
 from mmtrain.processes.gpus import Gpu
 

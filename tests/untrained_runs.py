@@ -21,7 +21,8 @@ from mmtrain.checkpoint.step_folder import (
     write_step_folder,
     write_text,
 )
-from mmtrain.config.schema import RunConfig, load_config
+from mmtrain.config.load import load_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.export.hf import ExportedModel, export_hf
 from mmtrain.export.verify import Comparison, compare_logits, expected_logits, stock_model
 from mmtrain.model import timm_folder

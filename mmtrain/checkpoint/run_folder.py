@@ -15,7 +15,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import say
 from mmtrain.checkpoint.resume import METRICS, Start, choose, go_back
 from mmtrain.checkpoint.step_folder import flush_folder, newest
-from mmtrain.config.schema import RunConfig, dump_config
+from mmtrain.config.load import dump_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.plan.layout import Plan
 
 AUTO, NEVER = "auto", "never"  # what --resume takes besides a path

@@ -29,7 +29,8 @@ from typing import Any, BinaryIO
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import say
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
-from mmtrain.config.schema import RunConfig, restore_config
+from mmtrain.config.load import restore_config
+from mmtrain.config.schema import RunConfig
 
 FORMAT = 1
 CHECKPOINTS = "checkpoints"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, tell
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.engine.time_use import WORK_OF, Work
 from mmtrain.engine.trace import TRACE
 from mmtrain.launch import plan_for_here

@@ -25,7 +25,7 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.demo.pictures import Scans, Use, paint
 from mmtrain.demo.scene import draw_scene
 from mmtrain.demo.text import converse
-from mmtrain.pretrained.demo_names import PREFIX
+from mmtrain.pretrained.model_files import PREFIX
 
 Split = Literal["train", "held-out"]
 SAMPLES: dict[Split, int] = {"train": 6400, "held-out": 256}

@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable
 
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.doctor.check import FailedError, Here, Seen
 from mmtrain.doctor.runs import SAME, demo, launcher, pipeline_1, worst
 from mmtrain.plan.deadlocks import Ordering, find_deadlock

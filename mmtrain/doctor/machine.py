@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.doctor.check import FailedError, Here, LeftOutError, Seen
 from mmtrain.doctor.runs import DEMO
 from mmtrain.launch import FEWEST_OPEN_FILES, TORCHRUN_VARIABLES

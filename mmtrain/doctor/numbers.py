@@ -13,7 +13,8 @@ import time
 from typing import TYPE_CHECKING
 
 from mmtrain.checkpoint.step_folder import TENSORS, step_path
-from mmtrain.config.schema import RunConfig, load_config
+from mmtrain.config.load import load_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.doctor.check import FailedError, Here, Seen
 from mmtrain.doctor.runs import STEPS, demo, launch, launcher, pipeline_1, worst
 

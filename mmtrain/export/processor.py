@@ -30,9 +30,9 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.export import markdown
 from mmtrain.export.chat_template import exported_chat_template
 from mmtrain.export.image_processor import image_processor_config, image_processor_notes
-from mmtrain.pretrained.geometry import tokens_per_image
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import llm_shape
+from mmtrain.pretrained.vision_files import tokens_per_image
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from the evaluation's.
 KEPT_OF_GENERATION = ("bos_token_id", "max_length", "max_new_tokens")

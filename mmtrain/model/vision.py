@@ -20,7 +20,6 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedModel, Sig
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.stream.images import is_timm_name, refuse_wrong_activation, timm_config
-from mmtrain.pretrained.geometry import tokens_per_image
 from mmtrain.pretrained.model_files import (
     cached_snapshot,
     foreign_files,
@@ -30,7 +29,7 @@ from mmtrain.pretrained.model_files import (
     tensor_shapes,
 )
 from mmtrain.pretrained.model_numbers import check_vision_numbers
-from mmtrain.pretrained.vision_files import square
+from mmtrain.pretrained.vision_files import square, tokens_per_image
 
 WEIGHT_FILES = (
     "model.safetensors",

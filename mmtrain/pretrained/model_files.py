@@ -18,7 +18,6 @@ from typing import Any
 from mmtrain.base.cache import user_cache
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited, shortened
-from mmtrain.pretrained.demo_names import demo_model, is_demo
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 LONGEST_NAME = 500  # characters of a tensor's; real ones have 80
@@ -30,7 +29,25 @@ BITS = {
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
 
+# What a configuration says instead of a path: `demo:llm` and `demo:vision` are frozen models that come with this
+# package, `demo:train` and `demo:held-out` are shards that `demo.data` makes on first use.
+PREFIX = "demo:"
+MODELS = {name: Path(__file__).parents[1] / "demo" / name for name in ("llm", "vision")}
+
 Shape = tuple[int, ...]
+
+
+def is_demo(name: str) -> bool:
+    """Whether `name` speaks of the embedded default rather than of a path or a hub id."""
+    return name.startswith(PREFIX)
+
+
+def demo_model(name: str) -> Path:
+    """The folder of `demo:llm` or `demo:vision`; raises UserError for another name."""
+    model = name.removeprefix(PREFIX)
+    if model not in MODELS:
+        raise UserError(f"{name}: the demo has no such model; it has {', '.join(PREFIX + known for known in MODELS)}")
+    return MODELS[model]
 
 
 def hub_cache() -> Path:

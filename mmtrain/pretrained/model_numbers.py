@@ -12,7 +12,7 @@ from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import shortened
-from mmtrain.config.schema import MAX_LAYERS
+from mmtrain.config.limits import MAX_LAYERS
 
 MAX_EXPERTS = 100_000
 

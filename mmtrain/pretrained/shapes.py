@@ -17,9 +17,8 @@ from pathlib import Path
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import shortened
-from mmtrain.config.schema import MAX_LAYERS
+from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.pretrained.families import check_family, global_name, layer_kinds, parameters_on_disk
-from mmtrain.pretrained.geometry import tokens_per_image
 from mmtrain.pretrained.model_files import Shape, find_model_folder, model_folder, read_json, tensor_shapes
 from mmtrain.pretrained.model_numbers import check_vision_numbers
 from mmtrain.pretrained.recorded_shapes import Recorded, find_recorded, nearest_recorded
@@ -29,22 +28,8 @@ from mmtrain.pretrained.vision_files import (
     hf_image_size,
     square,
     timm_image_size,
+    tokens_per_image,
 )
-
-__all__ = [
-    "LlmShape",
-    "ParameterShape",
-    "VisionShape",
-    "check_family",
-    "global_name",
-    "llm_shape",
-    "llm_shape_from",
-    "matches",
-    "model_folder",
-    "projector_parameters",
-    "vision_shape",
-    "vision_shape_from",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from mmtrain.calibration.solution import (
     recomputing,
     solve,
 )
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.engine.one_stage import Piece, expected_batch
 from mmtrain.launch import main as launch

@@ -16,7 +16,8 @@ from mmtrain.checkpoint import step_folder
 from mmtrain.checkpoint.resume import Begin, Start, go_back
 from mmtrain.checkpoint.run_folder import claimed, find_start, prepare_folder, run_folder, take_over
 from mmtrain.checkpoint.step_folder import StepFolder, newest
-from mmtrain.config.schema import RunConfig, load_config
+from mmtrain.config.load import load_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.engine.audit import settings_fingerprint
 from mmtrain.plan.planner import make_plan
 

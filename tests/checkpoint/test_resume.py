@@ -23,7 +23,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.resume import Begin
 from mmtrain.checkpoint.run_folder import find_start
 from mmtrain.checkpoint.step_folder import find, step_path, why_damaged
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.engine.time_use import MEASURED
 
 LAST = 24

@@ -8,7 +8,7 @@ import yaml
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.run_folder import NEVER, claimed, find_start, prepare_folder, run_folder
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.plan.planner import make_plan
 
 

@@ -35,7 +35,7 @@ from mmtrain.checkpoint.step_folder import (
     write_step_folder,
     write_text,
 )
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 
 FILES = (TENSORS, OPTIMIZER, STATE, MANIFEST)
 

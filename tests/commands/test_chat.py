@@ -21,7 +21,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from untrained_runs import make_checkpoint
 
 from mmtrain.commands import chat as chat_command
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.data.stream.images import image_transform
 from mmtrain.model.init_from import read_projector
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageColor
 
 from mmtrain.commands import plot as plot_schedule
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.engine.time_use import Part, Work
 from mmtrain.engine.trace import Recorded, write_trace
 from mmtrain.plan.planner import make_plan

@@ -9,7 +9,7 @@ import webdataset
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 
 
 def fingerprint(folder):

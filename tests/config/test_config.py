@@ -9,8 +9,9 @@ import yaml
 from pydantic import ValidationError
 
 from mmtrain.base.errors import UserError
+from mmtrain.config.load import dump_config, load_config, restore_config
 from mmtrain.config.problems import all_fields
-from mmtrain.config.schema import RunConfig, dump_config, load_config, restore_config
+from mmtrain.config.schema import RunConfig
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 MINIMAL = """
@@ -348,7 +349,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path):
 
 def test_loading_a_configuration_imports_no_torch(minimal):
     code = (
-        "import sys; from mmtrain.config.schema import load_config; load_config(sys.argv[1], ['run.seed=1']);"
+        "import sys; from mmtrain.config.load import load_config; load_config(sys.argv[1], ['run.seed=1']);"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(minimal)], check=True, timeout=60)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.engine.time_use import MEASURED, RankSeconds, TimeUse, Yardstick
 from mmtrain.plan.calibration import Calibration, Device, Linear, calibration_key, cpu_device
 from mmtrain.plan.costs import Models, Workload, minimal_flops

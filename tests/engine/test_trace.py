@@ -12,7 +12,7 @@ import pytest
 
 from mmtrain import launch
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.engine.time_use import Part, Work
 from mmtrain.engine.trace import Recorded, Tracer, refuse_unfit_trace, write_trace
 from mmtrain.plan.planner import make_plan

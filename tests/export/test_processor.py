@@ -25,7 +25,7 @@ from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer, ByT5Tokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.data.stream.images import ImageTransform, decode_image

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.export.vision import ExportedEncoder, encoder_for_export
 from mmtrain.model.vision import load_vision
 

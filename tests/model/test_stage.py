@@ -14,7 +14,7 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.model.bookends import decoder_layers
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
-from mmtrain.pretrained.shapes import global_name
+from mmtrain.pretrained.families import global_name
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import RunConfig, load_config
+from mmtrain.config.load import load_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import (
     Calibration,
     Device,

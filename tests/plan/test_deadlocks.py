@@ -9,7 +9,8 @@ import pytest
 from check_deadlocks import Found, Layout, layouts, try_layout
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import RunConfig, load_config
+from mmtrain.config.load import load_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.plan.deadlocks import Ordering, Stuck, find_deadlock
 from mmtrain.plan.refusals import check_environment
 from mmtrain.plan.schedule import Instruction, Op, Schedule, in_common_order, training_schedule

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.costs import minimal_flops, run_costs
 from mmtrain.plan.cut import RESERVED_SHARE, limit_on_gpu
@@ -89,7 +89,7 @@ def test_a_plan_is_the_same_every_time(config_file) -> None:
 def test_planning_imports_no_torch() -> None:
     code = f"""
 import sys
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.plan.planner import make_plan, render
 for file in {[str(file) for file in CONFIGS[:2]]!r}:
     render(make_plan(load_config(file)))

@@ -24,15 +24,9 @@ from transformers import (
 from transformers.utils import logging
 
 from mmtrain.base.errors import UserError
-from mmtrain.pretrained.shapes import (
-    check_family,
-    global_name,
-    llm_shape,
-    matches,
-    model_folder,
-    projector_parameters,
-    vision_shape,
-)
+from mmtrain.pretrained.families import check_family, global_name
+from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.shapes import llm_shape, matches, projector_parameters, vision_shape
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

@@ -15,7 +15,7 @@ from mmtrain.demo.pictures import Scans, paint
 from mmtrain.demo.scene import draw_scene
 from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS
 from mmtrain.model.vision import load_vision
-from mmtrain.pretrained.demo_names import demo_model
+from mmtrain.pretrained.model_files import demo_model
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 PACKAGE = Path(__file__).parents[2] / "mmtrain"

@@ -29,7 +29,8 @@ from typing import Any
 from bench_timing import Times, ratios, spread
 
 from mmtrain.base.printing import run_command, say, show_error, tell
-from mmtrain.config.schema import RunConfig, load_config
+from mmtrain.config.load import load_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.catalog import data_sets
 from mmtrain.plan.planner import make_plan
 from mmtrain.processes.gpus import visible_gpus

@@ -38,7 +38,7 @@ from mmtrain.checkpoint.step_folder import (
     step_path,
     why_damaged,
 )
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.doctor.crash_job import SECONDS_TO_END, Kill, Killed, Start
 from mmtrain.engine.time_use import MEASURED
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mmtrain.data.samples.bounded_jinja import BoundedTemplate
 from mmtrain.data.samples.records import Rejected
-from mmtrain.pretrained.chat_template import missing_chat_template
+from mmtrain.pretrained.tokenizer_files import missing_chat_template
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # LLaVA's speakers, as chat templates call them
 PROBE = (("human", "<image>\nWhat is this?"), ("gpt", "A red circle."))  # shows faults before any sample is read

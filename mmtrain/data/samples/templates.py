@@ -20,7 +20,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
-from mmtrain.pretrained.tokenizer_file import panics_told
+from mmtrain.pretrained.tokenizer_files import panics_told
 
 
 class PlainTemplate:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mmtrain.data.samples.sample import IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import TEMPLATES
 from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
-from mmtrain.pretrained.tokenizer_file import panics_told, refuse_growing_rules
+from mmtrain.pretrained.tokenizer_files import panics_told, refuse_growing_rules
 
 
 class TextCounter:

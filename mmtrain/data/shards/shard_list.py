@@ -18,7 +18,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import shortened
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.data.shards.piped import PREFIX, piped_shard
-from mmtrain.pretrained.demo_names import is_demo
+from mmtrain.pretrained.model_files import is_demo
 
 # Of one pattern, counted before braces are expanded: {0..999999}{0..999999} would take all memory first. A million
 # shards of 100 MB are 100 TB; a path has at most 4,096 bytes, and braceexpand calls itself for braces inside braces.

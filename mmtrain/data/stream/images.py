@@ -27,8 +27,7 @@ from timm.models import PretrainedCfg
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import DECODE_ERRORS, Rejected, open_image
-from mmtrain.pretrained.demo_names import is_demo
-from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.model_files import is_demo, model_folder, read_json
 from mmtrain.pretrained.vision_files import hf_image_size, preprocessing, timm_image_size
 
 Fit = Literal["pad", "resize", "center_crop"]

@@ -42,7 +42,8 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.order import HELD_OUT, Capacity, PackOrder, PlannedPack
 from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, make_batch
 from mmtrain.data.stream.reader import Reader
-from mmtrain.pretrained.shapes import llm_shape, model_folder, vision_shape
+from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.shapes import llm_shape, vision_shape
 from mmtrain.processes.rank import die_with_parent
 from mmtrain.processes.stop import ignore_in_worker
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate

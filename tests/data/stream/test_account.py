@@ -7,7 +7,7 @@ import tarfile
 import pytest
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.data.stream.account import CountError, ReadAccount
 from mmtrain.data.stream.loader import PackedBatches
 

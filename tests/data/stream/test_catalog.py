@@ -8,7 +8,7 @@ import pytest
 from archives import conversation, picture, write_tar
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.data.samples.text_lengths import load_tokenizer
 from mmtrain.data.shards.index import Member, TextLengths, read_index, text_fingerprint, write_index
 from mmtrain.data.shards.indexing import ensure_indexes

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import load_config
+from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.samples.text_lengths import load_tokenizer
 from mmtrain.data.shards.index import read_index, write_index

@@ -8,9 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import RunConfig, load_config
+from mmtrain.config.load import load_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.templates import ChatTemplate
-from mmtrain.pretrained.chat_template import has_chat_template, refuse_missing_chat_template
+from mmtrain.pretrained.tokenizer_files import has_chat_template, refuse_missing_chat_template
 
 TEMPLATE = """{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}\
 {% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""

@@ -1,0 +1,122 @@
+"""A run configuration from YAML and overrides, and back: strict, every problem told at once."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.small_files import shortened
+from mmtrain.config.problems import all_fields, explain, section_of
+from mmtrain.config.schema import ALTERNATIVES, RunConfig
+from mmtrain.config.strict_yaml import parse_yaml, read_yaml
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a YAML file, with `key.sub=value` overrides applied in order.
+
+    Raises UserError listing every problem at once: per key its path, the value seen, what is allowed; for an unknown
+    key the nearest valid one. `data.allow_pipe` is taken from overrides alone.
+    """
+    content = read_yaml(Path(path))
+    if content is not None and not isinstance(content, dict):
+        raise UserError(f"{path}: holds a {type(content).__name__}; needs the sections {_sections()}")
+    content = _without_empty_sections(RunConfig, content or {})
+    data = content.get("data")
+    if isinstance(data, dict) and data.get("allow_pipe"):
+        raise UserError(
+            f"{path}: data.allow_pipe says which programs may run, and no file may say that, since it can come from "
+            "anybody: take it out, and give it on the command line, e.g. 'data.allow_pipe=[curl]'"
+        )
+    for override in overrides:
+        _apply(content, override)
+    _drop_alternatives(content, [override.partition("=")[0].strip() for override in overrides])
+    content = _tuples(content)
+    try:
+        return RunConfig.model_validate(content)
+    except ValidationError as error:
+        problems = explain(RunConfig, error.errors(include_url=False), content)
+    heading = f"{path}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    raise UserError("\n  ".join([heading, *problems]))
+
+
+def restore_config(content: dict[str, Any], source: str) -> RunConfig:
+    """The configuration of which `model_dump(mode="json")` made this; keys that mmtrain did not have then get defaults.
+
+    `data.allow_pipe` is empty: no file says which programs may run. Raises UserError, naming the source, where it has
+    keys or values that this version does not know.
+    """
+    try:
+        config = RunConfig.model_validate(_tuples(content))
+        return config.model_copy(update={"data": config.data.model_copy(update={"allow_pipe": ()})})
+    except ValidationError as error:
+        problems = explain(RunConfig, error.errors(include_url=False), content)
+    raise UserError("\n  ".join([f"{source}: a configuration that this version of mmtrain does not know", *problems]))
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML text of a configuration with every default written out; loading it gives an equal configuration.
+
+    But for `data.allow_pipe`, which only a command line says.
+    """
+    content = config.model_dump(mode="json", exclude={"data": {"allow_pipe"}})
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _sections() -> str:
+    return ", ".join(RunConfig.model_fields)
+
+
+def _without_empty_sections(model: type[BaseModel], content: dict) -> dict:
+    """`train:` with all its keys commented out is null in YAML; what is meant is a section without keys."""
+    result = dict(content)
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        if section is not None and name in result:
+            value = {} if result[name] is None else result[name]
+            result[name] = _without_empty_sections(section, value) if isinstance(value, dict) else value
+    return result
+
+
+def _apply(content: dict, override: str) -> None:
+    """Set one `key.sub=value` in nested sections; an unknown key is set too, so that validation reports it."""
+    key, equals, text = override.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        raise UserError(f"override {override!r}: needs the form key.sub=value, e.g. optimizer.lr=1e-3")
+    field = dict(all_fields(RunConfig)).get(path)
+    if field is not None and section_of(field.annotation) is not None:
+        raise UserError(f"override {override!r}: {key} is a section; set one of its keys, e.g. optimizer.lr=1e-3")
+    for part in path[:-1]:
+        inner = content.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"override {override!r}: {part} is {inner!r}, which has no keys below it")
+        content = inner
+    # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML alias.
+    kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
+    is_null = text == "null" and types.NoneType in kinds
+    is_text = str in kinds and not is_null and not text.startswith(("[", '"', "'"))
+    content[path[-1]] = text if is_text else parse_yaml(text, shortened(f"override {override!r}"))
+
+
+def _drop_alternatives(content: dict, overridden: Sequence[str]) -> None:
+    """`train.max_steps=20` on the command line says that the file's `train.epochs` is not meant."""
+    for pair in ALTERNATIVES:
+        for key, other in (pair, pair[::-1]):
+            section, name = key.split(".")
+            keys = content.get(section)
+            if key in overridden and other not in overridden and isinstance(keys, dict) and keys.get(name) is not None:
+                keys.pop(other.split(".")[1], None)
+
+
+def _tuples(value: Any) -> Any:
+    """YAML lists as tuples, which is how a frozen configuration declares them."""
+    if isinstance(value, dict):
+        return {key: _tuples(inner) for key, inner in value.items()}
+    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value
