@@ -30,7 +30,7 @@ from mmtrain.engine.trace import TRACE, Recorded, Tracer
 from mmtrain.evaluation.console import Console
 from mmtrain.evaluation.evaluation import Evaluator, HeldOut
 from mmtrain.evaluation.scores import Scores
-from mmtrain.model.kernels import say_ways
+from mmtrain.model.flash import say_ways
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.planner import Plan

@@ -23,13 +23,13 @@ from transformers import CLIPVisionConfig
 
 from mmtrain.base.errors import UserError
 from mmtrain.commands import convert as convert_command
-from mmtrain.model.init_from import read_projector
+from mmtrain.model.projector import read_projector
 from mmtrain.model.vision import load_vision
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "mmtrain").rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
 
-READER = "mmtrain/model/pickled.py"  # for model.projector.init_from and tools/convert_weights.py
+READER = "mmtrain/model/weights.py"  # for model.projector.init_from and tools/convert_weights.py
 WRITER = "mmtrain/export/llava.py"  # `--format llava`: mm_projector.bin is a pickle
 ALLOWED = {("torch.load", READER), ("torch.save", WRITER)}
 

@@ -25,8 +25,8 @@ from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.export.hf import ExportedModel, export_hf
 from mmtrain.export.verify import Comparison, compare_logits, expected_logits, stock_model
-from mmtrain.model import timm_folder
 from mmtrain.model.projector import make_projector
+from mmtrain.model.vision import save_timm_folder
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 
@@ -65,7 +65,7 @@ def make_tower(folder: Path, architecture: str, changes: Mapping[str, object]) -
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     folder.mkdir(parents=True)
-    timm_folder.save_timm_folder(model, folder, architecture, arguments)
+    save_timm_folder(model, folder, architecture, arguments)
     return folder
 
 

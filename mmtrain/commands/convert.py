@@ -1,7 +1,7 @@
 """Convert a model folder's pickled weights (pytorch_model*.bin) to safetensors, once.
 
 mmtrain reads tensor by tensor, which pickles do not allow. Values are unchanged and read back for comparison; memory is
-bounded by one shard. Pickles are read without running what they ask for (mmtrain/model/pickled.py); the original files
+bounded by one shard. Pickles are read without running what they ask for (mmtrain/model/weights.py); the original files
 are left alone.
 """
 
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, tell
-from mmtrain.model.pickled import read_pickled
+from mmtrain.model.weights import read_pickled
 from mmtrain.pretrained.model_files import model_folder, read_weight_map
 
 EXAMPLES = """examples:

@@ -38,7 +38,7 @@ from transformers.utils import logging as transformers_logging
 
 from mmtrain.base.printing import tell
 from mmtrain.data.prepare.sharding import KeyedSample, write_shard
-from mmtrain.model.timm_folder import save_timm_folder
+from mmtrain.model.vision import save_timm_folder
 
 COLOURS = {
     "red": (214, 40, 40),

@@ -22,7 +22,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.export.folder import new_folder, require_space
 from mmtrain.export.origin import PROJECTOR, Origin, origin, trained_tensors
-from mmtrain.model.pickled import read_pickled
+from mmtrain.model.weights import read_pickled
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import vision_shape
 

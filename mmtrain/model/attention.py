@@ -19,7 +19,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from mmtrain.data.stream.packs import copied
-from mmtrain.model.kernels import Documents, Runs, attend_by_document, attend_by_run, attend_packed, use_flash
+from mmtrain.model.flash import attend_packed, use_flash
+from mmtrain.model.kernels import Documents, Runs, attend_by_document, attend_by_run
 
 ATTENTION = "mmtrain_packed"
 """Name under which the mask and the attention are registered with transformers (`attn_implementation`)."""

@@ -5,7 +5,7 @@ config.json --child process: tiny model of the family, parity.py--> two differen
 A family may do anything in its forward, and most faults of staging or packing raise no error: they train a wrong model.
 So every new combination of config, cut points and versions is tried once, in 2-5 s, and remembered in the user's
 cache. The work is done in a child: a model that hangs or crashes takes nothing else down, and the launcher need not
-import torch. The child is spawned, and sees no GPU: CUDA must not start on its account.
+import torch. It sees no GPU: CUDA must not start on its account.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from mmtrain.base.cache import cache_folder
@@ -31,7 +30,6 @@ from mmtrain.processes.rank import die_with_parent
 
 STAGED_BOUND = 1e-6  # relative; the kernels are the same, 0.0 on every family that is known to work
 PACKED_BOUND = 1e-4  # relative; rounding over 80 layers stays below 2e-5, a leak is above 1e-2
-SEEDS = 3
 
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*: .+")
 
@@ -76,12 +74,11 @@ def refuse_differences(family: str, staged: float, packed: float) -> None:
 
 def _fingerprint(folder: Path, cut_points: Sequence[int]) -> str:
     """Everything that the result depends on: the config, the cut, the libraries, and the code of mmtrain's models."""
-    code = sorted(Path(__file__).parent.glob("*.py"))
     parts = [
         (folder / "config.json").read_bytes(),
         json.dumps([int(layer) for layer in cut_points]).encode(),
         *(f"{name} {version(name)}".encode() for name in ("torch", "transformers")),
-        *(file.read_bytes() for file in code),
+        *(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))),
     ]
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
@@ -90,28 +87,24 @@ def _measure_in_child(
     family: str, folder: Path, cut_points: Sequence[int], timeout_seconds: float
 ) -> tuple[float, float]:
     """(staged, packed) differences; raises UserError if the child brings none back in time."""
-    descriptor, log = tempfile.mkstemp(prefix="mmtrain-probe-", suffix=".log")
-    os.close(descriptor)
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_measure, args=(sender, folder, tuple(cut_points), log), daemon=True)
-    child.start()
-    sender.close()
-    arrived = receiver.poll(timeout_seconds)  # also when the child ends and its end of the pipe closes
-    try:
-        differences = receiver.recv() if arrived else None
-    except EOFError:
-        differences = None
-    if not arrived:
-        child.kill()
-    child.join()
-    if differences is not None:
+    command = [sys.executable, "-P", "-m", __name__, str(folder), *map(str, cut_points)]
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.NamedTemporaryFile(prefix="mmtrain-probe-", suffix=".log", delete=False) as stream:
+        log = stream.name
+        try:
+            child = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=stream, env=environment, timeout=timeout_seconds
+            )
+        except subprocess.TimeoutExpired:
+            late = f"{family}: its tiny model did not finish within {timeout_seconds:g} s; see {log}"
+            raise UserError(late) from None
+    if child.returncode == 0:
         Path(log).unlink()
-        return differences
-    if not arrived:
-        raise UserError(f"{family}: its tiny model did not finish within {timeout_seconds:g} s; see {log}")
+        staged, packed = child.stdout.split()[-2:]
+        return float(staged), float(packed)
     lines = Path(log).read_text(errors="replace").strip().splitlines()
-    causes = [line for line in lines if _EXCEPTION.match(line)] or lines[-1:] or [f"exit code {child.exitcode}"]
+    causes = [line for line in lines if _EXCEPTION.match(line)] or lines[-1:] or [f"exit code {child.returncode}"]
     refusal = f"{UserError.__module__}.{UserError.__qualname__}: "
     if causes[-1].startswith(refusal):
         Path(log).unlink()
@@ -119,21 +112,15 @@ def _measure_in_child(
     raise UserError(f"{family} cannot be staged and packed: its tiny model failed ({causes[-1]}); see {log}")
 
 
-def _measure(sender: Connection, folder: Path, cut_points: tuple[int, ...], log: str) -> None:
-    """In the child: send the differences, of the best seed if one is out of bounds.
+def _measure(folder: Path, cut_points: Sequence[int]) -> tuple[float, float]:
+    """In the child: the differences, of the best seed if one is out of bounds.
 
     With experts, rounding alone flips a choice between two that are near a tie, for some seed; a fault shows with all.
     """
-    die_with_parent()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    stream = Path(log).open("w", buffering=1)  # noqa: SIM115 - open until the process ends
-    os.dup2(stream.fileno(), 1)
-    os.dup2(stream.fileno(), 2)
-    sys.stdout = sys.stderr = stream
     import torch
 
     from mmtrain.model.language import causal_config
-    from mmtrain.model.parity import measure_differences
+    from mmtrain.model.parity import SEEDS, measure_differences
 
     torch.set_num_threads(1)  # the tiny model gains nothing from more
     config = causal_config(folder)
@@ -143,4 +130,9 @@ def _measure(sender: Connection, folder: Path, cut_points: tuple[int, ...], log:
         best = min(best, (differences.staged, differences.packed))
         if best[0] <= STAGED_BOUND and best[1] <= PACKED_BOUND:
             break
-    sender.send(best)
+    return best
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    print(*_measure(Path(sys.argv[1]), [int(layer) for layer in sys.argv[2:]]))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -22,16 +22,14 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch, copied
-from mmtrain.model.fusion import fuse
-from mmtrain.model.init_from import read_projector
-from mmtrain.model.kernels import Way, ways_taken
+from mmtrain.model.flash import Way, ways_taken
 from mmtrain.model.language import LanguageSlice, load_slice
 from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.model.parity import takes_rows
-from mmtrain.model.projector import make_projector
-from mmtrain.model.trainable import set_trainable
+from mmtrain.model.projector import make_projector, read_projector
 from mmtrain.model.vision import VisionTower, load_vision
 from mmtrain.plan.planner import StagePlan
+from mmtrain.pretrained.shapes import matches
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -159,6 +157,26 @@ class Chunk(nn.Module):
         return rows.to(self.dtype), copied(labels.flatten()[places], hidden.device)
 
 
+def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings: torch.Tensor | None) -> torch.Tensor:
+    """Put image embeddings (N, T, D), in order, into the positions `image_places` (P,) int64 of rows laid end to end.
+
+    Returns (B, L, D) in the dtype of `embeddings`. Raises ValueError when P is not N * T: a shorter or longer scatter
+    would shift every later image's features against its text without an error.
+    """
+    positions = len(image_places)
+    supplied = 0 if image_embeddings is None else image_embeddings.shape[0] * image_embeddings.shape[1]
+    if positions != supplied:
+        shape = None if image_embeddings is None else tuple(image_embeddings.shape)
+        raise ValueError(
+            f"{positions} image positions in the batch, but {supplied} image embeddings (shape {shape}): "
+            "each image needs as many positions as the encoder gives features"
+        )
+    if image_embeddings is None:
+        return embeddings
+    rows = image_embeddings.flatten(0, 1).to(embeddings.dtype)
+    return embeddings.flatten(0, 1).index_copy(0, image_places, rows).view_as(embeddings)
+
+
 def build_chunk(
     config: RunConfig,
     stage: StagePlan,
@@ -198,3 +216,9 @@ def build_chunk(
     chunk = Chunk(language, front, dtype).eval()
     set_trainable(chunk.global_parameters(), config.model.trainable)
     return chunk
+
+
+def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:
+    """Freeze every parameter but those whose global name matches a pattern; stored types stay."""
+    for name, parameter in parameters:
+        parameter.requires_grad_(matches(name, patterns))

@@ -1,18 +1,33 @@
-"""Which tensors a model's files hold, opened one by one: a slice of a 70B model reads its own layers and nothing else.
+"""Weight files of others: safetensors opened tensor by tensor, and the one place that opens pickles.
 
-safetensors files --headers--> name and file of every tensor --the slice's own--> lazy handles (shape and dtype; the
-bytes come from a memory map when transformers asks for them)
+safetensors --headers--> name and file of every tensor --those wanted--> lazy handles: a slice of a 70B model reads its
+                         own layers and nothing else (bytes come from a memory map when they are asked for)
+a pickle ----torch's weights_only unpickler--> {name: tensor, alone in its storage}
+
+A pickle is a program. `weights_only` runs only the part of it that makes tensors and containers of them and refuses
+every other name (torch/_weights_only_unpickler.py); what comes out is checked here before anything is done with it.
 """
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
 from mmtrain.pretrained.model_files import read_json, tensor_shapes
+
+ZIP_MAGIC = b"PK\x03\x04"  # what torch.save writes since 1.6; older files are read as a whole
+# Bytes copied out of views, by bytes of the file: tied weights are copied once for each name but one, while hundreds of
+# views of one storage would make a small file take all memory.
+MOST_COPIED = 2
+REFUSED_NAME = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)|unrecognized function (.+)")
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -30,7 +45,66 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return {name: folder / files[name] for name in shapes}
 
 
-def open_tensors(files: dict[str, Path]) -> dict[str, Any]:
+def open_tensors(files: Mapping[str, Path]) -> dict[str, Any]:
     """Lazy safetensors handles of the named tensors, by name."""
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
     return {name: opened[file].get_slice(name) for name, file in files.items()}
+
+
+def read_pickled(file: Path) -> dict[str, torch.Tensor]:
+    """The named tensors of a file that torch.save has written, each alone in its storage, on the CPU.
+
+    Memory-mapped where the file's format allows it. Nothing in the file is executed. Raises UserError for a file that
+    is missing, damaged, not a dictionary of plain tensors, or that asks for anything else.
+    """
+    try:
+        with file.open("rb") as stream:
+            zipped = stream.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+        with warnings.catch_warnings(action="ignore"):  # guesses about files that are refused in a moment
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
+    except Exception as error:  # a damaged pickle fails anywhere: KeyError, IndexError, struct.error, ...
+        raise _refusal(file, error) from None
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+    ):
+        raise UserError(f"{file}: holds something other than named tensors; a state dict is needed")
+    size = file.stat().st_size
+    tensors: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    copied = 0
+    for name, tensor in content.items():
+        # Quantised and sparse tensors have no plain storage; a stride of 0 lets a small file claim any size.
+        plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+        if not plain or tensor.numel() * tensor.element_size() > size:
+            raise UserError(f"{file}: {harmless(name)} is no plain tensor with its values in the file")
+        # safetensors stores no shared memory: tied weights come out twice, views without what surrounds them.
+        storage = tensor.untyped_storage()
+        alone = storage.data_ptr() not in storages and storage.nbytes() == tensor.numel() * tensor.element_size()
+        storages.add(storage.data_ptr())
+        tensor = tensor.detach()
+        if not (alone and tensor.is_contiguous()):
+            copied += tensor.numel() * tensor.element_size()
+            if copied > MOST_COPIED * size:
+                raise UserError(
+                    f"{file}: its tensors share memory: alone they take more than {MOST_COPIED} times its {size:,} "
+                    "bytes; save them without views of one another"
+                )
+        tensors[name] = tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
+    return tensors
+
+
+def _refusal(file: Path, error: Exception) -> UserError:
+    """What to say of a file that torch refuses; its own message recommends switching the protection off."""
+    refused = REFUSED_NAME.search(str(error))
+    if refused is not None:
+        name = harmless(refused[1] or refused[2])
+        return UserError(
+            f"{file}: not a file of plain tensors: it asks to call {name}, which mmtrain never does for a weight file; "
+            "nothing of it was run. Get the weights from a source you trust, as safetensors if there is one"
+        )
+    told = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0].partition(". ")[0]
+    return UserError(
+        f"{file}: not a file of plain tensors, or damaged ({type(error).__name__}: {harmless(told)}); get it again"
+    )

@@ -23,7 +23,7 @@ from untrained_runs import make_checkpoint
 from mmtrain.commands import chat as chat_command
 from mmtrain.config.load import load_config
 from mmtrain.data.stream.images import image_transform
-from mmtrain.model.init_from import read_projector
+from mmtrain.model.projector import read_projector
 
 CONFIG = TOOLS.parent / "configs" / "llava_pp4.yaml"
 QUESTION = "Which digit is at the top left, and in which colour?"

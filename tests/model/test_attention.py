@@ -16,16 +16,8 @@ from transformers.masking_utils import (
 )
 
 from mmtrain.model.attention import ATTENTION, document_positions, packed_attention, packed_mask
-from mmtrain.model.kernels import (
-    Documents,
-    Way,
-    attend_by_document,
-    attend_packed,
-    flash_varlen_attn,
-    kernel_agrees,
-    say_ways,
-    ways_taken,
-)
+from mmtrain.model.flash import Way, attend_packed, flash_varlen_attn, kernel_agrees, say_ways, ways_taken
+from mmtrain.model.kernels import Documents, attend_by_document
 
 LENGTHS = ((13, 6, 1, 12), (20, 12))  # two rows of 32 tokens
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])

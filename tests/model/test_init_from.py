@@ -15,8 +15,7 @@ from torch import nn
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import step_path, write_step_folder, write_text
-from mmtrain.model.init_from import read_projector
-from mmtrain.model.projector import make_projector
+from mmtrain.model.projector import make_projector, read_projector
 from mmtrain.model.projector_files import find_projector, refuse_unfit_init_from
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan

@@ -42,12 +42,11 @@ from mmtrain.doctor.models import (
 from mmtrain.engine.engine import join_process_group
 from mmtrain.model.attention import ATTENTION
 from mmtrain.model.bookends import absent_modules, replace
-from mmtrain.model.kernels import Way, say_ways
+from mmtrain.model.flash import Way, say_ways
 from mmtrain.model.language import LanguageSlice
 from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import make_projector
-from mmtrain.model.stage import Chunk, Front
-from mmtrain.model.trainable import set_trainable
+from mmtrain.model.stage import Chunk, Front, set_trainable
 from mmtrain.model.vision import load_vision
 from mmtrain.plan.planner import StagePlan, make_plan
 from mmtrain.processes.rank import Rank
