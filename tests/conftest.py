@@ -30,6 +30,13 @@ def load_tool(name: str) -> ModuleType:
     return module
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in several processes, a file's run in one, whose fixtures they share; so do all of the demo's."""
+    for item in items:
+        group = "demo" if "demo_run" in item.fixturenames else item.path.relative_to(TOOLS.parent).as_posix()
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Two cores are shared with other tests' processes; more threads are slower and change the order of sums."""

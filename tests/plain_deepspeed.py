@@ -10,7 +10,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -22,6 +21,7 @@ import deepspeed.ops
 import torch
 import torch._dynamo  # torch.optim imports it at the first optimizer: 2 s here, or 2 s in every rank
 from deepspeed.pipe import LayerSpec, PipelineModule
+from ranks import free_port
 from torch import nn
 
 PATIENCE = 60  # seconds that a scenario may take
@@ -120,9 +120,7 @@ def run_rank(scenario: str, rank: int, world: int, port: int, report: Connection
 def run(scenario: str) -> dict[int, list]:
     """Outcome by rank; ranks that were still waiting for others when it was clear how it ends are missing."""
     world = SCENARIOS[scenario][0]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     ranks = [

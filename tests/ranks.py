@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import socket
@@ -16,10 +18,19 @@ import torch
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+_ports = itertools.count()
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that no other process of this test run is given: the kernel hands none out below 32768 by itself."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 20000 + 500 * (worker % 20)
+    for number in _ports:
+        port = first + (os.getpid() + number) % 500
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("unreachable: ports are counted without end")
 
 
 def _child(function: Callable, rank: int, world: int, port: int, args: tuple, pipe: Any) -> None:

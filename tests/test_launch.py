@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from processes import Command, listeners, running, wait_for
+from ranks import free_port
 
 from mmtrain import launch as launch_module
 from mmtrain.base.errors import UserError
@@ -302,12 +302,6 @@ def test_a_wrong_number_of_ranks_from_torchrun_is_refused_once(tiny, tmp_path):
         assert command.wait() != 0
     assert command.stderr.count("torchrun started 2 ranks; parallel.pipeline 4 x parallel.data 1 needs 4") == 1
     assert not (tmp_path / "tiny").exists()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def test_two_nodes_share_a_run(tiny, tmp_path):
