@@ -27,8 +27,10 @@ from mmtrain.engine.audit import RankAudit, check_replicas, model_fingerprint, s
 from mmtrain.engine.engine import FrozenPipelineEngine, join_process_group
 from mmtrain.engine.time_use import TimeUse, Yardstick
 from mmtrain.engine.trace import TRACE, Recorded, Tracer
+from mmtrain.evaluation.answers import write_answers
 from mmtrain.evaluation.console import Console
-from mmtrain.evaluation.evaluation import Evaluator, HeldOut
+from mmtrain.evaluation.evaluator import Evaluator
+from mmtrain.evaluation.held_out import HeldOut
 from mmtrain.evaluation.scores import Scores
 from mmtrain.model.flash import say_ways
 from mmtrain.model.stage import build_chunk
@@ -192,7 +194,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
             run.control(scores)
         if config.eval.show_answers and not engine.requested_stop:
             console.line("answering held-out questions: one forward of the pipeline for each token")
-            answers = evaluator.answers(config.eval.show_answers)
+            answers = write_answers(evaluator, config.eval.show_answers)
             if answers:
                 console.answers(answers)
         if engine.requested_stop:

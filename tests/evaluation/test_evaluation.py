@@ -27,8 +27,9 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import Pack
 from mmtrain.engine.engine import FrozenPipelineEngine, join_process_group
-from mmtrain.evaluation import evaluation
-from mmtrain.evaluation.evaluation import Evaluator, HeldOut, permute_images
+from mmtrain.evaluation.answers import write_answers
+from mmtrain.evaluation.evaluator import Evaluator
+from mmtrain.evaluation.held_out import HeldOut, permute_images
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import Op
@@ -201,7 +202,7 @@ def evaluate(configs, questions):
     for config in configs:
         _, _, evaluator, shown = build(config)
         scores, control = evaluator.scores(), evaluator.scores(permuted=True)
-        results.append((scores, control, evaluator.answers(questions), shown, evaluator.extent))
+        results.append((scores, control, write_answers(evaluator, questions), shown, evaluator.extent))
     return results
 
 
@@ -231,7 +232,9 @@ def permuted(scene) -> list[Held]:
 
 @pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
 def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, monkeypatch, pipeline, data):
-    monkeypatch.setattr(evaluation, "MICROBATCHES_PER_ROUND", 1)  # several rounds, although there is little to do
+    monkeypatch.setattr(
+        "mmtrain.evaluation.evaluator.MICROBATCHES_PER_ROUND", 1
+    )  # several rounds, although there is little to do
     whole = config_of(scene, pipeline, data)
     pairs = config_of(scene, pipeline, data, train__packs_per_microbatch=2)
     single = config_of(scene, pipeline, data, train__packs_per_microbatch=2, eval__max_samples=1)
@@ -276,14 +279,14 @@ def stop_on_the_way(config, at):
                     engine.request(stop=True)
 
         engine.on_instruction = listen
-        outcome = evaluator.answers(questions) if questions else evaluator.scores()
+        outcome = write_answers(evaluator, questions) if questions else evaluator.scores()
         found.append((outcome, len(rounds), engine.requested_stop, engine.train_step(batches).loss))
     return found
 
 
 @pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
 def test_a_request_to_stop_ends_scores_and_answers_on_every_rank_in_the_same_round(scene, monkeypatch, pipeline, data):
-    monkeypatch.setattr(evaluation, "MICROBATCHES_PER_ROUND", 1)
+    monkeypatch.setattr("mmtrain.evaluation.evaluator.MICROBATCHES_PER_ROUND", 1)
     by_rank = run_ranks(pipeline * data, stop_on_the_way, config_of(scene, pipeline, data), 2)
     ((none, rounds, stopped, loss), (answers, tokens, stopped_too, _)) = by_rank[0]
     assert none is None and answers == [] and stopped and stopped_too
@@ -408,7 +411,7 @@ def test_pictures_that_a_data_set_lists_twice_are_permuted_all_the_same(scene):
 
 
 def test_an_answer_without_an_end_is_cut_after_64_tokens(scene, monkeypatch):
-    monkeypatch.setattr(evaluation, "LONGEST_ANSWER", 3)
+    monkeypatch.setattr("mmtrain.evaluation.answers.LONGEST_ANSWER", 3)
     config = config_of(scene)
     ((_, _, answers, *_),) = run_ranks(1, evaluate, [config], 12)[0]
     lengths = {len(answer.given.split()) for answer in answers}
