@@ -294,7 +294,7 @@ def _against(config: RunConfig, gpus: Sequence[Gpu], ranks: int, assumed: Plan, 
         measured = _plan(same, gpus, ranks).seconds
     except UserError:
         return "by what was measured it does not fit in memory"
-    seconds = simulate(Program(assumed.schedule, assumed.chunks_per_rank), measured).seconds
+    seconds = simulate(Program(assumed.schedule), measured).seconds
     return f"by what was measured, {seconds / plan.step_seconds:.3f} times this step"
 
 

@@ -69,12 +69,12 @@ def layouts(pipelines: Iterable[int], chunks: Iterable[int], microbatches: Seque
 
 def try_layout(layout: Layout) -> Found:
     """Every ordering on one layout."""
-    steps, chunks = layout.steps, layout.chunks_per_rank
-    common = [in_common_order(schedule, chunks) for schedule in steps]
+    steps = layout.steps
+    common = [in_common_order(schedule) for schedule in steps]
     return Found(
         layout,
-        tuple(ordering for ordering in Ordering if find_deadlock(steps, ordering, chunks)),
-        tuple(ordering for ordering in Ordering if find_deadlock(common, ordering, chunks)),
+        tuple(ordering for ordering in Ordering if find_deadlock(steps, ordering)),
+        tuple(ordering for ordering in Ordering if find_deadlock(common, ordering)),
     )
 
 

@@ -104,7 +104,7 @@ class Timeline:
 def predicted(config_file: Path, overrides: Sequence[str]) -> Timeline:
     """The step that the planner expects; raises UserError for a config that cannot be planned."""
     plan = plan_for_here(load_config(config_file, overrides))
-    step = simulate(Program(plan.schedule, plan.chunks_per_rank), plan.seconds, spans=True)
+    step = simulate(Program(plan.schedule), plan.seconds, spans=True)
     bars = tuple(
         Bar(span.rank, WORK_OF[span.instruction.op], span.instruction.stage, span.instruction.microbatch, *span[2:])
         for span in step.spans

@@ -30,9 +30,9 @@ def device_waits(here: Here) -> Seen:
     for pipeline, chunks in SUSPECTS:
         for trains, first in zip(can_hang, (0, pipeline * chunks - 1), strict=True):
             steps = [training_schedule(pipeline, 2 * pipeline, first, chunks)] * 2
-            if find_deadlock(steps, Ordering.IDEAL, chunks):
+            if find_deadlock(steps, Ordering.IDEAL):
                 raise FailedError(f"pipeline {pipeline} with {chunks} stages a rank hangs on any device")
-            if find_deadlock(steps, Ordering.DEVICE_WIDE_WAITS, chunks):
+            if find_deadlock(steps, Ordering.DEVICE_WIDE_WAITS):
                 can_hang[trains].append(f"{pipeline}x{chunks}")
     listed = (f"{', '.join(names) or 'none'} {trains}" for trains, names in can_hang.items())
     return Seen(f"can hang {'; '.join(listed)}", {"ranks_x_stages_a_rank": can_hang})

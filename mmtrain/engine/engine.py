@@ -327,7 +327,7 @@ class FrozenPipelineEngine(PipelineEngine):
 
     def _run_schedule(self, schedule: Schedule) -> None:
         if not self._posts_ahead[self._training]:  # the first one: something may still wait for the whole device
-            schedule = in_common_order(schedule, self.plan.chunks_per_rank)
+            schedule = in_common_order(schedule)
             self._posts_ahead[self._training] = True
         self._run(schedule[self.stage_id])
         self._wait_for_sends()

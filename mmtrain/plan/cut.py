@@ -256,7 +256,7 @@ class StageCosts:
     def _find_one_stage_moments(self, first: int) -> tuple[tuple[Moment, ...], ...]:
         setting = self.setting
         schedule = training_schedule(setting.pipeline, setting.microbatches_per_step, first)
-        return moments(schedule, 1, first, self.buffers, polls=setting.polls_sends)
+        return moments(schedule, self.buffers, polls=setting.polls_sends)
 
 
 def stage_costs(

@@ -23,7 +23,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
-from mmtrain.plan.schedule import COMPUTES, RECEIVES, SENDS, Message, Op, Schedule, carried, needed_before
+from mmtrain.plan.schedule import RECEIVES, SENDS, Message, Op, Schedule, steps_of
 
 
 class Ordering(Enum):
@@ -59,17 +59,17 @@ class _Operation:
     host_waits: bool = False  # for this, before it issues what follows
 
 
-def find_deadlock(steps: Sequence[Schedule], ordering: Ordering, chunks_per_rank: int = 1) -> list[Stuck]:
+def find_deadlock(steps: Sequence[Schedule], ordering: Ordering) -> list[Stuck]:
     """Where each rank that cannot go on stops, when all run these steps one after the other; empty: all reach the end.
 
     A step is what runs from one reduction of statistics to the next, training or evaluation; in the lists of each,
-    what an instruction needs of its own rank stands before it (`schedule_check` proves that).
+    what an instruction needs of its own rank stands before it.
     """
     operations: list[_Operation] = []
     begins = [0]
     for rank in range(len(steps[0])):
         for number, schedule in enumerate(steps):
-            _issue(operations, number, schedule, rank, chunks_per_rank)
+            _issue(operations, number, schedule, rank)
         begins.append(len(operations))
     happened = _events(operations, begins, ordering)
     stuck = []
@@ -81,26 +81,23 @@ def find_deadlock(steps: Sequence[Schedule], ordering: Ordering, chunks_per_rank
     return stuck
 
 
-def _issue(operations: list[_Operation], step: int, schedule: Schedule, rank: int, chunks_per_rank: int) -> None:
+def _issue(operations: list[_Operation], step: int, schedule: Schedule, rank: int) -> None:
     """Append what the host of `rank` issues in a step."""
-    ranks = len(schedule)
-    stages = ranks * chunks_per_rank
+    last_stage = max(x.stage for instructions in schedule for x in instructions)
     received: dict[Message, int] = {}
     sent: list[int] = []
-    for place, x in enumerate(schedule[rank]):
+    for place, (_, x, message) in enumerate(steps_of(schedule, rank)):
         if x.op in SENDS:
             sent.append(len(operations))
-            operations.append(_Operation(step, place, carried(x, ranks), sends=True))
+            operations.append(_Operation(step, place, message, sends=True))
         elif x.op in RECEIVES:
-            message = carried(x, ranks)
             received[message] = len(operations)
             operations.append(_Operation(step, place, message))
         else:
-            needed = needed_before(x, ranks, stages) if x.op in COMPUTES else None
             reduces = x.op is Op.REDUCE_STATISTICS
-            last = x.op is Op.FORWARD and x.stage == stages - 1
-            uses = () if needed is None else (received[needed],)
-            operations.append(_Operation(step, place, uses=uses, collective=reduces, host_waits=reduces or last))
+            waits = reduces or (x.op is Op.FORWARD and x.stage == last_stage)
+            uses = [received[message]] if message else []
+            operations.append(_Operation(step, place, uses=uses, collective=reduces, host_waits=waits))
     operations.append(_Operation(step, len(schedule[rank]), uses=sent))
 
 

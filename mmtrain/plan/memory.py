@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.plan.schedule import COMPUTES, SENDS, Instruction, Message, Op, Schedule, needed_before, sent_after
+from mmtrain.plan.schedule import COMPUTES, SENDS, Message, Op, Schedule, steps_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,36 +58,21 @@ class Peak(NamedTuple):
         return self.activations + self.working
 
 
-def moments(
-    schedule: Schedule, chunks_per_rank: int, first_trainable_stage: int, buffers: Buffers, *, polls: bool
-) -> tuple[tuple[Moment, ...], ...]:
+def moments(schedule: Schedule, buffers: Buffers, *, polls: bool) -> tuple[tuple[Moment, ...], ...]:
     """Per pipeline rank, every moment of a training step that takes more than all others in something.
 
     `polls`: sends that are known to be gone are let go at the next send; else all are kept until the step's end.
     """
-    stages = len(schedule) * chunks_per_rank
-    gone = _known_gone(schedule, stages, first_trainable_stage) if polls else None
-    return tuple(
-        _largest(
-            _walk(
-                instructions, len(schedule), stages, first_trainable_stage, buffers, None if gone is None else gone[r]
-            )
-        )
-        for r, instructions in enumerate(schedule)
-    )
+    gone = _known_gone(schedule) if polls else [{}] * len(schedule)
+    return tuple(_largest(_walk(schedule, rank, buffers, gone[rank])) for rank in range(len(schedule)))
 
 
-def _walk(
-    instructions: Sequence[Instruction],
-    ranks: int,
-    stages: int,
-    first: int,
-    buffers: Buffers,
-    gone: Mapping[int, int] | None,
-) -> list[Moment]:
+def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, int]) -> list[Moment]:
+    """Every moment of a rank; `gone`: for sends by index, the index at which they are known to be gone."""
+    ranks, instructions = len(schedule), schedule[rank]
     found: dict[tuple[Op, int, tuple[int, ...]], int] = {}
-    kept = [0] * (stages // ranks)
-    activation = buffers.hidden + buffers.integers
+    kept = [0] * (max(x.stage for x in instructions) // ranks + 1)
+    with_backward = {x.stage for x in instructions if x.op is Op.BACKWARD}
     ahead = next((x.microbatch for x in instructions if x.op is Op.ENCODE), 0)
     waiting = ahead * (buffers.features + buffers.batch)
     on_their_way: list[tuple[int, int]] = []  # (index at which it is known to be gone, bytes)
@@ -96,54 +81,44 @@ def _walk(
         key = op, place, tuple(kept)
         found[key] = max(found.get(key, 0), waiting)
 
-    for i, x in enumerate(instructions):
+    for i, (_, x, message) in enumerate(steps_of(schedule, rank)):
         op, place = x.op, max(x.stage, 0) // ranks
+        size = 0 if message is None else buffers.hidden + buffers.integers * (message.kind == "activation")
         if op is Op.LOAD:
             waiting += buffers.batch
         elif op is Op.ENCODE:
             note(op, 0)
             waiting += buffers.features
-        elif op is Op.RECEIVE_ACTIVATION:
-            waiting += activation
-        elif op is Op.RECEIVE_GRADIENT:
-            waiting += buffers.hidden
-        elif op in SENDS and gone is not None:
-            waiting -= sum(size for index, size in on_their_way if index < i)
-            on_their_way = [(index, size) for index, size in on_their_way if index >= i]
-            on_their_way.append((gone[i], activation if op is Op.SEND_ACTIVATION else buffers.hidden))
         elif op in COMPUTES:
             kept[place] -= op is Op.BACKWARD
             note(op, place)
-            if needed_before(x, ranks, stages) is not None:
-                waiting -= activation if op is Op.FORWARD else buffers.hidden
-            if op is Op.FORWARD and x.stage == 0:
-                waiting -= buffers.features + buffers.batch
-            kept[place] += op is Op.FORWARD and x.stage >= first
-            if sent_after(x, ranks, stages, first) is not None:
-                waiting += activation if op is Op.FORWARD else buffers.hidden
+            waiting -= size
+            if op is Op.FORWARD:
+                kept[place] += x.stage in with_backward
+                waiting -= (buffers.features + buffers.batch) * (x.stage == 0)
+        else:
+            if i in gone:
+                waiting -= sum(size for index, size in on_their_way if index < i)
+                on_their_way = [(index, size) for index, size in on_their_way if index >= i]
+                on_their_way.append((gone[i], size))
+            waiting += size
     note(Op.OPTIMIZER_STEP, 0)
     return [Moment(*key, size) for key, size in found.items()]
 
 
-def _known_gone(schedule: Schedule, stages: int, first_trainable_stage: int) -> list[dict[int, int]]:
+def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
     """Per rank, for each send by index: the index of the compute whose input tells that the message was taken."""
-    ranks = len(schedule)
     sent: dict[Message, int] = {}  # where its sender lists it
     used: dict[Message, int] = {}  # where its receiver uses it
     flows: dict[tuple[int, int], list[Message]] = defaultdict(list)  # by source and destination
-    for instructions in schedule:
-        made: Message | None = None
-        for i, x in enumerate(instructions):
-            if x.op in COMPUTES:
-                made = sent_after(x, ranks, stages, first_trainable_stage)
-                needed = needed_before(x, ranks, stages)
-                if needed is not None:
-                    used[needed] = i
+    for rank in range(len(schedule)):
+        for i, (_, x, message) in enumerate(steps_of(schedule, rank)):
+            if message is not None and x.op in COMPUTES:
+                used[message] = i
             elif x.op in SENDS:
-                assert made is not None, "a send follows the compute that made it"
-                flows[made.source, made.destination].append(made)
-                sent[made] = i
-    gone: list[dict[int, int]] = [{} for _ in range(ranks)]
+                flows[message.source, message.destination].append(message)
+                sent[message] = i
+    gone: list[dict[int, int]] = [{} for _ in schedule]
     for (source, destination), messages in flows.items():
         answers = flows.get((destination, source), [])  # in the order sent
         places = [sent[answer] for answer in answers]

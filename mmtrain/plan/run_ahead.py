@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
-from mmtrain.plan.schedule import Encodes, Op, Schedule, immediate_encodes, training_schedule
-from mmtrain.plan.simulate import Program, Simulation, StageSeconds, Step, simulate
+from mmtrain.plan.schedule import Encodes, Op, Schedule, Step, immediate_encodes, training_schedule
+from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 
 GAPS = (1.0, 0.5)  # share of an encode that a gap must hold to be used
 GAIN = 0.002  # less is not worth the buffer
@@ -36,7 +37,7 @@ def best_encodes(
     """
     shape = pipeline, microbatches, first_trainable_stage, chunks_per_rank
     schedule = training_schedule(*shape)
-    program = Program(schedule, chunks_per_rank)
+    program = Program(schedule)
     found = schedule, immediate_encodes(schedule[0]), simulate(program, seconds)
     if exactly is None and (pipeline == 1 or most_ahead == 0 or seconds.encode == 0):
         return found
@@ -51,7 +52,7 @@ def best_encodes(
     def run(encodes: Encodes) -> tuple[Schedule, Encodes, Simulation]:
         if encodes not in tried:  # building the lists takes ten times as long as one simulation
             changed = training_schedule(*shape, encodes)
-            tried[encodes] = changed, encodes, simulate(Program(changed, chunks_per_rank), seconds)
+            tried[encodes] = changed, encodes, simulate(Program(changed), seconds)
         return tried[encodes]
 
     for encodes, least in sorted(filled.items(), key=lambda pair: pair[1]):
@@ -108,9 +109,6 @@ def _fill_gaps(
         done = max(now + count * seconds.encode, ready) + work
         return count * seconds.encode
 
-    without_encoder = StageSeconds(
-        seconds.forward, seconds.backward, 0.0, seconds.send, seconds.receive, seconds.transfer, seconds.end
-    )
-    least = simulate(program, without_encoder, before=fill).seconds
+    least = simulate(program, replace(seconds, encode=0.0), before=fill).seconds
     left = microbatches + ahead - encoded
     return Encodes(ahead, (*before, left)), max(least, done + left * seconds.encode + seconds.end)

@@ -13,13 +13,13 @@ forwards, into the next step too, wherever rank 0 would wait (`Encodes`).
 Messages are part of the lists. A receive is posted one compute (FORWARD or BACKWARD) ahead of its use and waited for at
 that use; a send is asynchronous and waited for at the step's end (waiting inside the step deadlocked 175 of 2,528
 schedules of a prototype). Messages of one (source rank, destination rank, kind) arrive in the order they were sent, so
-both sides must list them in the same order: `schedule_check` proves that, and that every rank reaches its end.
+both sides must list them in the same order: tests prove that, and that every rank reaches its end.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -93,6 +93,20 @@ class Message(NamedTuple):
     def channel(self) -> tuple[int, int, str]:
         """Messages of one channel arrive in the order in which they were sent."""
         return self.source, self.destination, self.kind
+
+    @property
+    def receive(self) -> Instruction:
+        """What its destination posts."""
+        op = Op.RECEIVE_ACTIVATION if self.kind == "activation" else Op.RECEIVE_GRADIENT
+        return Instruction(op, self.consumer, self.microbatch)
+
+
+class Step(NamedTuple):
+    """An instruction of a rank, with the message that it sends, posts the receive of or, if it computes, waits for."""
+
+    rank: int
+    instruction: Instruction
+    message: Message | None
 
 
 def training_schedule(
@@ -238,89 +252,120 @@ def _with_messages(
 ) -> Schedule:
     """Adds LOAD, sends, receives and the step's end to each rank's computes."""
     ranks = len(orders)
-    sent: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
-    place: dict[Message, int] = {}
+    incoming: dict[tuple[int, int, str], deque[Message]] = defaultdict(deque)  # by channel, in the order sent
     for order in orders:
         for compute in order:
             message = sent_after(compute, ranks, stages, first_trainable_stage)
             if message is not None:
-                place[message] = len(sent[message.channel])
-                sent[message.channel].append(message)
-
+                incoming[message.channel].append(message)
     schedule = []
     for order in orders:
-        posted: dict[tuple[int, int, str], int] = defaultdict(int)
-        instructions = []
-        for i, compute in enumerate(order):
-            for soon in _soon(order, i):
+        computes = [x for x in order if x.op in COMPUTES]
+        begun, posted = 0, {None}
+        instructions: list[Instruction] = []
+        for x in order:
+            for soon in computes[begun : begun + 1 + MESSAGES_POSTED_AHEAD]:
                 needed = needed_before(soon, ranks, stages)
-                if needed is None:
-                    continue
                 # A channel is first in, first out: whatever was sent before the needed message is received before it.
-                while posted[needed.channel] <= place[needed]:
-                    message = sent[needed.channel][posted[needed.channel]]
-                    posted[needed.channel] += 1
-                    op = Op.RECEIVE_ACTIVATION if message.kind == "activation" else Op.RECEIVE_GRADIENT
-                    instructions.append(Instruction(op, message.consumer, message.microbatch))
-            if compute.op is Op.ENCODE:
-                instructions.append(Instruction(Op.LOAD, 0, compute.microbatch))
-            instructions.append(compute)
-            if sent_after(compute, ranks, stages, first_trainable_stage) is not None:
-                op = Op.SEND_ACTIVATION if compute.op is Op.FORWARD else Op.SEND_GRADIENT
-                instructions.append(Instruction(op, compute.stage, compute.microbatch))
-        instructions += [Instruction(op) for op in end]
-        schedule.append(tuple(instructions))
+                while needed not in posted:
+                    message = incoming[needed.channel].popleft()
+                    posted.add(message)
+                    instructions.append(message.receive)
+            if x.op is Op.ENCODE:
+                instructions.append(Instruction(Op.LOAD, 0, x.microbatch))
+            instructions.append(x)
+            begun += x.op in COMPUTES
+            if sent_after(x, ranks, stages, first_trainable_stage) is not None:
+                op = Op.SEND_ACTIVATION if x.op is Op.FORWARD else Op.SEND_GRADIENT
+                instructions.append(Instruction(op, x.stage, x.microbatch))
+        schedule.append((*instructions, *map(Instruction, end)))
     return tuple(schedule)
-
-
-def _soon(order: Sequence[Instruction], i: int) -> list[Instruction]:
-    """The computes whose messages are to be expected at place i: MESSAGES_POSTED_AHEAD beyond the next one."""
-    computes: list[Instruction] = []
-    while i < len(order) and len(computes) <= MESSAGES_POSTED_AHEAD:
-        if order[i].op in COMPUTES:
-            computes.append(order[i])
-        i += 1
-    return computes
 
 
 def sent_after(compute: Instruction, ranks: int, stages: int, first_trainable_stage: int) -> Message | None:
     """The message another rank needs from this instruction; None where the next stage is here or needs nothing."""
-    stage, k = compute.stage, compute.microbatch
-    if compute.op is Op.FORWARD and stage + 1 < stages:
-        message = Message(stage % ranks, (stage + 1) % ranks, "activation", stage + 1, k)
-    elif compute.op is Op.BACKWARD and stage > first_trainable_stage:
-        message = Message(stage % ranks, (stage - 1) % ranks, "gradient", stage - 1, k)
-    else:
-        return None
-    return message if message.source != message.destination else None
+    if compute.op is Op.FORWARD and compute.stage + 1 < stages:
+        return _between(compute.stage, compute.stage + 1, compute.microbatch, ranks)
+    if compute.op is Op.BACKWARD and compute.stage > first_trainable_stage:
+        return _between(compute.stage, compute.stage - 1, compute.microbatch, ranks)
+    return None
 
 
 def needed_before(compute: Instruction, ranks: int, stages: int) -> Message | None:
     """The message from another rank that this instruction waits for."""
-    stage, k = compute.stage, compute.microbatch
-    if compute.op is Op.FORWARD and stage > 0:
-        message = Message((stage - 1) % ranks, stage % ranks, "activation", stage, k)
-    elif compute.op is Op.BACKWARD and stage + 1 < stages:
-        message = Message((stage + 1) % ranks, stage % ranks, "gradient", stage, k)
-    else:
-        return None
-    return message if message.source != message.destination else None
+    if compute.op is Op.FORWARD and compute.stage > 0:
+        return _between(compute.stage - 1, compute.stage, compute.microbatch, ranks)
+    if compute.op is Op.BACKWARD and compute.stage + 1 < stages:
+        return _between(compute.stage + 1, compute.stage, compute.microbatch, ranks)
+    return None
+
+
+def _between(stage: int, consumer: int, microbatch: int, ranks: int) -> Message | None:
+    """None if both stages are on one rank."""
+    kind = "activation" if stage < consumer else "gradient"
+    return Message(stage % ranks, consumer % ranks, kind, consumer, microbatch) if ranks > 1 else None
+
+
+# ---- reading the lists
+
+_STAGES = {  # of the source and of the consumer, counted from the instruction's own
+    Op.SEND_ACTIVATION: (0, 1),
+    Op.RECEIVE_ACTIVATION: (-1, 0),
+    Op.SEND_GRADIENT: (0, -1),
+    Op.RECEIVE_GRADIENT: (1, 0),
+}
+_USERS = {Op.RECEIVE_ACTIVATION: Op.FORWARD, Op.RECEIVE_GRADIENT: Op.BACKWARD}
 
 
 def carried(instruction: Instruction, ranks: int) -> Message:
     """What a send or a receive carries; in a schedule that is not fit to run its stage may be one that is not there."""
-    op, stage, k = instruction.op, instruction.stage, instruction.microbatch
-    if op is Op.SEND_ACTIVATION:
-        return Message(stage % ranks, (stage + 1) % ranks, "activation", stage + 1, k)
-    if op is Op.RECEIVE_ACTIVATION:
-        return Message((stage - 1) % ranks, stage % ranks, "activation", stage, k)
-    if op is Op.SEND_GRADIENT:
-        return Message(stage % ranks, (stage - 1) % ranks, "gradient", stage - 1, k)
-    assert op is Op.RECEIVE_GRADIENT
-    return Message((stage + 1) % ranks, stage % ranks, "gradient", stage, k)
+    source, consumer = (instruction.stage + offset for offset in _STAGES[instruction.op])
+    kind = "activation" if source < consumer else "gradient"
+    return Message(source % ranks, consumer % ranks, kind, consumer, instruction.microbatch)
 
 
-def in_common_order(schedule: Schedule, chunks_per_rank: int = 1) -> Schedule:
+def steps_of(schedule: Schedule, rank: int) -> Iterator[Step]:
+    """A rank's list, each instruction with its message."""
+    posted: dict[Instruction, Message] = {}  # by the compute that uses it
+    for x in schedule[rank]:
+        message = carried(x, len(schedule)) if x.op in _STAGES else posted.get(x)
+        if x.op in _USERS:
+            posted[Instruction(_USERS[x.op], x.stage, x.microbatch)] = message
+        yield Step(rank, x, message)
+
+
+def all_steps(schedule: Schedule) -> list[Step]:
+    """All ranks' instructions in one order, a compute after the send of the message that it waits for.
+
+    Of several computes that can run the one of the deepest stage comes first, backward before forward, so that few
+    messages wait. Raises ValueError where no rank can go on.
+    """
+    lists = [steps_of(schedule, rank) for rank in range(len(schedule))]
+    order: list[Step] = []
+    sent: set[Message | None] = {None}
+    waiting: dict[int, Step] = {}  # each rank's next compute
+
+    def run_to_next_compute(rank: int) -> None:
+        for step in lists[rank]:
+            if step.instruction.op in COMPUTES:
+                waiting[rank] = step
+                return
+            order.append(step)
+            if step.instruction.op in SENDS:
+                sent.add(step.message)
+
+    for rank in range(len(schedule)):
+        run_to_next_compute(rank)
+    while runnable := [step for step in waiting.values() if step.message in sent]:
+        step = max(runnable, key=lambda x: (x.instruction.op is Op.BACKWARD, x.instruction.stage))
+        order.append(waiting.pop(step.rank))
+        run_to_next_compute(step.rank)
+    if waiting:
+        raise ValueError("the schedule cannot finish: every rank waits")
+    return order
+
+
+def in_common_order(schedule: Schedule) -> Schedule:
     """The same work in the same order, with every receive where it cannot hang, whatever waits for what.
 
     All computes are put into one order for all ranks; a message is received at the place in that order at which it is
@@ -329,28 +374,10 @@ def in_common_order(schedule: Schedule, chunks_per_rank: int = 1) -> Schedule:
     message cannot arrive while the rank computes. In simulated steps that is 0.1% to 0.3% where a message takes 1% of
     a forward, 1% to 3% where it takes 10%.
     """
-    ranks, stages = len(schedule), len(schedule) * chunks_per_rank
-    waiting = [deque(x for x in instructions if x.op not in RECEIVES) for instructions in schedule]
     ordered: list[list[Instruction]] = [[] for _ in schedule]
-    sent: set[Message | None] = {None}  # None: nothing is needed from another rank
-    while True:
-        for rank, left in enumerate(waiting):
-            while left and left[0].op not in COMPUTES:
-                x = left.popleft()
-                ordered[rank].append(x)
-                if x.op in SENDS:
-                    message = carried(x, ranks)
-                    sent.add(message)
-                    op = Op.RECEIVE_ACTIVATION if message.kind == "activation" else Op.RECEIVE_GRADIENT
-                    ordered[message.destination].append(Instruction(op, message.consumer, message.microbatch))
-        runnable = [
-            (left[0].op is Op.BACKWARD, left[0].stage, rank)
-            for rank, left in enumerate(waiting)
-            if left and needed_before(left[0], ranks, stages) in sent
-        ]
-        if not runnable:
-            break
-        rank = max(runnable)[2]  # the deepest first, so that few messages wait
-        ordered[rank].append(waiting[rank].popleft())
-    assert not any(waiting), "the schedule cannot finish"
-    return tuple(tuple(instructions) for instructions in ordered)
+    for rank, x, message in all_steps(schedule):
+        if x.op not in RECEIVES:
+            ordered[rank].append(x)
+        if x.op in SENDS:
+            ordered[message.destination].append(message.receive)
+    return tuple(map(tuple, ordered))

@@ -129,8 +129,8 @@ class Search:
     def _shape(self, chunks: int, first: int) -> _Shape:
         if (chunks, first) not in self._shapes:
             schedule = training_schedule(self.pipeline, self.microbatches, first, chunks)
-            found = moments(schedule, chunks, first, self.costs.buffers, polls=self.costs.setting.polls_sends)
-            self._shapes[chunks, first] = _Shape(schedule, Program(schedule, chunks), found)
+            found = moments(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
+            self._shapes[chunks, first] = _Shape(schedule, Program(schedule), found)
         return self._shapes[chunks, first]
 
     def _needs_of(self, cut: Cut, chunks: int, first: int) -> tuple[RankNeed, ...]:
@@ -356,13 +356,13 @@ class Search:
         shape = self.pipeline, self.microbatches, first, chunks
         schedule, encodes, simulation = best_encodes(*shape, layout.seconds, most, exactly=exactly)
         setting = self.costs.setting
-        found = moments(schedule, chunks, first, self.costs.buffers, polls=setting.polls_sends)[0]
+        found = moments(schedule, self.costs.buffers, polls=setting.polls_sends)[0]
         seconds = layout.seconds
         need = self.costs.need_of(spans, layout.needs[0].recompute_layers, found)
         if exactly is not None and not self.costs.fits(need):
             need = self.costs.need(0, spans, found)
             seconds = self._stage_seconds((need, *layout.needs[1:]), seconds.encode)
-            simulation = simulate(Program(schedule, chunks), seconds)
+            simulation = simulate(Program(schedule), seconds)
         return replace(
             layout,
             needs=(need, *layout.needs[1:]),

@@ -143,7 +143,7 @@ def train_warmed_up(config, ahead, warms_up):
     said = [engine.evaluate(batches(eight[0]), local), *(engine.train_step(stream) for _ in range(2))]
     left = {**engine.trainable, **engine.optimizer_state()}
     planned = engine.plan.schedule
-    first = in_common_order(planned, engine.plan.chunks_per_rank) if warms_up else planned
+    first = in_common_order(planned) if warms_up else planned
     for number, schedule in enumerate((first, planned)):
         instructions = schedule[engine.stage_id]
         assert tuple(what for at, what in executed if at == number)[-len(instructions) :] == instructions

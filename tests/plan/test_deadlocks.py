@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from check_deadlocks import Found, Layout, layouts, try_layout
+from schedule_check import check_schedule
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
@@ -14,7 +15,6 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.plan.deadlocks import Ordering, Stuck, find_deadlock
 from mmtrain.plan.refusals import check_environment
 from mmtrain.plan.schedule import Instruction, Op, Schedule, in_common_order, training_schedule
-from mmtrain.plan.schedule_check import check_schedule
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "llava15_7b_pp4.yaml"
 SETTING = {
@@ -109,7 +109,7 @@ def test_settings_that_cannot_hang_are_not_refused():
 @pytest.mark.parametrize(("pipeline", "chunks", "microbatches", "first"), [(2, 1, 3, 0), (4, 1, 5, 3), (3, 2, 7, 2)])
 def test_the_common_order_does_the_same_work(pipeline: int, chunks: int, microbatches: int, first: int):
     plain = training_schedule(pipeline, microbatches, first, chunks)
-    ordered = in_common_order(plain, chunks)
+    ordered = in_common_order(plain)
     check_schedule(ordered, microbatches, first, chunks_per_rank=chunks)
     for before, after in zip(plain, ordered, strict=True):
         receives = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from schedule_check import check_schedule
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
@@ -19,7 +20,6 @@ from mmtrain.plan.cut import RESERVED_SHARE, limit_on_gpu
 from mmtrain.plan.layout import Plan
 from mmtrain.plan.planner import make_plan, models_of, render
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
-from mmtrain.plan.schedule_check import check_schedule
 from mmtrain.pretrained.shapes import llm_shape
 
 ROOT = Path(__file__).parent.parent.parent

@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from buffered import most_buffered
+from schedule_check import check_schedule, most_buffered
 
 from mmtrain.plan.run_ahead import best_encodes
 from mmtrain.plan.schedule import (
@@ -18,7 +18,6 @@ from mmtrain.plan.schedule import (
     forward_schedule,
     training_schedule,
 )
-from mmtrain.plan.schedule_check import check_schedule
 from mmtrain.plan.simulate import StageSeconds
 
 END = ("reduce_gradients", "reduce_statistics", "optimizer_step")

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from made_up_costs import equal_costs, made_up_costs
+from schedule_check import check_schedule
 
 from mmtrain.plan.cut import (
     RESERVED_SHARE,
@@ -24,7 +25,6 @@ from mmtrain.plan.cut import (
 )
 from mmtrain.plan.memory import moments, peak
 from mmtrain.plan.schedule import Op, training_schedule
-from mmtrain.plan.schedule_check import check_schedule
 from mmtrain.plan.search import SIMULATED_INSTRUCTIONS, Layout, Search
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 
@@ -79,7 +79,7 @@ def rank_by_hand(costs: StageCosts, cut: Cut, rank: int, again: int) -> tuple[fl
         memory -= costs.costs.shared_ends_bytes
     schedule = training_schedule(pipeline, costs.setting.microbatches_per_step, first, chunks)
     peaks = [4 * trainable]
-    for moment in moments(schedule, chunks, first, costs.buffers, polls=costs.setting.polls_sends)[rank]:
+    for moment in moments(schedule, costs.buffers, polls=costs.setting.polls_sends)[rank]:
         total = moment.buffers + sum(n * kept for n, (kept, _, _) in zip(moment.kept, most, strict=True))
         if moment.op is Op.FORWARD:
             total += most[moment.place][1]
@@ -158,7 +158,7 @@ def test_the_smallest_cut_has_the_least_memory_of_all() -> None:
         def largest(cut: Cut, costs: StageCosts = costs) -> int:
             first, needs = first_trainable_stage(costs, cut), []
             schedule = training_schedule(3, 4, first)
-            for rank, found in enumerate(moments(schedule, 1, first, costs.buffers, polls=True)):
+            for rank, found in enumerate(moments(schedule, costs.buffers, polls=True)):
                 needs.append(costs.smallest(rank, spans_of(cut, rank, 3), found).total_bytes)
             return max(needs)
 
@@ -212,8 +212,8 @@ def checked(costs: StageCosts, layout: Layout) -> None:
     pipeline, chunks, first = costs.setting.pipeline, layout.chunks_per_rank, layout.first_trainable_stage
     microbatches = costs.setting.microbatches_per_step
     check_schedule(layout.schedule, microbatches, first, chunks_per_rank=chunks)
-    assert layout.simulation == simulate(Program(layout.schedule, chunks), layout.seconds)
-    found = moments(layout.schedule, chunks, first, costs.buffers, polls=costs.setting.polls_sends)
+    assert layout.simulation == simulate(Program(layout.schedule), layout.seconds)
+    found = moments(layout.schedule, costs.buffers, polls=costs.setting.polls_sends)
     for rank, need in enumerate(layout.needs):
         seconds, memory = rank_by_hand(costs, layout.cut, rank, sum(need.recompute_layers))
         assert need.seconds == pytest.approx(seconds)

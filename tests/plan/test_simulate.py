@@ -7,7 +7,7 @@ import itertools
 import random
 
 import pytest
-from buffered import most_buffered
+from schedule_check import most_buffered
 
 from mmtrain.plan.run_ahead import best_encodes
 from mmtrain.plan.schedule import Instruction, Op, training_schedule
@@ -16,7 +16,7 @@ from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 
 def step_of(pipeline: int, microbatches: int, first: int, seconds: StageSeconds, **options: bool) -> Simulation:
     chunks = len(seconds.forward) // pipeline
-    return simulate(Program(training_schedule(pipeline, microbatches, first, chunks), chunks), seconds, **options)
+    return simulate(Program(training_schedule(pipeline, microbatches, first, chunks)), seconds, **options)
 
 
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(1, 3), (2, 8), (4, 4), (4, 8), (8, 8)])
@@ -85,7 +85,7 @@ def test_a_message_moves_once_its_receive_is_posted_one_compute_ahead() -> None:
 def test_a_schedule_that_cannot_finish_has_no_program() -> None:
     lists = ((Instruction(Op.RECEIVE_GRADIENT, 0, 0), Instruction(Op.BACKWARD, 0, 0)), ())
     with pytest.raises(ValueError, match="every rank waits"):
-        Program(lists, 1)
+        Program(lists)
 
 
 # ---- encoders that run ahead
@@ -108,7 +108,7 @@ def test_an_encoder_that_runs_ahead_is_never_slower_and_never_holds_more_than_it
         )
         without = step_of(pipeline, microbatches, first, seconds)
         schedule, encodes, step = best_encodes(pipeline, microbatches, first, chunks, seconds, most)
-        assert step == simulate(Program(schedule, chunks), seconds), "what is promised is what the lists take"
+        assert step == simulate(Program(schedule), seconds), "what is promised is what the lists take"
         assert step.seconds <= without.seconds
         assert encodes.ahead <= min(most, microbatches) and most_buffered(schedule) <= max(1, most)
         hidden = step_of(pipeline, microbatches, first, dataclasses.replace(seconds, encode=0.0))

@@ -292,4 +292,4 @@ def describe(settings: Settings, runner: Runner, name: str) -> dict[str, Any]:
 def predict(executed: Plan, planned: Plan) -> Simulation:
     """A step of the executed schedule with the costs of another plan of the same layout."""
     assert executed.boundaries == planned.boundaries
-    return simulate(Program(executed.schedule, executed.chunks_per_rank), planned.seconds)
+    return simulate(Program(executed.schedule), planned.seconds)

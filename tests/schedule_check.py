@@ -151,7 +151,18 @@ def _check_progress(schedule: Schedule, ranks: int, stages: int) -> None:
                 if 0 <= neighbour.stage < stages and neighbour not in before:
                     raise ValueError(f"{_place(rank, i, x)}: comes before {neighbour}")
             before.add(x)
-    stuck = find_deadlock([schedule], Ordering.IDEAL, stages // ranks)
+    stuck = find_deadlock([schedule], Ordering.IDEAL)
     if stuck:
         places = (_place(rank, at, schedule[rank][at]) for rank, _, at in stuck)
         raise ValueError(f"deadlock: every rank waits: {'; '.join(places)}")
+
+
+def most_buffered(schedule: Schedule) -> int:
+    """Most micro-batches whose features exist at once, on rank 0."""
+    first = next((x.microbatch for x in schedule[0] if x.op is Op.ENCODE), 0)
+    waiting = most = first
+    for x in schedule[0]:
+        waiting += x.op is Op.ENCODE
+        most = max(most, waiting)
+        waiting -= x.op in COMPUTES and x.op is Op.FORWARD and x.stage == 0
+    return most
