@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,7 +22,8 @@ from mmtrain.data.stream.account import ReadAccount
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit, check_replicas, model_fingerprint, settings_fingerprint, write_audit
-from mmtrain.engine.engine import FrozenPipelineEngine, join_process_group
+from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.time_use import TimeUse, Yardstick
 from mmtrain.engine.trace import TRACE, Recorded, Tracer
 from mmtrain.evaluation.answers import write_answers
@@ -55,8 +54,8 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     device = torch.device(rank.device)
     use_algorithms(config.train.deterministic)
     rank.progress.at(0, "joining the process group")
-    host_group = _join(device, config.parallel.timeout_seconds)
-    begin = _from_rank_0(start, host_group)
+    join_process_group(device, config.parallel.timeout_seconds)
+    begin = _from_rank_0(start)
     first_step = 0 if begin is None else begin.step
 
     # Data first: what is wrong with them should not show after an hour of loading weights.
@@ -68,7 +67,8 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
             rank.progress.at(first_step, "reading the held-out samples")
             held_out = HeldOut(packed)
     rank.progress.at(first_step, "comparing the data with the other ranks")
-    data, max_steps, readers = _agree_on_data(packed, plan, config.parallel.timeout_seconds, host_group)
+    data, max_steps = _agree_on_data(packed, plan)
+    readers = replica_group(plan, rank.rank, config.parallel.timeout_seconds)
     about = run_state(config, plan, torch.get_num_threads(), device) | {"max_steps": max_steps}
     as_given = config
     config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": max_steps})})
@@ -99,7 +99,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     refuse_if_short()  # master weights, communicators and libraries' workspaces are there now
     audit = RankAudit(mine, chunks, engine.optimizer, engine.trainable)
     starts = [None] * dist.get_world_size()
-    dist.all_gather_object(starts, audit.start(), group=host_group)
+    dist.all_gather_object(starts, audit.start())
     check_replicas(starts)
     about |= {"frozen_fingerprint": model_fingerprint(starts)}
     if rank.rank == 0:
@@ -111,7 +111,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
         rank.progress.at(first_step, "loading the checkpoint")
         if start is not None:
             begin.refuse_other_contents(data, about["frozen_fingerprint"], about["settings_fingerprint"], max_steps)
-        engine.load_trained(*load(None if start is None else start.checkpoint, engine.trainable, host_group))
+        engine.load_trained(*load(None if start is None else start.checkpoint, engine.trainable))
         engine.saw_gradient |= {name for name in engine.trainable if begin.state["trained"][name]["had_gradient"]}
         engine.bad_steps = begin.state["bad_steps"]
         audit.begin_with(begin.state["trained"])
@@ -136,12 +136,11 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
         console.line(text)
 
     begun = first_step if begin is not None and begin.is_own else None
-    saver = Checkpointer(rank.folder, config.checkpoint, mine.data == 0, report, begun, host_group)
+    saver = Checkpointer(rank.folder, config.checkpoint, mine.data == 0, report, begun)
     batches = None if account is None else account.watch(iter(packed))
     time_use = TimeUse(Yardstick.find(config, _described(config, device)) if rank.rank == 0 else None)
-    gather = functools.partial(_gather, group=host_group)
-    tracer = Tracer(rank.folder / TRACE, plan, trace_steps, gather) if trace_steps else None
-    ways = gather({way for chunk in chunks.values() for way in chunk.attention_ways(device)})
+    tracer = Tracer(rank.folder / TRACE, plan, trace_steps, _gather) if trace_steps else None
+    ways = _gather({way for chunk in chunks.values() for way in chunk.attention_ways(device)})
     if ways is not None:
         records, lines = say_ways(ways)
         metrics.write(kind="attention", step=first_step, ways=records)
@@ -182,7 +181,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
 
     # The proof that only what should train did.
     rank.progress.at(max_steps, "auditing")
-    records = gather(audit.finish(engine.saw_gradient))
+    records = _gather(audit.finish(engine.saw_gradient))
     if records is not None:
         found = write_audit(rank.folder / AUDIT, plan, records, learns=config.optimizer.lr > 0)
         console.line(f"audit passed: {found} ({rank.folder / AUDIT})")
@@ -330,25 +329,17 @@ def use_algorithms(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def _join(device: torch.device, timeout_seconds: int) -> dist.ProcessGroup | None:
-    """Join the process group; returns the group for objects and CPU tensors, None where it is the default one."""
-    join_process_group(device, timeout_seconds)
-    if dist.get_backend() == "gloo":
-        return None
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-
-
-def _from_rank_0(start: Start | None, group: dist.ProcessGroup | None) -> Begin | None:
+def _from_rank_0(start: Start | None) -> Begin | None:
     """What every rank needs to know of rank 0's checkpoint, whose files other machines need not see."""
     shared = [None if start is None else start.begin]
-    dist.broadcast_object_list(shared, 0, group=group)
+    dist.broadcast_object_list(shared, 0)
     return shared[0]
 
 
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
+def _gather(value: Any) -> list[Any] | None:
     """What every rank gives, by global rank, on rank 0; None on the others."""
     found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, found, group=group)
+    dist.gather_object(value, found)
     return found
 
 
@@ -373,24 +364,19 @@ def _without_init_from(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"projector": projector})})
 
 
-def _agree_on_data(
-    packed: PackedBatches | None, plan: Plan, timeout_seconds: int, host_group: dist.ProcessGroup | None
-) -> tuple[str, int, dist.ProcessGroup | None]:
-    """The data's fingerprint and the run's steps, which only ranks that read data know, and the group of these ranks.
+def _agree_on_data(packed: PackedBatches | None, plan: Plan) -> tuple[str, int]:
+    """The data's fingerprint and the run's steps, which only ranks that read data know.
 
-    There is no group where it would have one member. Raises UserError where they have different data: each would train
-    on its own idea of a step.
+    Raises UserError where they have different data: each would train on its own idea of a step.
     """
-    timeout = timedelta(seconds=timeout_seconds)
     readers = [rank.rank for rank in plan.ranks if rank.pipeline == 0]
-    group = dist.new_group(readers, backend="gloo", timeout=timeout) if len(readers) > 1 else None
     seen: list[tuple[str, int] | None] = [None] * dist.get_world_size()
     mine = None if packed is None else (packed.catalog.fingerprint, packed.max_steps)
-    dist.all_gather_object(seen, mine, group=host_group)
+    dist.all_gather_object(seen, mine)
     for rank in readers:
         if seen[rank] != seen[readers[0]]:
             raise UserError(
                 f"data.shards: ranks {readers[0]} and {rank} have different data: the shards, or their indexes, must "
                 "be the same on every machine"
             )
-    return *seen[readers[0]], group
+    return seen[readers[0]]

@@ -25,7 +25,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit
-from mmtrain.engine.engine import FrozenPipelineEngine, join_process_group
+from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.projector import make_projector
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import Plan, make_plan

@@ -41,8 +41,8 @@ from mmtrain.calibration.work import StepEnd, matrix_products
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.channels import Channels
-from mmtrain.engine.engine import join_process_group
 from mmtrain.engine.one_stage import Piece, expected_batch
+from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
@@ -66,7 +66,6 @@ class Calibrator:
     def __init__(self, config: RunConfig, models: Models, plan: Plan, device: torch.device, key: Key) -> None:
         self._plan, self._device, self._key = plan, device, key
         timeout = timedelta(seconds=config.parallel.timeout_seconds)
-        self._host_group = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else None
         self._costs = run_costs(config, models)
         self._kinds = {kind.name: kind for kind in self._costs.kinds}
         of_layers = [self._kinds[layer.kind] for layer in (*self._costs.layers[1:-2], self._costs.whole_last)]
@@ -92,7 +91,7 @@ class Calibrator:
                 plan,
                 dist.get_rank(),
                 device,
-                Channels(plan, dist.get_rank(), device, timeout, self._host_group),
+                Channels(plan, dist.get_rank(), device, timeout),
                 self._pieces["front"].input,
                 self._compute,
             )
@@ -227,7 +226,7 @@ class Calibrator:
         medians = {name: median_of(values, factors) for name, values in self.seconds.items()}
         messages = self._messages.found(factors) if self._messages is not None else {}
         of_ranks: list[Found] = [Found({}, {}, {})] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, Found(medians, self._usage(), messages), group=self._host_group)
+        dist.all_gather_object(of_ranks, Found(medians, self._usage(), messages))
         images = len(self._host_batch.images)
         here = sum(master.numel() for master in self._end.masters.by_name.values())
         scales = Scales(

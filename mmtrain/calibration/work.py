@@ -10,7 +10,6 @@ engine calls them. Random numbers take the place of pictures, words and hidden s
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.one_stage import Piece
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
+from mmtrain.engine.process_groups import replica_group
 from mmtrain.plan.layout import Plan
 
 STATISTICS = 24  # numbers that all ranks reduce at a step's end
@@ -49,14 +49,7 @@ class StepEnd:
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
         self._device = next(iter(parameters.values())).device
-        self._replicas = None
-        if plan.data > 1:
-            timeout = timedelta(seconds=config.parallel.timeout_seconds)
-            for place in range(plan.pipeline):  # every rank makes all groups, in one order
-                ranks = [rank.rank for rank in plan.ranks if rank.pipeline == place]
-                group = dist.new_group(ranks, timeout=timeout)
-                if dist.get_rank() in ranks:
-                    self._replicas = group
+        self._replicas = replica_group(plan, dist.get_rank(), config.parallel.timeout_seconds)
 
     def reduce(self) -> None:
         """REDUCE_GRADIENTS and REDUCE_STATISTICS."""

@@ -68,7 +68,7 @@ class Checkpointer:
 
     `contributes` says that this rank's tensors belong into the checkpoint: those of the first replica. `report` is
     called on rank 0 with what became of each save. `begun` is the step whose checkpoint the run goes on from, if it is
-    its own. `group` carries CPU tensors. Price: while one save is being written its copy stays in memory, 12 bytes a
+    its own. Price: while one save is being written its copy stays in memory, 12 bytes a
     trained parameter.
     """
 
@@ -79,7 +79,6 @@ class Checkpointer:
         contributes: bool,
         report: Callable[[Saved], None],
         begun: int | None = None,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.folder = folder
         self.section = section
@@ -87,10 +86,9 @@ class Checkpointer:
         self.report = report
         self.begun = begun
         """Step of the latest `save`, whatever became of it."""
-        self.group = group
         self.writes = dist.get_rank() == 0
         every: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(every, contributes, group=group)
+        dist.all_gather_object(every, contributes)
         self._others = [rank for rank, sends in enumerate(every) if sends and rank]
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._job: Callable[[], Saved] | None = None  # the latest, until it has succeeded
@@ -169,7 +167,7 @@ class Checkpointer:
 
     def _rank_0_says(self, value: bool) -> bool:
         said = torch.tensor([value], dtype=torch.int32)
-        dist.broadcast(said, 0, group=self.group)
+        dist.broadcast(said, 0)
         return bool(said)
 
     def __enter__(self) -> Self:
@@ -210,18 +208,18 @@ class Checkpointer:
         if not self._others:
             return tensors, notes
         shapes = {name: tensor.shape for name, tensor in mine.items()}
-        gathered: list[Any] | None = [None] * dist.get_world_size(self.group) if self.writes else None
-        dist.gather_object((shapes, trained), gathered, group=self.group)
+        gathered: list[Any] | None = [None] * dist.get_world_size() if self.writes else None
+        dist.gather_object((shapes, trained), gathered)
         if gathered is None:
             for tensor in mine.values():
-                dist.send(_copied(tensor), 0, group=self.group)
+                dist.send(_copied(tensor), 0)
             return {}, {}
         for source in self._others:
             shapes, theirs = gathered[source]
             notes |= theirs
             for name, shape in shapes.items():
                 tensors[name] = torch.empty(shape, dtype=torch.float32)
-                dist.recv(tensors[name], source, group=self.group)
+                dist.recv(tensors[name], source)
         return tensors, notes
 
     def _write(self, step: int, tensors: Tensors, state: str) -> Saved:

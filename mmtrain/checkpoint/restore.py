@@ -59,9 +59,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def load(
-    start: StepFolder | None, names: Collection[str], group: dist.ProcessGroup | None = None
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def load(start: StepFolder | None, names: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights of this rank's trained `names`, and their optimizer state, on the CPU; a collective of every rank.
 
     Rank 0 alone gives `start` and reads: the folder need not be visible to other machines. Raises UserError on rank 0
@@ -69,7 +67,7 @@ def load(
     """
     rank = dist.get_rank()
     wanted: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(wanted, sorted(names), group=group)
+    dist.all_gather_object(wanted, sorted(names))
     if rank == 0:
         stored = {**_opened(start.tensors_file), **_opened(start.optimizer_file)}
         trained = {name for one in wanted for name in one}
@@ -82,16 +80,16 @@ def load(
         for other, theirs in enumerate(wanted[1:], start=1):
             shapes = {name: read().shape for name, read in _of(theirs, stored).items()}
             if theirs:
-                dist.send_object_list([shapes], other, group=group)
+                dist.send_object_list([shapes], other)
                 for name in shapes:
-                    dist.send(stored[name](), other, group=group)
+                    dist.send(stored[name](), other)
         mine = {name: read() for name, read in _of(wanted[0], stored).items()}
     elif names:
         received: list[Any] = [None]
-        dist.recv_object_list(received, 0, group=group)
+        dist.recv_object_list(received, 0)
         mine = {name: torch.empty(shape, dtype=torch.float32) for name, shape in received[0].items()}
         for tensor in mine.values():
-            dist.recv(tensor, 0, group=group)
+            dist.recv(tensor, 0)
     else:
         mine = {}
     weights = {name: tensor for name, tensor in mine.items() if "/" not in name}

@@ -3,7 +3,7 @@
 NCCL has no tags, so there is one two-rank group for each (source rank, destination rank, kind): hidden states
 downstream, gradients upstream as far as the first trainable stage. With several stages a rank the ranks form a ring,
 and a channel carries the messages of several stages. Position ids and labels travel beside the hidden states from host
-to host: by a group of their own where the others are NCCL's, in the order they are posted in, too.
+to host: through the default group where the others are NCCL's, in the order they are posted in, too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from mmtrain.engine.process_groups import channel_group
 from mmtrain.plan.planner import Plan
-
-MAX_CTAS = 8  # of NCCL, for each channel: a receive that is posted ahead keeps as many of a GPU's processors busy
 
 Key = tuple[str, int, int]  # (kind, stage, micro-batch) of a message that is awaited
 
@@ -27,7 +26,6 @@ class _Channel:
     """One direction between this rank and a neighbour."""
 
     group: dist.ProcessGroup
-    host_group: dist.ProcessGroup  # for tensors on the host; the same one where there is no other device
     peer: int
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
@@ -36,8 +34,9 @@ class _Channel:
     def receive(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
         return [dist.irecv(tensor, self.peer, group=self._group_of(tensor)) for tensor in tensors]
 
-    def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
-        return self.host_group if tensor.device.type == "cpu" else self.group
+    def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
+        """The default group for a tensor on the host where the channel's is NCCL's."""
+        return None if tensor.device.type == "cpu" and dist.get_backend(self.group) == "nccl" else self.group
 
 
 class Channels:
@@ -47,18 +46,8 @@ class Channels:
     and taken by key.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        device: torch.device,
-        timeout: timedelta,
-        host_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Open this rank's channels and connect them; a message that waits longer than `timeout` fails.
-
-        `host_group` holds all ranks and carries tensors on the host; None: each channel's own group does.
-        """
+    def __init__(self, plan: Plan, rank: int, device: torch.device, timeout: timedelta) -> None:
+        """Open this rank's channels and connect them; a message that waits longer than `timeout` fails."""
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
         self._awaited: dict[Key, tuple[list[dist.Work], list[torch.Tensor]]] = {}
         self._pipeline = plan.pipeline
@@ -74,10 +63,9 @@ class Channels:
         for replica in range(plan.data):
             for kind, source, destination in flows:
                 ranks = places[source, replica], places[destination, replica]
-                group = dist.new_group(sorted(ranks), timeout=timeout, pg_options=_options(device, timeout))
+                group = channel_group(ranks, device, timeout)
                 if rank in ranks:
-                    peer = ranks[rank == ranks[0]]
-                    self._channels[kind, source, destination] = _Channel(group, host_group or group, peer)
+                    self._channels[kind, source, destination] = _Channel(group, peer=ranks[rank == ranks[0]])
         # NCCL connects at the first message and blocks until the peer does too: connect now, in one order for all.
         for (_, source, _), channel in self._channels.items():
             probe = [torch.zeros(1, device=device)]
@@ -110,14 +98,3 @@ class Channels:
         for work, _ in self._sends:
             work.wait()
         self._sends = []
-
-
-def _options(device: torch.device, timeout: timedelta) -> dist.Backend.Options | None:
-    """NCCL's options of one channel, where this torch lets them be set; None for the defaults."""
-    if device.type != "cuda" or not hasattr(dist, "ProcessGroupNCCL"):
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout  # torch warns where the group's is another one
-    if hasattr(options, "config"):
-        options.config.max_ctas = MAX_CTAS
-    return options

@@ -130,20 +130,6 @@ class _Statistics(NamedTuple):
     stop: float  # ranks that were asked to stop
 
 
-def join_process_group(device: torch.device, timeout_seconds: int) -> None:
-    """Join the job described by the launcher's environment: NCCL on CUDA, gloo elsewhere."""
-    # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on PATH. Through vars():
-    # reading the attribute makes DeepSpeed try every op it could compile.
-    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    timeout = timedelta(seconds=timeout_seconds)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
-    deepspeed.init_distributed(dist_backend=dist.get_backend(), timeout=timeout, verbose=False)
-
-
 class _RankChunks(nn.Module):
     """All chunks of one rank, by stage: DeepSpeed's partitioner sees one layer a rank and has nothing to decide."""
 
@@ -176,6 +162,10 @@ class FrozenPipelineEngine(PipelineEngine):
         self._masters = MasterWeights({name: p for name, p in named if p.requires_grad})
         self.trainable = self._masters.by_name
         """Master weights, fp32, of what trains on this rank, by global name."""
+        # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on PATH. Through
+        # vars(): reading the attribute makes DeepSpeed try every op it could compile.
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(verbose=False)  # takes the default group as it is
         module = PipelineModule(
             [LayerSpec(_RankChunks, chunks)] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform"
         )
@@ -212,8 +202,6 @@ class FrozenPipelineEngine(PipelineEngine):
         """Last stage: arg max at the supervised positions (S,), row-major, by micro-batch of the latest `evaluate`."""
 
         timeout = timedelta(seconds=config.parallel.timeout_seconds)
-        self.host_group = dist.new_group(backend="gloo", timeout=timeout) if self.device.type == "cuda" else None
-        """All ranks, for CPU tensors and objects (None: the default group carries them)."""
         self._bad_steps_file = bad_steps_file
         self._wants_save = False
         self._wants_stop = False
@@ -226,7 +214,7 @@ class FrozenPipelineEngine(PipelineEngine):
             models = models_of(config)
             warm_up(config, models, self.chunks, self._masters, plan.first_trainable_stage, self.device)
         self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains
-        self._channels = Channels(plan, self.global_rank, self.device, timeout, self.host_group)
+        self._channels = Channels(plan, self.global_rank, self.device, timeout)
         self.clock = StepClock(self.device)
         width = next(iter(self.chunks.values())).language.hidden_size
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
@@ -523,7 +511,7 @@ class FrozenPipelineEngine(PipelineEngine):
         replica = self.plan.ranks[self.global_rank].data
         report = RankReport.of(self.global_rank, replica, self.trainable, self._losses, self._keys)
         reports: list[RankReport | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, report, group=self.host_group)
+        dist.all_gather_object(reports, report)
         record = make_record(self.step_index, self._statistics.loss_sum, self._statistics.square, reports)
         said = in_words(record)
         file = self._bad_steps_file

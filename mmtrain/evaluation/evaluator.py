@@ -111,5 +111,5 @@ class Evaluator:
     def of_all_ranks(self, value: Any) -> list[Any]:
         """What every rank gives, in the order of ranks."""
         values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self.engine.host_group)
+        dist.all_gather_object(values, value)
         return values

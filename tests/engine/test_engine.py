@@ -26,7 +26,8 @@ from scenes import (
 )
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.engine.engine import FrozenPipelineEngine, NonFiniteError, join_process_group
+from mmtrain.engine.engine import FrozenPipelineEngine, NonFiniteError
+from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import in_common_order

@@ -11,7 +11,8 @@ from ranks import run_ranks
 from scenes import as_batch, make_config, make_document, save_parts
 
 from mmtrain.engine import step_clock
-from mmtrain.engine.engine import FrozenPipelineEngine, join_process_group
+from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.step_clock import SLOTS, StepClock
 from mmtrain.engine.time_use import Work
 from mmtrain.model.stage import build_chunk

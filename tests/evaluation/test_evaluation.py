@@ -26,7 +26,8 @@ from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import Pack
-from mmtrain.engine.engine import FrozenPipelineEngine, join_process_group
+from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.engine.process_groups import join_process_group
 from mmtrain.evaluation.answers import write_answers
 from mmtrain.evaluation.evaluator import Evaluator
 from mmtrain.evaluation.held_out import HeldOut, permute_images

@@ -26,7 +26,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform
 from mmtrain.doctor.gpu_facts import kernels, read_state
 from mmtrain.doctor.models import SHAPES, noise_image, random_llava, run_config, with_shared_weights
-from mmtrain.engine.engine import join_process_group
+from mmtrain.engine.process_groups import join_process_group
 from mmtrain.plan.planner import models_of
 
 TINY = SHAPES["tiny"]

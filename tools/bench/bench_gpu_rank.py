@@ -39,7 +39,7 @@ from mmtrain.doctor.models import (
     save_vision,
     with_shared_weights,
 )
-from mmtrain.engine.engine import join_process_group
+from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.attention import ATTENTION
 from mmtrain.model.bookends import absent_modules, replace
 from mmtrain.model.flash import Way, say_ways

@@ -15,7 +15,7 @@ from torch import device as torch_device
 
 from mmtrain.calibration.calibrate import calibrate
 from mmtrain.doctor.models import DTYPES, SHAPES, stock_llava, with_shared_weights
-from mmtrain.engine.engine import join_process_group
+from mmtrain.engine.process_groups import join_process_group
 from mmtrain.plan.calibration import cpu_device
 from mmtrain.plan.planner import make_plan
 from mmtrain.processes.rank import Rank

@@ -26,7 +26,8 @@ from mmtrain.checkpoint.checkpoint import Checkpointer, Saved, Tensors
 from mmtrain.checkpoint.restore import run_state
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.loader import PackedBatches
-from mmtrain.engine.engine import FrozenPipelineEngine, join_process_group
+from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import Plan
 from mmtrain.processes.rank import Rank
@@ -41,7 +42,7 @@ class TimedCheckpointer(Checkpointer):
     def __init__(self, folder: Path, config: RunConfig, mode: str, contributes: bool, engine: FrozenPipelineEngine):
         folder.mkdir(exist_ok=True)
         section = config.checkpoint.model_copy(update={"asynchronous": mode == "asynchronous"})
-        super().__init__(folder, section, contributes, self._note, None, engine.host_group)
+        super().__init__(folder, section, contributes, self._note, None)
         self.forget()
 
     def forget(self) -> None:
@@ -95,7 +96,7 @@ def measure(config: RunConfig, plan: Plan, options: argparse.Namespace, rank: Ra
     state = {**run_state(config, plan, torch.get_num_threads(), device), "loss": None, "data": {"counts": None}}
     times, cpu, saves = _race(engine, batches, extra, state, options, rank, mine.data == 0)
     of_ranks: list[Times] = [{}] * len(plan.ranks)
-    dist.all_gather_object(of_ranks, cpu, group=engine.host_group)
+    dist.all_gather_object(of_ranks, cpu)
     if rank.rank == 0:
         cpu = {mode: [sum(block) for block in zip(*(one[mode] for one in of_ranks), strict=True)] for mode in MODES}
         (rank.folder / RESULT).write_text(json.dumps({"seconds": times, "cpu_seconds": cpu, "saves": saves}))

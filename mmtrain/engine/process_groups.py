@@ -1,0 +1,52 @@
+"""The process groups of a run: the only module that makes any. (DeepSpeed makes those of its own grid.)
+
+On CUDA the default group has two backends, NCCL for tensors on GPUs and gloo for those on the host and for objects;
+elsewhere it is gloo's. torch picks the backend by where a tensor is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mmtrain.plan.planner import Plan
+
+MAX_CTAS = 8  # of NCCL, for each channel: a receive that is posted ahead keeps as many of a GPU's processors busy
+
+
+def join_process_group(device: torch.device, timeout_seconds: int) -> None:
+    """Join the job described by the launcher's environment, as the default group, on this rank's device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+
+
+def replica_group(plan: Plan, rank: int, timeout_seconds: int) -> dist.ProcessGroup | None:
+    """The ranks that hold the same stages as `rank`, this one; None where there is one replica.
+
+    Every rank of the job calls it at the same time.
+    """
+    if plan.data == 1:
+        return None
+    mine = None
+    for place in range(plan.pipeline):  # every rank makes all groups, its own or not, in one order
+        ranks = [other.rank for other in plan.ranks if other.pipeline == place]
+        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds))
+        if rank in ranks:
+            mine = group
+    return mine
+
+
+def channel_group(ranks: Sequence[int], device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+    """Two ranks that send each other tensors on `device`; every rank of the job calls it, in one order."""
+    if device.type != "cuda":
+        return dist.new_group(sorted(ranks), timeout=timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout  # torch warns where the group's is another one
+    if hasattr(options, "config"):
+        options.config.max_ctas = MAX_CTAS
+    return dist.new_group(sorted(ranks), timeout=timeout, backend="nccl", pg_options=options)
