@@ -8,7 +8,6 @@ discarded.jsonl, with the step that the run went back to. No torch here: the lau
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import json
 import os
@@ -30,7 +29,8 @@ from mmtrain.checkpoint.step_folder import (
     step_folders,
     step_of,
 )
-from mmtrain.config.problems import all_fields, nearest_key
+from mmtrain.config.keys import OnResume, all_fields, declared_path, marked
+from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig
 
 METRICS, BAD_STEPS = "metrics.jsonl", "bad_steps.jsonl"
@@ -38,18 +38,7 @@ RECORDS = (METRICS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
 DISCARDED = "discarded.jsonl"
 AUDIT = "audit.json"
 
-# Keys that a resumed run may change: how it runs, not what it computes. The ranks compare data and frozen weights by
-# their content, so where these lie may change too.
-FREE = (
-    *("run.name", "run.dir", "run.overwrite", "parallel.*", "checkpoint.*"),
-    *("model.llm.path", "model.vision.name", "model.projector.init_from"),
-    *("data.shards", "data.sets.*.shards", "data.allow_pipe", "data.workers", "data.max_quarantine_rate"),
-    *("data.io_retry_seconds", "data.ledger", "data.expected_*"),
-    *("train.packs_per_microbatch", "train.max_bad_steps", "train.deterministic"),
-    *("eval.shards", "eval.every_steps", "eval.max_samples", "eval.show_answers", "eval.permuted_control"),
-)
-# Keys without whose values a checkpoint means nothing: its tensors have no place, or its cursor no meaning.
-FIXED = ("model.projector.type", "model.trainable", "train.packs_per_step")
+ON_RESUME = marked(RunConfig, OnResume)
 
 
 @dataclass(frozen=True)
@@ -201,7 +190,7 @@ def refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str] 
     `allowed` are keys, or sections, that may change all the same.
     """
     changed = dict(changes(start.config, config))
-    fixed = [key for key in changed if key in FIXED]
+    fixed = [key for key in changed if _on_resume(key) is OnResume.FIXED]
     refused = fixed or [key for key in changed if not any(_allows(name, key) for name in allowed)]
     if not refused:
         return
@@ -218,12 +207,16 @@ def refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str] 
 
 
 def changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Each key, but those of FREE, whose value differs, with both values."""
+    """Each key that is not free to change and whose value differs, with both values."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     for key in dict.fromkeys([*before, *after]):
         values = before.get(key), after.get(key)
-        if values[0] != values[1] and not any(fnmatch.fnmatchcase(key, free) for free in FREE):
+        if values[0] != values[1] and _on_resume(key) is not OnResume.FREE:
             yield key, values
+
+
+def _on_resume(key: str) -> OnResume:
+    return ON_RESUME[declared_path(tuple(key.split(".")))]
 
 
 def _allows(name: str, key: str) -> bool:

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ValidationError
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import shortened
-from mmtrain.config.problems import all_fields, explain, section_of
-from mmtrain.config.schema import ALTERNATIVES, RunConfig
+from mmtrain.config.keys import InsteadOf, all_fields, marked, section_of
+from mmtrain.config.problems import explain
+from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import parse_yaml, read_yaml
 
 
@@ -107,7 +108,8 @@ def _apply(content: dict, override: str) -> None:
 
 def _drop_alternatives(content: dict, overridden: Sequence[str]) -> None:
     """`train.max_steps=20` on the command line says that the file's `train.epochs` is not meant."""
-    for pair in ALTERNATIVES:
+    for path, mark in marked(RunConfig, InsteadOf).items():
+        pair = (".".join(path), mark.key)
         for key, other in (pair, pair[::-1]):
             section, name = key.split(".")
             keys = content.get(section)

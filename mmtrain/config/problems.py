@@ -9,43 +9,20 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-Path = tuple[str, ...]
+from mmtrain.config.keys import ELEMENT, Path, all_fields, declared_path, section_of
 
-ELEMENT = "*"  # stands in a key path for the number of a list's element
 _NOUNS = {int: "an integer", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
 MOST_EXPLAINED = 20  # problems; finding the nearest key takes milliseconds each, and nobody reads on
 LONGEST_KEY = 60  # characters of an unknown key that are compared and shown
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class that a field declares, None for a plain value."""
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def all_fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
-    """Every key path below `model` with its declaration, sections before their keys; a list's elements are `*`."""
-    for name, field in model.model_fields.items():
-        path = (*prefix, name)
-        yield path, field
-        if (section := section_of(field.annotation)) is not None:
-            yield from all_fields(section, path)
-        elif (section := _element_section(field.annotation)) is not None:
-            yield from all_fields(section, (*path, ELEMENT))
-
-
-def _element_section(annotation: Any) -> type[BaseModel] | None:
-    """The section class of the elements of a list, which may be optional or annotated."""
-    found = (section_of(annotation) or _element_section(annotation) for annotation in typing.get_args(annotation))
-    return next((section for section in found if section is not None), None)
 
 
 def describe_allowed(field: FieldInfo) -> str:
@@ -64,8 +41,7 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict)
             lines["more"] = "and more; mend these first"
             break
         path, below = _key_path(error["loc"], fields)
-        declared = _declared(path)
-        key = ".".join(path)
+        declared = declared_path(path)
         if error["type"] == "cross_field":
             lines[error["msg"]] = error["msg"]
         elif error["type"] == "extra_forbidden":
@@ -83,7 +59,7 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict)
             value, allowed = _value_at(given, path), describe_allowed(field)
             meaning = f" ({field.description})" if field.description else ""
             hint = f"; write [{value}]" if isinstance(value, str) and " list of " in allowed else ""
-            lines[path] = f"{key}: {_shown(value)} is not allowed; needs {allowed}{hint}{meaning}"
+            lines[path] = f"{'.'.join(path)}: {_shown(value)} is not allowed; needs {allowed}{hint}{meaning}"
     return list(lines.values())
 
 
@@ -91,20 +67,15 @@ def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) ->
     """The longest declared key path that a pydantic location begins with, and the rest of the location."""
     path = tuple(str(part) for part in location)
     length = len(path)
-    while length and _declared(path[:length]) not in fields:
+    while length and declared_path(path[:length]) not in fields:
         length -= 1
     return path[:length], path[length:]
-
-
-def _declared(path: Path) -> Path:
-    """A key path with the numbers of elements taken out."""
-    return tuple(ELEMENT if part.isdecimal() else part for part in path)
 
 
 def _unknown_key(path: Path, value: Any, fields: dict[Path, FieldInfo]) -> str:
     path = tuple(part if len(part) <= LONGEST_KEY else part[: LONGEST_KEY - 3] + "..." for part in path)
     near = nearest_key(path, list(fields))
-    siblings = [candidate[-1] for candidate in fields if candidate[:-1] == _declared(path[:-1])]
+    siblings = [candidate[-1] for candidate in fields if candidate[:-1] == declared_path(path[:-1])]
     where = ".".join(path[:-1]) or "the top level"
     return (
         f"{'.'.join(path)}: unknown key (value {_shown(value)}); nearest valid key: {'.'.join(near)}; "

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from mmtrain.config.keys import Fixed, Free, InsteadOf, Kept, Measured
 from mmtrain.config.limits import MAX_IMAGE_PIXELS, MAX_LAYERS
 
 
@@ -29,6 +30,7 @@ def _wrong_together(message: str) -> PydanticCustomError:
 
 Float = Annotated[float, BeforeValidator(_exponent_number)]
 Decay = Annotated[Float, Field(ge=0, lt=1)]
+Fraction = Annotated[Float, Field(gt=0, lt=1)]
 # Upper bounds are there so that a slip, or a file from somebody else, is an error and not memory or hours: what a plan,
 # an index or a rank makes one of. Each lies above what anybody uses.
 PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
@@ -37,8 +39,6 @@ MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GP
 MAX_MICROBATCHES = 32_768  # of a step, times pipeline ranks; the plan simulates each, 4 s for 8,192
 LayerIndex = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 Dtype = Literal["float32", "bfloat16"]
-# Of each pair one is set: an override of one takes the place of the other in the file.
-ALTERNATIVES = (("data.shards", "data.sets"), ("train.max_steps", "train.epochs"), ("eval.shards", "eval.fraction"))
 Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
 
 
@@ -47,32 +47,50 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="after")
+    def _of_alternatives_one_is_set(self) -> Self:
+        for name, mark in ((n, mark) for n, field in type(self).model_fields.items() for mark in field.metadata):
+            if isinstance(mark, InsteadOf):
+                section, other = mark.key.split(".")
+                set_keys = sum(getattr(self, key) is not None for key in (name, other))
+                if mark.is_needed and set_keys != 1:
+                    raise _wrong_together(f"{mark.key}: set exactly one of {mark.key} and {section}.{name}")
+                if set_keys == 2:
+                    raise _wrong_together(f"{section}.{name}: set either it or {mark.key}, not both")
+        return self
+
 
 class RunSection(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder name of this run below run.dir")
-    dir: str = Field("runs", description="folder that holds all runs")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        0, description="seed of every random draw: projector initialisation, data order"
+    name: Free[str] = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder name of this run below run.dir"
     )
-    overwrite: bool = Field(False, description="true: delete an existing run folder of this name and start anew")
+    dir: Free[str] = Field("runs", description="folder that holds all runs")
+    seed: Kept[int] = Field(
+        0, ge=0, lt=2**63, description="seed of every random draw: projector initialisation, data order"
+    )
+    overwrite: Free[bool] = Field(False, description="true: delete an existing run folder of this name and start anew")
 
 
 class LlmSection(Section):
-    path: str = Field(description="model folder, or a hub id whose files are in the local Hugging Face cache")
-    dtype: Dtype = Field("bfloat16", description="storage and compute type of the frozen LLM")
+    path: Free[str] = Field(description="model folder, or a hub id whose files are in the local Hugging Face cache")
+    dtype: Kept[Dtype] = Field("bfloat16", description="storage and compute type of the frozen LLM")
 
 
 class VisionSection(Section):
-    name: str = Field(description="timm model name, or a folder holding a timm or Hugging Face vision model")
-    select_layer: Annotated[int, Field(le=-1)] = Field(
-        -2, description="which encoder block's output feeds the projector: -1 the last, -2 (LLaVA) the one before"
+    name: Free[str] = Field(description="timm model name, or a folder holding a timm or Hugging Face vision model")
+    select_layer: Kept[int] = Field(
+        -2,
+        le=-1,
+        description="which encoder block's output feeds the projector: -1 the last, -2 (LLaVA) the one before",
     )
-    dtype: Dtype | None = Field(None, description="storage and compute type of the encoder; null: that of the LLM")
+    dtype: Kept[Dtype | None] = Field(
+        None, description="storage and compute type of the encoder; null: that of the LLM"
+    )
 
 
 class ProjectorSection(Section):
-    type: Literal["linear", "mlp2x_gelu"] = Field("mlp2x_gelu", description="projector architecture")
-    init_from: str | None = Field(
+    type: Fixed[Literal["linear", "mlp2x_gelu"]] = Field("mlp2x_gelu", description="projector architecture")
+    init_from: Free[str | None] = Field(
         None,
         description="begin with a trained projector instead of a random one: a run or checkpoint of mmtrain, its "
         "projector.safetensors, LLaVA's mm_projector.bin, or a Hugging Face LLaVA folder; null: random, by run.seed",
@@ -83,7 +101,7 @@ class ModelSection(Section):
     llm: LlmSection
     vision: VisionSection
     projector: ProjectorSection = ProjectorSection()
-    trainable: tuple[str, ...] = Field(
+    trainable: Fixed[Measured[tuple[str, ...]]] = Field(
         ("projector",),
         min_length=1,
         max_length=1000,
@@ -92,49 +110,47 @@ class ModelSection(Section):
 
 
 class ParallelSection(Section):
-    pipeline: Annotated[int, Field(ge=1, le=MAX_LAYERS)] = Field(
-        1, description="pipeline ranks that share one copy of the model"
-    )
-    data: Annotated[int, Field(ge=1, le=10_000)] = Field(1, description="data-parallel replicas of the whole pipeline")
-    chunks_per_rank: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)] = Field(
+    pipeline: Free[int] = Field(1, ge=1, le=MAX_LAYERS, description="pipeline ranks that share one copy of the model")
+    data: Free[int] = Field(1, ge=1, le=10_000, description="data-parallel replicas of the whole pipeline")
+    chunks_per_rank: Free[Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)]] = Field(
         "auto",
         description="stages that a pipeline rank holds: 1 is 1F1B, more interleave, which idles less and sends more; "
         "auto: what the simulation favours within memory",
     )
-    encoder_run_ahead: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)] = Field(
+    encoder_run_ahead: Free[Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)]] = Field(
         "auto",
         description="micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which "
         "its rank would wait; auto: what the simulation favours; 0: none. It changes no result",
     )
-    boundaries: tuple[LayerIndex, ...] | None = Field(
+    boundaries: Free[tuple[LayerIndex, ...] | None] = Field(
         None,
         description="decoder layer at which stage 1, 2, ... begins, e.g. [8, 16, 24]; null: the planner chooses",
     )
-    device_memory_gib: Annotated[Float, Field(gt=0, le=1e6)] | None = Field(
+    device_memory_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = Field(
         None,
         description="memory a rank may use, GiB, 6% of it for fragmentation; leave 2.5 GiB of a GPU to CUDA and NCCL; "
         "null: that of the GPUs here, less max(6%, 2.5 GiB), no limit without one",
     )
-    device_tflops: Annotated[Float, Field(gt=0)] | None = Field(
+    device_tflops: Free[Annotated[Float, Field(gt=0)] | None] = Field(
         None,
         description="what a rank's device can do at its best in the LLM's dtype, dense, in 1e12 FLOP/s (H100 SXM, "
         "bfloat16: 989); only model_flops_utilization uses it; null: the matmul rate of a calibration, if there is one",
     )
-    recompute_layers: Literal["auto"] | LayerIndex | tuple[LayerIndex, ...] = Field(
+    recompute_layers: Free[Literal["auto"] | LayerIndex | tuple[LayerIndex, ...]] = Field(
         "auto",
         description="decoder layers per rank whose activations are recomputed in backward: one number, one per "
         "pipeline rank, or auto (none if all fits in memory, else as few as needed); more than there are means all",
     )
-    calibration: str | None = Field(
+    calibration: Free[str | None] = Field(
         None,
         description="file of measured costs to plan with; null: the one in the cache for this run on this device, else "
         "assumed costs",
     )
-    threads_per_rank: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+    threads_per_rank: Free[Annotated[int, Field(ge=1, le=4096)] | None] = Field(
         None, description="CPU threads of a rank; null: cores / local ranks"
     )
-    timeout_seconds: Annotated[int, Field(ge=1, le=604800)] = Field(
-        600, description="a collective or message waiting longer than this fails"
+    timeout_seconds: Free[int] = Field(
+        600, ge=1, le=604800, description="a collective or message waiting longer than this fails"
     )
 
     @model_validator(mode="after")
@@ -169,79 +185,85 @@ class ParallelSection(Section):
 
 
 class DataSetSection(Section):
-    name: str = Field(
+    name: Kept[str] = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="stands before the keys of its samples: name/key"
     )
-    shards: Shards = Field(description="webdataset tars: a path, a glob, a brace range, or a list")
-    weight: Annotated[Float, Field(gt=0, le=1e6)] = Field(
-        1.0, description="passes over it in an epoch: 2.5 is twice all of it and half of it once more, 0.1 a tenth"
+    shards: Free[Shards] = Field(description="webdataset tars: a path, a glob, a brace range, or a list")
+    weight: Kept[Float] = Field(
+        1.0,
+        gt=0,
+        le=1e6,
+        description="passes over it in an epoch: 2.5 is twice all of it and half of it once more, 0.1 a tenth",
     )
 
 
 class DataSection(Section):
-    shards: Shards | None = Field(
+    shards: Free[Shards | None] = Field(
         None,
         description="webdataset tars: a path, a glob, a brace range, a pipe: URL (data.allow_pipe), or a list; "
         "demo:train is the demo's; or set data.sets",
     )
-    sets: tuple[DataSetSection, ...] | None = Field(
+    sets: Annotated[Kept[tuple[DataSetSection, ...] | None], InsteadOf("data.shards")] = Field(
         None, description="several data sets instead of data.shards, each with name, shards and weight"
     )
-    allow_pipe: tuple[str, ...] = Field(
+    allow_pipe: Free[tuple[str, ...]] = Field(
         (),
         description="programs that pipe: URLs among the shards may run, e.g. [curl], whose output is kept in the "
         "cache; only the command line may say it",
     )
-    pack_length: Annotated[int, Field(ge=1, le=10_000_000)] = Field(2048, description="tokens in a pack")
-    max_images_per_pack: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+    pack_length: Kept[Measured[int]] = Field(2048, ge=1, le=10_000_000, description="tokens in a pack")
+    max_images_per_pack: Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None] = Field(
         None, description="images in a pack, to bound the encoder's memory; null: as many as its tokens hold"
     )
-    template: Literal["plain", "chat"] = Field(
+    template: Kept[Literal["plain", "chat"]] = Field(
         "plain",
         description="how a conversation becomes tokens. plain (LLaVA's stage 1): images, then the one answer, the "
         "question dropped; chat: all turns through the model's own chat template, every answer supervised",
     )
-    overlong: Literal["skip", "refuse"] = Field(
+    overlong: Kept[Literal["skip", "refuse"]] = Field(
         "skip", description="what to do with a sample that does not fit into a pack; skipped ones are counted"
     )
-    image_fit: Literal["pad", "resize", "center_crop"] = Field(
+    image_fit: Kept[Literal["pad", "resize", "center_crop"]] = Field(
         "pad",
         description="how an image becomes the encoder's square. pad (LLaVA-1.5): whole, on the mean colour; resize: "
         "whole, stretched; center_crop: its middle (CLIP)",
     )
-    max_image_pixels: PositiveInt = Field(
+    max_image_pixels: Kept[PositiveInt] = Field(
         MAX_IMAGE_PIXELS, description="a sample with a larger image is quarantined, judged by the header; WebP: half"
     )
-    shuffle_shards: PositiveInt = Field(
+    shuffle_shards: Kept[PositiveInt] = Field(
         8,
         description="shards whose samples are mixed with each other: more mix better, and read more files in turn; of "
         "small shards as many as hold data.pack_window samples",
     )
-    pack_window: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
-        4096, description="samples that are packed together: more fill packs better"
+    pack_window: Kept[int] = Field(
+        4096, ge=1, le=10_000_000, description="samples that are packed together: more fill packs better"
     )
-    workers: Annotated[int, Field(ge=0, le=1024)] = Field(
-        2, description="processes that decode ahead, on ranks that read data"
-    )
-    max_quarantine_rate: Annotated[Float, Field(ge=0, le=1)] = Field(
+    workers: Free[int] = Field(2, ge=0, le=1024, description="processes that decode ahead, on ranks that read data")
+    max_quarantine_rate: Free[Float] = Field(
         0.01,
+        ge=0,
+        le=1,
         description="a larger share of damaged samples among those read (of the first 1,000 at least) ends the run",
     )
-    io_retry_seconds: Annotated[Float, Field(ge=0, le=1e7)] = Field(
-        60.0, description="how long a read that fails is tried again, for storage that comes back, before the run ends"
+    io_retry_seconds: Free[Float] = Field(
+        60.0,
+        ge=0,
+        le=1e7,
+        description="how long a read that fails is tried again, for storage that comes back, before the run ends",
     )
-    ledger: bool = Field(False, description="write samples.jsonl: for each step the keys of its samples in pack order")
-    expected_text_tokens: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
-        80, description="text tokens of a typical sample; only the planner's estimates use it"
+    ledger: Free[bool] = Field(
+        False, description="write samples.jsonl: for each step the keys of its samples in pack order"
     )
-    expected_supervised_fraction: Annotated[Float, Field(gt=0, le=1)] = Field(
-        0.12, description="share of a pack's tokens that carry a label; only the planner's estimates use it"
+    expected_text_tokens: Free[Measured[int]] = Field(
+        80, ge=1, le=10_000_000, description="text tokens of a typical sample; only the planner's estimates use it"
+    )
+    expected_supervised_fraction: Free[Measured[Float]] = Field(
+        0.12, gt=0, le=1, description="share of a pack's tokens that carry a label; only the planner's estimates use it"
     )
 
     @model_validator(mode="after")
-    def _one_or_several_data_sets(self) -> Self:
-        if (self.shards is None) == (self.sets is None):
-            raise _wrong_together("data.shards: set exactly one of data.shards and data.sets")
+    def _data_sets_are_told_apart(self) -> Self:
         if self.sets == ():
             raise _wrong_together("data.sets: the list is empty; name at least one data set")
         names = [one.name for one in self.sets or ()]
@@ -251,73 +273,63 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    packs_per_step: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
-        description="packs in one optimizer step, over all replicas"
+    packs_per_step: Fixed[int] = Field(
+        ge=1, le=10_000_000, description="packs in one optimizer step, over all replicas"
     )
-    packs_per_microbatch: Annotated[int, Field(ge=1, le=100_000)] = Field(
-        1, description="packs that one pipeline forward handles"
+    packs_per_microbatch: Free[Measured[int]] = Field(
+        1, ge=1, le=100_000, description="packs that one pipeline forward handles"
     )
-    max_steps: PositiveInt | None = Field(None, description="optimizer steps of the run; or set train.epochs")
-    epochs: PositiveInt | None = Field(
+    max_steps: Kept[PositiveInt | None] = Field(None, description="optimizer steps of the run; or set train.epochs")
+    epochs: Annotated[Kept[PositiveInt | None], InsteadOf("train.max_steps")] = Field(
         None, description="passes over the data instead; the last step is filled up from the pass that would follow"
     )
-    max_bad_steps: NonNegativeInt = Field(
+    max_bad_steps: Free[NonNegativeInt] = Field(
         0,
         description="steps with a NaN or infinite loss or gradient that a run leaves out, without an update, before it "
         "stops; each is written to bad_steps.jsonl",
     )
-    deterministic: bool = Field(
+    deterministic: Free[bool] = Field(
         False,
         description="true: GPUs use algorithms that give the same bits each time, slower ones among them; false: runs "
         "on GPUs are equal to rounding. Runs on a CPU give the same bits either way",
     )
 
-    @model_validator(mode="after")
-    def _one_end(self) -> Self:
-        if (self.max_steps is None) == (self.epochs is None):
-            raise _wrong_together("train.max_steps: set exactly one of train.max_steps and train.epochs")
-        return self
-
 
 class OptimizerSection(Section):
-    lr: Annotated[Float, Field(ge=0)] = Field(1e-3, description="peak learning rate")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's decay rates")
-    eps: Annotated[Float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
-    weight_decay: Annotated[Float, Field(ge=0)] = Field(0.0, description="AdamW's decoupled weight decay")
-    warmup_fraction: Annotated[Float, Field(ge=0, le=1)] = Field(0.03, description="share of steps of linear warm-up")
-    min_lr_fraction: Annotated[Float, Field(ge=0, le=1)] = Field(0.0, description="end of the cosine, times lr")
-    clip_norm: Annotated[Float, Field(gt=0)] | None = Field(1.0, description="global gradient norm limit; null: none")
+    lr: Kept[Float] = Field(1e-3, ge=0, description="peak learning rate")
+    betas: Kept[tuple[Decay, Decay]] = Field((0.9, 0.999), description="AdamW's decay rates")
+    eps: Kept[Float] = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: Kept[Float] = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
+    warmup_fraction: Kept[Float] = Field(0.03, ge=0, le=1, description="share of steps of linear warm-up")
+    min_lr_fraction: Kept[Float] = Field(0.0, ge=0, le=1, description="end of the cosine, times lr")
+    clip_norm: Kept[Annotated[Float, Field(gt=0)] | None] = Field(
+        1.0, description="global gradient norm limit; null: none"
+    )
 
 
 class EvalSection(Section):
-    shards: Shards | None = Field(
+    shards: Free[Shards | None] = Field(
         None, description="held-out webdataset tars, read with data's template and pack_length; or set eval.fraction"
     )
-    fraction: Annotated[Float, Field(gt=0, lt=1)] | None = Field(
+    fraction: Annotated[Kept[Fraction | None], InsteadOf("eval.shards", is_needed=False)] = Field(
         None,
         description="hold out this share of the training data instead, chosen by a hash of each sample's key: the same "
         "ones in every run (records that share an image have keys of their own); both null: no evaluation",
     )
-    every_steps: PositiveInt | None = Field(
+    every_steps: Free[PositiveInt | None] = Field(
         None, description="steps between two evaluations; null: only before the first and after the last step"
     )
-    max_samples: PositiveInt | None = Field(
+    max_samples: Free[PositiveInt | None] = Field(
         None, description="evaluate the first so many samples only; null: all, and all stay in memory"
     )
-    show_answers: Annotated[int, Field(ge=0, le=10_000)] = Field(
-        6, description="held-out questions to answer, word by word, at the end of the run; 0: none"
+    show_answers: Free[int] = Field(
+        6, ge=0, le=10_000, description="held-out questions to answer, word by word, at the end of the run; 0: none"
     )
-    permuted_control: bool = Field(
+    permuted_control: Free[bool] = Field(
         True,
         description="at the end evaluate once more with the images permuted among the samples, as a control: answers "
         "that stay right do not come from the images",
     )
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if self.shards is not None and self.fraction is not None:
-            raise _wrong_together("eval.fraction: set either it or eval.shards, not both")
-        return self
 
     @property
     def is_on(self) -> bool:
@@ -326,16 +338,18 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    every_steps: PositiveInt | None = Field(None, description="save after every so many steps; null: by time alone")
-    every_minutes: Annotated[Float, Field(gt=0, le=1e7)] | None = Field(
+    every_steps: Free[PositiveInt | None] = Field(
+        None, description="save after every so many steps; null: by time alone"
+    )
+    every_minutes: Free[Annotated[Float, Field(gt=0, le=1e7)] | None] = Field(
         10.0, description="save when the last save is this long ago; null: by steps alone. The end is always saved"
     )
-    keep_last: PositiveInt | None = Field(3, description="keep the newest so many checkpoints; null: all")
-    keep_best: Literal["loss", "token_accuracy", "exact_match"] | None = Field(
+    keep_last: Free[PositiveInt | None] = Field(3, description="keep the newest so many checkpoints; null: all")
+    keep_best: Free[Literal["loss", "token_accuracy", "exact_match"] | None] = Field(
         None, description="keep the checkpoint that is best by this score of the evaluations, too, and save at each"
     )
-    asynchronous: bool = Field(True, description="write in the background: a step waits only for a save before")
-    max_failures: PositiveInt = Field(
+    asynchronous: Free[bool] = Field(True, description="write in the background: a step waits only for a save before")
+    max_failures: Free[PositiveInt] = Field(
         3, description="saves in a row that may fail (a full disk, say) before the run stops"
     )
 

@@ -8,6 +8,7 @@ sizes of a micro-batch, versions. It says nothing of layouts: any cut, schedule 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -24,6 +25,7 @@ from typing import Any
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import parse_json, read_limited
+from mmtrain.config.keys import EntersCalibration, marked
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.costs import Models
 
@@ -44,7 +46,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a calibration depends on; two runs with equal keys may share one."""
+    """What a calibration depends on; two runs with equal keys may share one. Keys of a config are those `Measured`."""
 
     device: str
     ranks: int
@@ -141,11 +143,7 @@ def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
         ranks=device.ranks,
         threads=device.threads,
         models=hashlib.sha256(json.dumps([*facts, dtypes]).encode()).hexdigest()[:16],
-        trainable=config.model.trainable,
-        pack_length=config.data.pack_length,
-        packs_per_microbatch=config.train.packs_per_microbatch,
-        expected_text_tokens=config.data.expected_text_tokens,
-        expected_supervised_fraction=config.data.expected_supervised_fraction,
+        **{path[-1]: functools.reduce(getattr, path, config) for path in marked(RunConfig, EntersCalibration)},
         versions=tuple(f"{name} {_version(name)}" for name in PACKAGES),
     )
 

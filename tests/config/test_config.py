@@ -9,9 +9,9 @@ import yaml
 from pydantic import ValidationError
 
 from mmtrain.base.errors import UserError
+from mmtrain.config.keys import InsteadOf, OnResume, all_fields, marked
 from mmtrain.config.load import dump_config, load_config, restore_config
-from mmtrain.config.problems import all_fields
-from mmtrain.config.schema import RunConfig
+from mmtrain.config.schema import RunConfig, TrainSection
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 MINIMAL = """
@@ -89,6 +89,19 @@ def test_every_key_says_what_it_means():
     leaves = [(path, field) for path, field in all_fields(RunConfig) if not hasattr(field.annotation, "model_fields")]
     assert len(leaves) > 30
     assert [path for path, field in leaves if not field.description] == []
+
+
+def test_every_key_says_whether_a_resumed_run_may_change_it():
+    leaves = [path for path, field in all_fields(RunConfig) if not hasattr(field.annotation, "model_fields")]
+    assert [path for path, _ in all_fields(RunConfig) if path in marked(RunConfig, OnResume)] == leaves
+    for path, field in all_fields(RunConfig):
+        assert sum(isinstance(mark, OnResume) for mark in field.metadata) == (path in leaves), path
+
+
+def test_a_key_stands_instead_of_another_of_its_section():
+    keys = {".".join(path) for path, _ in all_fields(RunConfig)}
+    for (section, name), mark in marked(RunConfig, InsteadOf).items():
+        assert mark.key in keys and mark.key.partition(".")[0] == section, name
 
 
 def test_values_cannot_change_after_loading(minimal):
@@ -171,9 +184,7 @@ def test_an_unknown_key_names_the_nearest_valid_one(minimal, override, value, ne
 
 def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
     _, line = problems(minimal, "train.lr=1")
-    assert line.endswith(
-        "keys of train: packs_per_step, packs_per_microbatch, max_steps, epochs, max_bad_steps, deterministic"
-    )
+    assert line.endswith(f"keys of train: {', '.join(TrainSection.model_fields)}")
     _, line = problems(minimal, "seed=4")
     assert line.endswith("keys of the top level: run, model, parallel, data, train, optimizer, eval, checkpoint")
 

@@ -8,8 +8,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from mmtrain.base.errors import UserError
+from mmtrain.config.keys import ELEMENT, EntersCalibration, all_fields, marked, section_of
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import (
@@ -179,11 +181,23 @@ def test_what_cannot_be_read_in_the_cache_does_not_keep_a_run_from_being_planned
     assert make_plan(config, device=DEVICE).costs == "assumed"
 
 
-def test_every_field_of_the_key_is_compared() -> None:
-    assert {field.name for field in fields(Key)} == {
-        *("device", "ranks", "threads", "models", "trainable", "pack_length", "packs_per_microbatch"),
-        *("expected_text_tokens", "expected_supervised_fraction", "versions"),
+def test_a_calibration_depends_on_the_keys_that_say_so_and_on_no_others(config, tmp_path) -> None:
+    models, key = models_of(config), calibration_key(config, models_of(config), DEVICE)
+    measured = marked(RunConfig, EntersCalibration)
+    assert {path[-1] for path in measured} == {f.name for f in fields(Key)} - {
+        *("device", "ranks", "threads", "models", "versions")
     }
+    for path, field in all_fields(RunConfig):
+        if ELEMENT not in path and section_of(field.annotation) is None:
+            changed = replaced(config, path, "another value")
+            through_models = path[-1] == "dtype"  # the other keys of models change `models`
+            assert (calibration_key(changed, models, DEVICE) != key) == (path in measured or through_models), path
+
+
+def replaced(section: BaseModel, path: tuple[str, ...], value: object) -> BaseModel:
+    """A section with another value, of any type, at a key path below it."""
+    new = replaced(getattr(section, path[0]), path[1:], value) if path[1:] else value
+    return section.model_copy(update={path[0]: new})
 
 
 def test_a_cpu_is_named_with_its_cores_and_shared_by_all_ranks(tmp_path) -> None:

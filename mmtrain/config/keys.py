@@ -1,0 +1,83 @@
+"""The keys of a configuration, and what a key's declaration says of it beside its type and meaning.
+
+    packs_per_microbatch: Free[Measured[int]] = Field(1, ge=1, description="packs that one pipeline forward handles")
+
+Free, Kept or Fixed, which every key is: whether a run that goes on from a checkpoint may change it. Measured: costs
+that were measured under another value say nothing. InsteadOf: of two keys one is set.
+"""
+
+from __future__ import annotations
+
+import enum
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+Path = tuple[str, ...]
+Mark = TypeVar("Mark")
+T = TypeVar("T")
+
+ELEMENT = "*"  # stands in a key path for the number of a list's element
+
+
+class OnResume(enum.Enum):
+    """Whether a run that goes on from a checkpoint may have another value than the one that saved it."""
+
+    FREE = "how a run runs or where its files lie, not what it computes: ranks compare data and weights by content"
+    KEPT = "a change makes another run of it: only where --allow-change names the key"
+    FIXED = "a checkpoint means nothing without it: its tensors have no place, or its cursor no meaning"
+
+
+@dataclass(frozen=True)
+class EntersCalibration:
+    """A calibration is found by this key's value; models and device enter it besides."""
+
+
+@dataclass(frozen=True)
+class InsteadOf:
+    """Of this key and another of its section one is set; an override of one takes the place of the file's other."""
+
+    key: str
+    is_needed: bool = True  # one of them is
+
+
+Free = Annotated[T, OnResume.FREE]
+Kept = Annotated[T, OnResume.KEPT]
+Fixed = Annotated[T, OnResume.FIXED]
+Measured = Annotated[T, EntersCalibration()]
+
+
+def marked(model: type[BaseModel], kind: type[Mark]) -> dict[Path, Mark]:
+    """The keys below `model` whose declarations bear a mark of this kind, each with its mark."""
+    return {path: mark for path, field in all_fields(model) for mark in field.metadata if isinstance(mark, kind)}
+
+
+def all_fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
+    """Every key path below `model` with its declaration, sections before their keys; a list's elements are `*`."""
+    for name, field in model.model_fields.items():
+        path = (*prefix, name)
+        yield path, field
+        if (section := section_of(field.annotation)) is not None:
+            yield from all_fields(section, path)
+        elif (section := _element_section(field.annotation)) is not None:
+            yield from all_fields(section, (*path, ELEMENT))
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class that a field declares, None for a plain value."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _element_section(annotation: Any) -> type[BaseModel] | None:
+    """The section class of the elements of a list, which may be optional or annotated."""
+    found = (section_of(annotation) or _element_section(annotation) for annotation in typing.get_args(annotation))
+    return next((section for section in found if section is not None), None)
+
+
+def declared_path(path: Path) -> Path:
+    """A key path as it is declared, with the numbers of elements taken out."""
+    return tuple(ELEMENT if part.isdecimal() else part for part in path)
