@@ -37,6 +37,7 @@ import re
 import shlex
 import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import PIL
@@ -46,9 +47,7 @@ from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import run_command, say
 from mmtrain.base.progress import Progress
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.data.prepare.llava_json import read_llava_json
-from mmtrain.data.prepare.shard_intake import Intake, ShardLimit
-from mmtrain.data.prepare.shard_jobs import FinishedShard, Rejection, ShardJob, ShardTask, run_jobs
+from mmtrain.data.prepare.intake import Intake, ShardLimit, read_llava_json
 from mmtrain.data.prepare.shard_resume import (
     STATE,
     SUMMARY,
@@ -57,11 +56,19 @@ from mmtrain.data.prepare.shard_resume import (
     refuse_another_run,
     refuse_used_folder,
 )
-from mmtrain.data.prepare.sharding import UNFINISHED, WrittenShard
+from mmtrain.data.prepare.sharding import (
+    UNFINISHED,
+    FinishedShard,
+    Rejection,
+    ShardJob,
+    TextMeter,
+    WrittenShard,
+    shard_pool,
+)
 from mmtrain.data.samples.records import REASONS, ImageLimits
 from mmtrain.data.shards.index import text_fingerprint
-from mmtrain.data.shards.indexing import usable_cores
 from mmtrain.pretrained.model_files import model_folder
+from mmtrain.processes.pool import usable_cores
 
 NOT_OF_RECORDS = ("template", "no_json", "image_names", "duplicate_member", "checksum")  # reasons of shards' samples
 EXAMPLES = f"""\
@@ -163,15 +170,13 @@ def shard_dataset(options: argparse.Namespace) -> None:
     allowed = math.floor(options.max_reject_rate * sum(files.values()) + 1e-6)
     limit = ShardLimit(options.samples_per_shard, options.shard_bytes)
     intake = Intake(files, images, limit, options.duplicate_ids == "keep", allowed)
-    limits = ImageLimits(options.max_pixels, options.max_side)
-    task = ShardTask(images, out, limits, options.tokenizer, options.template)
     rejected_file = out / "rejected.jsonl"
     with contextlib.closing(UnfinishedRun(out, run, options.resume)) as unfinished:
         rejected_file.unlink(missing_ok=True)  # it is made again, from the first record on
         with JsonLines(rejected_file) as rejected:
             outcome = Outcome(intake, rejected, sum(files.values()))
             try:
-                _write_all(outcome, task, options.workers, unfinished)
+                _write_all(outcome, options, unfinished)
                 if not outcome.samples:
                     seen = f"see {rejected_file}: {_by_reason(outcome.reasons)}" if outcome.reasons else "there is none"
                     raise UserError(f"no record became a sample; {seen}")
@@ -187,29 +192,41 @@ def shard_dataset(options: argparse.Namespace) -> None:
     say(f"use it: {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
 
 
-def _write_all(outcome: Outcome, task: ShardTask, workers: int, unfinished: UnfinishedRun) -> None:
+def _write_all(outcome: Outcome, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:
     """Run every job and take its result."""
-    known = dict(unfinished.finished)
+    known = unfinished.finished
     if known:
-        say(f"{task.out}: {len(known):,} shards are there already")
+        say(f"{options.out}: {len(known):,} shards are there already")
     done = made = lost = 0  # records whose job is through; of them those of this run, and their lost ones
 
-    with Progress("records", outcome.total, say, sys.stdout) as progress:
+    def tick(through: int) -> None:
+        ahead = max(through - made, 0)
+        progress.show(min(done + ahead, outcome.total - 1), made - lost + ahead, _lost(outcome))
 
-        def tick(through: int) -> None:
-            ahead = max(through - made, 0)
-            progress.show(min(done + ahead, outcome.total - 1), made - lost + ahead, _lost(outcome))
-
-        results = run_jobs(iter(outcome.intake), task, workers, known, tick)
-        with contextlib.closing(results):
-            for job, finished in results:
-                outcome.add(job, finished)
-                unfinished.add(job.number, finished)
-                done += job.end - job.first
-                if job.number not in known:
-                    made += len(job.candidates)
-                    lost += len(finished.rejected)
+    limits = ImageLimits(options.max_pixels, options.max_side)
+    images, meter = options.images.resolve(), _text_meter(options)
+    with (
+        shard_pool(images, options.out, limits, meter, options.workers, known) as run,
+        Progress("records", outcome.total, say, sys.stdout) as progress,
+    ):
+        for job, finished in run(iter(outcome.intake), tick):
+            outcome.add(job, finished)
+            unfinished.add(job.number, finished)
+            done += job.end - job.first
+            if job.number not in known:
+                made += len(job.candidates)
+                lost += len(finished.rejected)
         progress.show(done, made - lost, _lost(outcome))
+
+
+def _text_meter(options: argparse.Namespace) -> TextMeter | None:
+    """The tokenizer, loaded (seconds); raises UserError."""
+    if options.tokenizer is None:
+        return None
+    from mmtrain.data.samples.text_lengths import TextCounter  # imports torch
+
+    fingerprint = text_fingerprint(model_folder(options.tokenizer), options.template)
+    return TextMeter(fingerprint, TextCounter(options.tokenizer, options.template))
 
 
 def _lost(outcome: Outcome) -> str:
@@ -263,7 +280,7 @@ def _write_summary(out: Path, run: dict, outcome: Outcome) -> None:
         "rejected": dict(sorted(outcome.reasons.items())),
         **run,
         "sha256": hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest(),  # of those of shards
-        "shards": [shard.as_dict() for shard in shards],
+        "shards": [asdict(shard) for shard in shards],
     }
     partial = out / f"{SUMMARY}{UNFINISHED}"
     try:

@@ -11,13 +11,12 @@ import fcntl
 import json
 import os
 import re
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
-from mmtrain.data.prepare.shard_jobs import FinishedShard, Rejection
-from mmtrain.data.prepare.sharding import UNFINISHED, WrittenShard
+from mmtrain.data.prepare.sharding import UNFINISHED, FinishedShard, Rejection, WrittenShard
 from mmtrain.data.shards.index import IndexState, index_state
 
 STATE = "unfinished.jsonl"
@@ -145,7 +144,7 @@ class UnfinishedRun:
                 shard=number,
                 first=shard.first,
                 end=shard.end,
-                written=shard.shard.as_dict(),
+                written=asdict(shard.shard),
                 rejected=[astuple(entry) for entry in shard.rejected],
             )
 

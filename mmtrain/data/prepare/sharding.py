@@ -1,7 +1,10 @@
 """Writing shards: webdataset tars of LLaVA-form samples with their index, byte for byte a function of the samples.
 
+ShardJob: records with sound text, names of their images --read and decode images--> (key, record, [(suffix, bytes)])
 (key, record, [(suffix, bytes), ...]) --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with several images
                                       --> the tar's index: offsets, sizes, checksums of the bytes as they are written
+
+Each shard is a job of its own, so that its bytes depend on neither the workers nor their number.
 
 A tar gets its name when it is complete: it is written as NAME.tmp, flushed to the disk and renamed, so whatever stops
 the writer leaves no half shard that a glob of *.tar would find. Its index follows.
@@ -17,16 +20,24 @@ import re
 import sys
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.samples.records import IMAGE_SUFFIXES, Rejected, open_image, parse_turns, record_json
+from mmtrain.data.samples.records import (
+    IMAGE_SUFFIXES,
+    ImageLimits,
+    Rejected,
+    open_image,
+    parse_turns,
+    read_image,
+    record_json,
+)
 from mmtrain.data.samples.sample import Sample
-from mmtrain.data.shards.index import Member, ShardIndex, TextLengths, write_index
-from mmtrain.data.shards.scan import UNKNOWN_SIZE
+from mmtrain.data.shards.index import UNKNOWN_SIZE, Member, ShardIndex, TextLengths, write_index
+from mmtrain.processes.pool import Report, Run, worker_pool
 
 UNFINISHED = ".tmp"  # added to the name of a tar that is being written
 _BUFFER = 1 << 20  # bytes
@@ -50,9 +61,47 @@ class WrittenShard:
     bytes: int  # of the tar
     sha256: str  # of the tar
 
-    def as_dict(self) -> dict[str, str | int | None]:
-        """JSON form."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Candidate:
+    """A record with sound text: a sample, if its images are sound too."""
+
+    record: int  # its number over all input files, from 0
+    id: str | int | None
+    key: str
+    content: dict
+    images: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A record that becomes no sample."""
+
+    record: int  # its number over all input files, from 0
+    id: str | int | None  # None also where it has none that could be written
+    reason: str  # a code of records.REASONS
+    detail: str
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """What one shard is made of: the records of a range."""
+
+    number: int
+    first: int  # record
+    end: int  # the record behind the last
+    candidates: tuple[Candidate, ...]
+    rejected: tuple[Rejection, ...]  # for their text
+
+
+@dataclass(frozen=True)
+class FinishedShard:
+    """A shard that is written, and the records that it lacks because of their images."""
+
+    first: int  # record
+    end: int  # the record behind the last
+    shard: WrittenShard
+    rejected: tuple[Rejection, ...]
 
 
 KeyedSample = tuple[str, dict, Sequence[tuple[str, bytes]]]  # key, KEY.json's content, (suffix, bytes) of each image
@@ -87,28 +136,73 @@ def shard_name(number: int, prefix: str = "shard") -> str:
     return f"{prefix}-{number:06d}.tar"
 
 
+@contextlib.contextmanager
+def shard_pool(
+    images: Path,
+    out: Path,
+    limits: ImageLimits,
+    meter: TextMeter | None,
+    workers: int,
+    finished: Mapping[int, FinishedShard],
+) -> Iterator[Run[ShardJob, FinishedShard]]:
+    """Gives `run(jobs, tick)`, as `worker_pool` does: shards in the folder `out`; reports are of candidates.
+
+    `images`: the folder that image names start from, absolute and without links. Jobs of `finished` (by number) ran
+    before and are not done again; raises UserError where one was of other records.
+    """
+
+    def shard(job: ShardJob, report: Report) -> FinishedShard:
+        known = finished.get(job.number)
+        if known is None:
+            return _make_shard(job, images, out, limits, meter, report)
+        if (known.first, known.end) != (job.first, job.end):
+            raise UserError(
+                f"{known.shard.file} holds records {known.first:,} to {known.end - 1:,}, and would now hold "
+                f"{job.first:,} to {job.end - 1:,}: images have changed in size since it was written. Delete {out} and "
+                "start again"
+            )
+        return known
+
+    try:
+        with worker_pool(shard, workers) as run:
+            yield run
+    finally:
+        for file in out.glob(f"*{UNFINISHED}"):  # of workers that were killed
+            file.unlink()
+
+
+def _make_shard(
+    job: ShardJob, images: Path, out: Path, limits: ImageLimits, meter: TextMeter | None, report: Report
+) -> FinishedShard:
+    rejected: list[Rejection] = []
+
+    def samples() -> Iterator[KeyedSample]:
+        for candidate in job.candidates:
+            try:
+                files = [read_image(images, name, limits) for name in candidate.images]
+            except Rejected as error:
+                rejected.append(Rejection(candidate.record, candidate.id, error.reason, error.detail))
+            else:
+                yield candidate.key, candidate.content, files
+            report(1)
+
+    shard = write_shard(out / shard_name(job.number), samples(), meter)
+    return FinishedShard(job.first, job.end, shard, tuple(rejected))
+
+
 def write_shards(
     samples: Iterable[KeyedSample], folder: Path, samples_per_shard: int, prefix: str = "shard"
 ) -> list[WrittenShard]:
     """Write samples, in order, into folder/shard-000000.tar, shard-000001.tar, ...; the folder must exist.
 
-    Memory is that of two samples, and of every key. Raises what `write_shard` raises; complete shards stay.
+    Keys must be unique. Memory is that of two samples. Raises what `write_shard` raises; complete shards stay.
     """
-    assert samples_per_shard > 0, samples_per_shard
-    samples = _with_unique_keys(samples)
+    samples = iter(samples)
     shards: list[WrittenShard] = []
     for first in samples:
         path = folder / shard_name(len(shards), prefix)
         shards.append(write_shard(path, itertools.chain([first], itertools.islice(samples, samples_per_shard - 1))))
     return shards
-
-
-def _with_unique_keys(samples: Iterable[KeyedSample]) -> Iterator[KeyedSample]:
-    keys: set[str] = set()
-    for sample in samples:
-        assert sample[0] not in keys, f"key {sample[0]} comes twice"
-        keys.add(sample[0])
-        yield sample
 
 
 def write_shard(path: Path, samples: Iterable[KeyedSample], meter: TextMeter | None = None) -> WrittenShard:
@@ -191,17 +285,7 @@ class _Shard:
         index.image_sizes.append(tuple(sizes))
         if self.meter is not None:
             sample = Sample(key, str(self.path), parse_turns(record), (b"",) * len(files), members[0].offset)
-            self.lengths.tokens.append(self._text_tokens(sample, self.meter))
-
-    def _text_tokens(self, sample: Sample, meter: TextMeter) -> int:
-        place = len(self.lengths.tokens)
-        if place in self.index.faults:
-            return 0
-        try:
-            return meter.count(sample)
-        except Rejected as error:
-            self.lengths.faults[place] = (error.reason, error.detail)
-            return 0
+            self.lengths.add(None if place in index.faults else sample, self.meter.count)
 
     def _member(self, key: str, suffix: str, content: bytes) -> Member:
         header = tarfile.TarInfo(f"{key}.{suffix}")  # its defaults: time 0, owner 0 without a name, mode 0644

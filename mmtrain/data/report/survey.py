@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.data.shards.index import read_columns
-from mmtrain.data.shards.scan import UNKNOWN_SIZE
+from mmtrain.data.shards.index import UNKNOWN_SIZE, read_columns
 from mmtrain.data.stream.catalog import Catalog, DataSet
 from mmtrain.data.stream.order import UNUSABLE, SampleSet
 

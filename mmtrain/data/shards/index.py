@@ -24,6 +24,7 @@ import os
 import re
 import stat
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -36,8 +37,8 @@ from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import read_limited
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
-from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_JSON_BYTES, REASONS
-from mmtrain.data.samples.sample import image_number
+from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_JSON_BYTES, REASONS, Rejected
+from mmtrain.data.samples.sample import Sample, image_number
 from mmtrain.data.shards.retry import RETRY_SECONDS, may_pass, read_again
 from mmtrain.pretrained.model_files import read_json
 
@@ -64,6 +65,7 @@ _TOKENIZER_FILES = (
     "chat_template.*",
     "additional_chat_templates/*",
 )
+UNKNOWN_SIZE = (0, 0)  # of an image whose header does not tell
 _HEADER = {"tar_bytes": int, "samples": int, "texts": list}
 _CANNOT_WRITE_HERE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -86,6 +88,18 @@ class TextLengths:
     tokens: list[int]  # of each sample, without image positions; 0 where the sample is unusable
     faults: Faults = field(default_factory=dict)  # samples that this template or tokenizer cannot hold
 
+    def add(self, sample: Sample | None, count: Callable[[Sample], int]) -> None:
+        """Append the length of the next sample, which may lack its images; None: it is unusable whatever the text."""
+        try:
+            self.tokens.append(0 if sample is None else count(sample))
+        except Rejected as error:
+            self.reject(error)
+
+    def reject(self, error: Rejected) -> None:
+        """Append a sample whose text cannot be held."""
+        self.faults[len(self.tokens)] = (error.reason, error.detail)
+        self.tokens.append(0)
+
 
 @dataclass
 class ShardIndex:
@@ -94,7 +108,7 @@ class ShardIndex:
     tar_bytes: int
     keys: list[str]  # names up to the first dot after the last slash, as webdataset groups members
     members: list[tuple[Member, ...]]  # of each sample, in the tar's order
-    image_sizes: list[tuple[tuple[int, int], ...]]  # (width, height) of a sample's images; (0, 0) if no header tells it
+    image_sizes: list[tuple[tuple[int, int], ...]]  # (width, height) of a sample's images, or UNKNOWN_SIZE
     faults: Faults = field(default_factory=dict)  # samples that are unusable whatever the tokenizer
     texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
 

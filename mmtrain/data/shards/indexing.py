@@ -1,34 +1,37 @@
 """Indexes made for many shards at once, in parallel.
 
-tar without index --scan_shard, TextCounter--> index with text lengths
+tar without index --headers, contents, in one sequential read--> offset, size, CRC32 of every file
+                  --neighbours of one key: samples, judged; TextCounter--> index with text lengths
 tar whose index lacks this tokenizer and template --json members at their offsets--> the same index, lengths added
 
 Tars are only read. What an index holds is a function of the tar, the tokenizer and the template, not of the workers.
+Samples are formed as webdataset forms them. What makes one sample unusable is noted as its fault; what would make
+webdataset drop or mix up samples in silence is an error. Image headers are read, no pixel is decoded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
-import multiprocessing
+import itertools
 import os
-import signal
 import sys
-import threading
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TextIO
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.progress import Progress
-from mmtrain.data.samples.records import Rejected
-from mmtrain.data.samples.sample import Sample, read_sample
+from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_JSON_BYTES, Rejected, open_image
+from mmtrain.data.samples.sample import Sample, image_number, image_suffixes, read_sample
+from mmtrain.data.shards.archive import read_headers
 from mmtrain.data.shards.index import (
+    UNKNOWN_SIZE,
     IndexState,
+    Member,
     ShardIndex,
     TextLengths,
     index_state,
@@ -37,16 +40,14 @@ from mmtrain.data.shards.index import (
     write_index,
 )
 from mmtrain.data.shards.retry import RETRY_SECONDS, UnreadableError
-from mmtrain.data.shards.scan import scan_shard
 from mmtrain.pretrained.model_files import model_folder
-from mmtrain.processes.rank import die_with_parent
+from mmtrain.processes.pool import Report, usable_cores, worker_pool
 
 if TYPE_CHECKING:
     from mmtrain.data.samples.text_lengths import TextCounter
 
-SAMPLES_BETWEEN_REPORTS = 50
-SECONDS_BETWEEN_LOOKS = 0.2
 FAILURES_SHOWN = 5
+_CHUNK = 1 << 20  # bytes
 
 
 def ensure_indexes(
@@ -106,97 +107,87 @@ def build_indexes(
     tokenizers. Raises UserError, after all others are done, for shards that cannot be indexed. Time: a shard is read
     once, of one that has an index only the json members; each worker takes one shard at a time.
     """
-    from mmtrain.data.samples.text_lengths import TextCounter
+    from mmtrain.data.samples.text_lengths import TextCounter  # imports torch
 
     count = TextCounter(tokenizer_path, template)
     fingerprint = text_fingerprint(model_folder(tokenizer_path), template)
-    jobs = [(tar, fingerprint, rebuild) for tar in tars]
-    open_progress = functools.partial(Progress, "shards", len(tars), say, stream)
-    if min(workers, len(jobs)) <= 1:
-        failures = _index_here(jobs, count, open_progress)
-    else:
-        failures = _index_in_processes(jobs, count, open_progress, min(workers, len(jobs)))
-    _raise_all([failures[number] for number in sorted(failures)], len(tars))
 
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, report: Callable[[int], None]) -> TextLengths:
-    """Text lengths of an indexed shard, from its json members alone; `report` is told of samples that went through."""
-    lengths = _Lengths(count, report)
-    try:
-        with tar.open("rb") as stream:
-            for place, members in enumerate(index.members):
-                if place in index.faults:
-                    lengths.add(None)
-                    continue
-                contents = dict.fromkeys((member.suffix for member in members), b"")
-                json = next(member for member in members if member.suffix == "json")
-                contents["json"] = os.pread(stream.fileno(), json.size, json.offset)
-                if zlib.crc32(contents["json"]) != json.crc32:
-                    detail = f"json: {json.size:,} bytes whose CRC32 is not {json.crc32:08x}"
-                    lengths.reject(Rejected("checksum", detail))
-                    continue
-                try:
-                    lengths.add(read_sample(index.keys[place], str(tar), contents, members[0].offset))
-                except Rejected as error:
-                    lengths.reject(error)
-    except OSError as error:
-        raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
-    return lengths.finish()
-
-
-class _Lengths:
-    """Text lengths, one sample after the other."""
-
-    def __init__(self, count: TextCounter, report: Callable[[int], None]) -> None:
-        self.count = count
-        self.report = report
-        self.texts = TextLengths([])
-
-    def add(self, sample: Sample | None) -> None:
-        """The next sample, None where the index knows that it is unusable."""
+    def index_shard(tar: Path, report: Report) -> UserError | None:
         try:
-            self._append(0 if sample is None else self.count(sample))
-        except Rejected as error:
-            self.reject(error)
+            _index_shard(tar, fingerprint, rebuild, count, report)
+        except UserError as error:  # as a value: the other shards go on
+            return error
+        return None
 
-    def reject(self, error: Rejected) -> None:
-        self.texts.faults[len(self.texts.tokens)] = (error.reason, error.detail)
-        self._append(0)
+    failures: list[UserError] = []
+    done = samples = 0
 
-    def finish(self) -> TextLengths:
-        self.report(len(self.texts.tokens) % SAMPLES_BETWEEN_REPORTS)
-        return self.texts
+    def show(through: int) -> None:
+        nonlocal samples
+        samples = through
+        progress.show(done, samples, f"{len(failures):,} failed" if failures else "")
 
-    def _append(self, tokens: int) -> None:
-        self.texts.tokens.append(tokens)
-        if len(self.texts.tokens) % SAMPLES_BETWEEN_REPORTS == 0:
-            self.report(SAMPLES_BETWEEN_REPORTS)
+    with (
+        worker_pool(index_shard, min(workers, len(tars))) as run,
+        Progress("shards", len(tars), say, stream) as progress,
+    ):
+        for _, error in run(tars, show):
+            done += 1
+            if error is not None:
+                failures.append(error)
+        show(samples)
+    _raise_all(failures, len(tars))
 
 
-Job = tuple[Path, str, bool]  # tar, fingerprint, rebuild
-
-
-def _index_shard(job: Job, count: TextCounter, report: Callable[[int], None]) -> None:
-    tar, fingerprint, rebuild = job
+def _index_shard(tar: Path, fingerprint: str, rebuild: bool, count: TextCounter, report: Report) -> None:
     state = IndexState.MISSING if rebuild else index_state(tar, fingerprint)
-    if state is IndexState.MISSING:
-        lengths = _Lengths(count, report)
-        index = scan_shard(tar, lengths.add)
-        index.texts[fingerprint] = lengths.finish()
-    elif state is IndexState.NO_LENGTHS:
-        index = read_index(tar)
-        index.texts[fingerprint] = measure_texts(tar, index, count, report)
-    else:  # another process was faster
+    if state is IndexState.READY:  # another process was faster
         return
+    if state is IndexState.MISSING:
+        lengths = TextLengths([])
+
+        def measure(sample: Sample | None) -> None:
+            lengths.add(sample, count)
+            report(1)
+
+        index = scan_shard(tar, measure)
+    else:
+        index = read_index(tar)
+        lengths = measure_texts(tar, index, count, report)
+    index.texts[fingerprint] = lengths
     if rebuild:
         write_index(tar, index)
     else:
         write_merged(tar, index)
+
+
+def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, report: Report) -> TextLengths:
+    """Text lengths of an indexed shard, from its json members alone; `report` is told of samples that went through."""
+    lengths = TextLengths([])
+    try:
+        with tar.open("rb") as stream:
+            for place in range(len(index.keys)):
+                try:
+                    sample = None if place in index.faults else _without_images(tar, stream, index, place)
+                except Rejected as error:
+                    lengths.reject(error)
+                else:
+                    lengths.add(sample, count)
+                report(1)
+    except OSError as error:
+        raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
+    return lengths
+
+
+def _without_images(tar: Path, stream: BinaryIO, index: ShardIndex, place: int) -> Sample:
+    """A sample, its images as empty bytes; raises Rejected."""
+    members = index.members[place]
+    json = next(member for member in members if member.suffix == "json")
+    content = os.pread(stream.fileno(), json.size, json.offset)
+    if zlib.crc32(content) != json.crc32:
+        raise Rejected("checksum", f"json: {json.size:,} bytes whose CRC32 is not {json.crc32:08x}")
+    contents = {**dict.fromkeys((member.suffix for member in members), b""), "json": content}
+    return read_sample(index.keys[place], str(tar), contents, members[0].offset)
 
 
 def write_merged(tar: Path, index: ShardIndex) -> None:
@@ -218,117 +209,96 @@ def _locked(tar: Path) -> Iterator[None]:
         yield
 
 
-def _index_here(jobs: Sequence[Job], count: TextCounter, open_progress: Callable[[], Progress]) -> dict[int, UserError]:
-    failures: dict[int, UserError] = {}
-    samples = 0
+class _File(NamedTuple):
+    """A member as it passed by: what was kept of its content, and what was wrong with it."""
 
-    def report(more: int) -> None:
-        nonlocal samples
-        samples += more
-        if more:
-            progress.show(number, samples, _failed(failures))
-
-    with open_progress() as progress:
-        for number, job in enumerate(jobs):
-            try:
-                _index_shard(job, count, report)
-            except UserError as error:
-                failures[number] = error
-        progress.show(len(jobs), samples, _failed(failures))
-    return failures
+    key: str
+    member: Member
+    json: bytes = b""
+    image_size: tuple[int, int] = UNKNOWN_SIZE
+    fault: tuple[str, str] | None = None
 
 
-def _index_in_processes(
-    jobs: Sequence[Job], count: TextCounter, open_progress: Callable[[], Progress], workers: int
-) -> dict[int, UserError]:
-    # Forked ones share the tokenizer that is loaded already; others would take seconds to import what it needs.
-    context = multiprocessing.get_context("fork")
-    shared = _Shared(count, context.Value("q", 0), context.Event())
-    failures: dict[int, UserError] = {}
-    with ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(), shared)) as pool:
-        try:
-            with _interrupts_later():
-                numbers = {pool.submit(_index_in_worker, job): number for number, job in enumerate(jobs)}
-            waiting = set(numbers)
-            with open_progress() as progress:  # after the forks: they would copy the locks of the bar's thread
-                while waiting:
-                    finished, waiting = wait(waiting, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
-                    for job in finished:
-                        if error := job.result():
-                            failures[numbers[job]] = error
-                    progress.show(len(jobs) - len(waiting), shared.samples.value, _failed(failures))
-        except BrokenProcessPool:
-            raise UserError(
-                "a worker was killed, perhaps because memory ran out: try fewer workers; finished indexes stay"
-            ) from None
-        finally:
-            shared.stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-    return failures
+def scan_shard(tar: Path, on_sample: Callable[[Sample | None], None]) -> ShardIndex:
+    """Read a tar once; its index, without text lengths.
 
-
-@contextlib.contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Hold Ctrl-C back while workers are forked: what it raises in the middle of a fork is dropped by Python.
-
-    Blocking the signal would not do: it would come through any other thread that a library has started.
+    `on_sample` gets each sample, its images as empty bytes, or None for one with a fault. Memory is that of one member.
+    Raises what `read_headers` raises, and UserError for names that webdataset forms no sample of: without a suffix, or
+    with a part that begins with two underscores.
     """
-    if threading.current_thread() is not threading.main_thread():  # no Ctrl-C is raised here
-        yield
-        return
-    seen = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: seen.set())
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if seen.is_set():
-            signal.raise_signal(signal.SIGINT)
+        with tar.open("rb", buffering=_CHUNK) as stream, warnings.catch_warnings(action="ignore"):  # Pillow's
+            index = ShardIndex(tar_bytes=os.fstat(stream.fileno()).st_size, keys=[], members=[], image_sizes=[])
+            for key, files in itertools.groupby(_files(tar, stream), key=attrgetter("key")):
+                _add_sample(index, tar, key, list(files), on_sample)
+    except OSError as error:
+        raise UserError(f"{tar}: cannot be read ({error.strerror or error})") from error
+    return index
 
 
-class _Shared(NamedTuple):
-    """What the workers of one call have in common."""
+def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
+    from webdataset.tariterators import base_plus_ext  # imports torch, as whatever counts tokens does
 
-    count: TextCounter
-    samples: Any  # multiprocessing's Value: how many went through all of them
-    stop: Any  # its Event: the parent wants no more
+    for file in read_headers(tar, stream):
+        key, suffix = base_plus_ext(file.name)
+        if key is None or key.endswith("/") or any(part.startswith("__") for part in file.name.split("/")):
+            raise UserError(
+                f"{tar}: {file.name!r} belongs to no sample: webdataset passes over names without a suffix or without "
+                "anything before it, and over some that begin with two underscores; write the tar without it"
+            )
+        suffix = suffix.lower()
+        stream.seek(file.offset)
+        is_image = image_number(suffix) is not None
+        limit = MAX_IMAGE_BYTES if is_image else MAX_JSON_BYTES if suffix == "json" else 0
+        crc32, content = 0, b""
+        for chunk in _chunks(stream, file.size, max(limit, _CHUNK)):
+            crc32, content = zlib.crc32(chunk, crc32), chunk
+        member = Member(suffix, file.offset, file.size, crc32)
+        if limit and file.size > limit:
+            yield _File(key, member, fault=("too_many_bytes", f"{suffix}: {file.size:,} bytes; at most {limit:,}"))
+        elif is_image:
+            try:
+                with open_image(content, sys.maxsize) as image:  # how many pixels are too many, the run says
+                    yield _File(key, member, image_size=image.size)
+            except Rejected as error:
+                yield _File(key, member, fault=(error.reason, f"{suffix}: {error.detail}"))
+        else:
+            yield _File(key, member, json=content if suffix == "json" else b"")
 
 
-class _Stopped(Exception):  # noqa: N818
-    """Ends a worker's shard between two samples."""
+def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
+    """The next `size` bytes: as one piece if they are at most `largest`, else in small ones."""
+    piece = size if size <= largest else _CHUNK
+    while size > 0:
+        chunk = stream.read(min(piece, size))
+        if not chunk:
+            raise OSError("it became shorter while it was read")
+        size -= len(chunk)
+        yield chunk
 
 
-_shared: _Shared  # set in workers only
-
-
-def _start_worker(parent: int, shared: _Shared) -> None:
-    """Become a worker that ends when its parent does; Ctrl-C, which all get, is the parent's to answer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(parent)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    global _shared
-    _shared = shared
-
-
-def _index_in_worker(job: Job) -> UserError | None:
+def _add_sample(
+    index: ShardIndex, tar: Path, key: str, files: list[_File], on_sample: Callable[[Sample | None], None]
+) -> None:
+    place = len(index.keys)
+    members = {file.member.suffix: file for file in files}
+    sample, sizes = None, ()
     try:
-        _index_shard(job, _shared.count, _report_to_parent)
-    except UserError as error:  # as a value: raised, it would come with the worker's traceback
-        return error
-    except _Stopped:
-        return None
-    return None
-
-
-def _report_to_parent(samples: int) -> None:
-    if _shared.stop.is_set():
-        raise _Stopped
-    with _shared.samples.get_lock():
-        _shared.samples.value += samples
-
-
-def _failed(failures: dict[int, UserError]) -> str:
-    return f"{len(failures):,} failed" if failures else ""
+        if len(members) < len(files):
+            twice = next(suffix for suffix in members if sum(file.member.suffix == suffix for file in files) > 1)
+            raise Rejected("duplicate_member", f"{twice} comes twice")
+        sizes = tuple(members[suffix].image_size for suffix in image_suffixes(list(members)))
+        for file in files:
+            if file.fault is not None:
+                raise Rejected(*file.fault)
+        contents = {suffix: file.json for suffix, file in members.items()}
+        sample = read_sample(key, str(tar), contents, files[0].member.offset)
+    except Rejected as error:
+        index.faults[place] = (error.reason, error.detail)
+    index.keys.append(key)
+    index.members.append(tuple(file.member for file in files))
+    index.image_sizes.append(sizes)
+    on_sample(sample)
 
 
 def _raise_all(failures: Sequence[UserError], tars: int) -> None:

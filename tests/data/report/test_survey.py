@@ -6,7 +6,7 @@ from archives import conversation, picture, write_tar
 
 from mmtrain.data.report.survey import Histogram, histogram, quantile, survey
 from mmtrain.data.shards.index import TextLengths, write_index
-from mmtrain.data.shards.scan import scan_shard
+from mmtrain.data.shards.indexing import scan_shard
 
 
 def indexed(path, files, **lengths):

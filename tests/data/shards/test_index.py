@@ -397,7 +397,7 @@ def test_a_path_that_leads_nowhere_is_not_waited_for(tar):
 
 def in_another_process(code: str, *arguments: object, **options) -> subprocess.CompletedProcess:
     """Run code with this module's folder as its second argument."""
-    command = [sys.executable, "-c", code, *map(str, arguments), str(Path(__file__).parents[2])]
+    command = [sys.executable, "-c", code, *map(str, arguments), str(Path(__file__).parent)]
     root = Path(__file__).parents[3]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, **options)
 
@@ -494,7 +494,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_index(tar):
     write_index(tar, small_index())
     draw = random.Random(0)
     for _ in range(3):
-        command = [sys.executable, "-c", ENDLESSLY, str(tar), str(Path(__file__).parents[2])]
+        command = [sys.executable, "-c", ENDLESSLY, str(tar), str(Path(__file__).parent)]
         root = Path(__file__).parents[3]
         with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout.readline() == "ready\n"

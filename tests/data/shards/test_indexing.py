@@ -291,7 +291,7 @@ def test_a_worker_killed_from_outside_is_an_error_that_says_so(tmp_path):
     )
     before = " ".join(map(str, children(parent)))
     with subprocess.Popen([sys.executable, "-c", code, str(parent), before]) as killer:
-        with pytest.raises(UserError, match="a worker was killed"):
+        with pytest.raises(UserError, match="a worker process was killed"):
             build_indexes(tars, LLM, "chat", workers=2)
         assert killer.wait(timeout=20) == 0
 

@@ -9,9 +9,9 @@ import webdataset
 from archives import conversation, picture, write_tar
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.shards import scan
+from mmtrain.data.shards import indexing
 from mmtrain.data.shards.index import Member
-from mmtrain.data.shards.scan import scan_shard
+from mmtrain.data.shards.indexing import scan_shard
 
 TEXT = conversation("Hi.", "Hello.")
 ONE_IMAGE = conversation("<image>\nWhat?", "A cat.")
@@ -122,9 +122,9 @@ def test_pixels_below_pillows_own_limit_are_for_the_run_to_judge(tmp_path):
 
 
 def test_members_over_the_limits_are_passed_over_in_pieces_and_others_may_have_any_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(scan, "MAX_IMAGE_BYTES", 1000)
-    monkeypatch.setattr(scan, "MAX_JSON_BYTES", 300)
-    monkeypatch.setattr(scan, "_CHUNK", 256)
+    monkeypatch.setattr(indexing, "MAX_IMAGE_BYTES", 1000)
+    monkeypatch.setattr(indexing, "MAX_JSON_BYTES", 300)
+    monkeypatch.setattr(indexing, "_CHUNK", 256)
     just, more = PNG + bytes(1000 - len(PNG)), PNG + bytes(1001 - len(PNG))
     long = TEXT + b" " * (301 - len(TEXT))
     film = random.Random(0).randbytes(5000)

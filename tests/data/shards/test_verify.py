@@ -8,7 +8,7 @@ import pytest
 from archives import conversation, picture, write_tar
 
 from mmtrain.data.shards.index import MissingIndex, index_path, write_index
-from mmtrain.data.shards.scan import scan_shard
+from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.shards.verify import verify_shard
 
 LONG = "folder/" + "k" * 120  # does not fit into a ustar name: a header of its own holds it

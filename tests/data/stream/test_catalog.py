@@ -11,8 +11,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.text_lengths import load_tokenizer
 from mmtrain.data.shards.index import Member, TextLengths, read_index, text_fingerprint, write_index
-from mmtrain.data.shards.indexing import ensure_indexes
-from mmtrain.data.shards.scan import scan_shard
+from mmtrain.data.shards.indexing import ensure_indexes, scan_shard
 from mmtrain.data.stream.catalog import Catalog, DataSet, data_sets, is_held_out
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity
 

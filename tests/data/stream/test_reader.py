@@ -11,7 +11,7 @@ from archives import conversation, picture, write_tar
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import Fault, Sample
 from mmtrain.data.shards.index import TextLengths, index_path, write_index
-from mmtrain.data.shards.scan import scan_shard
+from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.catalog import Catalog, DataSet
 from mmtrain.data.stream.reader import OPEN_FILES, Reader
 

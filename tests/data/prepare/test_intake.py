@@ -1,4 +1,4 @@
-"""llava_json.py: JSON is read record by record, and what is neither an array nor lines is refused with its place."""
+"""intake.py: JSON is read record by record, and what is neither an array nor lines is refused with its place."""
 
 import gzip
 import json
@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.prepare import llava_json
-from mmtrain.data.prepare.llava_json import read_llava_json
+from mmtrain.data.prepare import intake
+from mmtrain.data.prepare.intake import read_llava_json
 
 
 def record(answer="A cat.", **fields) -> dict:
@@ -35,13 +35,13 @@ def test_json_arrays_and_json_lines_give_their_records_in_order(tmp_path, monkey
     path = tmp_path / "data.json"
     path.write_bytes(text.encode())
     assert list(read_llava_json(path)) == MANY
-    monkeypatch.setattr(llava_json, "_CHUNK", 37)  # every record crosses an end of the window
+    monkeypatch.setattr(intake, "_CHUNK", 37)  # every record crosses an end of the window
     assert list(read_llava_json(path)) == MANY
 
 
 @pytest.mark.parametrize("chunk", range(1, 12))
 def test_values_that_end_with_the_window_are_read_whole(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(llava_json, "_CHUNK", chunk)
+    monkeypatch.setattr(intake, "_CHUNK", chunk)
     path = tmp_path / "data.json"
     path.write_text('[123, -4.5e6, "a\\u00e9\\n", true , null,{"a":[]} ]')
     assert list(read_llava_json(path)) == [123, -4500000.0, "aé\n", True, None, {"a": []}]
