@@ -48,8 +48,9 @@ from mmtrain.plan.simulate import Program, simulate
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import refuse_missing_chat_template
 from mmtrain.processes.gpus import Gpu, visible_gpus
+from mmtrain.processes.job import Job
 from mmtrain.processes.rank import Rank, run_rank, seconds_before_message
-from mmtrain.processes.supervise import STOPPED, Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
+from mmtrain.processes.supervise import STOPPED, prepared, run_ranks, set_rank_environment
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # (rank, number of processes) as others name them who start several: Open MPI, MPICH and Intel MPI, and cluster managers
@@ -58,6 +59,7 @@ OTHER_STARTERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK",
 INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
 ANEW = "To train anew choose another run.name, or set run.overwrite=true, which deletes it"
 TRACED_STEPS = 3
+RANK_MODULES = ("torch._dynamo", "mmtrain.train")  # the first torch.optim.AdamW imports _dynamo: 2 s in every rank
 SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 128
 FEWEST_OPEN_FILES, WANTED_OPEN_FILES = 256, 4096  # connections, pipes and shards of a process
 
@@ -247,12 +249,10 @@ def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun
         folder=Path(tempfile.mkdtemp(prefix="mmtrain-calibration-")),
         threads=_threads(config, ranks),
         timeout_seconds=config.parallel.timeout_seconds,
-        start_method="spawn" if gpus else "forkserver",
+        on_gpus=bool(gpus),
+        preload=RANK_MODULES,
     )
-    set_rank_environment(job.threads, on_gpus=bool(gpus))
-    with output_to_log(job.log):
-        if job.start_method == "forkserver":
-            start_fork_server()
+    with prepared(job):
         failure = run_ranks(functools.partial(_measure, uncalibrated, assumed, device, file), job)
     if failure is not None:
         show_error(failure.message)
@@ -321,7 +321,8 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
         folder=run_folder(config),
         threads=_threads(config, local_ranks),
         timeout_seconds=config.parallel.timeout_seconds,
-        start_method="spawn" if gpus else "forkserver",
+        on_gpus=bool(gpus),
+        preload=RANK_MODULES,
         nodes=options.nnodes,
         node=options.node_rank,
         endpoint=options.rdzv_endpoint,
@@ -342,10 +343,7 @@ def _launch(config: RunConfig, options: argparse.Namespace) -> int:
                 _say_who_can_reach_it(options.rdzv_endpoint)
         else:
             job.folder.mkdir(parents=True, exist_ok=True)
-        set_rank_environment(job.threads, on_gpus=bool(gpus))
-        with output_to_log(job.log):
-            if job.start_method == "forkserver":
-                start_fork_server()
+        with prepared(job):
             _probe(config, plan)
             train = functools.partial(_train, config, plan, start, options.trace or 0, job.nodes > 1)
             failure = run_ranks(train, job)
@@ -396,7 +394,7 @@ def _join(config: RunConfig, options: argparse.Namespace, rank: int) -> int:
         job = Job(_places(plan), run_folder(config), threads, config.parallel.timeout_seconds)
         how = _how_to_go_on(config, options)
         target = functools.partial(_train_and_say, config, plan, start, options.trace or 0, how)
-        stopped = run_rank(target, job.folder, threads=threads, describe=job.describe)
+        stopped = run_rank(target, job)
     del store  # it may be the one that all ranks meet at
     return 0 if stopped is None else STOPPED
 

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,8 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
+from mmtrain.processes.job import Job
 from mmtrain.processes.rank import Rank
-from mmtrain.processes.supervise import Job, output_to_log, run_ranks
+from mmtrain.processes.supervise import prepared, run_ranks
 
 LAST_STEP = 5
 # What NCCL's watchdog writes before it aborts the process that it watches, as somebody's log has it.
@@ -92,10 +92,16 @@ if __name__ == "__main__":
     how, folder = sys.argv[1], Path(sys.argv[2])
     folder.mkdir()
     os.environ["OMP_NUM_THREADS"] = "1"
-    multiprocessing.set_forkserver_preload(["torch.distributed"])
-    job = Job(("stage 0", "stage 1"), folder, threads=1, timeout_seconds=60, saves_when_asked=how == "stuck")
+    job = Job(
+        ("stage 0", "stage 1"),
+        folder,
+        threads=1,
+        timeout_seconds=60,
+        preload=("torch.distributed",),
+        saves_when_asked=how == "stuck",
+    )
     signal.signal(signal.SIGTERM, before := lambda *_: None)
-    with output_to_log(job.log):
+    with prepared(job):
         failure = run_ranks(functools.partial(work, how), job)
     assert signal.getsignal(signal.SIGTERM) is before, "the caller's handlers are back"
     if failure is not None:

@@ -36,12 +36,11 @@ FLOOR_OF = {wing: floor for floor, line in enumerate(FLOORS.split("\n")) for win
 STILL_UP = {  # module -> the wing above that it imports
     "checkpoint.checkpoint": "evaluation",
     "data.shards.shard_list": "demo",
-    "processes.fork_server": "train",
 }
 
 # Wings that import no torch, but for these modules; and modules of other wings that do not.
 TORCH_FREE_WINGS = "base  config  processes  pretrained  data.shards  data.prepare  demo  plan  launch"
-USE_TORCH = "processes.fork_server  processes.rendezvous"
+USE_TORCH = "processes.fork_server  processes.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """
 data.samples.records  data.samples.sample
 data.stream.order  data.stream.catalog  data.stream.reader
@@ -50,7 +49,7 @@ checkpoint.run_folder  checkpoint.step_folder  checkpoint.resume
 engine.time_use  engine.trace  evaluation.scores  evaluation.console  model.projector_files
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}
-ONLY_IMPORTER = {"deepspeed": "engine.engine", "mmtrain.train": "launch processes.fork_server"}
+ONLY_IMPORTER = {"deepspeed": "engine.engine", "mmtrain.train": "launch"}
 
 
 def module_names() -> list[str]:

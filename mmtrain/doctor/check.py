@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.processes.gpus import Gpu
-from mmtrain.processes.rank import die_with_parent
+from mmtrain.processes.parent import die_with_parent
 
 MARK = "MMTRAIN_DOCTOR_CHECK"
 FOUND = "found.json"

@@ -12,8 +12,9 @@ from mmtrain.doctor.runs import SAME, demo, launcher, pipeline_1, worst
 from mmtrain.plan.deadlocks import Ordering, find_deadlock
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import training_schedule
+from mmtrain.processes.job import Job
 from mmtrain.processes.rank import Rank
-from mmtrain.processes.supervise import Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
+from mmtrain.processes.supervise import prepared, run_ranks
 
 SUSPECTS = tuple((pipeline, chunks) for pipeline in (2, 4, 8) for chunks in (1, 2))  # ranks, stages a rank
 MOST_CHANNEL_RANKS = 4
@@ -60,18 +61,16 @@ def channels(here: Here) -> Seen:
 
 def on_ranks(here: Here, ranks: int, target: Callable[[Rank], None]) -> None:
     """Run `target` on so many ranks of one machine; raises FailedError with the launcher's message."""
-    set_rank_environment(1, on_gpus=bool(here.gpus))
     job = Job(
         places=tuple(f"rank {rank} of {ranks}" for rank in range(ranks)),
         folder=here.folder / "ranks",
         threads=1,
         timeout_seconds=TIMEOUT_SECONDS,
-        start_method="spawn" if here.gpus else "forkserver",
+        on_gpus=bool(here.gpus),
+        preload=("mmtrain.doctor.rank",),
     )
     job.folder.mkdir()
-    with output_to_log(job.log):
-        if job.start_method == "forkserver":
-            start_fork_server()
+    with prepared(job):
         failure = run_ranks(target, job)
     if failure is not None:
         raise FailedError(failure.message.splitlines()[0])

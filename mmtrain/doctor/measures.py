@@ -15,7 +15,7 @@ from mmtrain.doctor.check import FailedError, Here, Seen
 from mmtrain.doctor.layouts import on_ranks
 from mmtrain.doctor.runs import demo, launch, launcher
 from mmtrain.plan.layout import bytes_text
-from mmtrain.processes.rank import die_with_parent
+from mmtrain.processes.parent import die_with_parent
 
 # Of the plan's bytes: what kernels work in is estimated, and allocators round; and what cuBLAS takes for itself.
 MEMORY_TOLERANCE, WORKSPACE_BYTES = 0.1, 64 * 2**20

@@ -16,7 +16,7 @@ from typing import Any
 
 from mmtrain.base.printing import say
 from mmtrain.doctor.check import FailedError, Here
-from mmtrain.processes.rank import die_with_parent
+from mmtrain.processes.parent import die_with_parent
 
 DEMO = Path(__file__).parents[2] / "configs" / "llava_pp4.yaml"
 STEPS = 6

@@ -26,7 +26,7 @@ from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
 from mmtrain.pretrained.families import check_family
 from mmtrain.pretrained.model_files import model_folder, read_json
-from mmtrain.processes.rank import die_with_parent
+from mmtrain.processes.parent import die_with_parent
 
 STAGED_BOUND = 1e-6  # relative; the kernels are the same, 0.0 on every family that is known to work
 PACKED_BOUND = 1e-4  # relative; rounding over 80 layers stays below 2e-5, a leak is above 1e-2

@@ -1,9 +1,11 @@
 """Imported by the process that CPU ranks are forked from, and by nothing else: importing it is what it does."""
 
 import gc
+import importlib
+import os
 import sys
 
-from mmtrain.processes.rank import die_with_parent
+from mmtrain.processes.parent import die_with_parent
 from mmtrain.processes.stop import ignore_in_worker
 
 # Ranks hold the pipe whose end this process waits for, so without this both would outlive a killed launcher.
@@ -12,9 +14,7 @@ die_with_parent()
 ignore_in_worker()
 sys.stdout = sys.stderr  # what imports print belongs in the log, and file descriptor 1 stays the console for rank 0
 
-# The first torch.optim.AdamW imports it: 2 s in every rank.
-import torch._dynamo  # noqa: E402, F401
-
-import mmtrain.train  # noqa: E402, F401
+for _name in os.environ.get("MMTRAIN_PRELOAD", "").split():  # set by supervise.prepared
+    importlib.import_module(_name)
 
 gc.freeze()  # a collection in a rank would touch, and so copy, the memory of everything imported

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mmtrain.base.errors import UserError
-from mmtrain.processes.rank import die_with_parent
+from mmtrain.processes.parent import die_with_parent
 
 NVIDIA_DRIVER_FILE = "/dev/nvidiactl"
 DRIVER_FILES = (NVIDIA_DRIVER_FILE, "/dev/dxg", "/dev/kfd")  # WSL has the second, AMD the third

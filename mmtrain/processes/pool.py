@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from mmtrain.base.errors import UserError
-from mmtrain.processes.rank import die_with_parent
+from mmtrain.processes.parent import die_with_parent
 
 SECONDS_BETWEEN_LOOKS = 0.1
 

@@ -20,7 +20,8 @@ from typing import Literal, Self
 
 from mmtrain.base.errors import UserError
 
-RANK_PROCESS = Path(__file__).with_name("rank.py")  # its frames are above those of what a rank was doing
+PACKAGE = str(Path(__file__).parents[1])
+RANK_PROCESS = str(Path(__file__).with_name("rank.py"))  # its frames are above those of what a rank was doing
 CANNOT_GROW = {
     errno.ENOSPC: "free space",
     errno.EDQUOT: "free space, or ask for a larger quota",
@@ -100,8 +101,7 @@ class ErrorRecord:
     def of(cls, error: BaseException, rank: int, progress: Progress) -> Self:
         kind, cause = _kind_and_cause(error)
         frames = traceback.extract_tb(error.__traceback__)
-        package = str(RANK_PROCESS.parent)
-        own = [f for f in frames if f.filename.startswith(package) and f.filename != str(RANK_PROCESS)] or frames
+        own = [f for f in frames if f.filename.startswith(PACKAGE) and f.filename != RANK_PROCESS] or frames
         where = f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
         return cls(rank, progress.step, progress.doing, kind, cause, where, time.time())
 

@@ -12,16 +12,10 @@ import contextlib
 import ipaddress
 import os
 import socket
-from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from mmtrain.base.errors import UserError
 
@@ -32,63 +26,37 @@ THIS_MACHINE = "127.0.0.1:0"
 EVERY_INTERFACE = ""
 
 
-class FixedNodes(RendezvousHandler):
-    """As many nodes as were announced, each with the number that it was given; node 0 holds the store."""
+class FixedNodes(StaticTCPRendezvous):
+    """As many nodes as were announced, each with the number that it was given; node 0 holds the store.
 
-    def __init__(self, parameters: RendezvousParameters) -> None:
-        self._endpoint = parameters.endpoint
-        self._nodes = parameters.max_nodes
-        self._node = int(parameters.config["rank"])
-        self._timeout = timedelta(seconds=int(parameters.config["timeout"]))
-        self._run_id = parameters.run_id
-        self._store: Store | None = None
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Ranks join the launcher's store: one that rank 0 opened would listen on every interface."""
-        return True
+    Ranks join it, too: one that rank 0 opened would listen on every interface.
+    """
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until every node is there. Raises UserError where node 0 cannot listen, torch's DistError in time."""
-        host, port = _split(self._endpoint)
-        listener = listening_socket(self._endpoint) if self._node == 0 else None
-        if listener is not None:
-            port = listener.getsockname()[1]
-            print(f"the run's store listens on {':'.join(map(str, listener.getsockname()[:2]))}")
-        self._store = TCPStore(
-            host,
-            port,
-            self._nodes,
-            is_master=listener is not None,
-            timeout=self._timeout,
-            master_listen_fd=listener.detach() if listener is not None else None,
-        )
-        place = RendezvousStoreInfo(host, port)
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), self._node, self._nodes, place)
+        if self.rank == 0:
+            listener = listening_socket(f"{self.master_addr}:{self.master_port}")
+            address, self.master_port = listener.getsockname()[:2]
+            print(f"the run's store listens on {address}:{self.master_port}")
+            self._store = TCPStore(
+                self.master_addr,
+                self.master_port,
+                self.world_size,
+                is_master=True,
+                timeout=self.timeout,
+                master_listen_fd=listener.detach(),
+            )
+        return super().next_rendezvous()
 
     def get_backend(self) -> str:
         """Name among torch's."""
         return BACKEND
 
-    def get_run_id(self) -> str:
-        """Name of the job."""
-        return self._run_id
 
-    def is_closed(self) -> bool:
-        """Never: nobody joins later."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to close for others."""
-
-    def num_nodes_waiting(self) -> int:
-        """None: nobody joins later."""
-        return 0
-
-    def shutdown(self) -> bool:
-        """Let go of the store, which ends listening."""
-        self._store = None
-        return True
+def _handler(parameters: RendezvousParameters) -> FixedNodes:
+    host, port = _split(parameters.endpoint)
+    node, timeout = (int(parameters.config[name]) for name in ("rank", "timeout"))
+    return FixedNodes(host, port, node, parameters.max_nodes, parameters.run_id, timeout)
 
 
 def listening_address(endpoint: str) -> str:
@@ -133,4 +101,4 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-rendezvous_handler_registry.register(BACKEND, FixedNodes)
+rendezvous_handler_registry.register(BACKEND, _handler)

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_FILE = "stop"  # the StopFile, among the launcher's records
 SECONDS_TOGETHER = 1.0  # between two signals of which one sender meant the same
 
 

@@ -34,7 +34,7 @@ from mmtrain.evaluation.held_out import HeldOut, permute_images
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import Op
-from mmtrain.processes.rank import Progress
+from mmtrain.processes.rank_records import Progress
 
 EOS = 110  # a token that the stock model, with these weights, says after many of the images
 PACK_LENGTH = 32

@@ -34,7 +34,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.catalog import data_sets
 from mmtrain.plan.planner import make_plan
 from mmtrain.processes.gpus import visible_gpus
-from mmtrain.processes.supervise import Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
+from mmtrain.processes.job import Job
+from mmtrain.processes.supervise import prepared, run_ranks, set_rank_environment
 
 RESULT = "result.json"
 DEMO = Path(__file__).parents[2] / "configs" / "llava_pp4.yaml"
@@ -129,13 +130,12 @@ def run(options: argparse.Namespace, folder: Path, override: Callable[..., RunCo
         folder=folder,
         threads=threads,
         timeout_seconds=config.parallel.timeout_seconds,
-        start_method="spawn" if gpus else "forkserver",
+        on_gpus=bool(gpus),
+        preload=("torch._dynamo", "mmtrain.train"),
     )
     from bench_saving import measure  # torch reads the environment when it is imported
 
-    with output_to_log(job.log):
-        if job.start_method == "forkserver":
-            start_fork_server()
+    with prepared(job):
         failure = run_ranks(functools.partial(measure, config, plan, options), job)
     return (0, None) if failure is None else (failure.exit_code, failure.message)
 

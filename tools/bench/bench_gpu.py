@@ -42,7 +42,8 @@ from mmtrain.base.printing import say, show_error
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.plan.layout import bytes_text
 from mmtrain.processes.gpus import visible_gpus
-from mmtrain.processes.supervise import Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
+from mmtrain.processes.job import Job
+from mmtrain.processes.supervise import prepared, run_ranks, set_rank_environment
 
 EXAMPLES = """\
 examples:
@@ -134,11 +135,10 @@ def run(options: argparse.Namespace) -> int:
                 folder=folder,
                 threads=max(1, settings.threads // ranks),
                 timeout_seconds=settings.timeout_seconds,
-                start_method="forkserver" if options.device == "cpu" else "spawn",
+                on_gpus=options.device != "cpu",
+                preload=("torch._dynamo", "mmtrain.train"),
             )
-            with output_to_log(job.log):
-                if options.device == "cpu":
-                    start_fork_server()
+            with prepared(job):
                 target = functools.partial(race_row, settings, row, folder, not options.without_tuned)
                 if row == PIPELINE:
                     target = functools.partial(race_pipeline, settings, row, folder, pipeline)

@@ -43,7 +43,9 @@ from bench_tables import (
 
 from mmtrain.base.printing import say, show_error
 from mmtrain.doctor.machine import describe_machine
-from mmtrain.processes.supervise import Failure, Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
+from mmtrain.processes.blame import Failure
+from mmtrain.processes.job import Job
+from mmtrain.processes.supervise import prepared, run_ranks, set_rank_environment
 
 if TYPE_CHECKING:
     from bench_row import Settings
@@ -145,9 +147,9 @@ def _run_row(row: str, settings: Settings, folder: Path, with_calibration: bool)
         targets = [functools.partial(two_ranks, settings, row, folder)]
         if with_calibration and not calibration_file(folder).exists():
             targets.insert(0, functools.partial(calibrate_pipeline, settings, folder))
-    job = Job(places=places, folder=folder, threads=settings.threads, timeout_seconds=settings.timeout_seconds)
-    with output_to_log(job.log):
-        start_fork_server()
+    seconds = settings.timeout_seconds
+    job = Job(places, folder, settings.threads, seconds, preload=("torch._dynamo", "mmtrain.train"))
+    with prepared(job):
         return next(filter(None, (run_ranks(target, job) for target in targets)), None)
 
 

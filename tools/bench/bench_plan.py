@@ -36,7 +36,8 @@ from bench_timing import spread
 
 from mmtrain.base.printing import say, show_error
 from mmtrain.doctor.machine import describe_machine
-from mmtrain.processes.supervise import Job, output_to_log, run_ranks, set_rank_environment, start_fork_server
+from mmtrain.processes.job import Job
+from mmtrain.processes.supervise import prepared, run_ranks, set_rank_environment
 
 if TYPE_CHECKING:
     from bench_plan_ranks import Layout, Settings
@@ -94,7 +95,6 @@ def run(options: argparse.Namespace) -> int:
 
         jobs = jobs_of(options)
         save_parts(SIZES[jobs[0].shape], folder, DTYPES[options.dtype])
-        start_fork_server()
         for settings in jobs:
             failure = _run_job(settings, folder)
             if failure is not None:
@@ -175,8 +175,11 @@ def _run_job(settings: Settings, folder: Path) -> Any:
     from bench_plan_ranks import measure
 
     places = tuple(f"rank {rank}" for rank in range(settings.world))
-    job = Job(places=places, folder=folder, threads=1, timeout_seconds=settings.timeout_seconds)
-    with output_to_log(job.log):
+    seconds = settings.timeout_seconds
+    job = Job(
+        places=places, folder=folder, threads=1, timeout_seconds=seconds, preload=("torch._dynamo", "mmtrain.train")
+    )
+    with prepared(job):
         return run_ranks(functools.partial(measure, settings, folder), job)
 
 

@@ -44,7 +44,7 @@ from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, make_batch
 from mmtrain.data.stream.reader import Reader
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
-from mmtrain.processes.rank import die_with_parent
+from mmtrain.processes.parent import die_with_parent
 from mmtrain.processes.stop import ignore_in_worker
 
 PREFETCH = 2  # micro-batches that each worker makes ahead

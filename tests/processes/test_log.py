@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmtrain.processes.rank import PrefixedLog
+from mmtrain.processes.log import PrefixedLog
 
 
 def test_each_line_of_a_log_says_who_wrote_it_and_a_progress_bar_leaves_one_line(tmp_path):

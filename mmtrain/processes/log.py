@@ -1,0 +1,92 @@
+"""A run's log: everything that its processes and their libraries say, C++ included, each line with its writer's name.
+
+Ranks and launcher never print to the console by accident: `send_output_to` redirects what they and libraries print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mmtrain.base.printing import printable
+
+
+def log_name(node: int) -> str:
+    """Name of the log that the ranks of a node share; nodes that share the folder must not append to one file."""
+    return "log.txt" if node == 0 else f"log-node{node}.txt"
+
+
+class PrefixedLog(io.TextIOWrapper):
+    """A log that several processes append to: whole lines, each with the writer's name in front.
+
+    A line that cannot be written (a full disk, an I/O error) is lost: a log does not decide how a run ends.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        super().__init__(io.BufferedWriter(io.FileIO(file, "ab")), encoding="utf-8", errors="replace")
+        self._prefix = f"[{name}] "
+        self._partial = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._partial = (self._partial + text).split("\n")
+        with contextlib.suppress(OSError):
+            for line in lines:
+                # of a progress bar, which redraws with carriage returns, only the last state of the line is kept
+                super().write(self._prefix + printable(line.rstrip("\r").rsplit("\r", 1)[-1]) + "\n")
+            if lines:
+                super().flush()
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+    def finish(self) -> None:
+        """Write a last line that has no end."""
+        if self._partial:
+            self.write("\n")
+
+
+def send_output_to(path: Path, name: str, descriptors: Sequence[int]) -> PrefixedLog:
+    """Append to the file `path` what C++ writes to `descriptors`, and what Python prints, warns and logs as `name`.
+
+    Of logging's handlers those are redirected that keep a standard stream of this process. Only what a handler keeps is
+    replaced, and nothing of it is called: some have a `stream` that cannot be set, such as logging.lastResort, which
+    follows sys.stderr by itself, and others brought streams of any kind.
+    """
+    log = PrefixedLog(path, name)
+    for number in descriptors:
+        os.dup2(log.fileno(), number)
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    loggers = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
+    for handler in (handler for logger in loggers for handler in logger.handlers):
+        kept = getattr(handler, "__dict__", {}).get("stream")
+        if isinstance(kept, PrefixedLog) or (kept is not None and any(kept is stream for stream in streams)):
+            vars(handler)["stream"] = log
+    sys.stdout = sys.stderr = log
+    return log
+
+
+@contextlib.contextmanager
+def output_to_log(path: Path) -> Iterator[None]:
+    """Send the launcher's own chatter (imports, agent, C++ on stderr) to a log; ranks still inherit the real stdout."""
+    stdout, stderr, stderr_copy = sys.stdout, sys.stderr, os.dup(2)
+    sys.stdout.flush()
+    log = send_output_to(path, "launcher", [2])
+    try:
+        yield
+    finally:
+        log.finish()
+        sys.stdout, sys.stderr = stdout, stderr
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
