@@ -1,4 +1,4 @@
-"""`python -m mmtrain.launch CONFIG [key=value ...]`: plan a run, start its ranks, and say how it ended.
+"""`mmtrain train`, also `mmtrain train`: plan a run, start its ranks, and say how it ended.
 
 Nothing here imports torch before the configuration is known to be right and ranks have to be started.
 """
@@ -78,21 +78,21 @@ with the same samples in the same steps. What was recorded after that checkpoint
 EXAMPLES = """\
 examples:
   train the demo, whose models and data come with mmtrain, on the CPU:
-    python -m mmtrain.launch configs/llava_pp4.yaml
+    mmtrain train demo:llava_pp4
   see the plan for a layout; needs no GPU, no weights, starts nothing:
-    python -m mmtrain.launch configs/qwen25_72b_pp8_dp2.yaml --plan
+    mmtrain plan configs/qwen25_72b_pp8_dp2.yaml
   LLaVA-1.5's stage 1 on four GPUs:
-    python -m mmtrain.launch configs/llava15_7b_pp4.yaml
+    mmtrain train configs/llava15_7b_pp4.yaml
   change keys for one run:
-    python -m mmtrain.launch configs/llava_pp4.yaml run.name=try2 optimizer.lr=2e-4 parallel.pipeline=2
+    mmtrain train demo:llava_pp4 run.name=try2 optimizer.lr=2e-4 parallel.pipeline=2
   go on after a crash, a full disk or a signal: the same command again; or from an earlier checkpoint
-    python -m mmtrain.launch CONFIG --resume runs/NAME/checkpoints/step-00000100
+    mmtrain train CONFIG --resume runs/NAME/checkpoints/step-00000100
   record what every rank does when, for ui.perfetto.dev:
-    python -m mmtrain.launch configs/llava_pp4.yaml --trace
+    mmtrain train demo:llava_pp4 --trace
   let the planner know this machine: a minute of measuring, then plans in seconds instead of assumptions:
-    python -m mmtrain.launch configs/llava_pp4.yaml --calibrate
+    mmtrain calibrate demo:llava_pp4
   train on two machines; on the second one with --node-rank 1:
-    python -m mmtrain.launch CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint first-machine:29500
+    mmtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint first-machine:29500
   the same through torchrun:
     torchrun --nproc-per-node 4 -m mmtrain.launch CONFIG
 
@@ -122,12 +122,12 @@ def _run(options: argparse.Namespace) -> int:
         rank = _rank_of_torchrun()
         if options.local_rank is not None:
             raise UserError(
-                "--local_rank comes from DeepSpeed's launcher, which does not start mmtrain: it is started by python "
-                "-m mmtrain.launch itself, or by torchrun --nproc-per-node N -m mmtrain.launch"
+                "--local_rank comes from DeepSpeed's launcher, which does not start mmtrain: start it by mmtrain "
+                "train, or by torchrun --nproc-per-node N -m mmtrain.launch"
             )
         config = load_config(options.config, options.overrides)
         if options.trace is not None and (options.plan or options.calibrate):
-            raise UserError("--trace records training; tools/plot_schedule.py --plan CONFIG draws what is planned")
+            raise UserError("--trace records training; mmtrain plot --plan CONFIG draws what is planned")
         if options.plan:
             return run_command(lambda: tell(*render(plan_for_here(config)).split("\n")))
         if rank is None and options.nnodes == 1:
@@ -176,12 +176,12 @@ def _refuse_other_starters() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m mmtrain.launch",
+        prog="mmtrain train",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, or demo:llava_pp4")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. train.max_steps=100")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--plan", action="store_true", help="print the plan; start nothing, write nothing")
@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="STEPS",
         help=f"write trace.json, what every rank did when in STEPS steps (default {TRACED_STEPS}) after the first; for "
-        "ui.perfetto.dev and tools/plot_schedule.py",
+        "ui.perfetto.dev and mmtrain plot",
     )
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines that share the run (default 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
@@ -530,7 +530,7 @@ def _check_data(config: RunConfig, others_wait: bool) -> None:
     if sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT:
         raise UserError(
             f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and other "
-            f"processes would wait for it; first run python tools/index_shards.py {' '.join(map(str, missing[:3]))}"
+            f"processes would wait for it; first run mmtrain index {' '.join(map(str, missing[:3]))}"
             f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template}"
         )
     ensure_indexes(shards, llm, template, say=say, stream=sys.stdout, retry_seconds=seconds)

@@ -6,4 +6,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null
 
 scripts/setup.sh demo
-.venv/bin/python -m mmtrain.launch configs/llava_pp4.yaml run.overwrite=true "$@"
+.venv/bin/python -m mmtrain train configs/llava_pp4.yaml run.overwrite=true "$@"

@@ -45,7 +45,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def make_tiny() -> ModuleType:
-    """tools/make_tiny_model.py: make_tiny_llm, make_tiny_vision, make_tiny_shards, make_config, ..."""
+    """mmtrain tiny: make_tiny_llm, make_tiny_vision, make_tiny_shards, make_config, ..."""
     return tiny_command
 
 

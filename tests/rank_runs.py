@@ -55,7 +55,7 @@ def _be_rank(config: RunConfig, plan: Plan, start: Start | None) -> str | None:
 
 
 def train(file: Path, *overrides: str, resume: str | Path = AUTO) -> Run:
-    """Run to the end what `python -m mmtrain.launch FILE OVERRIDES --resume RESUME` would."""
+    """Run to the end what `mmtrain train FILE OVERRIDES --resume RESUME` would."""
     config = load_config(file, overrides)
     said: list[str] = []
     plan, start = make_plan(config), find_start(config, str(resume), (), said.append)

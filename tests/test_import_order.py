@@ -31,6 +31,7 @@ train
 launch
 doctor
 commands
+__main__
 """
 FLOOR_OF = {wing: floor for floor, line in enumerate(FLOORS.split("\n")) for wing in line.split()}
 STILL_UP = {  # module -> the wing above that it imports

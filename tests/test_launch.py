@@ -140,7 +140,7 @@ def test_a_config_that_is_not_there_is_named(tmp_path):
 def test_help_shows_examples_and_what_exit_codes_mean(tmp_path):
     ran = launch("--help", cwd=tmp_path)
     assert ran.returncode == 0
-    assert "python -m mmtrain.launch configs/" in ran.stdout and "exit codes:" in ran.stdout
+    assert "mmtrain train demo:llava_pp4" in ran.stdout and "exit codes:" in ran.stdout
 
 
 def test_examples_in_the_help_name_configs_that_exist(tmp_path):

@@ -16,7 +16,7 @@ STEP = ("train.packs_per_step=8", "data.ledger=true", "data.pack_length=88")
 
 
 def launch(tiny, folder, name, *overrides):
-    """Run `python -m mmtrain.launch`; the process and the run's folder."""
+    """Run `mmtrain train`; the process and the run's folder."""
     command = [sys.executable, "-m", "mmtrain.launch", str(tiny / "config.yaml"), f"run.dir={folder}"]
     command += [f"run.name={name}", "parallel.threads_per_rank=1", *STEP, *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "COLUMNS": "120"})

@@ -29,7 +29,7 @@ from mmtrain.model.vision import load_vision
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "mmtrain").rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
 
-READER = "mmtrain/model/weights.py"  # for model.projector.init_from and tools/convert_weights.py
+READER = "mmtrain/model/weights.py"  # for model.projector.init_from and mmtrain convert
 WRITER = "mmtrain/export/llava.py"  # `--format llava`: mm_projector.bin is a pickle
 ALLOWED = {("torch.load", READER), ("torch.save", WRITER)}
 

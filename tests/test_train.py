@@ -17,7 +17,7 @@ STEPS = 4
 
 
 def launch(tiny, folder, name, *overrides):
-    """Run `python -m mmtrain.launch` to its end; the run's folder and what it printed."""
+    """Run `mmtrain train` to its end; the run's folder and what it printed."""
     command = [sys.executable, "-m", "mmtrain.launch", str(tiny / "config.yaml")]
     command += [f"run.dir={folder}", f"run.name={name}", f"train.max_steps={STEPS}", *overrides]
     command += ["parallel.threads_per_rank=1"]  # two, on cores that others use, wait for each other at every operation

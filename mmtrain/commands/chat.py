@@ -1,7 +1,7 @@
 """Ask a trained model about a picture, from the terminal; the answer appears word by word.
 
 MODEL is a run of mmtrain or one of its checkpoints, or a Hugging Face LLaVA folder, such as
-tools/export_projector.py --format hf makes. Stock transformers answers in any case: a run is exported first, once for
+mmtrain export --format hf makes. Stock transformers answers in any case: a run is exported first, once for
 each checkpoint, into the cache, which takes the disk space of the whole model.
 
 Without --prompt on a terminal you can ask one question after the other; each sees those before it. Answers are greedy:
@@ -28,6 +28,7 @@ from mmtrain.base.printing import harmless, note, run_command, show_words
 from mmtrain.base.progress import Progress
 from mmtrain.base.small_files import shortened
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, MANIFEST, NAME, StepFolder, find
+from mmtrain.commands.parser import command_parser, positive
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.pretrained.model_files import Shape, find_model_folder, foreign_files, read_json, tensor_shapes
 from mmtrain.pretrained.model_numbers import check_llm_numbers, is_whole
@@ -40,14 +41,14 @@ EXAMPLES = """\
 examples:
   ask the demo's model about one of the pictures that its run held out (it knows no other kind):
     tar -xf "$(ls "${XDG_CACHE_HOME:-$HOME/.cache}"/mmtrain/demo/held-out-*/*.tar | head -1)" held-out-000000.png
-    python tools/chat.py --model runs/llava_pp4 --image held-out-000000.png
+    mmtrain chat --model runs/llava_pp4 --image held-out-000000.png
   one question, one answer, for scripts:
-    python tools/chat.py --model runs/mine --image photo.jpg --prompt "What is the dog doing?" > answer.txt
+    mmtrain chat --model runs/mine --image photo.jpg --prompt "What is the dog doing?" > answer.txt
   two pictures, an earlier checkpoint, a longer answer:
-    python tools/chat.py --model runs/mine/checkpoints/step-00000500 --image before.jpg --image after.jpg \\
+    mmtrain chat --model runs/mine/checkpoints/step-00000500 --image before.jpg --image after.jpg \\
         --prompt "What has changed?" --max-new-tokens 500
   a LLaVA from elsewhere, downloaded before with hf download:
-    python tools/chat.py --model llava-hf/llava-1.5-7b-hf --image photo.jpg --system "Answer in one word."
+    mmtrain chat --model llava-hf/llava-1.5-7b-hf --image photo.jpg --system "Answer in one word."
 
 exit codes:
   0    answered
@@ -59,9 +60,7 @@ SHARD_BYTES = 5 * 10**9
 SHOWN_BYTES = 10**8  # less is exported in a moment
 LARGEST_TOKEN = 10**9
 LONGEST_SIDE = 4_096  # pixels of a picture for the encoder; the largest take 1,540
-NEEDED = (
-    "needed is a run or checkpoint of mmtrain, or a Hugging Face LLaVA folder (tools/export_projector.py makes one)"
-)
+NEEDED = "needed is a run or checkpoint of mmtrain, or a Hugging Face LLaVA folder (mmtrain export makes one)"
 
 
 # ---- the model
@@ -366,9 +365,7 @@ def _without_marks(question: str) -> str:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("chat", __doc__, EXAMPLES)
     parser.add_argument("--model", required=True, help="a run, a checkpoint, or a Hugging Face LLaVA folder")
     parser.add_argument(
         "--image", type=Path, action="append", required=True, metavar="FILE", help="a picture; may be repeated"
@@ -376,11 +373,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", metavar="TEXT", help="one question (default: ask at the terminal)")
     parser.add_argument("--system", metavar="TEXT", help="a system turn before it, for models that take one")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default 256)"
+        "--max-new-tokens", type=positive(int), default=256, metavar="N", help="longest answer, in tokens (default 256)"
     )
     options = parser.parse_args(arguments)
-    if options.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens {options.max_new_tokens}: at least 1 is needed")
     if options.prompt is not None and not options.prompt.strip():
         parser.error("--prompt: is empty; leave it out to ask at the terminal")
     return options
@@ -400,7 +395,3 @@ def main(arguments: list[str] | None = None) -> int:
             raise
 
     return run_command(run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

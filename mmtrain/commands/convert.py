@@ -7,10 +7,8 @@ are left alone.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -19,14 +17,15 @@ from safetensors.torch import save_file
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, tell
+from mmtrain.commands.parser import command_parser
 from mmtrain.model.weights import read_pickled
 from mmtrain.pretrained.model_files import model_folder, read_weight_map
 
 EXAMPLES = """examples:
   beside the .bin files, in the same folder:
-    python tools/convert_weights.py ~/models/vicuna-7b-v1.5
+    mmtrain convert ~/models/vicuna-7b-v1.5
   from the local Hugging Face cache (hf download ID) into a new folder, with config and tokenizer:
-    python tools/convert_weights.py lmsys/vicuna-7b-v1.5 --out ~/models/vicuna-7b-v1.5
+    mmtrain convert lmsys/vicuna-7b-v1.5 --out ~/models/vicuna-7b-v1.5
 """
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -110,14 +109,8 @@ def convert_model(model: str, out: Path | None) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("convert", __doc__, EXAMPLES)
     parser.add_argument("model", help="model folder, or cached hub id")
     parser.add_argument("--out", type=Path, help="new folder for weights, config and tokenizer (default: in place)")
     options = parser.parse_args(arguments)
     return run_command(lambda: convert_model(options.model, options.out))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

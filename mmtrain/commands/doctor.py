@@ -27,6 +27,7 @@ from typing import Any
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import without_nan
 from mmtrain.base.printing import clear_line, harmless, run_command, show_words, tell
+from mmtrain.commands.parser import command_parser, positive
 from mmtrain.doctor.check import Check, Here, Outcome, run_check
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.processes.gpus import Gpu, visible_gpus
@@ -34,13 +35,13 @@ from mmtrain.processes.gpus import Gpu, visible_gpus
 EXAMPLES = """\
 examples:
   everything that this machine can show; minutes:
-    python tools/doctor.py
+    mmtrain doctor
   the most telling checks, within a minute:
-    python tools/doctor.py --quick
+    mmtrain doctor --quick
   some of them, and all that they saw, for a report:
-    python tools/doctor.py --only driver environment channels --json doctor.json
+    mmtrain doctor --only driver environment channels --json doctor.json
   as on a machine without a GPU:
-    python tools/doctor.py --cpu
+    mmtrain doctor --cpu
 
 exit codes:
   0    all checks that ran passed
@@ -66,7 +67,7 @@ CHECKS = (
           "mend each of them in the shell or the job script", 30, quick=True),
     # What one process computes.
     Check("plan", "numbers:plan_and_probe", "a plan, and the probe of a model family",
-          "python -m mmtrain.launch configs/llava_pp4.yaml --plan shows the error alone", 120, quick=True),
+          "mmtrain plan demo:llava_pp4 shows the error alone", 120, quick=True),
     Check("attention", "attention:attention", "packed attention, both directions, over changing lengths",
           NUMBERS, 180, quick=True),
     Check("stage", "numbers:stages_on_gpu", "stages on the GPU compute what they compute on the CPU",
@@ -189,9 +190,7 @@ def _print_list() -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("doctor", __doc__, EXAMPLES)
     add = parser.add_argument
     path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --json=~/file as it is
     add("--list", action="store_true", help="name the checks, what they prove and what they need; run none")
@@ -199,7 +198,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     which.add_argument("--only", nargs="+", metavar="NAME", help="only these checks")
     which.add_argument("--quick", action="store_true", help="only the most telling checks, within a minute")
     add("--cpu", action="store_true", help="as on a machine without a GPU")
-    add("--timeout", type=float, metavar="SECONDS", help="of each check (each has its own, from 30 to 900)")
+    add("--timeout", type=positive(float), metavar="SECONDS", help="of each check (each has its own, from 30 to 900)")
     add("--json", type=path, metavar="FILE", help="write everything that was seen")
     add("--record", type=path, metavar="FILE", default=RECORD, help="losses to compare the demo's with (the shipped)")
     which.add_argument(
@@ -213,8 +212,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             near = difflib.get_close_matches(name, NAMES, 1)
             meant = f" (did you mean {near[0]}?)" if near else ""
             parser.error(f"--only {harmless(name)}: no such check{meant}; there are {', '.join(NAMES)}")
-    if options.timeout is not None and not options.timeout > 0:
-        parser.error(f"--timeout {options.timeout:g}: more than 0 s are needed")
     if options.remake_record:
         options.cpu = True
     elif not options.record.is_file():
@@ -231,7 +228,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends the doctor ends the checks
         signal.signal(number, signal.default_int_handler)
     return run_command(lambda: doctor(options), interrupted="stopped")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

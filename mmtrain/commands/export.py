@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, show_error, tell
 from mmtrain.base.progress import Progress
 from mmtrain.checkpoint.step_folder import StepFolder, find
+from mmtrain.commands.parser import command_parser, positive
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   the newest checkpoint of a run, for transformers, in the precision of the run:
-    python tools/export_projector.py --checkpoint runs/llava_pp4 --format hf --out exported/llava_pp4 --verify
+    mmtrain export --checkpoint runs/llava_pp4 --format hf --out exported/llava_pp4 --verify
   one checkpoint, the projector alone:
-    python tools/export_projector.py --checkpoint runs/llava_pp4/checkpoints/step-00000160 --format safetensors \\
+    mmtrain export --checkpoint runs/llava_pp4/checkpoints/step-00000160 --format safetensors \\
         --out exported/projector
   for LLaVA's stage 2, --pretrain_mm_mlp_adapter exported/llava-mine/mm_projector.bin:
-    python tools/export_projector.py --checkpoint runs/mine --format llava --dtype bfloat16 --out exported/llava-mine
+    mmtrain export --checkpoint runs/mine --format llava --dtype bfloat16 --out exported/llava-mine
 
 exit codes:
   0    done, and everything reads back as written
@@ -152,9 +152,7 @@ def _size(count: int) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("export", __doc__, EXAMPLES)
     parser.add_argument(
         "--checkpoint",
         type=Path,
@@ -170,11 +168,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of the tensors written (default: hf: that of the run's LLM; else float32, in which they were trained)",
     )
     parser.add_argument(
-        "--max-shard-gb", type=_positive(float), default=5.0, metavar="GB", help="hf: size of a file (default: 5)"
+        "--max-shard-gb", type=positive(float), default=5.0, metavar="GB", help="hf: size of a file (default: 5)"
     )
     parser.add_argument(
         "--verify",
-        type=_positive(int),
+        type=positive(int),
         nargs="?",
         const=VERIFY_SAMPLES,
         metavar="N",
@@ -184,22 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
-    def parse(text: str) -> int | float:
-        value = kind(text)
-        if not value > 0:
-            raise ValueError
-        return value
-
-    parse.__name__ = "positive number"
-    return parse
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = _parser().parse_args(arguments)
     return run_command(lambda: export(options), interrupted="stopped; nothing was left under --out")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

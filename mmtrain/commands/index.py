@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.base.printing import run_command, tell
+from mmtrain.commands.parser import command_parser, positive
 from mmtrain.data.samples.records import REASONS
 from mmtrain.data.shards.index import read_index, text_fingerprint
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
@@ -31,12 +32,12 @@ from mmtrain.processes.pool import usable_cores
 EXAMPLES = """\
 examples:
   other people's shards, for LLaVA's stage 1 with Vicuna:
-    python tools/index_shards.py '/data/cc3m/shard-{000000..000331}.tar' --tokenizer lmsys/vicuna-7b-v1.5 \\
+    mmtrain index '/data/cc3m/shard-{000000..000331}.tar' --tokenizer lmsys/vicuna-7b-v1.5 \\
         --template plain
   a folder of shards, for a chat model in a folder of its own, with 16 processes:
-    python tools/index_shards.py /data/mix --tokenizer /models/Qwen2.5-7B-Instruct --template chat --workers 16
+    mmtrain index /data/mix --tokenizer /models/Qwen2.5-7B-Instruct --template chat --workers 16
   after shards were replaced by others of the same name:
-    python tools/index_shards.py /data/mix --tokenizer /models/Qwen2.5-7B-Instruct --template chat --rebuild
+    mmtrain index /data/mix --tokenizer /models/Qwen2.5-7B-Instruct --template chat --rebuild
 
 exit codes:
   0    every shard has its index; samples that cannot be trained on are counted by reason
@@ -89,9 +90,7 @@ def _summarize(tars: Sequence[Path], fingerprint: str, words: str) -> None:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("index", __doc__, EXAMPLES)
     parser.add_argument(
         "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
     )
@@ -103,13 +102,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     cores = usable_cores()
     parser.add_argument(
-        "--workers", type=int, default=cores, metavar="N", help=f"processes; each takes one shard at a time ({cores})"
+        "--workers",
+        type=positive(int),
+        default=cores,
+        metavar="N",
+        help=f"processes; each takes one shard at a time ({cores})",
     )
     parser.add_argument("--rebuild", action="store_true", help="make every index anew, from the tars as they are now")
-    options = parser.parse_args(arguments)
-    if options.workers < 1:
-        parser.error(f"--workers {options.workers}: at least 1 is needed")
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -118,7 +118,3 @@ def main(arguments: list[str] | None = None) -> int:
     return run_command(
         lambda: index_shards(options), interrupted="stopped by Ctrl-C; finished indexes stay, the same command goes on"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

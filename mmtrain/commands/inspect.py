@@ -26,6 +26,7 @@ import numpy as np
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, note, run_command, tell
 from mmtrain.base.progress import Progress
+from mmtrain.commands.parser import command_parser, positive
 from mmtrain.data.report.charts import TERMINAL_BINS, print_distribution, print_table, write_png
 from mmtrain.data.report.fill import Fill, best_nearby, epoch_fill
 from mmtrain.data.report.survey import Survey, histogram, quantile, survey
@@ -45,16 +46,16 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   what is in shards that training has used, or that were made with --tokenizer; 576 tokens an image:
-    python tools/inspect_shards.py data/llava558k --vision vit_large_patch14_clip_quickgelu_336.openai
+    mmtrain inspect data/llava558k --vision vit_large_patch14_clip_quickgelu_336.openai
   other people's shards, for a chat model; charts as PNG:
-    python tools/inspect_shards.py '/data/mix/shard-{000000..000331}.tar' --tokenizer /models/Qwen2.5-7B-Instruct \\
+    mmtrain inspect '/data/mix/shard-{000000..000331}.tar' --tokenizer /models/Qwen2.5-7B-Instruct \\
         --template chat --vision /models/siglip --plot mix.png
   which pack length wastes least, near two of them:
-    python tools/inspect_shards.py data/llava558k --tokens-per-image 576 --pack-length 3072 6144
+    mmtrain inspect data/llava558k --tokens-per-image 576 --pack-length 3072 6144
   is every byte as it was when the shards were indexed?
-    python tools/inspect_shards.py data/llava558k --verify
+    mmtrain inspect data/llava558k --verify
   one sample, token by token:
-    python tools/inspect_shards.py data/llava558k --show 004539375 --tokenizer models/vicuna-7b --template plain \\
+    mmtrain inspect data/llava558k --show 004539375 --tokenizer models/vicuna-7b --template plain \\
         --tokens-per-image 576
 
 exit codes:
@@ -200,7 +201,7 @@ def _verify(tars: Sequence[Path], inform: Callable[[str], None], stream: TextIO,
     if without:
         raise UserError(
             f"--verify: {len(without):,} of {len(tars):,} shards have no index, and so no checksums to compare with "
-            f"(the first is {without[0]}). Indexing takes a shard as it is now: python tools/index_shards.py "
+            f"(the first is {without[0]}). Indexing takes a shard as it is now: mmtrain index "
             f"{without[0].parent} --tokenizer PATH --template NAME"
         )
     damages: list[Damage] = []
@@ -283,9 +284,7 @@ def _print_anatomy(sample: Anatomy) -> None:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("inspect", __doc__, EXAMPLES)
     parser.add_argument(
         "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
     )
@@ -299,22 +298,19 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     per_image.add_argument(
         "--vision", metavar="NAME", help="the vision encoder, as model.vision.name: a timm name, a folder, demo:vision"
     )
-    per_image.add_argument("--tokens-per-image", type=int, metavar="N", help="instead of --vision")
+    per_image.add_argument("--tokens-per-image", type=positive(int), metavar="N", help="instead of --vision")
     parser.add_argument(
         "--pack-length",
-        type=int,
+        type=positive(int),
         nargs="+",
         metavar="TOKENS",
         help=f"as data.pack_length, one or several ({' '.join(map(str, PACK_LENGTHS))})",
     )
-    parser.add_argument("--max-images-per-pack", type=int, metavar="N", help="as data.max_images_per_pack (none)")
+    parser.add_argument(
+        "--max-images-per-pack", type=positive(int), metavar="N", help="as data.max_images_per_pack (none)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     options = parser.parse_args(arguments)
-    for name in ("tokens_per_image", "max_images_per_pack", "pack_length"):
-        given = getattr(options, name)
-        for number in given if isinstance(given, list) else [given]:
-            if number is not None and number < 1:
-                parser.error(f"--{name.replace('_', '-')} {number}: at least 1 is needed")
     if (options.tokenizer is None) != (options.template is None):
         parser.error("--tokenizer and --template go together: lengths depend on both")
     if options.show is not None and options.tokenizer is None:
@@ -328,7 +324,3 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(arguments)
     return run_command(lambda: inspect_shards(options))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, tell
+from mmtrain.commands.parser import command_parser
 from mmtrain.config.load import load_config
 from mmtrain.engine.time_use import WORK_OF, Work
 from mmtrain.engine.trace import TRACE
@@ -29,12 +29,12 @@ from mmtrain.plan.simulate import Program, simulate
 EXAMPLES = """\
 examples:
   the schedule of a configuration, before anything runs:
-    python tools/plot_schedule.py --plan configs/qwen25_72b_pp8_dp2.yaml
+    mmtrain plot --plan configs/qwen25_72b_pp8_dp2.yaml
   a run beside its prediction:
-    python -m mmtrain.launch configs/llava_pp4.yaml --trace
-    python tools/plot_schedule.py --plan configs/llava_pp4.yaml --trace runs/llava_pp4 --out schedule.png
+    mmtrain train demo:llava_pp4 --trace
+    mmtrain plot --plan demo:llava_pp4 --trace runs/llava_pp4 --out schedule.png
   another step of the trace, another layout of the plan:
-    python tools/plot_schedule.py --plan configs/llava_pp4.yaml parallel.chunks_per_rank=2 --trace runs/v2 --step 2
+    mmtrain plot --plan demo:llava_pp4 parallel.chunks_per_rank=2 --trace runs/v2 --step 2
 
 exit codes:
   0    the picture is written
@@ -101,7 +101,7 @@ class Timeline:
         return replace(self, length=length, bars=bars)
 
 
-def predicted(config_file: Path, overrides: Sequence[str]) -> Timeline:
+def predicted(config_file: str, overrides: Sequence[str]) -> Timeline:
     """The step that the planner expects; raises UserError for a config that cannot be planned."""
     plan = plan_for_here(load_config(config_file, overrides))
     step = simulate(Program(plan.schedule), plan.seconds, spans=True)
@@ -162,7 +162,7 @@ def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; a run that is started with --trace leaves it in its folder") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
-        raise UserError(f"{file}: not a trace that mmtrain.launch --trace has written ({error!r})") from error
+        raise UserError(f"{file}: not a trace that mmtrain train --trace has written ({error!r})") from error
     return about, events
 
 
@@ -270,11 +270,9 @@ def _number(axes: Any, bar: Bar, pixels: float, chunks: int, ranks: int) -> None
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("plot", __doc__, EXAMPLES)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key of --plan's CONFIG")
-    parser.add_argument("--plan", type=Path, metavar="CONFIG", help="YAML file of a run")
+    parser.add_argument("--plan", metavar="CONFIG", help="YAML file of a run, or demo:llava_pp4")
     parser.add_argument("--trace", type=Path, metavar="RUN", help="a run's folder, or a trace.json")
     parser.add_argument("--step", type=int, metavar="N", help="which step of the trace, from 0 (its last)")
     parser.add_argument("--replica", type=int, default=0, metavar="R", help="which replica of the trace, from 0 (0)")
@@ -308,7 +306,3 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(arguments)
     return run_command(lambda: plot_schedule(options))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

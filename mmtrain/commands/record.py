@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, tell
+from mmtrain.commands.parser import command_parser
 from mmtrain.pretrained.families import check_family
 from mmtrain.pretrained.model_files import Shape, model_folder, read_json
 from mmtrain.pretrained.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
@@ -25,20 +25,18 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   an LLM, from a folder with its config.json; the id is the name that configs will use:
-    python tools/record_shape.py ~/models/qwen2.5-72b --id Qwen/Qwen2.5-72B-Instruct --alias Qwen/Qwen2.5-72B
+    mmtrain record ~/models/qwen2.5-72b --id Qwen/Qwen2.5-72B-Instruct --alias Qwen/Qwen2.5-72B
   an LLM whose config.json is in the local Hugging Face cache (hf download ID config.json):
-    python tools/record_shape.py Qwen/Qwen2.5-72B-Instruct
+    mmtrain record Qwen/Qwen2.5-72B-Instruct
   a vision encoder by its timm name, or from the folder of a CLIP or SigLIP model:
-    python tools/record_shape.py --vision vit_large_patch14_clip_quickgelu_336.openai
-    python tools/record_shape.py --vision ~/models/clip-vit-large-patch14-336 --id openai/clip-vit-large-patch14-336
+    mmtrain record --vision vit_large_patch14_clip_quickgelu_336.openai
+    mmtrain record --vision ~/models/clip-vit-large-patch14-336 --id openai/clip-vit-large-patch14-336
 """
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("record", __doc__, EXAMPLES)
     parser.add_argument("model", nargs="?", help="folder or cached hub id of an LLM")
     parser.add_argument("--vision", metavar="NAME", help="timm name, folder or cached hub id of a vision encoder")
     parser.add_argument("--id", help="name to record it under; by default the hub id or timm name given")
@@ -144,7 +142,3 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 2 and one message for what the user can mend."""
     options = parse_arguments(arguments)
     return run_command(lambda: record(options))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

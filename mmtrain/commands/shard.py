@@ -46,6 +46,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import run_command, say
 from mmtrain.base.progress import Progress
+from mmtrain.commands.parser import command_parser, positive
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.prepare.intake import Intake, ShardLimit, read_llava_json
 from mmtrain.data.prepare.shard_resume import (
@@ -74,20 +75,20 @@ NOT_OF_RECORDS = ("template", "no_json", "image_names", "duplicate_member", "che
 EXAMPLES = f"""\
 examples:
   LLaVA's 558K pairs for stage 1 (its images.zip unpacked into LLaVA-Pretrain/images):
-    python tools/shard_dataset.py --json LLaVA-Pretrain/blip_laion_cc_sbu_558k.json --images LLaVA-Pretrain/images \\
+    mmtrain shard --json LLaVA-Pretrain/blip_laion_cc_sbu_558k.json --images LLaVA-Pretrain/images \\
         --out data/llava558k
   several files, tars of at most 1 GB, no more than 1 record in 1,000 lost:
-    python tools/shard_dataset.py --json part1.json part2.jsonl --images images --out data/mix \\
+    mmtrain shard --json part1.json part2.jsonl --images images --out data/mix \\
         --shard-bytes 1GB --max-reject-rate 0.001
   go on after Ctrl-C, a full disk or a crash: the same command, and
         --resume
   a mixture that repeats ids over different conversations, text lengths for one LLM, photographs made smaller:
-    python tools/shard_dataset.py --json llava_v1_5_mix665k.json --images images --out data/mix665k \\
+    mmtrain shard --json llava_v1_5_mix665k.json --images images --out data/mix665k \\
         --duplicate-ids keep --tokenizer lmsys/vicuna-7b-v1.5 --template chat --max-side 1344
   see everything that is wrong with a data set, instead of stopping at 5%:
-    python tools/shard_dataset.py --json mix.json --images images --out data/try --max-reject-rate 1
+    mmtrain shard --json mix.json --images images --out data/try --max-reject-rate 1
   then train on it:
-    python -m mmtrain.launch CONFIG 'data.shards=data/llava558k/shard-*.tar'
+    mmtrain train CONFIG 'data.shards=data/llava558k/shard-*.tar'
 
 reasons in rejected.jsonl:
 {chr(10).join(f"  {code:18} {words}" for code, words in REASONS.items() if code not in NOT_OF_RECORDS)}
@@ -305,17 +306,21 @@ def parse_size(text: str) -> int:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("shard", __doc__, EXAMPLES)
     path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --out=~/data as it is
     add = parser.add_argument
     add("--json", type=path, nargs="+", required=True, metavar="FILE", help="LLaVA JSON or JSONL files")
     add("--images", type=path, required=True, metavar="DIR", help="folder that image names start from")
     add("--out", type=path, required=True, metavar="DIR", help="folder for the shards, without any yet")
-    add("--samples-per-shard", type=int, metavar="N", help="records with sound text in a tar (1000)")
+    add("--samples-per-shard", type=positive(int), metavar="N", help="records with sound text in a tar (1000)")
     add("--shard-bytes", type=parse_size, metavar="SIZE", help="instead: a tar's largest size (500MB, 1GiB, ...)")
-    add("--workers", type=int, default=usable_cores(), metavar="N", help="processes (%(default)s: cores usable here)")
+    add(
+        "--workers",
+        type=positive(int),
+        default=usable_cores(),
+        metavar="N",
+        help="processes (%(default)s: cores usable here)",
+    )
     add("--tokenizer", metavar="PATH", help="the LLM's folder, its hub id in the local cache, or demo:llm")
     add("--template", choices=("plain", "chat"), help="data.template of the training run")
     add("--max-reject-rate", type=float, default=0.05, metavar="R", help="stop at more bad records, as a share (0.05)")
@@ -325,10 +330,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default="reject",
         help="keep: their keys get -2, -3, ... (reject)",
     )
-    add("--max-pixels", type=int, default=MAX_IMAGE_PIXELS, metavar="N", help="reject larger images (%(default)s)")
+    add(
+        "--max-pixels",
+        type=positive(int),
+        default=MAX_IMAGE_PIXELS,
+        metavar="N",
+        help="reject larger images (%(default)s)",
+    )
     add(
         "--max-side",
-        type=int,
+        type=positive(int),
         metavar="PIXELS",
         help="make images with a longer side smaller (Lanczos; JPEG stays JPEG)",
     )
@@ -342,10 +353,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         options.samples_per_shard = 1000
     if options.out == Path():
         parser.error("--out: an empty name, or this folder; name a folder for the shards alone")
-    for name in ("samples_per_shard", "workers", "max_pixels", "max_side"):
-        number = getattr(options, name)
-        if number is not None and number < 1:
-            parser.error(f"--{name.replace('_', '-')} {number}: at least 1 is needed")
     if options.shard_bytes is not None and options.shard_bytes < 1_000_000:
         parser.error(f"--shard-bytes {options.shard_bytes}: at least 1MB is needed")
     if options.max_pixels > MAX_IMAGE_PIXELS:
@@ -363,7 +370,3 @@ def main(arguments: list[str] | None = None) -> int:
         options.out,
         f"stopped by Ctrl-C; {options.out} is unfinished: go on with --resume, or delete it",
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,5 @@
 """Make a tiny random model and data folder: try a layout before downloading weights.
 
-    python tools/make_tiny_model.py runs/tiny --family qwen2
-    python -m mmtrain.launch runs/tiny/config.yaml
-
 The folder gets everything that a run needs, in the formats that real runs read:
 
     llm/          random causal LM of the chosen family, saved by stock transformers, with a byte-level BPE tokenizer
@@ -36,7 +33,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from mmtrain.base.printing import tell
+from mmtrain.base.printing import run_command, tell
 from mmtrain.data.prepare.sharding import KeyedSample, write_shard
 from mmtrain.model.vision import save_timm_folder
 
@@ -286,8 +283,20 @@ def make_config(folder: str | Path, name: str, pipeline: int = 4, data: int = 1)
     return path
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+EXAMPLES = """\
+examples:
+  a Qwen2 of eight layers, then its plan and a run of it:
+    mmtrain tiny runs/tiny --family qwen2
+    mmtrain plan runs/tiny/config.yaml
+    mmtrain train runs/tiny/config.yaml
+  deeper and wider, every second sample with two images:
+    mmtrain tiny runs/deep --layers 16 --width 128 --two-image-fraction 0.5
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; exit code 2 and one message for what the user can mend."""
+    parser = command_parser("tiny", __doc__, EXAMPLES)
     parser.add_argument("folder", type=Path, help="where to write (existing files of these names are replaced)")
     parser.add_argument("--family", default="llama", help="transformers model_type: llama, mistral, qwen2, gemma2, ...")
     parser.add_argument("--layers", type=int, default=8, help="decoder layers (default 8, two for each of four ranks)")
@@ -306,8 +315,13 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(
             f"--family {options.family}: transformers has no such model_type; nearest: {', '.join(near) or 'none'}"
         )
+    return run_command(lambda: make_tiny(options))
+
+
+def make_tiny(options: argparse.Namespace) -> None:
+    """Write all of it and say how to start a run."""
     transformers_logging.disable_progress_bar()
-    folder = options.folder
+    folder: Path = options.folder
     make_tiny_llm(folder / "llm", options.family, options.layers, options.width, options.seed)
     make_tiny_vision(folder / "vision", seed=options.seed)
     make_tiny_shards(
@@ -320,10 +334,6 @@ def main(arguments: list[str] | None = None) -> None:
     config = make_config(folder, f"tiny-{options.family}", pipeline=min(4, options.layers))
     tell(
         f"wrote {folder}/llm, vision, shards and config.yaml. Now run:",
-        f"  python -m mmtrain.launch {config} --plan",
-        f"  python -m mmtrain.launch {config}",
+        f"  mmtrain plan {config}",
+        f"  mmtrain train {config}",
     )
-
-
-if __name__ == "__main__":
-    main()

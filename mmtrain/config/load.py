@@ -18,14 +18,19 @@ from mmtrain.config.problems import explain
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import parse_yaml, read_yaml
 
+DEMO = "demo:llava_pp4"  # the configuration of the demo, by a name that needs no checkout
+DEMO_FILE = Path(__file__).parents[1] / "demo" / "llava_pp4.yaml"  # in a checkout a link to configs/llava_pp4.yaml
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a YAML file, with `key.sub=value` overrides applied in order.
+    """The configuration in a YAML file, or DEMO, with `key.sub=value` overrides applied in order.
 
     Raises UserError listing every problem at once: per key its path, the value seen, what is allowed; for an unknown
     key the nearest valid one. `data.allow_pipe` is taken from overrides alone.
     """
-    content = read_yaml(Path(path))
+    if str(path) != DEMO and str(path).startswith("demo:"):
+        raise UserError(f"{path}: the demo has no such configuration; it has {DEMO}")
+    content = read_yaml(DEMO_FILE if str(path) == DEMO else Path(path))
     if content is not None and not isinstance(content, dict):
         raise UserError(f"{path}: holds a {type(content).__name__}; needs the sections {_sections()}")
     content = _without_empty_sections(RunConfig, content or {})

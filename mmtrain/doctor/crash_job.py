@@ -63,7 +63,7 @@ class Killed:
 
 
 class Start:
-    """`python -m mmtrain.launch ...`, started in a process group of its own."""
+    """`mmtrain train ...`, started in a process group of its own."""
 
     def __init__(self, arguments: Sequence[str], run: Path, scratch: Path) -> None:
         self.run = run

@@ -168,7 +168,7 @@ def traps(variables: Mapping[str, str]) -> Iterator[str]:
             yield f"{variable}={variables[variable]}: {effect}; unset it"
     if all(variable in variables for variable in TORCHRUN_VARIABLES):
         names = ", ".join(TORCHRUN_VARIABLES)
-        yield f"{names} are set: mmtrain.launch takes itself for a rank that torchrun started; unset RANK"
+        yield f"{names} are set: mmtrain train takes itself for a rank that torchrun started; unset RANK"
 
 
 def _folders() -> Iterator[str]:

@@ -161,7 +161,7 @@ def remake_record(here: Here) -> Seen:
     }
     record = {
         "what": f"losses of {STEPS} steps of configs/llava_pp4.yaml at pipeline 1, in nats per supervised token",
-        "made_by": "python tools/doctor.py --remake-record",
+        "made_by": "mmtrain doctor --remake-record",
         "made_on": f"{platform.machine()} CPU",
         "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
         "tolerances": RECORD_TOLERANCES,

@@ -1,6 +1,6 @@
 """Short runs of the demo by the real launcher, for checks that compare runs; each is made once in a doctor's life.
 
-name, overrides --python -m mmtrain.launch configs/llava_pp4.yaml--> Run: what its folder says
+name, overrides --mmtrain train demo:llava_pp4--> Run: what its folder says
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmtrain.base.printing import say
 from mmtrain.doctor.check import FailedError, Here
 from mmtrain.processes.parent import die_with_parent
 
-DEMO = Path(__file__).parents[2] / "configs" / "llava_pp4.yaml"
+DEMO = "demo:llava_pp4"
 STEPS = 6
 SHORT = (
     f"train.max_steps={STEPS}",
@@ -55,11 +55,11 @@ class Run:
 
 def launcher(here: Here, name: str, *overrides: str) -> list[str]:
     """The command line of a run of the demo; later overrides win."""
-    return [str(DEMO), *SHORT, f"run.dir={here.runs}", f"run.name={name}", *overrides]
+    return [DEMO, *SHORT, f"run.dir={here.runs}", f"run.name={name}", *overrides]
 
 
 def launch(arguments: Sequence[str]) -> str:
-    """Run `python -m mmtrain.launch`; what it printed. Raises FailedError with its message if it fails."""
+    """Run `mmtrain train`; what it printed. Raises FailedError with its message if it fails."""
     command = [sys.executable, "-m", "mmtrain.launch", *arguments]
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, preexec_fn=die_with_parent)
     say(" ".join(command), *ran.stdout.splitlines(), *ran.stderr.splitlines())  # into the check's log

@@ -159,7 +159,7 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
     if pickled:
         raise UserError(
             f"{folder}: has only pickled weights ({pickled[0].name}); convert them once with "
-            f"python tools/convert_weights.py {folder}"
+            f"mmtrain convert {folder}"
         )
     return None
 

@@ -2,7 +2,7 @@
 
 Sources, in this order: the model's folder (or its snapshot in the local Hugging Face cache): config.json and the
 headers of its safetensors files; then the records in `mmtrain/pretrained/recorded/`, by hub id or timm name
-(`tools/record_shape.py` adds one). Importing AutoConfig or timm instead would import torch, 3 s each.
+(`mmtrain record` adds one). Importing AutoConfig or timm instead would import torch, 3 s each.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def llm_shape(path: str) -> LlmShape:
         raise UserError(
             f"{folder}: has config.json but no model.safetensors, and no recorded shape is that of this model; "
             f"download the weights, or, to plan without them, record it under a name and give that name as "
-            f"model.llm.path: python tools/record_shape.py {path} --id NAME"
+            f"model.llm.path: mmtrain record {path} --id NAME"
         )
     raise UserError(f"{folder}: neither config.json nor model.safetensors in this folder; is it a model's folder?")
 
@@ -244,7 +244,7 @@ def vision_shape(name: str, select_layer: int) -> VisionShape:
         nearest = ", ".join(nearest_recorded("vision", name)) or "none"
         raise UserError(
             f"model.vision.name: {name}: no folder of this name, and its shape is not recorded; nearest recorded: "
-            f"{nearest}. Record a timm model once: python tools/record_shape.py --vision {name}"
+            f"{nearest}. Record a timm model once: mmtrain record --vision {name}"
         )
     config_json = read_json(folder / "config.json")
     tensors = tensor_shapes(folder)
@@ -253,7 +253,7 @@ def vision_shape(name: str, select_layer: int) -> VisionShape:
         if recorded is None:
             raise UserError(
                 f"{folder}: has config.json but no model.safetensors; download the weights, or, to plan without them, "
-                f"record it under a name and give that name as model.vision.name: python tools/record_shape.py "
+                f"record it under a name and give that name as model.vision.name: mmtrain record "
                 f"--vision {name} --id NAME"
             )
         tensors = recorded.parameters

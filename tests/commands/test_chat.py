@@ -1,4 +1,4 @@
-"""tools/chat.py: what it says is what stock transformers generates from the exported model, and it says no more."""
+"""mmtrain chat: what it says is what stock transformers generates from the exported model, and it says no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/convert_weights.py: pickled checkpoints become safetensors with the same values, or are refused untouched."""
+"""mmtrain convert: pickled checkpoints become safetensors with the same values, or are refused untouched."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""tools/doctor.py: a check's end never is the others' end, what fails says what to do, and what is wrong is seen."""
+"""mmtrain doctor: a check's end never is the others' end, what fails says what to do, and what is wrong is seen."""
 
 from __future__ import annotations
 

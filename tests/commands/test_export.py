@@ -1,4 +1,4 @@
-"""tools/export_projector.py: whole or not at all, and --verify, which must not believe what only looks right."""
+"""mmtrain export: whole or not at all, and --verify, which must not believe what only looks right."""
 
 from __future__ import annotations
 

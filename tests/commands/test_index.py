@@ -1,4 +1,4 @@
-"""tools/index_shards.py: an index beside every shard, and a summary of what cannot be trained on."""
+"""mmtrain index: an index beside every shard, and a summary of what cannot be trained on."""
 
 import os
 import re
@@ -130,5 +130,5 @@ def test_help_shows_examples_and_exit_codes(capsys, tool):
     with pytest.raises(SystemExit):
         tool.main(["--help"])
     printed = capsys.readouterr().out
-    assert "python tools/index_shards.py" in printed
+    assert "mmtrain index" in printed
     assert "exit codes:" in printed

@@ -1,4 +1,4 @@
-"""tools/inspect_shards.py: what it tells of shards is what Python's tarfile, Pillow and the stock tokenizer tell."""
+"""mmtrain inspect: what it tells of shards is what Python's tarfile, Pillow and the stock tokenizer tell."""
 
 import io
 import itertools
@@ -336,7 +336,7 @@ def test_what_is_missing_for_fill_and_show_is_said(tool, folder, plain, capsys):
     [
         (("--show", "k"), "--show needs --tokenizer PATH and --template NAME"),
         (("--template", "plain"), "--tokenizer and --template go together"),
-        (("--pack-length", "0"), "--pack-length 0: at least 1"),
+        (("--pack-length", "0"), "--pack-length: 0: a whole number, at least 1, is needed"),
         (("--plot", "a.pdf"), "a file that ends in .png"),
         (("--verify", "--show", "k"), "not allowed with"),
     ],

@@ -1,4 +1,4 @@
-"""tools/plot_schedule.py: pictures of plans and traces, and what it says of wrong input."""
+"""mmtrain plot: pictures of plans and traces, and what it says of wrong input."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_plan_without_a_calibration_is_drawn_as_wide_as_the_measured_step(tiny
     [
         (["--trace", "nowhere"], "error: nowhere: no such file; a run that is started with --trace leaves it"),
         (["--trace", "."], "error: trace.json: no such file"),
-        (["--trace", "plain.json"], "error: plain.json: not a trace that mmtrain.launch --trace has written"),
+        (["--trace", "plain.json"], "error: plain.json: not a trace that mmtrain train --trace has written"),
         (["--trace", "broken.json"], "error: broken.json: not a trace"),
         (["--trace", "another.json"], "error: another.json: not a trace"),
         (["--trace", "RUN", "--step", "3"], "trace.json has steps 1 to 2 (counted from 0)"),

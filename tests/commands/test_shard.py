@@ -1,4 +1,4 @@
-"""tools/shard_dataset.py: every record ends in a shard, unchanged, or in rejected.jsonl with its reason."""
+"""mmtrain shard: every record ends in a shard, unchanged, or in rejected.jsonl with its reason."""
 
 import hashlib
 import io
@@ -455,14 +455,14 @@ def test_a_broken_last_file_shows_before_anything_is_written(tool, folder, capsy
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--samples-per-shard", "0"], "--samples-per-shard 0: at least 1"),
+        (["--samples-per-shard", "0"], "--samples-per-shard: 0: a whole number"),
         (["--samples-per-shard", "9", "--shard-bytes", "1GB"], "give one of the two"),
         (["--shard-bytes", "many"], "'many' is no size"),
         (["--shard-bytes", "1"], "--shard-bytes 1: at least 1MB"),
         (["--shard-bytes", "1e400GB"], "'1e400GB' is no size"),
         (["--out", ""], "--out: an empty name"),
-        (["--workers", "0"], "--workers 0: at least 1"),
-        (["--max-side", "0"], "--max-side 0: at least 1"),
+        (["--workers", "0"], "--workers: 0: a whole number"),
+        (["--max-side", "0"], "--max-side: 0: a whole number"),
         (["--max-pixels", "1000000001"], "at most 100000000"),
         (["--tokenizer", "demo:llm"], "--tokenizer and --template: give both or none"),
         (["--max-reject-rate", "5"], "a share from 0 to 1"),
@@ -519,7 +519,7 @@ def test_help_teaches_by_example(tool, capsys):
         tool.main(["--help"])
     said = capsys.readouterr().out
     assert ended.value.code == 0
-    assert "python tools/shard_dataset.py --json" in said and "rejected.jsonl" in said and "exit codes" in said
+    assert "mmtrain shard --json" in said and "rejected.jsonl" in said and "exit codes" in said
     assert all((f"\n  {reason} " in said) == (reason not in tool.NOT_OF_RECORDS) for reason in tool.REASONS)
 
 

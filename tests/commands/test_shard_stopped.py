@@ -1,4 +1,4 @@
-"""tools/shard_dataset.py stopped by whatever: no half shard, and --resume makes the bytes of an undisturbed run."""
+"""mmtrain shard stopped by whatever: no half shard, and --resume makes the bytes of an undisturbed run."""
 
 import json
 import os

@@ -23,7 +23,7 @@ def fingerprint(folder):
 def test_the_command_writes_a_run_and_says_how_to_start_it(make_tiny, tmp_path, capsys):
     make_tiny.main([str(tmp_path / "one"), "--family", "qwen2", "--layers", "4", "--samples", "24"])
     printed = capsys.readouterr().out
-    assert f"python -m mmtrain.launch {(tmp_path / 'one').resolve()}/config.yaml" in printed
+    assert f"mmtrain train {(tmp_path / 'one').resolve()}/config.yaml" in printed
     config = load_config(tmp_path / "one" / "config.yaml")
     assert config.parallel.pipeline == 4
     llm = AutoModelForCausalLM.from_pretrained(config.model.llm.path)

@@ -286,7 +286,7 @@ def test_what_holds_no_projector_is_refused_with_what_is_needed(tmp_path, tiny):
     save_file({"llm.norm.weight": torch.ones(2)}, tmp_path / "projector.safetensors")
     assert "none of a projector" in refusal(tmp_path)
     torch.save({"model.x.weight": torch.ones(2)}, tmp_path / "notes" / "pytorch_model.bin")
-    assert "convert them once with python tools/convert_weights.py" in refusal(tmp_path / "notes")
+    assert "convert them once with mmtrain convert" in refusal(tmp_path / "notes")
 
 
 def test_a_cut_or_changed_safetensors_file_is_refused_or_holds_what_its_header_says(tmp_path):

@@ -319,7 +319,7 @@ def test_unusable_weights_are_refused_with_what_to_do(folder, tmp_path):
 
     pickled = copy("pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"python tools/convert_weights\.py"):
+    with pytest.raises(UserError, match=r"mmtrain convert"):
         load(pickled)
     empty = copy("empty")
     (empty / "model.safetensors").unlink()

@@ -233,14 +233,14 @@ def test_a_folder_with_config_alone_uses_the_record_of_the_model_it_names(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(facts))
     assert llm_shape(str(tmp_path)) == llm_shape("lmsys/vicuna-7b-v1.5")
     (tmp_path / "config.json").write_text(json.dumps({**facts, "vocab_size": 32001}))
-    with pytest.raises(UserError, match=f"python tools/record_shape.py {tmp_path} --id NAME"):
+    with pytest.raises(UserError, match=f"mmtrain record {tmp_path} --id NAME"):
         llm_shape(str(tmp_path))
 
 
 def test_pickled_weights_are_refused_with_the_tool_that_converts_them(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=f"python tools/convert_weights.py {tmp_path}"):
+    with pytest.raises(UserError, match=f"mmtrain convert {tmp_path}"):
         llm_shape(str(tmp_path))
 
 
@@ -438,7 +438,7 @@ def test_an_unknown_timm_name_gets_the_nearest_recorded_ones_and_the_tool(empty_
     message = str(caught.value)
     assert "vit_large_patch14_clip_336.openai: no folder of this name, and its shape is not recorded" in message
     assert CLIP_L in message
-    assert "python tools/record_shape.py --vision vit_large_patch14_clip_336.openai" in message
+    assert "mmtrain record --vision vit_large_patch14_clip_336.openai" in message
     with pytest.raises(UserError, match="hf download owner/encoder"):
         vision_shape("owner/encoder", -2)
 

@@ -47,7 +47,7 @@ VERSION = 1
 # Part of every fingerprint. Templates that make other tokens of the same text need another one, or the lengths of
 # indexes written before would be taken for theirs.
 TEXT_RULES_VERSION = 1
-MEND = "python tools/index_shards.py --rebuild --tokenizer PATH --template NAME"
+MEND = "mmtrain index --rebuild --tokenizer PATH --template NAME"
 
 # What AutoTokenizer may read in a model's folder, across its families.
 _TOKENIZER_FILES = (

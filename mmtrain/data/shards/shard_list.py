@@ -167,14 +167,14 @@ def find_shards(names: Sequence[str], say: Callable[[str], None] = lambda line: 
 
 
 def refuse_unfinished_shards(paths: Sequence[Path], key: str = "data.shards") -> None:
-    """Raise UserError for shards of a data set that tools/shard_dataset.py did not finish: part of it would be missing.
+    """Raise UserError for shards of a data set that mmtrain shard did not finish: part of it would be missing.
 
     That tool begins with rejected.jsonl and ends with dataset.json.
     """
     for folder in dict.fromkeys(path.parent for path in paths):
         if (folder / "rejected.jsonl").is_file() and not (folder / "dataset.json").is_file():
             raise UserError(
-                f"{key}: {folder} holds an unfinished data set: tools/shard_dataset.py was stopped before it wrote "
+                f"{key}: {folder} holds an unfinished data set: mmtrain shard was stopped before it wrote "
                 "dataset.json there; run the same command with --resume, or delete the folder and make it again"
             )
 

@@ -134,7 +134,7 @@ class Catalog:
         if texts is None:
             raise UserError(
                 f"{shard}: its index has no token lengths for this tokenizer and template; make them: "
-                f"python tools/index_shards.py {shard} --tokenizer PATH --template NAME"
+                f"mmtrain index {shard} --tokenizer PATH --template NAME"
             )
         images = np.diff(index.first_image).astype(np.int32)
         exact = np.array(texts.tokens, np.int64) + images * np.int64(self.tokens_per_image)

@@ -91,7 +91,7 @@ class Documents:
             raise UserError(
                 f"{sample.where}: {len(document.input_ids)} tokens, where the index of its shard says {planned}: the "
                 "index was made by another version of the tokenizer's library; index the shard again: python "
-                f"tools/index_shards.py {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
+                f"mmtrain index {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
                 f"--template {self.config.data.template}"
             )
         return document

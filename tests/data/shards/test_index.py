@@ -321,7 +321,7 @@ def test_a_tar_of_another_size_makes_its_index_stale(tar):
 
 def test_a_missing_index_and_missing_lengths_are_states_not_errors(tar):
     assert index_state(tar, "f" * 16) is IndexState.MISSING
-    with pytest.raises(MissingIndex, match=r"python tools/index_shards\.py --tokenizer PATH --template NAME .*\.tar$"):
+    with pytest.raises(MissingIndex, match=r"mmtrain index --tokenizer PATH --template NAME .*\.tar$"):
         read_index(tar)
     write_index(tar, small_index())
     assert index_state(tar, "f" * 16) is IndexState.READY

@@ -1,0 +1,57 @@
+"""`mmtrain COMMAND ...`, also `python -m mmtrain COMMAND ...`: hands the arguments to the command's module."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+import mmtrain
+from mmtrain.base.printing import harmless, run_command, show_error, tell
+
+COMMANDS = {  # in the order of their use; the module of each, and what it does
+    "train": ("mmtrain.launch", "train a connector, or go on with a run"),
+    "plan": ("mmtrain.commands.plan", "show which rank holds, trains and runs what; start nothing"),
+    "calibrate": ("mmtrain.commands.calibrate", "measure this machine, so that plans are in seconds"),
+    "shard": ("mmtrain.commands.shard", "turn LLaVA JSON and images into webdataset shards"),
+    "index": ("mmtrain.commands.index", "index webdataset shards from elsewhere, or anew"),
+    "inspect": ("mmtrain.commands.inspect", "show what is in shards; compare every byte; show one sample"),
+    "export": ("mmtrain.commands.export", "export what was trained, for transformers or for LLaVA's code"),
+    "chat": ("mmtrain.commands.chat", "ask a trained model about a picture"),
+    "convert": ("mmtrain.commands.convert", "turn pickled weights into safetensors"),
+    "record": ("mmtrain.commands.record", "record a model's shapes, so that it can be planned without it"),
+    "plot": ("mmtrain.commands.plot", "draw a step, planned and measured, as a picture"),
+    "tiny": ("mmtrain.commands.tiny", "make a tiny model and data, to try a layout"),
+    "doctor": ("mmtrain.commands.doctor", "check that training works on this machine"),
+}
+HELP = f"""\
+usage: mmtrain COMMAND ...
+
+Train the connector of a vision-language model, the LLM frozen and in stages.
+
+commands; mmtrain COMMAND --help tells more and has examples:
+{chr(10).join(f"  {name:9}  {purpose}" for name, (_, purpose) in COMMANDS.items())}
+
+begin with the demo, which brings its models and data with it:
+  mmtrain train demo:llava_pp4
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; the command's exit code, 2 where there is no such command."""
+    command, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command in ("-h", "--help", "help"):
+        return run_command(lambda: tell(*HELP.splitlines()))
+    if command == "--version":
+        return run_command(lambda: tell(f"mmtrain {mmtrain.__version__}"))
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, 1)
+        meant = f"did you mean {near[0]}?" if near else "mmtrain --help lists what there is"
+        show_error(f"mmtrain has no command {harmless(command)}: {meant}")
+        return 2
+    return importlib.import_module(COMMANDS[command][0]).main(others)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

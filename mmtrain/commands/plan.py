@@ -1,0 +1,36 @@
+"""Show the plan of a run: which rank holds, trains and runs what, and how much memory that takes.
+
+CONFIG is the YAML file of a run; any key of it can be set behind it. Nothing is started, nothing is written, and
+neither GPUs nor weights are needed: a laptop plans for a cluster. Without a calibration the plan has shares and ratios,
+no seconds; mmtrain calibrate measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmtrain import launch
+from mmtrain.commands.parser import command_parser
+
+EXAMPLES = """\
+examples:
+  the demo, on four ranks:
+    mmtrain plan demo:llava_pp4
+  the same on two, and with two stages on each:
+    mmtrain plan demo:llava_pp4 parallel.pipeline=2 parallel.chunks_per_rank=2
+  a 72B on 16 GPUs of another size than those here:
+    mmtrain plan configs/qwen25_72b_pp8_dp2.yaml parallel.device_memory_gib=72
+
+exit codes:
+  0    the plan is printed
+  2    wrong input, or a run that does not fit; the message says what to do
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; the exit code."""
+    parser = command_parser("plan", __doc__, EXAMPLES)
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, or demo:llava_pp4")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. parallel.pipeline=8")
+    options = parser.parse_args(arguments)
+    return launch.main([options.config, *options.overrides, "--plan"])
