@@ -106,7 +106,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         type=positive(int),
         default=cores,
         metavar="N",
-        help=f"processes; each takes one shard at a time ({cores})",
+        help=f"processes, a shard at a time each ({cores})",
     )
     parser.add_argument("--rebuild", action="store_true", help="make every index anew, from the tars as they are now")
     return parser.parse_args(arguments)

@@ -306,9 +306,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="TOKENS",
         help=f"as data.pack_length, one or several ({' '.join(map(str, PACK_LENGTHS))})",
     )
-    parser.add_argument(
-        "--max-images-per-pack", type=positive(int), metavar="N", help="as data.max_images_per_pack (none)"
-    )
+    parser.add_argument("--max-images-per-pack", type=positive(int), metavar="N", help="as the key in data (none)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     options = parser.parse_args(arguments)
     if (options.tokenizer is None) != (options.template is None):

@@ -319,7 +319,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         type=positive(int),
         default=usable_cores(),
         metavar="N",
-        help="processes (%(default)s: cores usable here)",
+        help="processes (%(default)s: usable cores)",
     )
     add("--tokenizer", metavar="PATH", help="the LLM's folder, its hub id in the local cache, or demo:llm")
     add("--template", choices=("plain", "chat"), help="data.template of the training run")
@@ -335,7 +335,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         type=positive(int),
         default=MAX_IMAGE_PIXELS,
         metavar="N",
-        help="reject larger images (%(default)s)",
+        help="reject larger ones (%(default)s)",
     )
     add(
         "--max-side",

@@ -34,6 +34,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from mmtrain.base.printing import run_command, tell
+from mmtrain.commands.parser import command_parser
 from mmtrain.data.prepare.sharding import KeyedSample, write_shard
 from mmtrain.model.vision import save_timm_folder
 
