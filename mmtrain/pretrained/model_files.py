@@ -158,8 +158,7 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
     pickled = sorted(folder.glob("pytorch_model*.bin"))
     if pickled:
         raise UserError(
-            f"{folder}: has only pickled weights ({pickled[0].name}); convert them once with "
-            f"mmtrain convert {folder}"
+            f"{folder}: has only pickled weights ({pickled[0].name}); convert them once with mmtrain convert {folder}"
         )
     return None
 
