@@ -41,10 +41,11 @@ from mmtrain.data.stream.catalog import data_sets
 from mmtrain.engine.trace import refuse_unfit_trace
 from mmtrain.model.projector_files import refuse_unfit_init_from
 from mmtrain.plan.calibration import Device, cached_file, calibration_key, cpu_device, gpu_device
-from mmtrain.plan.layout import Plan, render
+from mmtrain.plan.layout import Plan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.refusals import GpuMemory, check_environment, refuse_short_memory
 from mmtrain.plan.simulate import Program, simulate
+from mmtrain.plan.table import render
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import refuse_missing_chat_template
 from mmtrain.processes.gpus import Gpu, visible_gpus

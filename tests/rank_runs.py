@@ -15,7 +15,8 @@ from mmtrain.checkpoint.run_folder import AUTO, find_start, prepare_folder, run_
 from mmtrain.checkpoint.step_folder import StepFolder, find, step_path, why_damaged
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.plan.planner import Plan, make_plan
+from mmtrain.plan.layout import Plan
+from mmtrain.plan.planner import make_plan
 from mmtrain.processes.rank import Rank
 from mmtrain.processes.rank_records import Progress
 from mmtrain.processes.stop import StopRequest

@@ -44,6 +44,14 @@ def message(text: str) -> str:
     return "\n".join([first, *(line if not line or line[0].isspace() else f"  {line}" for line in more)])
 
 
+def bytes_text(count: float) -> str:
+    """A number of bytes for people: `3.1 GiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 2**10:,.1f} KiB" if count else "0"
+
+
 def say(*messages: str, stream: TextIO | None = None) -> None:
     """Print messages, each beginning a line, to stdout or `stream`.
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mmtrain.base.printing import bytes_text
 from mmtrain.base.progress import Progress
 from mmtrain.calibration.allocations import MemoryTrace
 from mmtrain.calibration.message_costs import MessageCosts, median_of
@@ -46,7 +47,7 @@ from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
-from mmtrain.plan.layout import Plan, StagePlan, bytes_text
+from mmtrain.plan.layout import Plan, StagePlan
 from mmtrain.plan.planner import models_of
 from mmtrain.processes.rank import Rank
 

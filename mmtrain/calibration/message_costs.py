@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.engine.channels import Channels
-from mmtrain.plan.planner import Plan
+from mmtrain.plan.layout import Plan
 
 MESSAGES = 3  # in a stretch
 ECHOES = 4  # there and back, in a row

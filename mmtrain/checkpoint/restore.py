@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
-from mmtrain.plan.planner import Plan
+from mmtrain.plan.layout import Plan
 
 PACKAGES = ("torch", "transformers", "timm", "deepspeed", "mmtrain")
 

@@ -10,11 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mmtrain.base.printing import say
+from mmtrain.base.printing import bytes_text, say
 from mmtrain.doctor.check import FailedError, Here, Seen
 from mmtrain.doctor.layouts import on_ranks
 from mmtrain.doctor.runs import demo, launch, launcher
-from mmtrain.plan.layout import bytes_text
 from mmtrain.processes.parent import die_with_parent
 
 # Of the plan's bytes: what kernels work in is estimated, and allocators round; and what cuBLAS takes for itself.

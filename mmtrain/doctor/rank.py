@@ -20,7 +20,8 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.one_stage import expected_batch
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.stage import build_chunk
-from mmtrain.plan.planner import Plan, make_plan, models_of
+from mmtrain.plan.layout import Plan
+from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.processes.rank import Rank
 
 ROUNDS = 8

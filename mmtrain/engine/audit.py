@@ -21,7 +21,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform, is_timm_name
 from mmtrain.engine.optimizer import NoOpOptimizer
 from mmtrain.model.stage import Chunk
-from mmtrain.plan.planner import Plan, RankPlan
+from mmtrain.plan.layout import Plan, RankPlan
 from mmtrain.pretrained.model_files import model_folder, read_json
 
 ROW_BYTES = 8192

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.engine.process_groups import channel_group
-from mmtrain.plan.planner import Plan
+from mmtrain.plan.layout import Plan
 
 Key = tuple[str, int, int]  # (kind, stage, micro-batch) of a message that is awaited
 

@@ -59,7 +59,8 @@ from mmtrain.engine.time_use import RankSeconds
 from mmtrain.engine.warm_up import warm_up
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Chunk
-from mmtrain.plan.planner import Plan, models_of
+from mmtrain.plan.layout import Plan
+from mmtrain.plan.planner import models_of
 from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule, in_common_order
 
 

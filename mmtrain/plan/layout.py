@@ -1,17 +1,14 @@
-"""A plan: who holds and trains what, in which order it runs, what it costs; as a table and as plan.json's content."""
+"""A plan: who holds and trains what, in which order it runs, what it costs; and plan.json's content."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.schedule import Schedule
 from mmtrain.plan.simulate import StageSeconds
-
-COLUMNS = 120  # of a printed plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,127 +119,12 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The content of plan.json: everything but the instructions."""
-        content = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("ranks", "schedule")}
-        content["uniform"] = None if self.uniform is None else asdict(self.uniform)
-        content["seconds"] = asdict(self.seconds)
-        content["ranks"] = []
-        for rank in self.ranks:
-            entry = asdict(rank)
+        content = asdict(replace(self, schedule=()))
+        del content["schedule"]
+        for entry, rank in zip(content["ranks"], self.ranks, strict=True):
             entry["stages"] = [
                 {"stage": s.stage, "layers": list(s.layers), "recompute_layers": s.recompute_layers}
                 for s in rank.stages
             ]
-            entry["recompute_layers"] = rank.recompute_layers
-            entry["total_bytes"] = rank.total_bytes
-            content["ranks"].append(entry)
+            entry |= {"recompute_layers": rank.recompute_layers, "total_bytes": rank.total_bytes}
         return content
-
-
-def bytes_text(count: float) -> str:
-    """A number of bytes for people: `3.1 GiB`."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count / 2**10:,.1f} KiB" if count else "0"
-
-
-def render(plan: Plan) -> str:
-    """The plan as plain text of at most 120 columns, one row per pipeline rank; replicas share a row."""
-    replica = [rank for rank in plan.ranks if rank.data == 0]
-    recomputes = any(rank.recompute_layers for rank in replica)
-    header = ["rank", "stage", "layers", "trainable", "optimizer", "weights", "activations", "total", "work", "idle"]
-    rows = []
-    for rank in replica:
-        rows.append(
-            [
-                _ranks(plan, rank),
-                ",".join(str(stage.stage) for stage in rank.stages),
-                _held(rank),
-                f"{rank.trainable:,}" if rank.trainable < 1e8 else f"{rank.trainable / 1e6:,.1f}M",
-                rank.optimizer,
-                bytes_text(rank.weight_bytes),
-                bytes_text(rank.activation_bytes),
-                bytes_text(rank.total_bytes),
-                f"{rank.work_share:.1%}",
-                f"{rank.idle_share:.1%}",
-            ]
-        )
-    if recomputes:
-        header.insert(7, "recompute")
-        for row, rank in zip(rows, replica, strict=True):
-            held = sum(stage.last - stage.first for stage in rank.stages)
-            row.insert(7, f"{rank.recompute_layers}/{held}" if rank.recompute_layers else "-")
-    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
-    between = "  " if sum(widths) + 2 * len(widths) - 2 <= COLUMNS else " "
-    left = {"layers", "optimizer"}
-    lines = _wrapped(*_headline(plan))
-    for line in (header, ["-" * width for width in widths], *rows):
-        cells = [
-            cell.ljust(width) if name in left else cell.rjust(width)
-            for cell, width, name in zip(line, widths, header, strict=True)
-        ]
-        lines.append(between.join(cells).rstrip())
-    lines += _wrapped(*(f"rank {_ranks(plan, rank)}: {rank.optimizer}, {rank.reason}" for rank in replica))
-    lines += _wrapped(*_footer(plan, replica))
-    return "\n".join(lines)
-
-
-def _held(rank: RankPlan) -> str:
-    """The layers of a rank: `front + llm.layers.0-7`; of several stages the decoder layers' numbers alone."""
-    if len(rank.stages) == 1:
-        return rank.stages[0].summary
-    return ", ".join(stage.summary.replace("llm.layers.", "") for stage in rank.stages)
-
-
-def _wrapped(*texts: str) -> list[str]:
-    options = {"subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
-    return [line for text in texts for line in textwrap.wrap(text, COLUMNS, **options)]
-
-
-def _ranks(plan: Plan, rank: RankPlan) -> str:
-    """Global ranks of all replicas of this pipeline rank, which are neighbours: `4-5`."""
-    return str(rank.rank) if plan.data == 1 else f"{rank.rank}-{rank.rank + plan.data - 1}"
-
-
-def _headline(plan: Plan) -> tuple[str, str]:
-    limit = "no memory limit" if plan.memory_limit_bytes is None else f"{bytes_text(plan.memory_limit_bytes)} per rank"
-    packs = "pack" if plan.packs_per_microbatch == 1 else "packs"
-    return (
-        f"{plan.run}: {plan.vision} -> projector -> {plan.llm}; trains {', '.join(plan.trainable)}",
-        f"pipeline {plan.pipeline} x data {plan.data} = {plan.pipeline * plan.data} ranks; per step and replica "
-        f"{plan.microbatches_per_step} micro-batches of {plan.packs_per_microbatch} {packs} of "
-        f"{plan.pack_length:,} tokens; {limit}",
-    )
-
-
-def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
-    total = sum(rank.flops.total + rank.recompute_flops for rank in replica) / 1e12
-    slowest = max(replica, key=lambda rank: rank.work_share)
-    took = "" if plan.step_seconds is None else f"{plan.step_seconds:,.3g} s, "
-    yield (
-        f"step: {took}{total:,.{0 if total >= 100 else 3}f} TFLOP per replica, {plan.minimal_flops_share:.1%} of them "
-        f"needed; slowest rank {_ranks(plan, slowest)} with {slowest.work_share:.1%} of the work; idle "
-        f"{plan.idle_share:.1%}"
-    )
-    if plan.step_seconds is None:
-        yield "costs: assumed, from FLOPs and bytes, which gives shares and ratios but no seconds; --calibrate measures"
-    else:
-        yield f"costs: {plan.costs}"
-    if plan.fewer_chunks_time_ratio is not None:
-        longer = plan.fewer_chunks_time_ratio - 1
-        yield f"{plan.chunks_per_rank} chunks a rank, interleaved: with fewer a step takes {longer:.1%} longer"
-    if plan.no_run_ahead_time_ratio is not None:
-        batches = "micro-batch" if plan.encode_ahead == 1 else "micro-batches"
-        ahead = f"a step begins with {plan.encode_ahead} {batches} encoded" if plan.encode_ahead else "inside a step"
-        yield f"encoder run-ahead: {ahead}; without, a step takes {plan.no_run_ahead_time_ratio - 1:.1%} longer"
-    uniform = plan.uniform
-    if uniform is None:
-        return
-    if uniform.boundaries == plan.boundaries:
-        yield "this is the uniform cut of the decoder layers"
-        return
-    yield (
-        f"a uniform cut of the decoder layers: slowest {uniform.slowest_work_share:.1%}, "
-        f"idle {uniform.idle_share:.1%}, step {uniform.step_time_ratio:.2f} times as long"
-        f"{'' if uniform.fits else ', and it does not fit in memory'}"
-    )

@@ -15,12 +15,10 @@ from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models, minimal_flops
 from mmtrain.plan.cut import StageCosts, given_cut, limit_on_gpu, stage_costs, uniform_cut
-from mmtrain.plan.layout import Plan, RankPlan, StagePlan, UniformCut, render, stage_of
+from mmtrain.plan.layout import Plan, RankPlan, StagePlan, UniformCut, stage_of
 from mmtrain.plan.refusals import check_layout, check_preprocessing, check_run_ahead, check_trainable, does_not_fit
 from mmtrain.plan.search import Layout, Search
 from mmtrain.pretrained.shapes import llm_shape, matches, projector_parameters, vision_shape
-
-__all__ = ["Flops", "Plan", "RankPlan", "StagePlan", "make_plan", "models_of", "render"]
 
 
 def models_of(config: RunConfig) -> Models:

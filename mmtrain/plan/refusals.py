@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import bytes_text
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.cut import RESERVED_SHARE, best_cut, given_cut, limit_on_gpu, stage_costs
-from mmtrain.plan.layout import RankPlan, bytes_text, stage_of
+from mmtrain.plan.layout import RankPlan, stage_of
 from mmtrain.plan.search import Search
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 from mmtrain.pretrained.shapes import matches

@@ -38,9 +38,8 @@ from bench_tables import (
 )
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import say, show_error
+from mmtrain.base.printing import bytes_text, say, show_error
 from mmtrain.doctor.machine import describe_machine
-from mmtrain.plan.layout import bytes_text
 from mmtrain.processes.gpus import visible_gpus
 from mmtrain.processes.job import Job
 from mmtrain.processes.supervise import prepared, run_ranks, set_rank_environment

@@ -48,7 +48,8 @@ from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import make_projector
 from mmtrain.model.stage import Chunk, Front, set_trainable
 from mmtrain.model.vision import load_vision
-from mmtrain.plan.planner import StagePlan, make_plan
+from mmtrain.plan.layout import StagePlan
+from mmtrain.plan.planner import make_plan
 from mmtrain.processes.rank import Rank
 
 MATRICES = 7 * MULTIPLIED_LAYERS  # of a rank that measure its device
