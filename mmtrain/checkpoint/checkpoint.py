@@ -23,6 +23,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from mmtrain.base.durable import flush
 from mmtrain.base.errors import NonFiniteError, UserError
 from mmtrain.base.json_lines import without_nan
 from mmtrain.checkpoint.resume import METRICS, RECORDS, recorded
@@ -31,7 +32,6 @@ from mmtrain.checkpoint.step_folder import (
     OPTIMIZER,
     STATE,
     TENSORS,
-    flush,
     remove,
     step_folders,
     step_of,
@@ -262,13 +262,10 @@ def _tensor_file(tensors: Tensors) -> Callable[[Path], None]:
     """A function that writes tensors to a path; raises OSError."""
 
     def write(path: Path) -> None:
-        path.touch()
-        mode = path.stat().st_mode
         try:
             save_file(dict(tensors), path)
         except SafetensorError as error:
             raise OSError(f"{path.name}: {error}") from error
-        path.chmod(mode)  # safetensors' file is its owner's alone, whatever the umask
 
     return write
 

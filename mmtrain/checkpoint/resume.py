@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmtrain.base.durable import flush, flush_folder
 from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json
 from mmtrain.checkpoint.step_folder import (
     CHECKPOINTS,
     StepFolder,
     find,
-    flush,
-    flush_folder,
     newest,
     remove_unfinished,
     step_folders,
@@ -257,13 +257,12 @@ def _cut_back(folder: Path, name: str, length: int, step: int, say: Callable[[st
         length = _whole_lines(path) if size else 0
     if size <= length:
         return
-    with path.open("rb") as file, (folder / DISCARDED).open("a", encoding="utf-8") as discarded:
+    with path.open("rb") as file, JsonLines(folder / DISCARDED) as discarded:
         file.seek(max(length - 1, 0))
         if length and file.read(1) != b"\n":
             raise UserError(f"{path} was changed since the checkpoint was written: move it away, and start again")
         for line in file:
-            record = _parsed(line)
-            discarded.write(json.dumps({"file": name, "back_to_step": step, "record": record}) + "\n")
+            discarded.write(file=name, back_to_step=step, record=_parsed(line))
     flush(folder / DISCARDED)  # before the cut: a crash in between leaves a line twice rather than none
     if length:
         os.truncate(path, length)

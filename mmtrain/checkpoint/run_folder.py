@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from mmtrain.base.durable import flush_folder, held, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import say
 from mmtrain.checkpoint.resume import METRICS, Start, choose, go_back
-from mmtrain.checkpoint.step_folder import flush_folder, newest
+from mmtrain.checkpoint.step_folder import newest
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.layout import Plan
@@ -37,33 +36,18 @@ def claimed(folder: Path) -> Iterator[None]:
     """
     folder = folder.resolve()  # whatever it is called
     path = folder.with_name(f".{folder.name}.lock")  # beside the folder, which run.overwrite deletes
+    holding = contextlib.ExitStack()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        file = _locked(path)
+        holding.enter_context(held(path, wait=False))
+    except BlockingIOError:
+        raise UserError(
+            f"{folder} is in use by a run that is still going; stop it, or choose another run.name"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot write {path}: {error}; run.dir and run.name say where a run goes") from error
-    if file is None:
-        raise UserError(f"{folder} is in use by a run that is still going; stop it, or choose another run.name")
-    try:
+    with holding:
         yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(file)
-
-
-def _locked(path: Path) -> int | None:
-    """A descriptor of the file at `path`, made if need be, that holds its lock; None if another process does."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(file)
-            return None
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_ino == os.fstat(file).st_ino:
-                return file
-        os.close(file)  # its last holder has just removed it: this lock would keep nobody out
 
 
 def find_start(
@@ -157,7 +141,7 @@ def _make(folder: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        write_whole(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error}; run.dir and run.name say where a run goes") from error
 

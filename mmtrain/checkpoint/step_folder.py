@@ -6,15 +6,14 @@ RUN/checkpoints/step-00000120/     after 120 updates
     state.json                     where the run stands, what it was, with what it was made
     manifest.json                  size and SHA-256 of each file, and of itself; written last
 
-Written as step-00000120.tmp, files, folder and parent fsynced, then renamed: a name without .tmp is a whole checkpoint,
-or one that was damaged later, which the manifest shows. Nothing is pickled. No torch here: the launcher decides by it.
+It has its name when all of it is on the disk: a name without .tmp is a whole checkpoint, or one that was damaged later,
+which the manifest shows. Nothing is pickled. No torch here: the launcher decides by it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import hashlib
 import json
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mmtrain.base.durable import UNFINISHED, flush_folder, lock, unfinished_folder, whole_folder
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import say
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
@@ -35,7 +35,6 @@ from mmtrain.config.schema import RunConfig
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
 TENSORS, OPTIMIZER, STATE, MANIFEST = "projector.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
-UNFINISHED = ".tmp"
 NAME = re.compile(r"step-(\d{8,})")
 BLOCK = 1 << 20  # bytes hashed at a time
 
@@ -106,25 +105,14 @@ def write_step_folder(target: Path, files: Mapping[str, Callable[[Path], None]])
     """
     if target.exists():
         raise FileExistsError(f"{target} exists; a checkpoint is never written into an existing folder")
-    unfinished = target.with_name(target.name + UNFINISHED)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        target.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved is not made anew
-        unfinished.mkdir()
-        entries = {}
+    target.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved is not made anew
+    entries = {}
+    with whole_folder(target) as unfinished:
         for name, write in files.items():
             write(unfinished / name)
-            flush(unfinished / name)
             size, digest = _size_and_sha256(unfinished / name)
             entries[name] = {"bytes": size, "sha256": digest}
         (unfinished / MANIFEST).write_text(_manifest(entries))
-        flush(unfinished / MANIFEST)
-        flush_folder(unfinished)
-        unfinished.rename(target)
-    except OSError:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    flush_folder(target.parent)
     flush_folder(target.parent.parent)
     return sum(entry["bytes"] for entry in entries.values())
 
@@ -136,24 +124,6 @@ def write_text(text: str) -> Callable[[Path], None]:
         path.write_text(text)
 
     return write
-
-
-def flush_folder(path: Path) -> None:
-    """Wait until a folder's names are on the disk; some network file systems cannot be asked for that."""
-    try:
-        flush(path)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-
-
-def flush(path: Path) -> None:
-    """Wait until a file's bytes are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def why_damaged(path: Path) -> str | None:
@@ -314,7 +284,7 @@ def remove(path: Path) -> None:
 
     Raises BlockingIOError where another program reads it, which `find` has told to, and OSError where it cannot go.
     """
-    doomed = path.with_name(path.name + UNFINISHED)
+    doomed = unfinished_folder(path)
     shutil.rmtree(doomed, ignore_errors=True)  # what an earlier try has left
     with _unread(path / MANIFEST):
         path.rename(doomed)
@@ -331,11 +301,9 @@ def _unread(manifest: Path) -> Iterator[None]:
         return
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file, wait=False)
         except BlockingIOError:
             raise BlockingIOError(errno.EAGAIN, "another program reads it") from None
-        except OSError:  # a file system without locks: nobody can have asked for it to be kept
-            pass
         yield
 
 
@@ -348,8 +316,7 @@ def _hold(path: Path) -> BinaryIO | None:
         manifest = open_file(path / MANIFEST)
     except (OSError, UserError):
         return None
-    with contextlib.suppress(OSError):
-        fcntl.flock(manifest, fcntl.LOCK_SH)
+    lock(manifest, shared=True)
     return manifest
 
 

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mmtrain
 from mmtrain.base.cache import cache_folder
+from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, note, run_command, show_words
 from mmtrain.base.progress import Progress
@@ -126,7 +125,8 @@ def exported(checkpoint: StepFolder) -> Path:
     """A checkpoint's LLaVA folder in the cache, which is made once; raises UserError where it cannot be exported."""
     key = hashlib.sha256(f"{checkpoint.fingerprint} {mmtrain.__version__}".encode()).hexdigest()[:20]
     folder = cache_folder("chat") / key
-    with _only_one(folder):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with held(folder.with_name(f".{folder.name}.lock"), wait=True):
         if not folder.is_dir():
             note(f"exporting {checkpoint.path} for transformers, once, into {folder}")
             try:
@@ -154,15 +154,6 @@ def _export(checkpoint: StepFolder, folder: Path) -> None:
             bars[what].show(done // 10**6, done // 10**6)
 
         export_hf(checkpoint, unfinished, DTYPES[checkpoint.config.model.llm.dtype], SHARD_BYTES, show)
-
-
-@contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Wait for whoever exports the same checkpoint at this moment."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def load(folder: Path) -> tuple[Any, Any]:

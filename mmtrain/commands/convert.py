@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from mmtrain.base.durable import whole_file, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, tell
 from mmtrain.commands.parser import command_parser
@@ -49,15 +50,14 @@ def find_shards(folder: Path) -> list[Path]:
 
 def write_shard(tensors: dict[str, torch.Tensor], file: Path) -> int:
     """Write a file under a temporary name, compare it with `tensors`, then name it; returns its bytes."""
-    partial = file.with_name(file.name + ".partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    with safe_open(partial, framework="pt") as stored:
-        for name, tensor in tensors.items():
-            copy = stored.get_tensor(name)
-            same = copy.dtype == tensor.dtype and copy.shape == tensor.shape
-            if not same or not torch.equal(copy.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)):
-                raise OSError(f"{partial}: {name} does not read back as written; check the disk")
-    partial.replace(file)
+    with whole_file(file) as unfinished:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+        with safe_open(unfinished, framework="pt") as stored:
+            for name, tensor in tensors.items():
+                copy = stored.get_tensor(name)
+                same = copy.dtype == tensor.dtype and copy.shape == tensor.shape
+                if not same or not torch.equal(copy.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)):
+                    raise OSError(f"{file}: {name} does not read back as written; check the disk")
     return file.stat().st_size
 
 
@@ -94,9 +94,8 @@ def convert(folder: Path, out: Path) -> None:
         size = write_shard(tensors, out / name)
         tell(f"{i}/{len(shards)} {shard.name} -> {name}: {len(tensors)} tensors, {size / 2**30:.2f} GiB")
     if len(shards) > 1:
-        partial = out / (INDEX + ".partial")
-        partial.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
-        partial.replace(out / INDEX)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_whole(out / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def convert_model(model: str, out: Path | None) -> None:

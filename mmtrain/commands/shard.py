@@ -32,7 +32,6 @@ import glob
 import hashlib
 import json
 import math
-import os
 import re
 import shlex
 import sys
@@ -42,6 +41,7 @@ from pathlib import Path
 
 import PIL
 
+from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import run_command, say
@@ -58,7 +58,6 @@ from mmtrain.data.prepare.shard_resume import (
     refuse_used_folder,
 )
 from mmtrain.data.prepare.sharding import (
-    UNFINISHED,
     FinishedShard,
     Rejection,
     ShardJob,
@@ -283,16 +282,10 @@ def _write_summary(out: Path, run: dict, outcome: Outcome) -> None:
         "sha256": hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest(),  # of those of shards
         "shards": [asdict(shard) for shard in shards],
     }
-    partial = out / f"{SUMMARY}{UNFINISHED}"
     try:
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(content, indent=1) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(out / SUMMARY)
+        write_whole(out / SUMMARY, json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(partial)) from error
+        raise OSError(error.errno, error.strerror, str(out / SUMMARY)) from error
 
 
 def parse_size(text: str) -> int:

@@ -12,13 +12,13 @@ import io
 import math
 import random
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from mmtrain.base.cache import cache_folder
+from mmtrain.base.durable import held, whole_folder
 from mmtrain.base.errors import UserError
 from mmtrain.data.prepare import sharding
 from mmtrain.data.samples.records import IMAGE_MARK
@@ -43,24 +43,30 @@ def demo_shards(name: str, say: Callable[[str], None] = lambda line: None) -> Pa
     if split not in SAMPLES:
         raise UserError(f"{name}: the demo has no such data; it has {', '.join(PREFIX + known for known in SAMPLES)}")
     folder = cache_folder("demo") / f"{split}-{fingerprint()}"
-    if len(list(folder.glob("*.tar"))) == math.ceil(SAMPLES[split] / SAMPLES_PER_SHARD):
+    if _is_whole(folder, split):
         return folder
-    if folder.is_dir():  # a cleaner of caches has been here
-        shutil.rmtree(folder, ignore_errors=True)
-    say(f"making {name}: {SAMPLES[split]:,} pictures of handwritten digits with conversations, in {folder}")
-    start = time.perf_counter()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as unfinished:
-            made = Path(unfinished) / "made"
-            made.mkdir()
-            sharding.write_shards(draw_samples(split), made, SAMPLES_PER_SHARD)
-            made.rename(folder)
+        with held(folder.with_name(f".{folder.name}.lock"), wait=True):
+            if not _is_whole(folder, split):
+                _make(folder, name, split, say)
     except (OSError, UserError) as error:
-        if not folder.is_dir():  # else another run was faster, with the same bytes
-            raise UserError(f"cannot make {name} in {folder}: {error}; XDG_CACHE_HOME says where caches go") from error
-    say(f"made {name} in {time.perf_counter() - start:.1f} s")
+        raise UserError(f"cannot make {name} in {folder}: {error}; XDG_CACHE_HOME says where caches go") from error
     return folder
+
+
+def _is_whole(folder: Path, split: Split) -> bool:
+    """Whether all shards are there; a cleaner of caches may have been here."""
+    return len(list(folder.glob("*.tar"))) == math.ceil(SAMPLES[split] / SAMPLES_PER_SHARD)
+
+
+def _make(folder: Path, name: str, split: Split, say: Callable[[str], None]) -> None:
+    say(f"making {name}: {SAMPLES[split]:,} pictures of handwritten digits with conversations, in {folder}")
+    start = time.perf_counter()
+    shutil.rmtree(folder, ignore_errors=True)
+    with whole_folder(folder) as unfinished:
+        sharding.write_shards(draw_samples(split), unfinished, SAMPLES_PER_SHARD)
+    say(f"made {name} in {time.perf_counter() - start:.1f} s")
 
 
 def draw_samples(split: Split) -> Iterator[tuple[str, dict, list[tuple[str, bytes]]]]:

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.processes.gpus import Gpu
 from mmtrain.processes.parent import die_with_parent
@@ -192,9 +193,7 @@ def main(function: str, folder: Path) -> None:
     except Exception as error:  # a CUDA error, an assertion: whatever it is, it is this check's result
         traceback.print_exc()
         found = {"outcome": "failed", "text": f"{type(error).__name__}: {error}", "remedy": "", "facts": {}}
-    partial = folder / f"{FOUND}.tmp"
-    partial.write_text(json.dumps(found))
-    partial.rename(folder / FOUND)
+    write_whole(folder / FOUND, json.dumps(found))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # what a broken driver does at exit is no result

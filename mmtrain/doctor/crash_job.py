@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mmtrain.checkpoint.step_folder import CHECKPOINTS, UNFINISHED
+from mmtrain.base.durable import UNFINISHED
+from mmtrain.checkpoint.step_folder import CHECKPOINTS
 from mmtrain.processes.rank_records import Progress
 
 AT_START = ("opening the data", "loading weights", "building the engine", "loading the checkpoint")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmtrain.base.durable import whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.engine.time_use import Part, Work
 from mmtrain.plan.layout import Plan
@@ -91,12 +92,10 @@ def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[Recorded]]) -> 
         "microbatches_per_step": plan.microbatches_per_step,
         "steps": [recorded.step for recorded in ranks[0]],
     }
-    partial = file.with_suffix(".tmp")
-    with partial.open("w") as out:
+    with whole_file(file) as unfinished, unfinished.open("w") as out:
         out.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [\n')
         out.write(",\n".join(json.dumps(event) for event in events))
         out.write("\n]}\n")
-    partial.replace(file)
 
 
 def _shift(reference: Sequence[Recorded], mine: Sequence[Recorded]) -> float:

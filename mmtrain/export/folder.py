@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from mmtrain.base.durable import whole_folder
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.step_folder import flush, flush_folder
 
 
 @contextlib.contextmanager
@@ -21,20 +21,10 @@ def new_folder(out: Path) -> Iterator[Path]:
     out = out.expanduser().absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not empty; choose a new folder, or move that one away")
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
     try:
-        try:
-            unfinished.mkdir(parents=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with whole_folder(out) as unfinished:
             yield unfinished
-            for file in sorted(unfinished.rglob("*")):
-                flush(file)
-            flush_folder(unfinished)
-            unfinished.rename(out)
-            flush_folder(out.parent)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
     except Exception as error:  # tokenizers, which write files too, have exceptions of their own for a full disk
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             raise UserError(

@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mmtrain.base.cache import cache_folder
+from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.pretrained.families import check_family
 from mmtrain.pretrained.model_files import model_folder, read_json
@@ -52,9 +53,7 @@ def probe(path: str, cut_points: Sequence[int], *, timeout_seconds: float = 300)
     result = {"family": family, "cut_points": list(cut_points), "staged": staged, "packed": packed}
     with contextlib.suppress(OSError):  # a home that cannot be written costs a second at the next launch, not the run
         record.parent.mkdir(parents=True, exist_ok=True)
-        partial = record.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(result) + "\n")
-        partial.replace(record)
+        write_whole(record, json.dumps(result) + "\n")
 
 
 def refuse_differences(family: str, staged: float, packed: float) -> None:

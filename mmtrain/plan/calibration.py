@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.base.cache import cache_folder
+from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.keys import EntersCalibration, marked
@@ -111,9 +112,7 @@ class Calibration:
         """Write it, by default where `find` looks, and return the file. An existing one is replaced whole."""
         file = file or cached_file(self.key)
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
-        partial.replace(file)
+        write_whole(file, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
         return file
 
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self
 
+from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -107,9 +108,7 @@ class ErrorRecord:
 
     def write(self, path: Path) -> None:
         """Write whole or not at all: the launcher may read at any time."""
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.rename(path)
+        write_whole(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

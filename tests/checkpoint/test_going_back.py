@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from untrained_runs import make_checkpoint
 
+from mmtrain.base import durable
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.checkpoint import step_folder
@@ -234,14 +235,14 @@ def test_the_tail_that_is_cut_off_is_kept_line_by_line(config):
 
 
 def test_a_file_system_that_cannot_flush_folders_takes_checkpoints(config, monkeypatch):
-    flush = step_folder.flush
+    flush = durable.flush
 
     def refuse_folders(path: Path) -> None:
         if path.is_dir():
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         flush(path)
 
-    monkeypatch.setattr(step_folder, "flush", refuse_folders)
+    monkeypatch.setattr(durable, "flush", refuse_folders)
     assert newest(make_run(config, steps=(2,)))[0].step == 2
 
 
@@ -265,7 +266,7 @@ def test_a_folder_with_two_names_is_claimed_by_one_run_at_a_time(config, tmp_pat
 
 def test_what_an_earlier_deletion_has_left_is_not_in_the_way(tmp_path):
     target = tmp_path / "checkpoints" / "step-00000001"
-    (target.with_name(target.name + ".tmp") / "left").mkdir(parents=True)
+    (target.with_name(target.name + ".unfinished.tmp") / "left").mkdir(parents=True)
     target.mkdir()
     (target / step_folder.MANIFEST).touch()
     step_folder.remove(target)

@@ -367,13 +367,14 @@ def test_a_save_that_fails_leaves_nothing_and_the_ones_before_whole(run):
 
 
 def test_what_a_killed_save_left_is_overwritten_by_the_next_and_removed_by_the_next_start(run):
-    unfinished = run / "checkpoints" / "step-00000009.tmp"
+    unfinished = run / "checkpoints" / "step-00000009.unfinished.tmp"
     unfinished.mkdir()
     (unfinished / "junk").write_text("half")
     save(run, 9)
     assert why_damaged(step_path(run, 9)) is None and not unfinished.exists()
     unfinished.mkdir()
     (unfinished / TENSORS).write_text("half")
+    (run / "checkpoints" / "step-00000012.tmp").mkdir()  # as earlier versions called it
     assert newest(run) == (StepFolder(step_path(run, 9)), {})
     remove_unfinished(run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
@@ -396,8 +397,9 @@ def test_everything_is_on_the_disk_before_the_folder_gets_its_name(tmp_path, mon
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
     save(tmp_path / "run", 5)
-    unfinished = "step-00000005.tmp"
-    assert events == [*FILES, unfinished, f"{unfinished} -> step-00000005", "checkpoints", "run"]
+    unfinished = "step-00000005.unfinished.tmp"
+    assert sorted(events[:4]) == sorted(FILES)
+    assert events[4:] == [unfinished, f"{unfinished} -> step-00000005", "checkpoints", "run"]
 
 
 def test_a_checkpoint_that_is_deleted_loses_its_name_first(run, monkeypatch):
@@ -411,7 +413,7 @@ def test_a_checkpoint_that_is_deleted_loses_its_name_first(run, monkeypatch):
 
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     remove(step_path(run, 3))
-    assert seen == [["step-00000003.tmp", "step-00000006"]]
+    assert seen == [["step-00000003.unfinished.tmp", "step-00000006"]]
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000006"]
 
 

@@ -63,7 +63,7 @@ def test_every_tensor_is_the_same_and_slices_equal_from_pretrained(tool, tmp_pat
         part = load_slice(str(tmp_path), first, last, embedding=first == 0, head=last == 4, dtype=torch.float32)
         for name, parameter in part.model.named_parameters():
             assert torch.equal(parameter, parts[name]), name
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_new_folder_gets_config_and_tokenizer_and_no_pickles(tool, tmp_path, capsys):

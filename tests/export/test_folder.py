@@ -6,7 +6,6 @@ import errno
 import os
 from pathlib import Path
 
-from mmtrain.checkpoint import step_folder
 from mmtrain.export.folder import new_folder
 
 
@@ -18,7 +17,7 @@ def test_a_file_system_that_cannot_flush_folders_takes_exports(tmp_path, monkeyp
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         fsync(descriptor)
 
-    monkeypatch.setattr(step_folder.os, "fsync", refuse_folders)
+    monkeypatch.setattr(os, "fsync", refuse_folders)
     with new_folder(tmp_path / "out") as folder:
         (folder / "file").write_text("content")
     assert (tmp_path / "out" / "file").read_text() == "content"

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmtrain.base.durable import UNFINISHED
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, tell
 from mmtrain.checkpoint.resume import METRICS
@@ -32,7 +33,6 @@ from mmtrain.checkpoint.step_folder import (
     CHECKPOINTS,
     OPTIMIZER,
     TENSORS,
-    UNFINISHED,
     newest,
     step_folders,
     step_path,

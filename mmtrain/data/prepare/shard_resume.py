@@ -2,21 +2,22 @@
 
 unfinished.jsonl in the output folder: the run's description, then a line for each shard that is written, in order.
 
-It is locked while a run goes on: two in one folder would write over each other.
+The folder is held while a run goes on: two would write over each other.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
 import re
 from dataclasses import asdict, astuple
 from pathlib import Path
 
+from mmtrain.base.durable import UNFINISHED, held
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
-from mmtrain.data.prepare.sharding import UNFINISHED, FinishedShard, Rejection, WrittenShard
+from mmtrain.data.prepare.sharding import FinishedShard, Rejection, WrittenShard
 from mmtrain.data.shards.index import IndexState, index_state
 
 STATE = "unfinished.jsonl"
@@ -28,7 +29,7 @@ def refuse_used_folder(out: Path, resume: bool) -> None:
     """Raise UserError for an output folder that holds shards, unless they are an unfinished run's that is to go on."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file; name a folder")
-    used = sorted(path.name for name in ("*.tar", f"*.tar{UNFINISHED}", SUMMARY) for path in out.glob(name))
+    used = sorted(path.name for name in ("*.tar", f"*.tar*{UNFINISHED}", SUMMARY) for path in out.glob(name))
     unfinished = (out / STATE).is_file()
     if not used or (resume and (unfinished or SUMMARY in used)):
         return
@@ -80,24 +81,28 @@ class UnfinishedRun:
         self.out = out
         self.path = out / STATE
         out.mkdir(parents=True, exist_ok=True)
-        self.lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self.lock)
-            raise UserError(f"--out {out}: another run writes into this folder; wait for its end, or stop it") from None
-        if not self.path.exists() or not os.path.samestat(self.path.stat(), os.fstat(self.lock)):
-            raise UserError(f"--out {out}: another run has just ended here")
         self.finished: dict[int, FinishedShard] = {}
-        if not resume or not self._read(run):
-            os.truncate(self.lock, 0)
-        self._remove_all_but_finished()
-        self.lines = JsonLines(self.path)
-        if self.path.stat().st_size == 0:
-            self.lines.write(**run)
+        with contextlib.ExitStack() as opened:
+            try:
+                opened.enter_context(held(out / ".lock", wait=False))
+            except BlockingIOError:
+                raise UserError(
+                    f"--out {out}: another run writes into this folder; wait for its end, or stop it"
+                ) from None
+            if (out / SUMMARY).exists():
+                raise UserError(f"--out {out}: another run has just ended here")
+            if not resume or not self._read(run):
+                self.path.unlink(missing_ok=True)
+            self._remove_all_but_finished()
+            self.lines = opened.enter_context(JsonLines(self.path))
+            if self.path.stat().st_size == 0:
+                self.lines.write(**run)
+            self._open = opened.pop_all()
 
     def _read(self, run: dict) -> bool:
         """Take over what is finished; whether there is a description."""
+        if not self.path.exists():
+            return False
         lines, whole = [], 0
         for line in self.path.read_bytes().splitlines(keepends=True):
             try:
@@ -105,7 +110,7 @@ class UnfinishedRun:
             except ValueError:  # a machine that lost its power may have left part of a line
                 break
             whole += len(line)
-        os.truncate(self.lock, whole)
+        os.truncate(self.path, whole)
         if not lines:
             return False
         refuse_another_run(self.out, run, lines[0], self.path)
@@ -160,5 +165,4 @@ class UnfinishedRun:
 
     def close(self) -> None:
         """Let go of the folder."""
-        self.lines.close()
-        os.close(self.lock)
+        self._open.close()

@@ -6,8 +6,8 @@ ShardJob: records with sound text, names of their images --read and decode image
 
 Each shard is a job of its own, so that its bytes depend on neither the workers nor their number.
 
-A tar gets its name when it is complete: it is written as NAME.tmp, flushed to the disk and renamed, so whatever stops
-the writer leaves no half shard that a glob of *.tar would find. Its index follows.
+A tar gets its name when it is complete and on the disk, so whatever stops the writer leaves no half shard that a glob
+of *.tar would find. Its index follows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import os
 import re
 import sys
 import tarfile
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from mmtrain.base.durable import UNFINISHED, whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.records import (
     IMAGE_SUFFIXES,
@@ -39,7 +39,6 @@ from mmtrain.data.samples.sample import Sample
 from mmtrain.data.shards.index import UNKNOWN_SIZE, Member, ShardIndex, TextLengths, write_index
 from mmtrain.processes.pool import Report, Run, worker_pool
 
-UNFINISHED = ".tmp"  # added to the name of a tar that is being written
 _BUFFER = 1 << 20  # bytes
 
 # A dot would end the key, a slash make folders, underscores in front a name that webdataset passes over. 90 characters
@@ -209,41 +208,22 @@ def write_shard(path: Path, samples: Iterable[KeyedSample], meter: TextMeter | N
     """Write one tar (POSIX.1-2008 ustar; times, owners and modes fixed), which appears under `path` when complete.
 
     Its index is written after it, with text lengths where there is a `meter`. The records are sound: such that
-    `records.parse_record` takes them. Raises UserError if `path` exists, if another writer is at it or was killed
-    there, and if the disk does not take it; an exception from `samples` passes through. In each case what was written
-    of it is removed.
+    `records.parse_record` takes them. Raises UserError if `path` exists, and if the disk does not take it; an exception
+    from `samples` but OSError passes through. In each case what was written of it is removed.
     """
-    unfinished = path.with_name(path.name + UNFINISHED)
     if path.exists():
         raise UserError(f"{path}: exists already; shards are never written over, choose a new folder or delete them")
-    stream, taken = None, False
     try:
-        with _said_plainly(path):
-            try:
-                stream = unfinished.open("xb", buffering=_BUFFER)
-            except FileExistsError:
-                taken = True
-                raise UserError(
-                    f"{unfinished}: is there: another process writes this shard, or was killed while it did; delete it"
-                ) from None
-        shard = _Shard(path, stream, meter)
-        for key, record, files in samples:
-            with _said_plainly(path):
+        with whole_file(path) as unfinished, unfinished.open("wb", buffering=_BUFFER) as stream:
+            shard = _Shard(path, stream, meter)
+            for key, record, files in samples:
                 shard.add(key, record, files)
-        with _said_plainly(path):
             shard.end()
-            stream.flush()
-            os.fsync(stream.fileno())  # a full disk may show only here, and a rename must not overtake the content
-            stream.close()
-            unfinished.rename(path)
-    except BaseException:
-        with contextlib.suppress(OSError):  # what could not be written cannot be flushed either
-            if stream is not None:
-                stream.close()
-        if not taken:  # whatever `stream` is: Ctrl-C may have come between the file's creation and the assignment
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-        raise
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); what was written of it is removed. Free space, or choose "
+            "another folder"
+        ) from error
     try:
         write_index(path, shard.index)
     except UserError:
@@ -317,15 +297,3 @@ class _Shard:
             bytes=self.index.tar_bytes,
             sha256=self.sha256.hexdigest(),
         )
-
-
-@contextlib.contextmanager
-def _said_plainly(path: Path) -> Iterator[None]:
-    """What the system says about writing, as a message for the user."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); what was written of it is removed. Free space, or choose "
-            "another folder"
-        ) from error

@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import numpy as np
 
 from mmtrain.base.cache import cache_folder
+from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import read_limited
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
@@ -208,7 +208,7 @@ def write_index(tar: Path, index: ShardIndex) -> None:
     lines = _dump(header) + b"\n" + content + b"\n"
     beside, cached = _beside(tar), _in_cache(tar)
     try:
-        _write_file(beside, lines)
+        write_whole(beside, lines)
     except OSError as error:
         if error.errno not in _CANNOT_WRITE_HERE:
             raise _unwritten(beside, error) from error
@@ -217,7 +217,7 @@ def write_index(tar: Path, index: ShardIndex) -> None:
         return
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        _write_file(cached, lines)
+        write_whole(cached, lines)
     except OSError as error:
         raise _unwritten(cached, error) from error
 
@@ -317,20 +317,6 @@ def _corrupt(path: Path, tar: Path, seen: str) -> UserError:
 
 def _unwritten(path: Path, error: OSError) -> UserError:
     return UserError(f"{path}: cannot be written ({error.strerror}); free space, or make the folder writable")
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    # Two runs may index one shard at the same time: a name of its own for each keeps their bytes apart.
-    unfinished = path.with_name(f"{path.name}.{uuid4().hex[:8]}.tmp")
-    try:
-        with unfinished.open("xb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())  # a rename must not overtake the content
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 def _dump(value: object) -> bytes:

@@ -12,7 +12,6 @@ webdataset drop or mix up samples in silence is an error. Image headers are read
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import sys
@@ -23,6 +22,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TextIO
 
+from mmtrain.base.durable import lock
 from mmtrain.base.errors import UserError
 from mmtrain.base.progress import Progress
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_JSON_BYTES, Rejected, open_image
@@ -192,21 +192,13 @@ def _without_images(tar: Path, stream: BinaryIO, index: ShardIndex, place: int) 
 
 def write_merged(tar: Path, index: ShardIndex) -> None:
     """Write an index with the lengths that another process, for another tokenizer, has written in the meantime."""
-    with _locked(tar):
+    with tar.open("rb") as stream:
+        lock(stream)
         with contextlib.suppress(UserError):  # none yet, or one that this one replaces
             written = read_index(tar)
             if (written.keys, written.members) == (index.keys, index.members):
                 index.texts = {**written.texts, **index.texts}
         write_index(tar, index)
-
-
-@contextlib.contextmanager
-def _locked(tar: Path) -> Iterator[None]:
-    """Keep other processes that index this shard waiting; where the file system has no locks, do not."""
-    with tar.open("rb") as stream:
-        with contextlib.suppress(OSError):
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 class _File(NamedTuple):

@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 import shlex
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mmtrain.base.cache import cache_folder
+from mmtrain.base.durable import held, whole_file
 from mmtrain.base.errors import UserError
 
 PREFIX = "pipe:"
@@ -42,22 +42,21 @@ def piped_shard(url: str, allowed: Sequence[str], key: str, say: Callable[[str],
             f"{key}: {url!r} would run a program, and data.allow_pipe names those that may run ({names}); give "
             "data.allow_pipe=[PROGRAM] on the command line if you trust it, or download the shards and name the files"
         )
-    say(f"{key}: running {shlex.join(command)}")
-    start = time.perf_counter()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix=f"{target.name}.", dir=target.parent) as output:
-            ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE, check=False)
-            if ran.returncode != 0:
-                said = ran.stderr.decode(errors="replace").strip()[-300:]
-                raise UserError(
-                    f"{key}: {url!r} failed with exit code {ran.returncode}" + (f": {said}" if said else "")
-                )
-            size = Path(output.name).stat().st_size
-            target.hardlink_to(output.name)
-    except FileExistsError:  # another run was faster
-        return target
+        with held(target.with_name(f".{target.name}.lock"), wait=True):
+            if target.is_file():  # another run was faster
+                return target
+            say(f"{key}: running {shlex.join(command)}")
+            start = time.perf_counter()
+            with whole_file(target) as unfinished, unfinished.open("wb") as output:
+                ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE)
+                if ran.returncode != 0:
+                    said = ran.stderr.decode(errors="replace").strip()[-300:]
+                    raise UserError(
+                        f"{key}: {url!r} failed with exit code {ran.returncode}" + (f": {said}" if said else "")
+                    )
     except OSError as error:
         raise UserError(f"{key}: {url!r} cannot be run or kept in {target.parent} ({error})") from error
-    say(f"{key}: {size / 1e6:,.0f} MB in {time.perf_counter() - start:.1f} s, kept as {target}")
+    say(f"{key}: {target.stat().st_size / 1e6:,.0f} MB in {time.perf_counter() - start:.1f} s, kept as {target}")
     return target
