@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Self, TextIO
@@ -26,7 +29,7 @@ class Progress:
         self.total = total
         self.say = say
         self.started = self.printed = time.monotonic()
-        self.bar = _open_bar(stream, unit, total) if stream is not None and stream.isatty() else None
+        self.bar = open_bar(stream, unit, total)
 
     def show(self, done: int, samples: int, note: str = "") -> None:
         """`done` things of all are done; so many `samples` went through since the start; `note` follows."""
@@ -34,7 +37,8 @@ class Progress:
         a_second = samples / max(now - self.started, 1e-9)
         rate = f"{a_second:{',.0f' if a_second >= 1 or not samples else '.2g'}} {self.counted}/s"
         if self.bar is not None:
-            self.bar.update(0, completed=done, rate=rate, note=note)
+            left = (now - self.started) / done * (self.total - done) if done else None
+            self.bar.update(0, completed=done, said=f"{rate}  left {clock(left)}", note=note)
         elif now - self.printed >= SECONDS_BETWEEN_LINES or done == self.total:
             self.printed = now
             self.say("  ".join(filter(None, (f"{done:,} of {self.total:,} {self.unit}", rate, note))))
@@ -47,22 +51,59 @@ class Progress:
             self.bar.stop()
 
 
-def _open_bar(stream: TextIO, unit: str, total: int) -> Any:
-    """rich is imported here because only terminals need it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+class ByteProgress:
+    """Progress of several things that are read or written, one after the other, in MB."""
+
+    def __init__(self, say: Callable[[str], None], stream: TextIO) -> None:
+        self._open = lambda what, total: Progress(f"MB {what}", math.ceil(total / 1e6), say, stream, counted="MB")
+        self._what = ""
+        self._progress: Progress | None = None
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """`done` of the `total` bytes of `what` went through."""
+        if what != self._what:
+            self.__exit__()
+            self._what, self._progress = what, self._open(what, total)
+        megabytes = self._progress.total if done == total else done // 10**6
+        self._progress.show(megabytes, megabytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.__exit__()
+
+
+def open_bar(stream: TextIO | None, unit: str, total: int, done: int = 0) -> Any:
+    """A live bar of rich's; None where `stream` is not a terminal that can move its cursor.
+
+    `bar.update(0, completed=..., said=..., note=...)` shows what is done, with two texts; `bar.stop()` ends it. What
+    the process prints on the bar's own stream meanwhile goes above it.
+    """
+    if stream is None or not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        return None
+    from rich.console import Console  # here, because only terminals need it
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
 
+    texts = (TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("said", "note"))
+    ours = stream in (sys.stdout, sys.stderr)  # a rank's are its log
     bar = Bar(
-        TextColumn(unit),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TextColumn("{task.fields[note]}"),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        *(TextColumn(unit), MofNCompleteColumn(), BarColumn(), *texts),
         console=Console(file=stream),
+        redirect_stdout=ours,
+        redirect_stderr=ours,
     )
-    bar.add_task(unit, total=total, rate="", note="")
+    bar.add_task(unit, total=total, completed=done, said="", note="")
     bar.start()
     return bar
+
+
+def clock(seconds: float | None) -> str:
+    """H:MM:SS; ? for None."""
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

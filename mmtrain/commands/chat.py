@@ -24,7 +24,7 @@ from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, note, run_command, show_words
-from mmtrain.base.progress import Progress
+from mmtrain.base.progress import ByteProgress
 from mmtrain.base.small_files import shortened
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, MANIFEST, NAME, StepFolder, find
 from mmtrain.commands.parser import command_parser, positive
@@ -143,15 +143,11 @@ def _export(checkpoint: StepFolder, folder: Path) -> None:
     from mmtrain.export.hf import export_hf
     from mmtrain.model.stage import DTYPES
 
-    bars: dict[str, Progress] = {}
-    with contextlib.ExitStack() as stack, new_folder(folder) as unfinished:
+    with ByteProgress(note, sys.stderr) as progress, new_folder(folder) as unfinished:
 
         def show(what: str, done: int, total: int) -> None:
-            if total < SHOWN_BYTES:
-                return
-            if what not in bars:
-                bars[what] = stack.enter_context(Progress(f"MB {what}", total // 10**6, note, sys.stderr, counted="MB"))
-            bars[what].show(done // 10**6, done // 10**6)
+            if total >= SHOWN_BYTES:
+                progress.show(what, done, total)
 
         export_hf(checkpoint, unfinished, DTYPES[checkpoint.config.model.llm.dtype], SHARD_BYTES, show)
 

@@ -16,14 +16,13 @@ those to one at a time.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, show_error, tell
-from mmtrain.base.progress import Progress
+from mmtrain.base.progress import ByteProgress
 from mmtrain.checkpoint.step_folder import StepFolder, find
 from mmtrain.commands.parser import command_parser, positive
 
@@ -87,8 +86,8 @@ def _export_model(checkpoint: StepFolder, dtype: torch.dtype, options: argparse.
     from mmtrain.export.hf import export_hf
     from mmtrain.export.verify import BOUND, compare_logits, expected_logits, stock_model
 
-    with new_folder(options.out) as folder, _Bars() as bars:
-        exported = export_hf(checkpoint, folder, dtype, int(options.max_shard_gb * 1e9), bars.show)
+    with new_folder(options.out) as folder, ByteProgress(tell, sys.stdout) as progress:
+        exported = export_hf(checkpoint, folder, dtype, int(options.max_shard_gb * 1e9), progress.show)
         tell(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
         if exported.unmarked:
             tell(exported.unmarked)
@@ -120,31 +119,6 @@ def _export_model(checkpoint: StepFolder, dtype: torch.dtype, options: argparse.
                     "whether LLM and encoder are those that the run was trained with is open: it had transformers "
                     f"{versions['transformers']} and timm {versions['timm']}"
                 )
-
-
-class _Bars:
-    """One progress bar after the other."""
-
-    def __init__(self) -> None:
-        self.what = ""
-        self.bar: Progress | None = None
-
-    def show(self, what: str, done: int, total: int) -> None:
-        if what != self.what:
-            self.__exit__()
-            self.what = what
-            self.bar = Progress(f"MB {what}", math.ceil(total / 1e6), tell, sys.stdout, counted="MB")
-        assert self.bar is not None
-        megabytes = self.bar.total if done == total else done // 10**6
-        self.bar.show(megabytes, megabytes)
-
-    def __enter__(self) -> _Bars:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.__exit__()
-            self.bar = None
 
 
 def _size(count: int) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 from mmtrain.base.printing import harmless, message
+from mmtrain.base.progress import SECONDS_BETWEEN_LINES, clock, open_bar
 from mmtrain.evaluation.scores import Answer, Scores
 
 FIRST_STEPS = 3
-SECONDS_BETWEEN_LINES = 5.0
 NARROW = 80  # columns: a table of answers would break its words
 
 
@@ -31,8 +30,7 @@ class Console:
         self._first_step = done_steps
         self._printed_at = -math.inf
         self._timed_from: tuple[int, float] | None = None
-        live = stream is not None and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._bar = _open_bar(stream, max_steps, done_steps) if live else None
+        self._bar = open_bar(stream, "step", max_steps, done_steps)
 
     def step(self, step: int, loss: float | None, tokens_per_second: float, note: str = "") -> None:
         """Show that `step` (counted from 0) is done; loss in nats per supervised token, None when there was none."""
@@ -43,17 +41,15 @@ class Console:
         if self._timed_from is None:
             self._timed_from = done, now
         shown_loss = "-" if loss is None else f"{loss:.4f}"
-        rate = f"{tokens_per_second:,.0f} tokens/s"
-        left = self._seconds_left(done, now)
+        said = f"loss {shown_loss}  {tokens_per_second:,.0f} tokens/s  left {clock(self._seconds_left(done, now))}"
         if self._bar is not None:
-            self._bar.update(0, completed=done, loss=shown_loss, rate=rate, left=_clock(left), note=note)
+            self._bar.update(0, completed=done, said=said, note=note)
             return
         early_or_last = step - self._first_step < FIRST_STEPS or done == self._max_steps
         if not (early_or_last or note or now - self._printed_at >= SECONDS_BETWEEN_LINES):
             return
         self._printed_at = now
-        parts = [f"step {done}/{self._max_steps}", f"loss {shown_loss}", rate, f"left {_clock(left)}"]
-        self.line("  ".join([*parts, note] if note else parts))
+        self.line("  ".join(filter(None, (f"step {done}/{self._max_steps}", said, note))))
 
     def evaluating(self, done: int, total: int) -> None:
         """Show that `done` of an evaluation's `total` micro-batches are done, at its begin (0), its end and between."""
@@ -126,36 +122,6 @@ class Console:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
-
-
-def _clock(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
-
-
-def _open_bar(stream: TextIO, max_steps: int, done_steps: int) -> Any:
-    """rich is imported here because only terminals need it."""
-    from rich.console import Console as RichConsole
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    bar = Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TextColumn("{task.fields[rate]}"),
-        TextColumn("left {task.fields[left]}"),
-        TextColumn("{task.fields[note]}"),
-        console=RichConsole(file=stream),
-        redirect_stdout=False,  # this process's own stdout is the log file
-        redirect_stderr=False,
-    )
-    bar.add_task("train", total=max_steps, completed=done_steps, loss="-", rate="", left="?", note="")
-    bar.start()
-    return bar
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:

@@ -1,10 +1,11 @@
 import contextlib
+import io
 import os
 import pty
 import re
 
 from mmtrain.base import progress
-from mmtrain.base.progress import Progress
+from mmtrain.base.progress import ByteProgress, Progress
 
 
 def test_without_a_terminal_lines_come_every_few_seconds_and_at_the_end(monkeypatch):
@@ -38,7 +39,8 @@ def test_a_rate_below_one_is_not_zero(monkeypatch):
     ]
 
 
-def test_a_terminal_gets_a_bar_and_no_lines():
+def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     leader, follower = pty.openpty()
     lines = []
     with open(follower, "w") as terminal, Progress("shards", 3, lines.append, terminal) as bar:  # noqa: PTH123 - a number
@@ -52,3 +54,12 @@ def test_a_terminal_gets_a_bar_and_no_lines():
     assert lines == []
     assert "shards" in written
     assert re.search(r"3/3.* samples/s.*1 failed", written)
+
+
+def test_of_several_things_each_has_its_megabytes():
+    lines = []
+    with ByteProgress(lines.append, io.StringIO()) as progress:
+        progress.show("written", 10**6, 1_500_000)
+        progress.show("written", 1_500_000, 1_500_000)
+        progress.show("read again", 7, 7)
+    assert [re.sub(r"  .*", "", line) for line in lines] == ["2 of 2 MB written", "1 of 1 MB read again"]
