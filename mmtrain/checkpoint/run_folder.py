@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mmtrain.base.durable import flush_folder, held, write_whole
+from mmtrain.base.durable import UNFINISHED, flush_folder, held, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import say
 from mmtrain.checkpoint.resume import METRICS, Start, choose, go_back
@@ -20,7 +20,7 @@ from mmtrain.plan.layout import Plan
 
 AUTO, NEVER = "auto", "never"  # what --resume takes besides a path
 CONFIG, PLAN = "config.yaml", "plan.json"
-BEFORE_THE_FIRST_STEP = ("log*.txt", "quarantine.jsonl")  # what a start that fails may leave
+BEFORE_THE_FIRST_STEP = ("log*.txt", "quarantine.jsonl", f"*{UNFINISHED}")  # what a start that fails may leave
 
 
 def run_folder(config: RunConfig) -> Path:

@@ -22,7 +22,7 @@ from mmtrain.data.shards.index import IndexState, index_state
 
 STATE = "unfinished.jsonl"
 SUMMARY = "dataset.json"
-_OURS = re.compile(r"shard-\d{6,}\.tar(\.index)?(\.[\w.]+)?")
+_OURS = re.compile(r"shard-\d{6,}\.tar(\.index)?(\.[\w.]+)?|dataset\.json\.\w+\.tmp")
 
 
 def refuse_used_folder(out: Path, resume: bool) -> None:
