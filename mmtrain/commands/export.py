@@ -81,10 +81,9 @@ def export(options: argparse.Namespace) -> int:
 
 
 def _export_model(checkpoint: StepFolder, dtype: torch.dtype, options: argparse.Namespace) -> None:
-    from mmtrain.export.batched import PROMPTS, batch_fault
     from mmtrain.export.folder import new_folder
     from mmtrain.export.hf import export_hf
-    from mmtrain.export.verify import BOUND, compare_logits, expected_logits, stock_model
+    from mmtrain.export.verify import PROMPTS, batch_fault, compare_logits, expected_logits, stock_model
 
     with new_folder(options.out) as folder, ByteProgress(tell, sys.stdout) as progress:
         exported = export_hf(checkpoint, folder, dtype, int(options.max_shard_gb * 1e9), progress.show)
@@ -107,7 +106,7 @@ def _export_model(checkpoint: StepFolder, dtype: torch.dtype, options: argparse.
                 )
             tell(line)
             plain = checkpoint.config.data.template == "plain"
-            if fault := batch_fault(folder, model, expected.samples, plain, BOUND):
+            if fault := batch_fault(folder, model, expected.samples, plain):
                 raise DifferentError(
                     f"batches are answered wrongly: {fault}; nothing was exported. Without --verify the folder is "
                     "written all the same: ask it one prompt at a time"

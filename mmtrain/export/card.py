@@ -1,12 +1,18 @@
-"""The model card of an exported Hugging Face folder: what it is made of, how good it was, how to load it."""
+"""The model card of an exported Hugging Face folder: what it is made of, how good it was, how to load it.
+
+Names from configurations and model folders are shown in its Markdown as they are, never obeyed.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import yaml
 
-from mmtrain.export import markdown
+from mmtrain.base.printing import harmless
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.data.samples.templates import PlainTemplate
 from mmtrain.export.language import ExportedLanguage
 from mmtrain.export.origin import Origin
 from mmtrain.export.processor import ExportedProcessor
@@ -29,9 +35,11 @@ print(processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 CHAT = """\
 question = [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]
 prompt = processor.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)"""
-PLAIN = """\
+CAPTION = """\
 picture = [{"role": "user", "content": [{"type": "image"}]}]
 prompt = processor.apply_chat_template(picture, add_generation_prompt=True)"""
+PLAIN = re.compile(r"(?!www\.)[A-Za-z0-9]+([ .,+/_-][A-Za-z0-9]+)*")  # nothing that Markdown or HTML reads
+NEAR_WITH_TORCHVISION = ("bilinear", "bicubic", "lanczos")
 
 
 def write_card(
@@ -41,22 +49,24 @@ def write_card(
     encoder: ExportedEncoder,
     language: ExportedLanguage,
     processor: ExportedProcessor,
+    unmarked: str | None,
 ) -> None:
-    """Write README.md."""
+    """Write README.md; `unmarked` says why the chat template marks no answers, where it does not."""
     bases = [name for name in (about.llm, about.vision) if HUB_ID.fullmatch(name) and "/" in name]
     front = {"library_name": "transformers", "pipeline_tag": "image-text-to-text"} | (
         {"base_model": bases} if bases else {}
     )
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
-        f"# {markdown.name(Path(about.llm).name)} that sees through {markdown.name(Path(about.vision).name)}",
-        f"Made with mmtrain {markdown.name(about.versions['mmtrain'])}. {_what_trained(about)}",
-        "## Made of\n\n" + markdown.table(_parts(about, dtype, language)),
-        "## Training\n\n" + markdown.table(_training(about)),
-        "## How to load\n\n" + LOADING.format(prompt=CHAT if about.template == "chat" else PLAIN),
+        f"# {shown_name(Path(about.llm).name)} that sees through {shown_name(Path(about.vision).name)}",
+        f"Made with mmtrain {shown_name(about.versions['mmtrain'])}. {_what_trained(about)}",
+        "## Made of\n\n" + table(_parts(about, dtype, language)),
+        "## Training\n\n" + table(_training(about)),
+        "## How to load\n\n" + LOADING.format(prompt=CHAT if about.template == "chat" else CAPTION),
     ]
-    if notes := [*_language_notes(language, processor), *encoder.notes, *processor.notes]:
-        sections.append("## Notes\n\n" + "\n".join(f"- {note.removesuffix('.')}." for note in notes))
+    notes = [*_language_notes(language, processor), *encoder.notes, *processor_notes(processor)]
+    notes += [unmarked] if unmarked else []
+    sections.append("## Notes\n\n" + "\n".join(f"- {note.removesuffix('.')}." for note in notes))
     (folder / "README.md").write_text("\n\n".join(sections) + "\n")
 
 
@@ -68,9 +78,9 @@ def _what_trained(about: Origin) -> str:
 
 
 def _parts(about: Origin, dtype: str, language: ExportedLanguage) -> dict[str, str]:
-    llm, vision = markdown.code(about.llm), markdown.code(about.vision)
+    llm, vision = code(about.llm), code(about.vision)
     return {
-        "LLM": f"{llm} ({markdown.name(language.config['model_type'])}, {about.llm_width:,} wide)",
+        "LLM": f"{llm} ({shown_name(language.config['model_type'])}, {about.llm_width:,} wide)",
         "vision encoder": f"{vision}, block {about.vision_select_layer} ({about.vision_width:,} wide)",
         "projector": about.projector_type,
         "images become square by": about.image_fit,
@@ -85,12 +95,12 @@ def _training(about: Origin) -> dict[str, str]:
         "held-out tokens right": (scores.get("token_accuracy"), "{:.1%}"),
         "held-out answers right": (scores.get("exact_match"), f"{{:.1%}} of {scores.get('answers', 0):,}"),
     }
-    versions = ", ".join(f"{name} {markdown.name(version)}" for name, version in about.versions.items())
+    versions = ", ".join(f"{name} {shown_name(version)}" for name, version in about.versions.items())
     return {
         "steps": f"{about.steps:,}" + (f" of {about.max_steps:,}" if about.max_steps else ""),
         "template": about.template,
-        "data fingerprint": markdown.code(about.data_fingerprint),
-        "fingerprint of what was frozen": markdown.code(about.frozen_fingerprint),
+        "data fingerprint": code(about.data_fingerprint),
+        "fingerprint of what was frozen": code(about.frozen_fingerprint),
         "training loss": "unknown" if about.training_loss is None else f"{about.training_loss:.4f} nats a token",
         **{name: form.format(value) for name, (value, form) in shown.items() if value is not None},
         "versions": versions,
@@ -114,6 +124,67 @@ def _language_notes(language: ExportedLanguage, processor: ExportedProcessor) ->
     if language.left_out:
         notes.append(
             f"{len(language.left_out)} tensors of the LLM's files were left out, since stock transformers computes "
-            f"them or does not load them (e.g. {markdown.code(language.left_out[0])})."
+            f"them or does not load them (e.g. {code(language.left_out[0])})."
         )
     return notes
+
+
+def processor_notes(processor: ExportedProcessor) -> list[str]:
+    """Sentences on what conversations, answers and pictures need to be as they were in training."""
+    if isinstance(processor.template, PlainTemplate):
+        notes = [
+            "The model was trained on images followed by their captions, without questions. The chat template writes "
+            "the images first; a text beside them stands behind them, as the beginning of the caption."
+        ]
+    else:
+        notes = [
+            "The chat template writes all special tokens; this folder's tokenizer adds none by itself. An image and "
+            "the text beside it are parted by a line break, as in LLaVA's records; a message that is one text may hold "
+            f"`{IMAGE_MARK}` anywhere."
+        ]
+        if dates := processor.template.chat.dates:
+            date = shown_name(next(iter(dates.values())))
+            notes.append(f"The LLM's own template writes today's date; this one always writes {date}, as in training.")
+    settings = processor.left_out.items()
+    said = ", ".join(shown_name(f"{name} {value}") for name, value in settings if value not in (None, False))
+    also = f"; the LLM's own settings ({said}) are left out" if said else ""
+    notes.append(f"`generate` is greedy by default, as the run's evaluation is{also}.")
+
+    transform = processor.transform
+    size = f"{transform.image_size} x {transform.image_size}"
+    exact = '`AutoProcessor.from_pretrained(folder, backend="pil")` (transformers 4: `use_fast=False`)'
+    if transform.interpolation in NEAR_WITH_TORCHVISION:
+        backend = (
+            f"Training resizes pictures with Pillow. {exact} does the same, to the bit; the default backend, "
+            f"torchvision, differs by a level or two of 255 where a picture is not {size} pixels already."
+        )
+    else:
+        backend = (
+            f"Training resizes pictures by Pillow's {transform.interpolation} filter, which torchvision, the default "
+            f"backend, does not have. Load the processor with {exact}."
+        )
+    colour = (
+        "Training drops transparency and the lower 8 of 16 bits; transformers puts transparent pictures on white, and "
+        "Pillow cuts 16 bits off. Pictures with either must be turned into 8-bit RGB first."
+    )
+    return [*notes, backend, colour]
+
+
+def shown_name(text: str) -> str:
+    """A name on one line: as it stands where nothing in it is markup, else as code."""
+    return text if PLAIN.fullmatch(text) else code(text)
+
+
+def code(text: str) -> str:
+    """A code span, whose fence is longer than any in the text; what is not printable is escaped."""
+    shown = harmless(text)
+    fence = "`" * (max((len(run) for run in re.findall("`+", shown)), default=0) + 1)
+    space = " " if shown.startswith("`") or shown.endswith("`") or not shown else ""
+    return f"{fence}{space}{shown}{space}{fence}"
+
+
+def table(rows: dict[str, str]) -> str:
+    """Rows of a name and a Markdown text; a bar would begin another cell, even in code."""
+    escaped = {title: value.replace("|", r"\|") for title, value in rows.items()}
+    lines = (f"| {title} | {value} |" for title, value in escaped.items())
+    return "\n".join(["| | |", "|---|---|", *lines])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def _config(checkpoint: StepFolder, about: Origin) -> dict[str, Any]:
         "mm_use_im_patch_token": False,  # LLaVA's loader takes a missing key for true, and adds a row
         "image_aspect_ratio": "pad" if about.image_fit == "pad" else "square",  # LLaVA stretches no image
         "tune_mm_mlp_adapter": True,
-        "mmtrain": about.as_json(),
+        "mmtrain": asdict(about),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mmtrain.base.errors import UserError
@@ -12,6 +12,8 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.export.tensors import TensorSource, stored
 from mmtrain.pretrained.model_files import read_header
 
+# What a refusal to export a whole model says of the formats that need less.
+WHAT_WORKS = "--format safetensors exports any projector, --format llava any that was trained alone"
 LAYERS = {"linear": ("linear_1", "linear_1"), "mlp2x_gelu": ("linear_1", "linear_2")}  # first and last, by type
 PROJECTOR = "projector."
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
@@ -38,10 +40,6 @@ class Origin:
     training_loss: float | None  # of the last step, nats per supervised token; None too where that was not finite
     evaluation: dict[str, Any] | None  # the run's scores after these steps, on samples it held out
     versions: Mapping[str, str]
-
-    def as_json(self) -> dict[str, Any]:
-        """The same as a JSON object."""
-        return asdict(self)
 
 
 def origin(checkpoint: StepFolder) -> Origin:

@@ -1,35 +1,43 @@
-"""The processor of an exported Hugging Face LLaVA folder: the files that stock AutoProcessor loads.
+"""The processor of an exported Hugging Face LLaVA folder: the files that stock AutoProcessor loads, and their check.
 
 RunConfig, encoder --write_processor--> tokenizer.json, tokenizer_config.json, chat_template.jinja,
                                         processor_config.json, preprocessor_config.json, generation_config.json
-messages, images --AutoProcessor--> the token ids and pixels that the run was trained on
+messages, images --AutoProcessor--> the token ids and pixels that the run was trained on (check_processor: or UserError)
 
 transformers 4.57 and 5.17 to 5.23 read this layout (5 would write preprocessor_config.json into processor_config.json).
+
+Pixels, measured with transformers 5.23 in levels of 0..255, on pictures of 1 x 1 to 1000 x 30 pixels: the Pillow
+backend gives the same floats as `data.stream.images.ImageTransform`, whatever the size, fit and interpolation.
+torchvision, its default where that is installed, gives them to 3e-7 for pictures of the encoder's size; others differ
+by up to 2 levels (bicubic, bilinear), by 25 where a noisy strip of 1000 x 30 is stretched, by anything for nearest; box
+and hamming it does not know. No file can choose the backend: `AutoProcessor.from_pretrained(folder, backend="pil")`
+does (transformers 4: use_fast=False).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
+import numpy as np
+from PIL import Image
 from tokenizers import processors
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.samples.chat import PROBE
-from mmtrain.data.samples.records import IMAGE_MARK
-from mmtrain.data.samples.sample import IGNORE, Sample
+from mmtrain.data.samples.chat import PROBE, ROLES, Turns
+from mmtrain.data.samples.records import IMAGE_MARK, Rejected
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import TEMPLATES, PlainTemplate, Template, with_image_token
 from mmtrain.data.samples.text_lengths import load_tokenizer
-from mmtrain.data.stream.images import image_transform
-from mmtrain.export import markdown
+from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.export.chat_template import exported_chat_template
-from mmtrain.export.image_processor import image_processor_config, image_processor_notes
+from mmtrain.export.vision import ExportedEncoder
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import llm_shape
 from mmtrain.pretrained.vision_files import tokens_per_image
@@ -39,15 +47,8 @@ KEPT_OF_GENERATION = ("bos_token_id", "max_length", "max_new_tokens")
 UNSAID_OF_GENERATION = ("eos_token_id", "pad_token_id", "do_sample", "transformers_version", "use_cache")
 PAD_TOKENS = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endoftext|>")  # as vocabularies name them
 OF_THIS_LOADING = ("local_files_only", "is_local")  # that save_pretrained takes for settings of the tokenizer
-
-
-class Encoder(Protocol):
-    """What the processor must know of a vision tower: export.vision.ExportedEncoder."""
-
-    image_size: int  # pixels a side
-    patch_size: int  # pixels a side
-    prefix_tokens: int  # class and register tokens
-    select_strategy: str  # "default" drops the first token, "full" keeps all
+CONVERSATIONS: tuple[Turns, ...] = (PROBE, (*PROBE, ("human", "Where is it?"), ("gpt", "At the left.")))
+PIXEL_TOLERANCE = 1e-5  # of normalised values; torchvision divides once where training divides twice
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,15 @@ class ExportedProcessor:
     """What the weights and the card of an exported folder must say of its processor."""
 
     image_token_id: int
-    rows_needed: int  # of the exported LLM's embedding and head
-    added_row: bool  # whether those are more than the LLM has
+    rows_needed: int  # of the exported LLM's embedding and head, which may be more than the LLM has
     image_seq_length: int  # tokens that an image takes
     eos_token_ids: tuple[int, ...]  # that end an answer, the one that training writes first
-    notes: tuple[str, ...]  # sentences for the model card
+    template: Template
+    transform: ImageTransform
+    left_out: dict[str, Any]  # of the LLM's generation_config.json
 
 
-def write_processor(config: RunConfig, encoder: Encoder, folder: Path) -> ExportedProcessor:
+def write_processor(config: RunConfig, encoder: ExportedEncoder, folder: Path) -> ExportedProcessor:
     """Write the processor's files and generation_config.json into `folder`, which exists.
 
     Raises UserError where tokenizer, template or encoder are missing or unfit for the run itself, and for a tokenizer
@@ -71,7 +73,8 @@ def write_processor(config: RunConfig, encoder: Encoder, folder: Path) -> Export
     path = config.model.llm.path
     source = load_tokenizer(path)
     template = TEMPLATES[config.data.template](source, 1, sys.maxsize)
-    end = _end_of_answers(template)
+    taught = [label for label in template(Sample("probe", "probe", PROBE, (b"",))).labels if label != IGNORE]
+    end = taught[-1]  # the token that training teaches the LLM to end an answer with
     tokenizer = _tokenizer_for_prompts(source, template, end)
     image_id = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
     rows = llm_shape(path).vocab_size
@@ -97,9 +100,8 @@ def write_processor(config: RunConfig, encoder: Encoder, folder: Path) -> Export
     if rows_needed > rows:  # the run's own LLM has no such rows, so it never says these tokens
         generation["suppress_tokens"] = list(range(rows, rows_needed))
     _write_json(folder / "generation_config.json", generation)
-    notes = (*_template_notes(template), *_generation_notes(left_out), *image_processor_notes(transform))
     eos = tuple(generation["eos_token_id"])
-    return ExportedProcessor(image_id, rows_needed, rows_needed > rows, length, eos, notes)
+    return ExportedProcessor(image_id, rows_needed, length, eos, template, transform, left_out)
 
 
 def _tokenizer_for_prompts(source: PreTrainedTokenizerBase, template: Template, end: int) -> PreTrainedTokenizerBase:
@@ -162,12 +164,6 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     _write_json(file, settings)
 
 
-def _end_of_answers(template: Template) -> int:
-    """The token that training teaches the LLM to end an answer with."""
-    document = template(Sample("probe", "probe", PROBE, (b"",)))
-    return [label for label in document.labels if label != IGNORE][-1]
-
-
 def _generation(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[dict, dict]:
     """generation_config.json: greedy, ended as answers are; and what of the LLM's own is left out."""
     folder = model_folder(path)
@@ -189,28 +185,86 @@ def _generation(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> tupl
     return generation, left_out
 
 
-def _generation_notes(left_out: dict) -> list[str]:
-    said = ", ".join(markdown.name(f"{name} {value}") for name, value in left_out.items() if value not in (None, False))
-    also = f"; the LLM's own settings ({said}) are left out" if said else ""
-    return [f"`generate` is greedy by default, as the run's evaluation is{also}."]
+def image_processor_config(transform: ImageTransform) -> dict:
+    """The content of preprocessor_config.json.
 
-
-def _template_notes(template: Template) -> list[str]:
-    if isinstance(template, PlainTemplate):
-        return [
-            "The model was trained on images followed by their captions, without questions. The chat template writes "
-            "the images first; a text beside them stands behind them, as the beginning of the caption."
-        ]
-    notes = [
-        "The chat template writes all special tokens; this folder's tokenizer adds none by itself. An image and the "
-        "text beside it are parted by a line break, as in LLaVA's records; a message that is one text may hold "
-        f"`{IMAGE_MARK}` anywhere."
-    ]
-    if template.chat.dates:
-        date = markdown.name(next(iter(template.chat.dates.values())))
-        notes.append(f"The LLM's own template writes today's date; this one always writes {date}, as in training.")
-    return notes
+    One class serves every fit: it pads to a square of int(255 x mean) first, then resizes, then crops. Nothing is left
+    to crop but for center_crop; crop_size is what other software reads the encoder's size from.
+    """
+    square = {"height": transform.image_size, "width": transform.image_size}
+    return {
+        "image_processor_type": "LlavaImageProcessor",
+        "processor_class": "LlavaProcessor",
+        "do_convert_rgb": True,
+        "do_pad": transform.fit == "pad",
+        "do_resize": True,
+        "size": {"shortest_edge": transform.image_size} if transform.fit == "center_crop" else square,
+        "resample": int(Image.Resampling[transform.interpolation.upper()]),
+        "do_center_crop": True,
+        "crop_size": square,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(transform.mean),
+        "image_std": list(transform.std),
+    }
 
 
 def _write_json(file: Path, content: dict) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_processor(config: RunConfig, exported: ExportedProcessor, folder: Path) -> None:
+    """Compare ids (whole, and as the prompt for the first answer) and pixels; the folder must hold its config.json.
+
+    Raises UserError for a difference: generate would get inputs that the model has never seen.
+    """
+    processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    side = exported.transform.image_size
+    noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    picture = Image.fromarray(noise)
+    pixels = processor.image_processor(picture, return_tensors="pt")["pixel_values"][0]
+    difference = float((pixels - exported.transform(picture)).abs().max())
+    if not difference <= PIXEL_TOLERANCE:
+        raise _differs(folder, f"pixel values differ by {difference:g}")
+
+    template = TEMPLATES[config.data.template](
+        load_tokenizer(config.model.llm.path), exported.image_seq_length, sys.maxsize
+    )
+    for turns in CONVERSATIONS:
+        try:
+            document = template(Sample("probe", "probe", turns, (b"",)))
+        except Rejected:  # plain takes one question, and some templates one, too
+            continue
+        begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1
+        asked = config.data.template == "plain"
+        cases = [(turns[:1], document.input_ids[:begin])] + ([] if asked else [(turns, document.input_ids)])
+        for said, trained in cases:
+            text = processor.apply_chat_template(
+                _messages(said, words=not asked), add_generation_prompt=len(said) == 1, tokenize=False
+            )
+            given = processor(text=text, images=[picture])["input_ids"][0]
+            wanted = [exported.image_token_id if token == IMAGE_POSITION else token for token in trained]
+            if list(given) != wanted:
+                raise _differs(folder, f"{text!r} becomes the tokens {_short(given)}, training has {_short(wanted)}")
+
+
+def _messages(turns: Turns, words: bool) -> list[dict]:
+    """Turns as messages of image and text parts; without `words` of images alone."""
+    messages = []
+    for speaker, text in turns:
+        images = [{"type": "image"}] * text.count(IMAGE_MARK)
+        texts = [{"type": "text", "text": text.replace(IMAGE_MARK, "").strip()}] if words else []
+        messages.append({"role": ROLES[speaker], "content": [*images, *texts]})
+    return messages
+
+
+def _short(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids[:40])) + (" ..." if len(ids) > 40 else "")
+
+
+def _differs(folder: Path, what: str) -> UserError:
+    return UserError(
+        f"{folder}: stock AutoProcessor does not make the inputs that the run was trained on: {what}; export with "
+        "--format safetensors or --format llava, which bring no processor"
+    )

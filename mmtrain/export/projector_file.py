@@ -7,6 +7,7 @@ OUT/projector.json          models, steps, data, scores, versions, and the file'
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,9 +24,9 @@ DESCRIPTION = "projector.json"
 def export_projector_file(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
     """Write the folder `out`; raises what `new_folder` raises."""
     tensors = trained_tensors(checkpoint)
-    description = origin(checkpoint).as_json()
+    description = asdict(origin(checkpoint))
     with new_folder(out) as folder:
-        written = TensorWriter(dtype).write(folder / TENSORS, tensors)
-        description |= {"dtype": str(dtype).removeprefix("torch."), "sha256": {TENSORS: written.sha256}}
+        files = {TENSORS: TensorWriter(dtype).write(folder / TENSORS, tensors)}
+        description |= {"dtype": str(dtype).removeprefix("torch."), "sha256": files}
         (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
-        check_written(folder, {TENSORS: written})
+        check_written(folder, files)

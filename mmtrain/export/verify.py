@@ -1,29 +1,37 @@
-"""Does the exported folder compute what mmtrain computes? Both are asked about samples of the run, in full.
+"""Does the exported folder compute what mmtrain computes, and does it answer a batch as it answers one prompt?
 
 documents --mmtrain: the whole model as one stage, trained tensors loaded--> logits at supervised positions
           --stock LlavaForConditionalGeneration.from_pretrained(folder)----> the same logits, within BOUND
+three prompts of different lengths --generate--> tokens and logits, one prompt at a time
+                                   --the same, in one padded batch--> the same logits, within BOUND
+                                   --pipeline(batch_size=3)--> that batch's tokens
 
-Both compute in fp32, from weights that were rounded to the export's dtype on both sides: what rounding itself changes
-does not hide a tensor in the wrong place. The frozen weights must be those that the run was trained with. Price: the
-whole model in fp32 memory, one side after the other.
+Both sides compute in fp32, from weights that were rounded to the export's dtype: what rounding itself changes does not
+hide a tensor in the wrong place. The frozen weights must be those that the run was trained with. A batch rounds its
+sums in another order, so that two tokens may change places whose logits are as near as BOUND: what follows such a tie
+is not compared. Price: the whole model in fp32 memory, one side after the other.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
 import transformers
+from PIL import Image
 from torch import nn
-from transformers import LlavaForConditionalGeneration
+from transformers import AutoProcessor, BatchFeature, LlavaForConditionalGeneration, ProcessorMixin, pipeline
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.catalog import DataSet, data_sets
@@ -31,16 +39,18 @@ from mmtrain.data.stream.loader import Documents
 from mmtrain.data.stream.packs import Pack, PackedBatch, make_batch
 from mmtrain.data.stream.reader import Reader
 from mmtrain.engine.audit import fingerprint, model_fingerprint
-from mmtrain.export.hf import ExportedModel
+from mmtrain.export.hf import ExportedModel, kept_in_float32
 from mmtrain.export.language import MODEL
 from mmtrain.export.origin import trained_tensors
-from mmtrain.export.stock import kept_in_float32, quiet
+from mmtrain.model.language import quiet
 from mmtrain.model.stage import DTYPES, Chunk, build_chunk
 from mmtrain.plan.layout import StagePlan
 from mmtrain.pretrained.model_files import read_json
 from mmtrain.pretrained.shapes import llm_shape
 
 BOUND = 1e-4  # of a logit, or of the largest logit where that is above 1
+PROMPTS = 3
+NEW_TOKENS = 12
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,43 @@ def whole_model(checkpoint: StepFolder) -> Chunk:
     return chunk
 
 
+def batch_fault(
+    folder: Path, model: LlavaForConditionalGeneration, samples: Sequence[Sample], plain: bool
+) -> str | None:
+    """What differs between answers in a batch and one at a time, as the end of a sentence; None if nothing does.
+
+    The prompts are questions of `samples` (a grey picture for those without one), made longer in turn.
+    model: that of `folder`, in float32. plain: whether prompts are images and the beginning of a caption.
+    """
+    processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    asked = [_messages(samples[number % len(samples)], plain, 2 * number) for number in range(PROMPTS)]
+    if len({_inputs(processor, [messages])["input_ids"].shape[1] for messages in asked}) < PROMPTS:
+        asked = [_messages(samples[0], plain, 2 * number) for number in range(PROMPTS)]
+    alone = [_answers(model, _inputs(processor, [messages]))[0] for messages in asked]
+    inputs = _inputs(processor, asked)
+    together = _answers(model, inputs)
+    for (wanted, wanted_logits), (given, given_logits) in zip(alone, together, strict=True):
+        agreed = next((t for t, pair in enumerate(zip(wanted, given, strict=False)) if pair[0] != pair[1]), len(wanted))
+        seen = slice(0, agreed + 1)  # the logits of the first token that differs were made from the same tokens
+        difference = float((wanted_logits[seen] - given_logits[seen]).abs().max().nan_to_num(nan=torch.inf))
+        if difference > BOUND * max(1.0, float(wanted_logits[seen].abs().max())):
+            said = [processor.decode(tokens, skip_special_tokens=True) for tokens in (given, wanted)]
+            return (
+                f"a batch of {PROMPTS} prompts is answered {said[0]!r} where one alone is answered {said[1]!r} (logits "
+                f"differ by {difference:.1e})"
+            )
+    with quiet():
+        ask = pipeline("image-text-to-text", model=model, processor=processor)
+        rows = ask(text=asked, batch_size=PROMPTS, max_new_tokens=NEW_TOKENS, return_tensors=True)
+    prompt = inputs["input_ids"].shape[1]
+    for (wanted, _), (row,) in zip(together, rows, strict=True):
+        given = _until_end(row["generated_token_ids"][prompt:].tolist(), model)
+        if given != wanted:
+            said = [processor.decode(tokens, skip_special_tokens=True) for tokens in (given, wanted)]
+            return f"pipeline(batch_size={PROMPTS}) answers {said[0]!r} where the model answers {said[1]!r}"
+    return None
+
+
 def _compare_frozen(checkpoint: StepFolder, chunk: Chunk, folder: Path) -> bool:
     """Whether the frozen weights are those of training; False where other versions of libraries leave that open.
 
@@ -202,3 +249,41 @@ def _own_logits(
 def _round(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     for part in parameter.data.view(-1).split(1 << 24):  # no second copy of a large matrix
         part.copy_(part.to(dtype))
+
+
+def _messages(sample: Sample, plain: bool, words: int) -> list[dict[str, Any]]:
+    """A sample's first question with its pictures, and some words more."""
+    question = next(text for speaker, text in sample.turns if speaker == "human")
+    pictures = [Image.open(io.BytesIO(content)).convert("RGB") for content in sample.images]
+    pictures = pictures[: max(1, question.count(IMAGE_MARK))] or [Image.new("RGB", (64, 64), (128, 128, 128))]
+    text = " ".join(["" if plain else question.replace(IMAGE_MARK, "").strip(), *["a"] * words]).strip()
+    parts = [{"type": "image", "image": picture} for picture in pictures]
+    return [{"role": "user", "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}]
+
+
+def _inputs(processor: ProcessorMixin, asked: Sequence[list[dict[str, Any]]]) -> BatchFeature:
+    return processor.apply_chat_template(
+        list(asked),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"padding": True},
+    )
+
+
+def _answers(model: LlavaForConditionalGeneration, inputs: BatchFeature) -> list[tuple[list[int], torch.Tensor]]:
+    """New tokens up to the end mark, and the logits (T, V) from which each was taken, of every prompt."""
+    with quiet():
+        made = model.generate(**inputs, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True)
+    logits = torch.stack(made.logits, dim=1).float()
+    rows = made.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    tokens = [_until_end(row, model) for row in rows]
+    return [(found, row[: len(found)]) for found, row in zip(tokens, logits, strict=True)]
+
+
+def _until_end(tokens: list[int], model: LlavaForConditionalGeneration) -> list[int]:
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    last = next((t for t, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: last + 1]

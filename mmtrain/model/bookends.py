@@ -100,9 +100,4 @@ def holds_layer_0(first: int, last: int) -> bool:
 
 def replace(model: nn.Module, module: nn.Module, replacement: nn.Module) -> None:
     """Put `replacement` where `module` is in `model`."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if child is module:
-                setattr(parent, name, replacement)
-                return
-    raise AssertionError(f"{type(module).__name__} is not in the model")
+    model.set_submodule(next(name for name, child in model.named_modules() if child is module), replacement)

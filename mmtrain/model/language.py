@@ -23,6 +23,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.stream.packs import copied
@@ -178,18 +179,13 @@ class LanguageSlice(nn.Module):
                 layer.forward = recomputing(layer.forward)
 
 
-def slice_of(
-    model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool, attention: str = ATTENTION
-) -> LanguageSlice:
-    """Decoder layers [first, last) of a stock causal LM in memory; copies what it keeps, `model` is left alone.
-
-    `attention` names the attention implementation, as registered with transformers.
-    """
+def slice_of(model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool) -> LanguageSlice:
+    """Decoder layers [first, last) of a stock causal LM in memory; copies what it keeps, `model` is left alone."""
     _check_bounds(model.config, first, last, embedding, head)
     absent = absent_modules(model, first, last, embedding=embedding, head=head)
     part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
     _set_options(part.config)
-    part.set_attn_implementation(attention)
+    part.set_attn_implementation(ATTENTION)
     return LanguageSlice(part, first, last, embedding=embedding, head=head)
 
 
@@ -241,7 +237,7 @@ def load_slice(
         opened.update(tensors)
     # The name and module of the stock class: transformers finds its conversions by them.
     part_class = type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
-    with _without_progress_bars():
+    with quiet():
         model, report = part_class.from_pretrained(
             None,
             config=config,
@@ -296,12 +292,17 @@ def _set_options(config: PreTrainedConfig) -> None:
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """One bar per rank on one terminal is unreadable."""
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
+def quiet() -> Iterator[None]:
+    """transformers without its bars (one a rank is unreadable), and without its report of what does not fit.
+
+    That comes back as a value, with `output_loading_info`.
+    """
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
-            transformers.utils.logging.enable_progress_bar()
+            logging.enable_progress_bar()

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 
 from mmtrain.base.errors import UserError
 from mmtrain.model.attention import ATTENTION, document_positions
-from mmtrain.model.language import LanguageSlice, slice_of
+from mmtrain.model.language import slice_of
 from mmtrain.model.tiny import VOCABULARY, tiny_model
 
 DOCUMENTS = (13, 6, 19)  # tokens; below, at and beyond the tiny windows of 8
@@ -38,18 +38,10 @@ class Differences:
     packed: float
 
 
-def measure_differences(
-    config: PreTrainedConfig,
-    cut_points: Sequence[int],
-    *,
-    seed: int = 0,
-    slicer: Callable[..., LanguageSlice] = slice_of,
-    attention: str = ATTENTION,
-) -> Differences:
+def measure_differences(config: PreTrainedConfig, cut_points: Sequence[int], *, seed: int = 0) -> Differences:
     """Run a tiny model of `config`'s family whole, in slices, and document by document; fp32.
 
-    Slices begin at decoder layers 0 and `cut_points`. `slicer` makes them, with the signature of `slice_of`;
-    `attention` is the attention implementation under test, as registered with transformers.
+    Slices begin at decoder layers 0 and `cut_points`.
     """
     model = tiny_model(config, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -76,14 +68,13 @@ def measure_differences(
 
     embeddings = model.get_input_embeddings()(ids)
     reference = run(separate, embeddings)
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation(ATTENTION)
     unsliced = run(whole, embeddings)
 
     borders = [0, *cut_points, model.config.num_hidden_layers]
     stages = len(borders) - 1
     slices = [
-        slicer(model, borders[i], borders[i + 1], embedding=i == 0, head=i == stages - 1, attention=attention)
-        for i in range(stages)
+        slice_of(model, borders[i], borders[i + 1], embedding=i == 0, head=i == stages - 1) for i in range(stages)
     ]
 
     def staged(hidden: torch.Tensor) -> torch.Tensor:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import timm
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedModel, SiglipVisionConfig, SiglipVisionModel
+from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.stream.images import is_timm_name, refuse_wrong_activation, timm_config
@@ -51,9 +51,18 @@ HF_MODELS = {
 class VisionTower(nn.Module):
     """An encoder, loaded frozen: images (N, 3, S, S) float32 -> features (N, T, W) in the encoder's dtype."""
 
-    def __init__(self, model: nn.Module, width: int, image_size: int, patch_size: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        features: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+        width: int,
+        image_size: int,
+        patch_size: int,
+    ) -> None:
+        """`features` runs the encoder's own forward up to the selected block and drops prefix tokens."""
         super().__init__()
         self.model = model.eval().requires_grad_(False)
+        self.features = features
         self.width = width
         self.image_size = image_size
         self.tokens_per_image = tokens_per_image(image_size, patch_size)
@@ -68,40 +77,7 @@ class VisionTower(nn.Module):
         expected = (3, self.image_size, self.image_size)
         # Encoders with resizable position embeddings would take another size and return another number of tokens.
         assert images.shape[1:] == expected, f"images of shape {tuple(images.shape)}, the encoder takes (N, {expected})"
-        return self.encode(images.to(next(self.model.parameters()).dtype))
-
-    def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """The encoder's own forward up to the selected block."""
-        raise NotImplementedError
-
-
-class TimmTower(VisionTower):
-    """A timm ViT; `model` still has all its blocks when it comes in."""
-
-    def __init__(self, model: nn.Module, select_layer: int, image_size: int, patch_size: int) -> None:
-        # Pruning changes what negative indices mean: only the index that it returns still names the same block.
-        block_index = model.prune_intermediate_layers([select_layer], prune_norm=True, prune_head=True)
-        super().__init__(model, model.embed_dim, image_size, patch_size)
-        self.block_index = block_index
-
-    def encode(self, images: torch.Tensor) -> torch.Tensor:
-        return self.model.forward_intermediates(
-            images, indices=self.block_index, intermediates_only=True, output_fmt="NLC", norm=False
-        )[0]
-
-
-class HfTower(VisionTower):
-    """transformers' CLIP or SigLIP vision model whose layer list already ends with the selected one."""
-
-    def __init__(self, model: PreTrainedModel, prefix_tokens: int) -> None:
-        config = model.config
-        # Both families' `last_hidden_state` is then the selected layer's output: SigLIP's would be normed otherwise.
-        model.post_layernorm = nn.Identity()
-        super().__init__(model, config.hidden_size, config.image_size, config.patch_size)
-        self.prefix_tokens = prefix_tokens
-
-    def encode(self, images: torch.Tensor) -> torch.Tensor:
-        return self.model(images).last_hidden_state[:, self.prefix_tokens :]
+        return self.features(self.model, images.to(next(self.model.parameters()).dtype))
 
 
 def load_vision(name: str, select_layer: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> VisionTower:
@@ -190,12 +166,20 @@ def _create_timm(name: str, weights: Path | None) -> nn.Module:
     return model
 
 
-def _cut_timm(model: nn.Module, name: str, select_layer: int, dtype: torch.dtype) -> TimmTower:
+def _cut_timm(model: nn.Module, name: str, select_layer: int, dtype: torch.dtype) -> VisionTower:
     patches = model.patch_embed
     _check_layer(select_layer, len(model.blocks), name)
     image_size = square(getattr(patches, "img_size", None) or model.pretrained_cfg["input_size"][1:], "images", name)
     patch_size = square(patches.patch_size, "patches", name)
-    tower = TimmTower(model, select_layer, image_size, patch_size)
+    # Pruning changes what negative indices mean: only the index that it returns still names the same block.
+    block = model.prune_intermediate_layers([select_layer], prune_norm=True, prune_head=True)
+
+    def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        return model.forward_intermediates(
+            images, indices=block, intermediates_only=True, output_fmt="NLC", norm=False
+        )[0]
+
+    tower = VisionTower(model, features, model.embed_dim, image_size, patch_size)
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(dtype)
     for buffer in tower.buffers():
@@ -205,7 +189,7 @@ def _cut_timm(model: nn.Module, name: str, select_layer: int, dtype: torch.dtype
     return tower
 
 
-def _load_hf(folder: Path, model_type: str, select_layer: int, dtype: torch.dtype) -> HfTower:
+def _load_hf(folder: Path, model_type: str, select_layer: int, dtype: torch.dtype) -> VisionTower:
     config_class, model_class, prefix_tokens = HF_MODELS[model_type]
     with foreign_files(f"model.vision.name: {folder}"):
         config = config_class.from_pretrained(folder)
@@ -229,7 +213,13 @@ def _load_hf(folder: Path, model_type: str, select_layer: int, dtype: torch.dtyp
             f"model.vision.name: {folder} lacks {len(lacking)} of the encoder's tensors, e.g. {lacking[0]}; "
             "download the folder again"
         )
-    return HfTower(model, prefix_tokens)
+    # Both families' `last_hidden_state` is then the selected layer's output: SigLIP's would be normed otherwise.
+    model.post_layernorm = nn.Identity()
+
+    def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        return model(images).last_hidden_state[:, prefix_tokens:]
+
+    return VisionTower(model, features, config.hidden_size, config.image_size, config.patch_size)
 
 
 def _check_layer(select_layer: int, blocks: int, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,5 +96,5 @@ def test_models_of_the_hub_are_named_in_the_metadata_and_read_back(tiny, tmp_pat
     export(make_checkpoint(tmp_path / "run", config_of(tiny)), tmp_path / "out")
     folder, about, *rest = calls[0]
     names = {"llm": "yes/on", "vision": "1e3/null"}
-    write_card(folder, type(about)(**about.as_json() | names), *rest)
+    write_card(folder, replace(about, **names), *rest)
     assert read(folder)[0]["base_model"] == ["yes/on", "1e3/null"]

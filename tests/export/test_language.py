@@ -13,8 +13,8 @@ from untrained_runs import compared, config_of, export, load_stock, make_checkpo
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.export.hf import refuse_loading_faults, refuse_unfit_family
 from mmtrain.export.language import language_for_export
-from mmtrain.export.stock import refuse_loading_faults, refuse_unfit_family
 from mmtrain.export.tensors import in_memory
 
 UNFIT = {

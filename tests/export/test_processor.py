@@ -29,9 +29,8 @@ from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.data.stream.images import ImageTransform, decode_image
-from mmtrain.export.image_processor import image_processor_config
-from mmtrain.export.processor import write_processor
-from mmtrain.export.processor_check import check_processor
+from mmtrain.export.card import processor_notes
+from mmtrain.export.processor import check_processor, image_processor_config, write_processor
 
 
 @pytest.fixture(scope="module", params=STYLES)
@@ -120,7 +119,7 @@ def test_the_template_writes_the_date_that_training_wrote_and_not_todays(tiny, l
     written = AutoProcessor.from_pretrained(tmp_path).apply_chat_template([{"role": "user", "content": "hi"}])
     assert "Today Date: 26 Jul 2024\n" in written
     assert datetime.now().strftime("%d %b %Y") not in written
-    assert any("26 Jul 2024" in note for note in exported.notes)
+    assert any("26 Jul 2024" in note for note in processor_notes(exported))
 
 
 def test_an_unfinished_answer_can_be_continued_and_other_parts_are_refused_by_name(tiny, llm_with, tmp_path):
@@ -174,12 +173,12 @@ def test_an_image_takes_as_many_tokens_as_in_training_whatever_the_tower_keeps_b
 def test_a_spare_row_becomes_the_image_token_and_a_missing_one_is_asked_for_and_never_said(tiny, make_tiny, tmp_path):
     length = len(AutoTokenizer.from_pretrained(tiny / "llm"))
     spare = export(run_config(tiny, tiny / "llm"), tmp_path / "spare")
-    assert (spare.image_token_id, spare.rows_needed, spare.added_row) == (length, 320, False)
+    assert (spare.image_token_id, spare.rows_needed) == (length, 320)
     assert GenerationConfig.from_pretrained(tmp_path / "spare").suppress_tokens is None
 
     make_tiny.make_tiny_llm(tmp_path / "full", layers=1, vocab_size=length)
     full = export(run_config(tiny, tmp_path / "full"), tmp_path / "out")
-    assert (full.image_token_id, full.rows_needed, full.added_row) == (length, length + 1, True)
+    assert (full.image_token_id, full.rows_needed) == (length, length + 1)
     assert GenerationConfig.from_pretrained(tmp_path / "out").suppress_tokens == [length]
 
 
@@ -199,7 +198,7 @@ def test_answers_end_at_the_end_mark_and_where_the_llm_ends_and_nothing_is_sampl
     assert generation.eos_token_id == list(exported.eos_token_ids) == [mark, 2, 0]
     assert (generation.do_sample, generation.max_new_tokens, generation.pad_token_id) == (False, 99, 0)
     assert not {"temperature", "repetition_penalty"} & set(generation.to_diff_dict())
-    assert any("temperature 0.7, repetition_penalty 1.05" in note for note in exported.notes)
+    assert any("temperature 0.7, repetition_penalty 1.05" in note for note in processor_notes(exported))
 
 
 def test_a_tokenizer_that_its_family_builds_anew_is_exported_as_it_was_built(tiny, llm_with, tmp_path):
@@ -262,7 +261,7 @@ def test_the_demo_export_loads_and_is_right(tmp_path):
     config = load_config(Path(__file__).parents[2] / "configs" / "llava_pp4.yaml", [])
     exported = export(config, tmp_path, Tower(image_size=64, patch_size=16))
     check_processor(config, exported, tmp_path)
-    assert not exported.added_row and exported.rows_needed == 384
+    assert exported.rows_needed == 384
 
 
 # ---- pixels

@@ -14,7 +14,6 @@ from mmtrain.base.errors import UserError
 from mmtrain.export import tensors as module
 from mmtrain.export.tensors import (
     INDEX,
-    SINGLE,
     TensorSource,
     TensorWriter,
     check_written,
@@ -22,6 +21,8 @@ from mmtrain.export.tensors import (
     stored,
     write_shards,
 )
+
+SINGLE = "model.safetensors"
 
 
 def sample() -> dict[str, torch.Tensor]:
@@ -43,7 +44,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def test_the_library_reads_what_was_written_bit_for_bit(tmp_path):
     tensors = sample()
-    written = TensorWriter(None).write(tmp_path / SINGLE, {name: in_memory(tensor) for name, tensor in tensors.items()})
+    TensorWriter(None).write(tmp_path / SINGLE, {name: in_memory(tensor) for name, tensor in tensors.items()})
     found = load_file(tmp_path / SINGLE)
     assert found.keys() == tensors.keys()
     assert all(same(found[name], tensor) for name, tensor in tensors.items())
@@ -51,7 +52,6 @@ def test_the_library_reads_what_was_written_bit_for_bit(tmp_path):
         assert opened.metadata() == {"format": "pt"}, "transformers refuses a file without it"
     content = (tmp_path / SINGLE).read_bytes()
     assert int.from_bytes(content[:8], "little") % 8 == 0, "tensors begin at a multiple of 8 bytes"
-    assert written.bytes == len(content)
 
 
 @pytest.mark.parametrize("block", [8, 24, 1 << 26])

@@ -14,9 +14,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
+from mmtrain.model import language, parity
+from mmtrain.model.attention import ATTENTION
 from mmtrain.model.bookends import decoder_layers
 from mmtrain.model.language import LanguageSlice, slice_of
-from mmtrain.model.parity import Differences, measure_differences
+from mmtrain.model.parity import Differences
 from mmtrain.model.probe import probe, refuse_differences
 
 
@@ -27,10 +29,19 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))  # where the logs of refused models stay
 
 
-def judge(config: PreTrainedConfig, **seams) -> Differences:
-    differences = measure_differences(config, (2, 4), **seams)
-    refuse_differences(config.model_type, differences.staged, differences.packed)
-    return differences
+@pytest.fixture
+def judge(monkeypatch):
+    """Tries a family with another maker of slices, or another attention."""
+
+    def judge(config: PreTrainedConfig, slicer=slice_of, attention: str = ATTENTION) -> Differences:
+        monkeypatch.setattr(parity, "slice_of", slicer)
+        for module in (parity, language):
+            monkeypatch.setattr(module, "ATTENTION", attention)
+        differences = parity.measure_differences(config, (2, 4))
+        refuse_differences(config.model_type, differences.staged, differences.packed)
+        return differences
+
+    return judge
 
 
 GRANITE = {"num_hidden_layers": 6, "embedding_multiplier": 12.0}
@@ -40,7 +51,7 @@ GRANITE = {"num_hidden_layers": 6, "embedding_multiplier": 12.0}
     ("family", "options"),
     [("granite", GRANITE), ("gemma3_text", {"num_hidden_layers": 6}), ("gpt_oss", {"num_hidden_layers": 6})],
 )
-def test_right_slices_differ_by_nothing_and_right_packing_by_rounding(family, options):
+def test_right_slices_differ_by_nothing_and_right_packing_by_rounding(family, options, judge):
     differences = judge(CONFIG_MAPPING[family](**options))
     assert differences.staged == 0
     assert differences.packed < 2e-5
@@ -49,14 +60,14 @@ def test_right_slices_differ_by_nothing_and_right_packing_by_rounding(family, op
 class CutList(nn.Module):
     """A stage as one would first write it: the decoder layers of the slice are the whole list of a shorter model."""
 
-    def __init__(self, model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool, attention: str):
+    def __init__(self, model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool):
         super().__init__()
         part = copy.deepcopy(model)
         part.model.layers = part.model.layers[first:last]
         part.config.num_hidden_layers = last - first
         if not head:
             part.model.norm = nn.Identity()
-        part.set_attn_implementation(attention)
+        part.set_attn_implementation(ATTENTION)
         self.whole = LanguageSlice(part, 0, last - first, embedding=True, head=True)
         self.embed, self.logits = self.whole.embed, self.whole.logits
 
@@ -65,16 +76,16 @@ class CutList(nn.Module):
 
 
 @pytest.mark.parametrize(("family", "options"), [("granite", GRANITE), ("gemma3_text", {"num_hidden_layers": 8})])
-def test_a_cut_layer_list_is_caught(family, options):
+def test_a_cut_layer_list_is_caught(family, options, judge):
     with pytest.raises(UserError, match=f"{family} cannot be cut into stages"):
         judge(CONFIG_MAPPING[family](**options), slicer=CutList)
 
 
-def test_a_cut_layer_list_is_right_where_nothing_depends_on_the_list():
+def test_a_cut_layer_list_is_right_where_nothing_depends_on_the_list(judge):
     assert judge(CONFIG_MAPPING["llama"](num_hidden_layers=6), slicer=CutList).staged == 0
 
 
-def test_a_mask_that_does_not_isolate_documents_is_caught():
+def test_a_mask_that_does_not_isolate_documents_is_caught(judge):
     # transformers' own packing: gpt_oss does not hand its position_ids to its masks
     with pytest.raises(UserError, match="gpt_oss cannot be packed"):
         judge(CONFIG_MAPPING["gpt_oss"](num_hidden_layers=6), attention="eager")
@@ -102,7 +113,7 @@ def with_a_second_norm(model, first, last, *, head, **options) -> LanguageSlice:
 
 
 @pytest.mark.parametrize("slicer", [with_rounded_frequencies, without_the_last_layer, with_a_second_norm])
-def test_a_wrong_slice_is_caught(slicer: Callable[..., LanguageSlice]):
+def test_a_wrong_slice_is_caught(slicer: Callable[..., LanguageSlice], judge):
     with pytest.raises(UserError, match="llama cannot be cut into stages"):
         judge(CONFIG_MAPPING["llama"](num_hidden_layers=6), slicer=slicer)
 
@@ -114,7 +125,7 @@ class DetachedBorder(LanguageSlice):
         return super().forward(hidden.detach() + 0.5 * (hidden - hidden.detach()), position_ids)
 
 
-def test_a_fault_in_the_gradient_alone_is_caught():
+def test_a_fault_in_the_gradient_alone_is_caught(judge):
     def slicer(*arguments, **options):
         part = slice_of(*arguments, **options)
         part.__class__ = DetachedBorder
