@@ -38,6 +38,7 @@ from mmtrain.data.shards.index import text_fingerprint
 from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.data.stream.catalog import data_sets
+from mmtrain.demo.data import make_demo_data
 from mmtrain.engine.trace import refuse_unfit_trace
 from mmtrain.model.projector_files import refuse_unfit_init_from
 from mmtrain.plan.calibration import Device, cached_file, calibration_key, cpu_device, gpu_device
@@ -509,6 +510,7 @@ def _check_data(config: RunConfig, others_wait: bool) -> None:
     done before, unless it takes moments.
     """
     refuse_missing_chat_template(config)
+    make_demo_data(config, say)
     found = {
         f"data.sets ({one.name})" if one.name else "data.shards": one.shards for one in data_sets(config.data, say)
     }

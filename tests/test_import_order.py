@@ -36,7 +36,6 @@ __main__
 FLOOR_OF = {wing: floor for floor, line in enumerate(FLOORS.split("\n")) for wing in line.split()}
 STILL_UP = {  # module -> the wing above that it imports
     "checkpoint.checkpoint": "evaluation",
-    "data.shards.shard_list": "demo",
 }
 
 # Wings that import no torch, but for these modules; and modules of other wings that do not.

@@ -26,6 +26,7 @@ from mmtrain.data.samples.records import REASONS
 from mmtrain.data.shards.index import read_index, text_fingerprint
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
+from mmtrain.demo.data import make_demo_shards
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.processes.pool import usable_cores
 
@@ -48,7 +49,8 @@ exit codes:
 
 def index_shards(options: argparse.Namespace) -> None:
     """Index the shards and print what they hold; raises UserError."""
-    tars = find_shards(options.shards, tell)
+    make_demo_shards(options.shards, "SHARDS", tell)
+    tars = find_shards(options.shards)
     folder = model_folder(options.tokenizer)
     fingerprint = text_fingerprint(folder, options.template)
     todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint)

@@ -37,6 +37,7 @@ from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import Damage, verify_shard
 from mmtrain.data.stream.order import Capacity
+from mmtrain.demo.data import make_demo_shards
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.shapes import vision_shape
 
@@ -102,7 +103,8 @@ def inspect_shards(options: argparse.Namespace) -> int:
     """Print what the options ask for and return the exit code; raises UserError."""
     # With --json, stdout is one JSON value.
     inform, stream = (note, sys.stderr) if options.json else (tell, sys.stdout)
-    tars = find_shards(options.shards, inform)
+    make_demo_shards(options.shards, "SHARDS", inform)
+    tars = find_shards(options.shards)
     if options.verify:
         return _verify(tars, inform, stream, options.json)
     fingerprint = None

@@ -38,6 +38,7 @@ from mmtrain.data.stream.catalog import DataSet, data_sets
 from mmtrain.data.stream.loader import Documents
 from mmtrain.data.stream.packs import Pack, PackedBatch, make_batch
 from mmtrain.data.stream.reader import Reader
+from mmtrain.demo.data import make_demo_data
 from mmtrain.engine.audit import fingerprint, model_fingerprint
 from mmtrain.export.hf import ExportedModel, kept_in_float32
 from mmtrain.export.language import MODEL
@@ -123,6 +124,7 @@ def compare_logits(expected: Expected, model: LlavaForConditionalGeneration) -> 
 
 def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatch]]:
     """The first `count` samples that evaluation would read, and each as a batch; damaged ones are passed over."""
+    make_demo_data(config)
     documents = Documents(config)
     section = config.eval
     if section.shards is not None:

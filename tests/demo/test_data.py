@@ -9,8 +9,14 @@ import webdataset
 from PIL import Image
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.demo.data import SAMPLES, demo_shards
+from mmtrain.data.shards.shard_list import demo_shards, expand_shards
+from mmtrain.demo.data import SAMPLES, make_demo_shards
+
+
+def made(name, say=lambda line: None):
+    """The demo's shards, made as a run makes them."""
+    make_demo_shards(name, "data.shards", say)
+    return expand_shards(name)
 
 
 @pytest.fixture
@@ -21,7 +27,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_the_shards_are_made_once_and_any_webdataset_reader_opens_them(cache):
     said = []
-    paths = expand_shards("demo:held-out", say=said.append)
+    paths = made("demo:held-out", say=said.append)
     assert "256 pictures" in said[0] and "made demo:held-out in" in said[1]
     samples = list(webdataset.WebDataset([str(path) for path in paths], shardshuffle=False))
     assert len(samples) == SAMPLES["held-out"]
@@ -30,44 +36,45 @@ def test_the_shards_are_made_once_and_any_webdataset_reader_opens_them(cache):
         assert record["conversations"][0]["value"].startswith("<image>\n")
         assert Image.open(io.BytesIO(sample["png"])).size == (64, 64)
     changed = [path.stat().st_mtime_ns for path in paths]
-    assert [path.stat().st_mtime_ns for path in expand_shards("demo:held-out", say=said.append)] == changed
+    assert [path.stat().st_mtime_ns for path in made("demo:held-out", say=said.append)] == changed
     assert len(said) == 2
 
 
 def test_runs_that_start_together_make_the_same_shards_once(cache):
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        first, second = pool.map(demo_shards, ["demo:held-out"] * 2)
-    assert first == second and [path.name for path in first.parent.iterdir()] == [first.name]
+        first, second = pool.map(made, ["demo:held-out"] * 2)
+    folder = demo_shards("demo:held-out")
+    assert first == second and list(folder.parent.iterdir()) == [folder]
 
 
 def test_the_shards_are_the_same_bytes_wherever_they_are_made(cache, monkeypatch):
-    first = [path.read_bytes() for path in expand_shards("demo:held-out")]
+    first = [path.read_bytes() for path in made("demo:held-out")]
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "elsewhere"))
-    assert [path.read_bytes() for path in expand_shards("demo:held-out")] == first
+    assert [path.read_bytes() for path in made("demo:held-out")] == first
 
 
 def test_what_the_demo_does_not_have_is_refused(cache):
     with pytest.raises(UserError, match=r"data\.shards: demo:test: the demo has no such data; it has demo:train"):
-        expand_shards("demo:test")
+        made("demo:test")
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(cache, monkeypatch):
     (cache / "mmtrain").write_text("a file where the folder should be")
     with pytest.raises(UserError, match=r"cannot make demo:held-out in .*XDG_CACHE_HOME says where caches go"):
-        demo_shards("demo:held-out")
+        made("demo:held-out")
 
 
 def test_a_cache_from_which_shards_were_deleted_is_made_again(cache):
-    paths = expand_shards("demo:held-out")
+    paths = made("demo:held-out")
     content = paths[0].read_bytes()
     paths[0].unlink()
     said = []
-    assert expand_shards("demo:held-out", say=said.append) == paths and len(said) == 2
+    assert made("demo:held-out", say=said.append) == paths and len(said) == 2
     assert paths[0].read_bytes() == content
 
 
 def test_without_scikit_learn_the_way_to_get_it_is_said(cache, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
     with pytest.raises(UserError, match="scikit-learn, which is not installed"):
-        demo_shards("demo:held-out")
+        made("demo:held-out")
     assert not list((cache / "mmtrain" / "demo").iterdir())

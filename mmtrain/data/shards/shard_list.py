@@ -1,24 +1,39 @@
 """Which tars a run reads, and whether there is anything in them.
 
 `data.shards` --paths, globs, brace ranges--> tar files
+`demo:train` --the demo's, in the user's cache--> tar files, which `demo.data` makes on first use
+`pipe:curl -sf https://host/shard-000000.tar` --run once, without a shell--> CACHE/pipe/<hash of the command>.tar
+
+Samples are read by offset, in an order that changes every epoch, so what a program writes has to be a file. Price: its
+size on the disk of the cache (XDG_CACHE_HOME), until it is deleted there.
 
 Nothing here imports torch or webdataset, so that the launcher refuses missing and empty shards before a rank starts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import shlex
+import subprocess
+import time
 from collections.abc import Callable, Sequence
 from glob import glob
 from pathlib import Path
 
 from braceexpand import UnbalancedBracesError, braceexpand, char_range_re, int_range_re, make_char_range
 
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.durable import held, whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import shortened
 from mmtrain.data.shards.archive import read_headers
-from mmtrain.data.shards.piped import PREFIX, piped_shard
-from mmtrain.pretrained.model_files import is_demo
+from mmtrain.pretrained.model_files import PREFIX, is_demo
+
+PIPE = "pipe:"
+SPLITS = ("train", "held-out")  # of the demo's data
+# What makes them; the cache never outlives it.
+_DEMO_SOURCES = ("data/prepare/sharding.py", *(f"demo/{name}.py" for name in ("data", "pictures", "scene", "text")))
 
 # Of one pattern, counted before braces are expanded: {0..999999}{0..999999} would take all memory first. A million
 # shards of 100 MB are 100 TB; a path has at most 4,096 bytes, and braceexpand calls itself for braces inside braces.
@@ -37,24 +52,19 @@ def expand_shards(
     """List the tar files that `shards` names: paths, globs (*, ?) and brace ranges ({00000..00099}), in order.
 
     A glob's files are sorted; braces mean what they mean to webdataset. `demo:train` and `demo:held-out` are the
-    demo's, made on first use; `pipe:` URLs are run if `allow_pipe` names their program (see `piped`); `say` is told
-    when that takes time. `key` is the configuration's name for the list, for messages. Raises UserError for a pattern
+    demo's, which `demo.data` makes before; `pipe:` URLs are run if `allow_pipe` names their program; `say` is told when
+    that takes time. `key` is the configuration's name for the list, for messages. Raises UserError for a pattern
     without files, a file named twice, and other URLs.
     """
     patterns = (shards,) if isinstance(shards, str) else tuple(shards)
     found: list[Path] = []
     for pattern in patterns:
         if is_demo(pattern):
-            from mmtrain.demo.data import demo_shards  # numpy and Pillow, which other runs' launchers do without
-
-            try:
-                found += sorted(demo_shards(pattern, say).glob("*.tar"))
-            except UserError as error:
-                raise UserError(f"{key}: {error}") from error
+            found += sorted(demo_shards(pattern).glob("*.tar"))
             continue
         if not pattern:
             raise UserError(f"{key}: an empty name; name a webdataset tar, or set {key}=null where that is allowed")
-        is_pipe = pattern.startswith(PREFIX)
+        is_pipe = pattern.startswith(PIPE)
         if "://" in pattern and not is_pipe:
             raise UserError(
                 f"{key}: {pattern!r} is a URL; shards are read from local files: download them, or let a program do "
@@ -70,7 +80,7 @@ def expand_shards(
             ) from None
         for name in names:
             if is_pipe:
-                found.append(piped_shard(name, allow_pipe, key, say))
+                found.append(_piped_shard(name, allow_pipe, key, say))
                 continue
             whole = Path(name).expanduser()
             # Path.glob takes no absolute pattern; a file whose name holds brackets is no pattern.
@@ -87,6 +97,56 @@ def expand_shards(
         twice = next(path for number, path in enumerate(found) if path in found[:number])
         raise UserError(f"{key}: {twice} is named twice; every sample would count twice")
     return tuple(found)
+
+
+def demo_shards(name: str) -> Path:
+    """The folder of the shards that `demo:train` or `demo:held-out` names; raises UserError for another name."""
+    split = name.removeprefix(PREFIX)
+    if split not in SPLITS:
+        raise UserError(f"{name}: the demo has no such data; it has {', '.join(PREFIX + known for known in SPLITS)}")
+    package = Path(__file__).parents[2]
+    digest = hashlib.sha256(b"".join((package / source).read_bytes() for source in _DEMO_SOURCES))
+    return cache_folder("demo") / f"{split}-{digest.hexdigest()[:12]}"
+
+
+def _piped_shard(url: str, allowed: Sequence[str], key: str, say: Callable[[str], None]) -> Path:
+    """The file that holds what the command of a `pipe:` URL writes; it runs if that is not there yet.
+
+    `allowed` names the programs that may start, which the command line says and no file. There is no shell, so `|`, `;`
+    and `>` are words like others. Raises UserError for other programs and for one that fails; `key` is the
+    configuration's name for the URL, for messages.
+    """
+    try:
+        command = shlex.split(url.removeprefix(PIPE))
+    except ValueError as error:
+        raise UserError(f"{key}: {url!r} cannot be split into words ({error})") from None
+    target = cache_folder("pipe") / f"{hashlib.sha256(url.encode()).hexdigest()[:24]}.tar"
+    if target.is_file():
+        return target
+    if not command or command[0] not in allowed:
+        names = ", ".join(allowed) or "none"
+        raise UserError(
+            f"{key}: {url!r} would run a program, and data.allow_pipe names those that may run ({names}); give "
+            "data.allow_pipe=[PROGRAM] on the command line if you trust it, or download the shards and name the files"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with held(target.with_name(f".{target.name}.lock"), wait=True):
+            if target.is_file():  # another run was faster
+                return target
+            say(f"{key}: running {shlex.join(command)}")
+            start = time.perf_counter()
+            with whole_file(target) as unfinished, unfinished.open("wb") as output:
+                ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE)
+                if ran.returncode != 0:
+                    said = ran.stderr.decode(errors="replace").strip()[-300:]
+                    raise UserError(
+                        f"{key}: {url!r} failed with exit code {ran.returncode}" + (f": {said}" if said else "")
+                    )
+    except OSError as error:
+        raise UserError(f"{key}: {url!r} cannot be run or kept in {target.parent} ({error})") from error
+    say(f"{key}: {target.stat().st_size / 1e6:,.0f} MB in {time.perf_counter() - start:.1f} s, kept as {target}")
+    return target
 
 
 def _refuse_endless(pattern: str, key: str) -> None:
@@ -148,7 +208,7 @@ def _range_length(braced: str) -> float:
     return abs(end - begin) // (step or 1) + 1
 
 
-def find_shards(names: Sequence[str], say: Callable[[str], None] = lambda line: None) -> tuple[Path, ...]:
+def find_shards(names: Sequence[str]) -> tuple[Path, ...]:
     """As `expand_shards`, for a tool's command line: a folder stands for the tars in it.
 
     Raises UserError as that does, and for a folder without tars.
@@ -162,7 +222,7 @@ def find_shards(names: Sequence[str], say: Callable[[str], None] = lambda line: 
                 raise UserError(f"SHARDS: the folder {folder} holds no file *.tar")
             found += tars
         else:
-            found += expand_shards(name, "SHARDS", say)
+            found += expand_shards(name, "SHARDS")
     return tuple(dict.fromkeys(found))
 
 
