@@ -24,8 +24,8 @@ from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit, check_replicas, model_fingerprint, settings_fingerprint, write_audit
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group, replica_group
-from mmtrain.engine.time_use import TimeUse, Yardstick
-from mmtrain.engine.trace import TRACE, Recorded, Tracer
+from mmtrain.engine.trace import TRACE, TracedStep, Tracer
+from mmtrain.engine.utilization import Utilization, peak_flops
 from mmtrain.evaluation.answers import write_answers
 from mmtrain.evaluation.console import Console
 from mmtrain.evaluation.evaluator import Evaluator
@@ -138,7 +138,8 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     begun = first_step if begin is not None and begin.is_own else None
     saver = Checkpointer(rank.folder, config.checkpoint, mine.data == 0, report, begun)
     batches = None if account is None else account.watch(iter(packed))
-    time_use = TimeUse(Yardstick.find(config, _described(config, device)) if rank.rank == 0 else None)
+    peak = peak_flops(config, _described(config, device)) if rank.rank == 0 else None
+    utilization = Utilization(config, peak)
     tracer = Tracer(rank.folder / TRACE, plan, trace_steps, _gather) if trace_steps else None
     ways = _gather({way for chunk in chunks.values() for way in chunk.attention_ways(device)})
     if ways is not None:
@@ -148,7 +149,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
             console.line(line)
     run = _Run(
         *(rank, config, engine, audit, saver, account, batches, evaluator),
-        *(metrics, console, time_use, tracer, data, about),
+        *(metrics, console, utilization, tracer, data, about),
     )
 
     # The steps. Every rank runs its own list of instructions; the result of a step is the same on all of them.
@@ -218,7 +219,7 @@ class _Run:
     evaluator: Evaluator | None
     metrics: JsonLines
     console: Console
-    time_use: TimeUse
+    utilization: Utilization
     tracer: Tracer | None
     data: str  # fingerprint
     about: dict[str, Any]  # what every checkpoint says of the run
@@ -243,12 +244,12 @@ class _Run:
         seconds = time.perf_counter() - start
         if self.tracer is not None:
             clock = self.engine.clock
-            self.tracer.add(lambda: Recorded(step, clock.seconds, clock.parts()))
+            self.tracer.add(lambda: TracedStep(step, clock.seconds, clock.intervals()))
         self.loss = result.loss
         rate = result.tokens / seconds
         fill = result.tokens / (self.config.train.packs_per_step * self.config.data.pack_length)
         done = {name: value for name, value in vars(result).items() if name != "ranks"}
-        used = self.time_use.add(result.ranks, result)
+        used = self.utilization.add(result)
         self.metrics.write(kind="train", **done, pack_fill=fill, seconds=seconds, tokens_per_second=rate, **used)
         self.console.step(step, result.loss, rate, note=result.no_update or "")
         if self.account is not None:
@@ -306,7 +307,7 @@ class _Run:
         """Close everything, together with all ranks; returns the message."""
         if self.tracer is not None:
             self.write_trace()
-        if (summary := self.time_use.summary()) is not None:
+        if (summary := self.utilization.summary()) is not None:
             self.console.line(summary)
         if self.batches is not None:
             self.batches.close()

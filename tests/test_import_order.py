@@ -46,10 +46,10 @@ data.samples.records  data.samples.sample
 data.stream.order  data.stream.catalog  data.stream.reader
 data.report.survey  data.report.fill
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.resume
-engine.time_use  engine.trace  evaluation.scores  evaluation.console  model.projector_files
+engine.utilization  engine.trace  evaluation.scores  evaluation.console  model.projector_files
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}
-ONLY_IMPORTER = {"deepspeed": "engine.engine", "mmtrain.train": "launch"}
+ONLY_IMPORTER = {"deepspeed": "engine.deepspeed_pipeline", "mmtrain.train": "launch"}
 
 
 def module_names() -> list[str]:

@@ -42,8 +42,8 @@ from mmtrain.calibration.work import StepEnd, matrix_products
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.channels import Channels
-from mmtrain.engine.one_stage import Piece, expected_batch
 from mmtrain.engine.process_groups import join_process_group
+from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
@@ -83,7 +83,7 @@ class Calibrator:
         }
         self._end = StepEnd(config, plan, trained)
         self._multiply, self._flops = matrix_products(self._pieces[self._window[0]])
-        for piece in self._pieces.values():  # before any message: see mmtrain.engine.warm_up
+        for piece in self._pieces.values():  # before any message: see mmtrain.engine.single_stage
             piece.forward()
             piece.backward()
         self._messages: MessageCosts | None = None
@@ -101,13 +101,13 @@ class Calibrator:
 
     def _build(
         self, config: RunConfig, kind_of_window: LayerKind, first: int, last: int, count: int
-    ) -> dict[str, Piece]:
+    ) -> dict[str, SingleStage]:
         """The pieces by name; those that recompute share the chunk of the one that does not."""
         batch = to_device(self._host_batch, self._device)
 
-        def piece(kind: LayerKind, first: int, last: int, *, front: bool = False, head: bool = False) -> Piece:
+        def piece(kind: LayerKind, first: int, last: int, *, front: bool = False, head: bool = False) -> SingleStage:
             chunk = build_chunk(config, StagePlan(0, first, last, front, head), device=self._device)
-            return Piece(chunk, batch, input_gradient=kind.input_gradient, backward=kind.runs_backward)
+            return SingleStage(chunk, batch, input_gradient=kind.input_gradient, backward=kind.runs_backward)
 
         pieces = {
             "front": piece(self._kinds["front"], 0, 0, front=True),
@@ -160,7 +160,7 @@ class Calibrator:
         self._time(REDUCE, self._end.reduce)
         self._time(UPDATE, self._end.update)
 
-    def _timed_pieces(self) -> Iterator[tuple[str, Piece]]:
+    def _timed_pieces(self) -> Iterator[tuple[str, SingleStage]]:
         """Of recomputation one measure is enough: what a second forward costs, in terms of the first."""
         for name, piece in self._pieces.items():
             if piece.recompute == 0 or name == recomputing(WINDOW):

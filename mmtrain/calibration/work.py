@@ -1,6 +1,6 @@
 """What a calibration lets the device do: stages of the run's own layers, on micro-batches of the expected contents.
 
-config --expected_batch--> PackedBatch --Piece.forward, .backward--> what the engine's FORWARD and BACKWARD run
+config --expected_batch--> PackedBatch --SingleStage.forward, .backward--> what the engine's FORWARD and BACKWARD run
 a rank's trainable weights --StepEnd--> what the engine's reductions and optimizer run
 
 Chunks are built as a run builds them (`build_chunk`: the run's own weights, dtypes and kernels) and called as the
@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.engine.one_stage import Piece
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
 from mmtrain.engine.process_groups import replica_group
+from mmtrain.engine.single_stage import SingleStage
 from mmtrain.plan.layout import Plan
 
 STATISTICS = 24  # numbers that all ranks reduce at a step's end
 
 
-def matrix_products(piece: Piece) -> tuple[Callable[[], None], float]:
+def matrix_products(piece: SingleStage) -> tuple[Callable[[], None], float]:
     """Products of all tokens with each matrix of the piece's decoder layers, and their FLOPs (2 a multiply-add)."""
     weights = [p for _, p in piece.chunk.language.global_parameters() if p.ndim == 2]
     tokens = piece.batch.position_ids.numel()

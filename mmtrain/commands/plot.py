@@ -21,8 +21,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, tell
 from mmtrain.commands.parser import command_parser
 from mmtrain.config.load import load_config
-from mmtrain.engine.time_use import WORK_OF, Work
-from mmtrain.engine.trace import TRACE
+from mmtrain.engine.trace import TRACE, WORK_OF, Work
 from mmtrain.launch import plan_for_here
 from mmtrain.plan.simulate import Program, simulate
 

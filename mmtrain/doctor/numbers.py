@@ -72,7 +72,7 @@ def compare_stages(config: RunConfig, device: str) -> Seen:
 
     from mmtrain.data.stream.packs import to_device
     from mmtrain.doctor.attention import distance
-    from mmtrain.engine.one_stage import expected_batch
+    from mmtrain.engine.single_stage import expected_batch
     from mmtrain.plan.planner import make_plan, models_of
 
     batch = expected_batch(config, models_of(config))

@@ -17,8 +17,8 @@ from mmtrain.doctor.gpu_facts import memory_of
 from mmtrain.doctor.models import DTYPES, SHAPES, run_config, save_parts
 from mmtrain.engine.channels import Channels
 from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.one_stage import expected_batch
 from mmtrain.engine.process_groups import join_process_group
+from mmtrain.engine.single_stage import expected_batch
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.layout import Plan
 from mmtrain.plan.planner import make_plan, models_of

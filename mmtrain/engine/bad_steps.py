@@ -14,11 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from mmtrain.base.printing import harmless
+from mmtrain.base.errors import UnrecordedError
+from mmtrain.base.json_lines import JsonLines
+from mmtrain.base.printing import first_few, harmless
 
 SHOWN = 3  # micro-batches, samples of each, and parameters, in words: the record has all
 
@@ -33,23 +37,42 @@ class RankReport:
     losses: Mapping[int, tuple[float, int]]
     keys: Mapping[int, tuple[str, ...]]
 
-    @classmethod
-    def of(
-        cls,
-        rank: int,
-        replica: int,
-        trainable: Mapping[str, torch.nn.Parameter],
-        losses: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
-        keys: Mapping[int, tuple[str, ...]],
-    ) -> Self:
-        """Look at the reduced gradients of what trains on this rank and at its micro-batches."""
-        parameters = tuple(name for name, p in trainable.items() if not bool(p.grad.isfinite().all()))
-        return cls(rank, replica, parameters, {k: (float(loss), int(n)) for k, (loss, n) in losses.items()}, dict(keys))
-
     @property
     def is_bad(self) -> bool:
         """Whether the rank holds a value that is not finite."""
         return bool(self.parameters) or any(not math.isfinite(loss) for loss, _ in self.losses.values())
+
+
+def report_bad_step(
+    *,
+    step: int,
+    loss_sum: float,
+    squared_norm: float,
+    replica: int,
+    trainable: Mapping[str, torch.nn.Parameter],
+    losses: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    keys: Mapping[int, tuple[str, ...]],
+    file: Path | None,
+) -> str:
+    """Join what all ranks know, in a collective of all; rank 0 appends the record to `file`. Returns it in words.
+
+    `trainable` is what trains on this rank, with reduced gradients; the rest is as in RankReport. Raises
+    UnrecordedError, with the words, where the file cannot be written.
+    """
+    parameters = tuple(name for name, p in trainable.items() if not bool(p.grad.isfinite().all()))
+    on_host = {k: (float(loss), int(supervised)) for k, (loss, supervised) in losses.items()}
+    reports: list[RankReport | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, RankReport(dist.get_rank(), replica, parameters, on_host, dict(keys)))
+    record = make_record(step, loss_sum, squared_norm, reports)
+    said = in_words(record)
+    if file is None:
+        return said
+    try:
+        with JsonLines(file if dist.get_rank() == 0 else None) as lines:
+            lines.write(**record)
+    except OSError as error:
+        raise UnrecordedError(f"{said} ({file} cannot be written: {error.strerror})") from error
+    return f"{said}; {file} lists its micro-batches with losses and samples"
 
 
 def make_record(
@@ -86,19 +109,16 @@ def in_words(record: Mapping[str, Any]) -> str:
     )
     bad = [m for m in record["microbatches"] if not math.isfinite(m["loss"] or 0.0)]
     if bad:
+        samples = (first_few([harmless(key) for key in m["keys"]], SHOWN) for m in bad)
         places = [
-            f"{m['microbatch']} of replica {m['replica']} (samples {_first_few([harmless(key) for key in m['keys']])})"
-            for m in bad
+            f"{m['microbatch']} of replica {m['replica']} (samples {names})"
+            for m, names in zip(bad, samples, strict=True)
         ]
-        said += f"The loss is not finite in micro-batch {_first_few(places)}. "
+        said += f"The loss is not finite in micro-batch {first_few(places, SHOWN)}. "
     else:
-        said += f"The loss of each micro-batch is finite, the gradient of {_first_few(record['parameters'])} is not. "
+        parameters = first_few(record["parameters"], SHOWN)
+        said += f"The loss of each micro-batch is finite, the gradient of {parameters} is not. "
     return said + (
         ("Lower optimizer.lr, or look" if record["step"] else "Look")
         + " for damaged images or text in this step's data"
     )
-
-
-def _first_few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

@@ -1,8 +1,4 @@
-"""Runs a plan's instruction lists on DeepSpeed's pipeline engine: the only module that imports DeepSpeed.
-
-DeepSpeed gives the topology, the process groups, the data-parallel grid and the optimizer plumbing. Its own schedule,
-messages, loss and gradient arithmetic break on frozen stages (no optimizer for an empty list, backward without a graph,
-clipping without parameters, a mean of micro-batch means), so this engine owns those:
+"""Runs a plan's instruction lists on DeepSpeed's pipeline engine.
 
 - every rank runs exactly the instructions of `plan.schedule`, for each of its stages; nothing upstream of the first
   trainable stage runs backward or receives a gradient;
@@ -12,97 +8,35 @@ clipping without parameters, a mean of micro-batch means), so this engine owns t
 - no forward or backward waits for the device: what depends on data is known on the host;
 - micro-batches contribute sums of token losses; gradients are divided once, by the step's supervised tokens over all
   micro-batches and replicas;
-- loss, tokens, squared gradient norm, the count of non-finite values and what was requested of single ranks are
-  reduced over every rank before the optimizer runs, so that a rank that trains nothing and one that trains take the
-  same decision.
+- all ranks reduce the same `statistics` before the optimizer runs, so that one that trains nothing and one that trains
+  take the same decision.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-import deepspeed
-from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mmtrain.base.errors import NonFiniteError, UnrecordedError
-from mmtrain.base.json_lines import JsonLines
+from mmtrain.base.errors import NonFiniteError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch, to_device
-from mmtrain.engine.bad_steps import RankReport, in_words, make_record
+from mmtrain.engine.bad_steps import report_bad_step
 from mmtrain.engine.channels import Channels, Key
-from mmtrain.engine.optimizer import (
-    MasterWeights,
-    adamw_state,
-    clip_coefficient,
-    learning_rate,
-    load_trained,
-    make_optimizer,
-)
-from mmtrain.engine.step_clock import SLOTS, StepClock
-from mmtrain.engine.time_use import RankSeconds
-from mmtrain.engine.warm_up import warm_up
+from mmtrain.engine.deepspeed_pipeline import DeepSpeedPipeline
+from mmtrain.engine.optimizer import MasterWeights, adamw_state, clip_coefficient, learning_rate, load_trained
+from mmtrain.engine.single_stage import warm_up
+from mmtrain.engine.statistics import Evaluation, RankSums, StepResult
+from mmtrain.engine.step_clock import StepClock
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Chunk
 from mmtrain.plan.layout import Plan
-from mmtrain.plan.planner import models_of
 from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule, in_common_order
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One training step, the same on every rank.
-
-    `epoch`, from 0, is that of the step's last pack; `loss` is in nats per supervised token of the whole step (None
-    without any); `grad_norm` is the global L2 norm of that loss's gradient before clipping; `tokens` leaves padding
-    out; `quarantined` counts samples that were damaged and left a gap; `no_update` says why no update was made, None
-    when one was. `loss` and `grad_norm` of a step that was left out because they are not finite are as they came.
-    `ranks` says where each global rank's time went, by the clock of the rank that has the result: two results that
-    differ in nothing else are equal.
-    """
-
-    step: int
-    epoch: int
-    loss: float | None
-    grad_norm: float
-    lr: float
-    samples: int
-    images: int
-    tokens: int
-    supervised_tokens: int
-    quarantined: int
-    no_update: str | None
-    ranks: tuple[RankSeconds, ...] = field(default=(), compare=False)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Sums over the micro-batches of all replicas, the same on every rank; `loss_sum` is in nats.
-
-    An answer is a maximal run of supervised positions; it is exact if each of its tokens, end mark included, is the arg
-    max given the true tokens before it.
-    """
-
-    loss_sum: float
-    supervised_tokens: int
-    correct_tokens: int
-    answers: int
-    exact_answers: int
 
 
 class _Input(NamedTuple):
@@ -112,40 +46,13 @@ class _Input(NamedTuple):
     features: torch.Tensor | None = None
 
 
-class _Statistics(NamedTuple):
-    """Sums over all ranks at the end of a step or an evaluation."""
-
-    loss_sum: float
-    supervised: float
-    square: float  # of the gradient's norm
-    bad: float  # ranks that hold a value that is not finite
-    correct: float
-    answers: float
-    exact: float
-    tokens: float
-    samples: float
-    images: float
-    quarantined: float
-    epoch: float  # of the last pack
-    save: float  # ranks that were asked to save
-    stop: float  # ranks that were asked to stop
-
-
-class _RankChunks(nn.Module):
-    """All chunks of one rank, by stage: DeepSpeed's partitioner sees one layer a rank and has nothing to decide."""
-
-    def __init__(self, chunks: Mapping[int, Chunk]) -> None:
-        super().__init__()
-        self.stages = nn.ModuleDict({str(stage): chunk for stage, chunk in chunks.items()})
-
-
-class FrozenPipelineEngine(PipelineEngine):
+class FrozenPipelineEngine(DeepSpeedPipeline):
     """One rank of a pipeline x data grid that executes a plan.
 
     `chunks` holds this rank's stages; `on_instruction`, if given, is called with (step, instruction) right before each
     instruction is executed. `first_step`, from 0, is the step that a resumed run goes on with. Rank 0 appends a line to
     `bad_steps_file` for each step that is not finite (see mmtrain.engine.bad_steps). `warms_up` says whether
-    everything runs once before the first message (see mmtrain.engine.warm_up); None: on a GPU.
+    everything runs once before the first message (see `warm_up`); None: on a GPU.
     """
 
     def __init__(
@@ -163,29 +70,7 @@ class FrozenPipelineEngine(PipelineEngine):
         self._masters = MasterWeights({name: p for name, p in named if p.requires_grad})
         self.trainable = self._masters.by_name
         """Master weights, fp32, of what trains on this rank, by global name."""
-        # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on PATH. Through
-        # vars(): reading the attribute makes DeepSpeed try every op it could compile.
-        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(verbose=False)  # takes the default group as it is
-        module = PipelineModule(
-            [LayerSpec(_RankChunks, chunks)] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform"
-        )
-        module.eval()
-        settings = {
-            "train_micro_batch_size_per_gpu": config.train.packs_per_microbatch,
-            "gradient_accumulation_steps": plan.microbatches_per_step,
-            "gradient_clipping": 0.0,  # the default, 1.0, is an IndexError on a rank without trainable parameters
-            "steps_per_print": None,
-        }
-        super().__init__(
-            args=None,
-            model=module,
-            optimizer=make_optimizer(module, self.trainable, config.optimizer),
-            config=settings,
-            config_class=DeepSpeedConfig(settings, module.mpu()),
-            mpu=module.mpu(),
-            dist_init_required=False,
-        )
+        super().__init__(config, plan, chunks, self.trainable)
         self.run_config = config
         self.plan = plan
         self.chunks = dict(chunks)
@@ -212,8 +97,7 @@ class FrozenPipelineEngine(PipelineEngine):
         self._forward_schedules: dict[int, Schedule] = {}  # by number of micro-batches
         warms_up = self.device.type == "cuda" if warms_up is None else warms_up
         if warms_up:
-            models = models_of(config)
-            warm_up(config, models, self.chunks, self._masters, plan.first_trainable_stage, self.device)
+            warm_up(config, self.chunks, self._masters, plan.first_trainable_stage, self.device)
         self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains
         self._channels = Channels(plan, self.global_rank, self.device, timeout)
         self.clock = StepClock(self.device)
@@ -221,14 +105,6 @@ class FrozenPipelineEngine(PipelineEngine):
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
         self._dtype = next(iter(self.chunks.values())).dtype
         self._begin_step()
-
-    # ---- set-up
-
-    def _broadcast_model(self) -> None:
-        """Nothing to broadcast: replicas read the same files and draw the same projector (the audit compares them).
-
-        DeepSpeed would send every frozen weight over the network.
-        """
 
     # ---- resuming
 
@@ -297,20 +173,18 @@ class FrozenPipelineEngine(PipelineEngine):
         self._inputs = {}  # what is encoded for the next training step stays as it is
         self._run_schedule(self._forward_schedules[microbatches])
         sums = self._statistics
-        return Evaluation(sums.loss_sum, int(sums.supervised), int(sums.correct), int(sums.answers), int(sums.exact))
+        counts = (sums.supervised_tokens, sums.correct_tokens, sums.answers, sums.exact_answers)
+        return Evaluation(sums.loss_sum, *map(int, counts))
 
     def _begin_step(self) -> None:
         self._input: dict[tuple[int, int], torch.Tensor] = {}
         self._output: dict[tuple[int, int], torch.Tensor | GradientEdge] = {}
         self._integers: dict[tuple[int, int], torch.Tensor] = {}
         self._input_gradient: dict[tuple[int, int], torch.Tensor] = {}
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._supervised = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._counts = torch.zeros(4, dtype=torch.float64)  # tokens, samples, images, quarantined: by stage 0
-        self._epoch = torch.zeros(1, dtype=torch.float64)  # of the last pack, on the rank that reads it; else 0
+        self._sums = RankSums(self.device)
+        self._epoch = 0  # of the last pack, on the rank that reads it
         self._losses: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # last stage: loss sum, supervised tokens
         self._keys: dict[int, tuple[str, ...]] = {}  # stage 0: of the samples, by micro-batch
-        self._scores = torch.zeros(3, dtype=torch.float64, device=self.device)  # of an evaluation: see count_answers
         self.predicted = {}
         self.clock.begin()
 
@@ -365,9 +239,9 @@ class FrozenPipelineEngine(PipelineEngine):
         taken = self._inputs.pop(microbatch)
         batch = taken.batch
         images = 0 if batch.images is None else len(batch.images)
-        self._counts += torch.tensor([batch.tokens, batch.samples, images, len(batch.faults)])
+        self._sums.add(tokens=batch.tokens, samples=batch.samples, images=images, quarantined=len(batch.faults))
         if self.global_rank == self.plan.data - 1:  # the last replica's share ends with the step's last pack
-            self._epoch.fill_(batch.epochs[-1])
+            self._epoch = batch.epochs[-1]
         self._keys[microbatch] = batch.keys
         return taken
 
@@ -396,13 +270,12 @@ class FrozenPipelineEngine(PipelineEngine):
             elif self._training:
                 output, supervised = chunk.loss(hidden, position_ids, labels)
                 self._losses[microbatch] = output.detach(), supervised
-                self._loss_sum += output.detach()
-                self._supervised += supervised
+                self._sums.add(loss_sum=output.detach(), supervised_tokens=supervised)
             else:
                 loss_sum, predicted = chunk.predict(hidden, position_ids, labels)
-                self._loss_sum += loss_sum
-                self._supervised += len(predicted)
-                self._scores += count_answers(labels, predicted)
+                correct, answers, exact = count_answers(labels, predicted)
+                self._sums.add(loss_sum=loss_sum, supervised_tokens=len(predicted))
+                self._sums.add(correct_tokens=correct, answers=answers, exact_answers=exact)
                 self.predicted[microbatch] = predicted
         if trains and stage > first:
             self._input[stage, microbatch] = hidden
@@ -434,33 +307,18 @@ class FrozenPipelineEngine(PipelineEngine):
         self._channels.send("gradient", stage, stage - 1, [gradient.contiguous()])
 
     def _reduce_gradients(self, stage: int, microbatch: int) -> None:
-        for parameter in self.trainable.values():
-            if parameter.grad is None:  # every replica reduces the same tensors, touched or not
-                parameter.grad = torch.zeros_like(parameter)
-            if self.plan.data > 1:
-                dist.all_reduce(parameter.grad, group=self.grid.get_data_parallel_group())
+        replicas = self.grid.get_data_parallel_group() if self.plan.data > 1 else None
+        self._masters.reduce_gradients(replicas)
 
     def _reduce_statistics(self, stage: int, microbatch: int) -> None:
-        """Sum `_Statistics` over ranks, and tell all of them what the clock of each has measured.
-
-        Replicas hold the same reduced gradient, so each contributes 1 / data of its square.
-        """
-        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        """Sum the statistics over ranks, and tell all of them what the clock of each has measured."""
+        save, sums = self._wants_save, self._sums
         if self._training:
-            for parameter in self.trainable.values():
-                square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square() / self.plan.data
-        bad = ~(torch.isfinite(square) & torch.isfinite(self._loss_sum))
-        save, stop = self._wants_save, self._wants_stop
-        on_device = torch.stack([self._loss_sum, self._supervised, square, bad.double()])
-        on_host = torch.cat([self._counts, self._epoch, torch.tensor([save, stop], dtype=torch.float64)])
-        clocks = torch.zeros(dist.get_world_size(), SLOTS, dtype=torch.float64)  # each rank fills its own row
-        clocks[self.global_rank] = torch.tensor(self.clock.read(), dtype=torch.float64)
-        on_host = torch.cat([on_host, clocks.flatten()])
-        sums = torch.cat([on_device, self._scores, on_host.to(self.device)])
-        dist.all_reduce(sums)
-        summed = sums.tolist()
-        self._rank_seconds = self.clock.leave(summed[len(_Statistics._fields) :])
-        self._statistics = _Statistics(*summed[: len(_Statistics._fields)])
+            sums.add(squared_norm=self._masters.squared_norm(self.plan.data, self.device))
+        sums.add(bad_ranks=~(torch.isfinite(sums["squared_norm"]) & torch.isfinite(sums["loss_sum"])))
+        sums.add(epoch=self._epoch, save=save, stop=self._wants_stop)
+        self._statistics, readings = sums.reduce(self.clock.read())
+        self._rank_seconds = self.clock.leave(readings)
         self.requested_stop = self._statistics.stop > 0
         # An evaluation neither hides a request from who looks after it, nor takes it from who looks after steps alone.
         self.requested_save = self._statistics.save > 0 or (self.requested_save and not self._training)
@@ -470,15 +328,15 @@ class FrozenPipelineEngine(PipelineEngine):
     def _optimizer_step(self, stage: int, microbatch: int) -> None:
         config, sums = self.run_config, self._statistics
         lr = learning_rate(self.step_index, config.train.max_steps, config.optimizer)
-        norm = math.sqrt(sums.square) / max(sums.supervised, 1)
+        norm = math.sqrt(sums.squared_norm) / max(sums.supervised_tokens, 1)
         no_update = None
-        if sums.bad:
+        if sums.bad_ranks:
             self._report_bad_step()
             no_update = "loss or gradient is not finite"
-        elif sums.supervised == 0:
+        elif sums.supervised_tokens == 0:
             no_update = "no supervised token in the step"
         else:
-            scale = clip_coefficient(norm, config.optimizer.clip_norm) / sums.supervised
+            scale = clip_coefficient(norm, config.optimizer.clip_norm) / sums.supervised_tokens
             for parameter in self.trainable.values():
                 parameter.grad.mul_(scale)
             unseen = [name for name in self.trainable if name not in self.saw_gradient]
@@ -493,13 +351,13 @@ class FrozenPipelineEngine(PipelineEngine):
         self._result = StepResult(
             step=self.step_index,
             epoch=int(sums.epoch),
-            loss=sums.loss_sum / sums.supervised if sums.supervised else None,
+            loss=sums.loss_sum / sums.supervised_tokens if sums.supervised_tokens else None,
             grad_norm=norm,
             lr=lr,
             samples=int(sums.samples),
             images=int(sums.images),
             tokens=int(sums.tokens),
-            supervised_tokens=int(sums.supervised),
+            supervised_tokens=int(sums.supervised_tokens),
             quarantined=int(sums.quarantined),
             no_update=no_update,
             ranks=self._rank_seconds,
@@ -509,20 +367,16 @@ class FrozenPipelineEngine(PipelineEngine):
         """Count and record the step; raises NonFiniteError when it is one more than the run may leave out."""
         allowed = self.run_config.train.max_bad_steps
         self.bad_steps += 1
-        replica = self.plan.ranks[self.global_rank].data
-        report = RankReport.of(self.global_rank, replica, self.trainable, self._losses, self._keys)
-        reports: list[RankReport | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, report)
-        record = make_record(self.step_index, self._statistics.loss_sum, self._statistics.square, reports)
-        said = in_words(record)
-        file = self._bad_steps_file
-        if file is not None:
-            try:
-                with JsonLines(file if self.global_rank == 0 else None) as lines:
-                    lines.write(**record)
-            except OSError as error:
-                raise UnrecordedError(f"{said} ({file} cannot be written: {error.strerror})") from error
-            said += f"; {file} lists its micro-batches with losses and samples"
+        said = report_bad_step(
+            step=self.step_index,
+            loss_sum=self._statistics.loss_sum,
+            squared_norm=self._statistics.squared_norm,
+            replica=self.plan.ranks[self.global_rank].data,
+            trainable=self.trainable,
+            losses=self._losses,
+            keys=self._keys,
+            file=self._bad_steps_file,
+        )
         if self.bad_steps > allowed:
             if allowed:
                 said += f". It is bad step {self.bad_steps} of the run, and train.max_bad_steps={allowed}"

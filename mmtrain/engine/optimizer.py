@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 
+from mmtrain.base.printing import first_few
 from mmtrain.config.schema import OptimizerSection
 
 ADAMW_STATE = ("exp_avg", "exp_avg_sq", "step")  # torch's names for what AdamW keeps of each weight
@@ -54,6 +56,21 @@ class MasterWeights:
         for parameter, master in self._pairs:
             parameter.register_post_accumulate_grad_hook(functools.partial(_hand_over_gradient, master))
 
+    def reduce_gradients(self, replicas: dist.ProcessGroup | None) -> None:
+        """Add up the gradients of all replicas (None: there is one), also where this one's micro-batches gave none."""
+        for master in self.by_name.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            if replicas is not None:
+                dist.all_reduce(master.grad, group=replicas)
+
+    def squared_norm(self, replicas: int, device: torch.device) -> torch.Tensor:
+        """This rank's share of the gradient's squared L2 norm, float64: all `replicas` hold the same gradient."""
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        for master in self.by_name.values():
+            square += torch.linalg.vector_norm(master.grad, dtype=torch.float64).square() / replicas
+        return square
+
     def write_back(self) -> None:
         """After an update: the stored parameters become their twins, rounded to the type they are stored in."""
         with torch.no_grad():
@@ -75,13 +92,7 @@ def _hand_over_gradient(master: torch.nn.Parameter, parameter: torch.Tensor) -> 
 def make_optimizer(
     module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection
 ) -> torch.optim.Optimizer:
-    """AdamW (arXiv:1711.05101) over this rank's fp32 trainable weights, or a NoOpOptimizer when there is none.
-
-    Raises ValueError for a weight that is not in fp32.
-    """
-    for name, parameter in trainable.items():
-        if parameter.dtype != torch.float32:
-            raise ValueError(f"{name} is optimized in {parameter.dtype}; give its fp32 master weight")
+    """AdamW (arXiv:1711.05101) over this rank's master weights, or a NoOpOptimizer when there is none."""
     if not trainable:
         return NoOpOptimizer(module)
     return torch.optim.AdamW(
@@ -145,13 +156,8 @@ def _check_fit(what: str, shapes: Mapping[str, torch.Size], found: Mapping[str, 
         "not in float32": [f"{name} {found[name].dtype}" for name in common if found[name].dtype != torch.float32],
     }
     if any(problems.values()):
-        said = (f"{problem}: {_first_few(names)}" for problem, names in problems.items() if names)
+        said = (f"{problem}: {first_few(names, NAMES_SHOWN)}" for problem, names in problems.items() if names)
         raise ValueError(f"{what} do not fit what trains on this rank; {'; '.join(said)}")
-
-
-def _first_few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 def learning_rate(step: int, max_steps: int, config: OptimizerSection) -> float:

@@ -13,15 +13,54 @@ import contextlib
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mmtrain.engine.time_use import COMPUTING, WORK_OF, Part, RankSeconds, Work
+from mmtrain.engine.trace import WORK_OF, Interval, Work
 from mmtrain.plan.schedule import Instruction
 
-SLOTS = 5  # numbers of each rank in the reduction
+COMPUTING = (Work.ENCODE, Work.FORWARD, Work.BACKWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSeconds:
+    """One rank's part of a step, from its `train_step`'s begin to the end of the reduction that ends the step's work.
+
+    All ranks leave that reduction together; the optimizer comes after it and is not in here. `compute` is the encoder,
+    forward and backward without the waits in them; `communication` is posting sends and receives and reducing
+    gradients, where waiting for other replicas cannot be told from it; `data` is waiting for the loader, and copying
+    what it gives to the device. The rest of `window` is idle. `peak_memory_bytes` is of the same time: allocated by
+    torch on a GPU, resident in the process on a CPU (where the kernel cannot reset that: since the process began).
+    """
+
+    window: float
+    compute: float
+    communication: float
+    data: float
+    peak_memory_bytes: int
+
+    @property
+    def idle(self) -> float:
+        """Seconds of waiting for a message or for the other ranks."""
+        return max(0.0, self.window - self.compute - self.communication - self.data)
+
+    @property
+    def idle_fraction(self) -> float:
+        """`idle` as a share of the window."""
+        return self.idle / self.window if self.window > 0 else 0.0
+
+
+class Reading(NamedTuple):
+    """What a rank's clock says before the reduction that ends a step's work, in seconds."""
+
+    since: float  # from leaving the last such reduction to the step's begin
+    compute: float
+    communication: float
+    data: float
+    peak_memory_bytes: float
 
 
 class _Times(Protocol):
@@ -77,7 +116,6 @@ class StepClock:
         self._left_at = 0  # marks that lie before `_together`
         self._instruction: Instruction | None = None
         self._is_done = True
-        self._since = 0.0
         self.seconds = 0.0
         """When this rank last left a reduction, seconds since its clock was made."""
 
@@ -101,8 +139,8 @@ class StepClock:
             self._is_done = True
             self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._times.mark()))
 
-    def read(self) -> list[float]:
-        """SLOTS numbers that `leave` needs of every rank; on CUDA the host waits for the device here."""
+    def read(self) -> Reading:
+        """What `leave` needs of every rank; on CUDA the host waits for the device here."""
         self.done()
         self._times.settle(self._marks[-1][-1])
         spent = dict.fromkeys(Work, 0.0)
@@ -110,11 +148,15 @@ class StepClock:
         for work, _, mark in self._marks:
             spent[work] += self._times.seconds(earlier, mark)
             earlier = mark
-        self._since = self._times.seconds(self._together, self._begun)
-        computed = sum(spent[work] for work in COMPUTING)
-        return [self._since, computed, spent[Work.COMMUNICATION], spent[Work.LOAD], self._peak_memory_bytes()]
+        return Reading(
+            since=self._times.seconds(self._together, self._begun),
+            compute=sum(spent[work] for work in COMPUTING),
+            communication=spent[Work.COMMUNICATION],
+            data=spent[Work.LOAD],
+            peak_memory_bytes=self._peak_memory_bytes(),
+        )
 
-    def leave(self, readings: Sequence[float]) -> tuple[RankSeconds, ...]:
+    def leave(self, readings: Sequence[Reading]) -> tuple[RankSeconds, ...]:
         """All ranks have given their `read()`, here by global rank, and go on together: where the time has gone.
 
         Each rank measures from leaving one reduction to leaving the next, and all have left both together, so one
@@ -127,11 +169,11 @@ class StepClock:
         self._together, self._left_at = now, len(self._marks)
         self.seconds += common
         return tuple(
-            RankSeconds(common - since, compute, communication, data, int(memory))
-            for since, compute, communication, data, memory in zip(*[iter(readings)] * SLOTS, strict=True)
+            RankSeconds(common - one.since, one.compute, one.communication, one.data, int(one.peak_memory_bytes))
+            for one in readings
         )
 
-    def parts(self) -> list[Part]:
+    def intervals(self) -> list[Interval]:
         """What this rank has done since `begin`, without gaps, in seconds since its clock was made."""
         if self._marks:
             self._times.settle(self._marks[-1][-1])
@@ -143,7 +185,7 @@ class StepClock:
         ]
         begins = [self.seconds - self._times.seconds(self._begun, self._together), *ends]
         return [
-            Part(work, instruction, begin, end)
+            Interval(work, instruction, begin, end)
             for (work, instruction, _), begin, end in zip(self._marks, begins, ends, strict=False)
         ]
 

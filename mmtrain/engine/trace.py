@@ -1,6 +1,6 @@
 """`--trace`: what every rank did when, as a file for ui.perfetto.dev and chrome://tracing.
 
-StepClock.parts() on every rank, a few steps --gather--> rank 0 --one time line--> trace.json in the run's folder
+StepClock.intervals() on every rank, a few steps --gather--> rank 0 --one time line--> trace.json in the run's folder
 
 The format is Google's "Trace Event Format": complete events ("ph": "X") with begin and duration in microseconds; a
 process is a replica, a thread of it a pipeline rank.
@@ -11,24 +11,55 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmtrain.base.durable import whole_file
 from mmtrain.base.errors import UserError
-from mmtrain.engine.time_use import Part, Work
 from mmtrain.plan.layout import Plan
+from mmtrain.plan.schedule import Instruction, Op
 
 TRACE = "trace.json"
 MOST_EVENTS = 2_000_000  # of a file: some 400 MB, the most that a viewer in a browser opens
 
 
-class Recorded(NamedTuple):
+class Work(StrEnum):
+    """What time goes into."""
+
+    LOAD = "load"
+    ENCODE = "encode"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    COMMUNICATION = "communication"
+    WAIT = "wait"
+    OPTIMIZER = "optimizer"
+
+
+WORK_OF = dict.fromkeys(Op, Work.COMMUNICATION) | {
+    Op.LOAD: Work.LOAD,
+    Op.ENCODE: Work.ENCODE,
+    Op.FORWARD: Work.FORWARD,
+    Op.BACKWARD: Work.BACKWARD,
+    Op.OPTIMIZER_STEP: Work.OPTIMIZER,
+}
+
+
+class Interval(NamedTuple):
+    """What a rank did from `begin` to `end`, seconds of its own clock; instruction None: it waited for its sends."""
+
+    work: Work
+    instruction: Instruction | None
+    begin: float
+    end: float
+
+
+class TracedStep(NamedTuple):
     """One traced step of one rank, in seconds of that rank's clock."""
 
     step: int
     left: float  # when it left the step's reduction, which all ranks leave together
-    parts: list[Part]
+    intervals: list[Interval]
 
 
 class Tracer:
@@ -44,14 +75,14 @@ class Tracer:
         self._steps = steps
         self._gather = gather
         self._seen = 0
-        self._recorded: list[Recorded] | None = []  # None once written
+        self._recorded: list[TracedStep] | None = []  # None once written
 
     @property
     def is_complete(self) -> bool:
         """Whether all steps are recorded and wait to be written; the same on every rank."""
         return self._recorded is not None and len(self._recorded) == self._steps
 
-    def add(self, recorded: Callable[[], Recorded]) -> None:
+    def add(self, recorded: Callable[[], TracedStep]) -> None:
         """A step has just been made: record it unless it is the first, which pays for warm-up, or enough are."""
         if self._seen and self._recorded is not None:
             self._recorded.append(recorded())
@@ -75,15 +106,15 @@ class Tracer:
         return f"trace of {steps}: {self._file}; it opens in ui.perfetto.dev"
 
 
-def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[Recorded]]) -> None:
+def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[TracedStep]]) -> None:
     """Write what all global ranks recorded of the same steps; an existing file is replaced whole."""
     shifts = [_shift(ranks[0], mine) for mine in ranks]
-    first = min(mine[0].parts[0].begin + shift for mine, shift in zip(ranks, shifts, strict=True))
+    first = min(mine[0].intervals[0].begin + shift for mine, shift in zip(ranks, shifts, strict=True))
     events = list(_names(plan))
     for place, mine, shift in zip(plan.ranks, ranks, shifts, strict=True):
         for recorded in mine:
-            for part in recorded.parts:
-                events.append(_event(part, recorded.step, place.data, place.pipeline, shift - first))
+            for interval in recorded.intervals:
+                events.append(_event(interval, recorded.step, place.data, place.pipeline, shift - first))
     about = {
         "run": plan.run,
         "pipeline": plan.pipeline,
@@ -98,10 +129,10 @@ def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[Recorded]]) -> 
         out.write("\n]}\n")
 
 
-def _shift(reference: Sequence[Recorded], mine: Sequence[Recorded]) -> float:
+def _shift(reference: Sequence[TracedStep], mine: Sequence[TracedStep]) -> float:
     """Seconds to add to a rank's clock so that it agrees with the reference when both leave a step's reduction.
 
-    Clocks of several machines, and of GPUs, begin anywhere. One shift for all steps keeps a rank's parts in order.
+    Clocks of several machines, and of GPUs, begin anywhere. One shift for all steps keeps a rank's intervals in order.
     """
     return statistics.median(theirs.left - own.left for theirs, own in zip(reference, mine, strict=True))
 
@@ -117,9 +148,9 @@ def _names(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {**place, "name": "thread_sort_index", "args": {"sort_index": rank.pipeline}}
 
 
-def _event(part: Part, step: int, replica: int, pipeline: int, shift: float) -> dict[str, Any]:
-    begin, end = (round((seconds + shift) * 1e6, 3) for seconds in (part.begin, part.end))
-    x = part.instruction
+def _event(interval: Interval, step: int, replica: int, pipeline: int, shift: float) -> dict[str, Any]:
+    begin, end = (round((seconds + shift) * 1e6, 3) for seconds in (interval.begin, interval.end))
+    x = interval.instruction
     name, about = "sends", {"step": step}
     if x is not None:
         name = x.op.replace("_", " ")
@@ -129,8 +160,8 @@ def _event(part: Part, step: int, replica: int, pipeline: int, shift: float) -> 
         about |= {"stage": x.stage, "microbatch": x.microbatch}
     return {
         "ph": "X",
-        "name": f"wait for {name}" if part.work is Work.WAIT else name,
-        "cat": str(part.work),
+        "name": f"wait for {name}" if interval.work is Work.WAIT else name,
+        "cat": str(interval.work),
         "pid": replica,
         "tid": pipeline,
         "ts": begin,

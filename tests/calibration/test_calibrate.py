@@ -30,7 +30,7 @@ from mmtrain.calibration.solution import (
 )
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.engine.one_stage import Piece, expected_batch
+from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.launch import main as launch
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import Key, cpu_device, find_calibration
@@ -177,7 +177,7 @@ def test_a_layer_keeps_the_bytes_that_autograd_saves_for_it(parts):
     batch = expected_batch(config, models_of(config))
     kept, saved = {}, {}
     for last in (2, 3):
-        piece = Piece(
+        piece = SingleStage(
             build_chunk(config, StagePlan(1, 1, last, False, False)), batch, input_gradient=True, backward=True
         )
         weights = {p.untyped_storage().data_ptr() for p in piece.chunk.parameters()}

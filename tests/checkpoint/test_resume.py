@@ -24,7 +24,7 @@ from mmtrain.checkpoint.resume import Begin
 from mmtrain.checkpoint.run_folder import find_start
 from mmtrain.checkpoint.step_folder import find, step_path, why_damaged
 from mmtrain.config.load import load_config
-from mmtrain.engine.time_use import MEASURED
+from mmtrain.engine.utilization import MEASURED
 
 LAST = 24
 LAUNCH = ("-m", "mmtrain.launch")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from mmtrain.data.prepare.sharding import write_shard
 from mmtrain.data.samples.text_lengths import load_tokenizer
 from mmtrain.data.shards.indexing import ensure_indexes
-from mmtrain.engine.time_use import MEASURED
+from mmtrain.engine.utilization import MEASURED
 
 STEPS, CUT = 8, 3  # an epoch is 24 packs: six steps
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]  # pipeline, data parallel

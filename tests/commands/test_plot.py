@@ -11,8 +11,7 @@ from PIL import Image, ImageColor
 
 from mmtrain.commands import plot as plot_schedule
 from mmtrain.config.load import load_config
-from mmtrain.engine.time_use import Part, Work
-from mmtrain.engine.trace import Recorded, write_trace
+from mmtrain.engine.trace import Interval, TracedStep, Work, write_trace
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import Instruction, Op
 
@@ -34,9 +33,9 @@ def trace(plan, tmp_path_factory):
         steps = []
         for step, begin, length in ((1, 100.0, 8.0), (2, 200.0, 4.0)):
             middle, end = begin + length / 8, begin + length * busy
-            work = [Part(Work.FORWARD, forward, begin, middle)] if busy > 0.125 else []
-            work.append(Part(Work.BACKWARD, backward, middle if work else begin, end))
-            steps.append(Recorded(step, begin + length, [*work, Part(Work.WAIT, backward, end, begin + length)]))
+            work = [Interval(Work.FORWARD, forward, begin, middle)] if busy > 0.125 else []
+            work.append(Interval(Work.BACKWARD, backward, middle if work else begin, end))
+            steps.append(TracedStep(step, begin + length, [*work, Interval(Work.WAIT, backward, end, begin + length)]))
         ranks.append(steps)
     write_trace(folder / "trace.json", plan, ranks)
     return folder

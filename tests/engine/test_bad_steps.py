@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import nn
-
 from mmtrain.engine.bad_steps import RankReport, in_words, make_record
 
 NAN = math.nan
@@ -14,22 +11,6 @@ NAN = math.nan
 
 def report(rank, replica=0, parameters=(), losses=None, keys=None):
     return RankReport(rank, replica, parameters, losses or {}, keys or {})
-
-
-def parameter(gradient):
-    made = nn.Parameter(torch.zeros(len(gradient)))
-    made.grad = torch.tensor(gradient)
-    return made
-
-
-def test_a_rank_reports_gradients_and_losses_that_are_not_finite():
-    trainable = {"sound": parameter([1.0, 3e38]), "nan": parameter([0.0, NAN]), "inf": parameter([-math.inf, 0.0])}
-    losses = {0: (torch.tensor(2.0), torch.tensor(4)), 1: (torch.tensor(math.inf), torch.tensor(1))}
-    found = RankReport.of(3, 1, trainable, losses, {0: ("a",)})
-    assert found == RankReport(3, 1, ("nan", "inf"), {0: (2.0, 4), 1: (math.inf, 1)}, {0: ("a",)})
-    assert found.is_bad
-    assert RankReport.of(3, 1, {}, {1: losses[1]}, {}).is_bad
-    assert not RankReport.of(3, 1, {"sound": trainable["sound"]}, {0: losses[0]}, {}).is_bad
 
 
 def test_a_record_joins_what_first_and_last_stages_know_of_each_micro_batch():

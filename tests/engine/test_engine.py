@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from ranks import run_ranks
 from scenes import (
     IMAGE_TOKEN,
@@ -25,8 +26,10 @@ from scenes import (
     stock_loss_sum,
 )
 
+from mmtrain.base.errors import NonFiniteError
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.engine.engine import FrozenPipelineEngine, NonFiniteError
+from mmtrain.engine.deepspeed_pipeline import REFUSED
+from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
@@ -516,3 +519,24 @@ def test_a_record_that_a_full_disk_refuses_does_not_hide_the_cause(parts):
     ((_, _, message, *_),) = run_ranks(1, train_past_bad_steps, config, [damaged(step(0))], Path("/dev/full"))
     assert message.startswith("step 0: the loss sum is nan")
     assert message.endswith("(/dev/full cannot be written: No space left on device)")
+
+
+def call_what_deepspeed_offers(config):
+    engine, _ = build(config)
+    said = {}
+    for instead, names in REFUSED.items():
+        for name in names:
+            assert hasattr(PipelineEngine, name), "a method that this DeepSpeed has"
+            with pytest.raises(NotImplementedError) as error:
+                getattr(engine, name)("argument")
+            said[name] = str(error.value)
+            assert instead in said[name]
+    return said
+
+
+def test_what_would_bypass_the_plan_says_so_instead_of_running(parts):
+    (said,) = run_ranks(1, call_what_deepspeed_offers, make_config(parts))
+    assert said["train_batch"] == (
+        "DeepSpeed's `train_batch` would bypass the plan; use `train_step`, which runs the plan's instructions"
+    )
+    assert {"eval_batch", "forward", "backward", "step", "save_checkpoint", "load_checkpoint", "compile"} <= said.keys()

@@ -52,12 +52,6 @@ def test_the_optimizer_follows_what_trains():
     assert adamw.param_groups[0]["params"] == [module.weight]
 
 
-def test_a_weight_in_bfloat16_is_refused():
-    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"llm\.head\.weight is optimized in torch\.bfloat16"):
-        make_optimizer(nn.Module(), {"llm.head.weight": weight}, OptimizerSection())
-
-
 def test_master_weights_add_up_gradients_and_updates_that_bfloat16_would_lose():
     stored = {"a": nn.Parameter(torch.ones(1, dtype=torch.bfloat16)), "b": nn.Parameter(torch.ones(1))}
     masters = MasterWeights(stored)

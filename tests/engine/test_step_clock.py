@@ -13,8 +13,8 @@ from scenes import as_batch, make_config, make_document, save_parts
 from mmtrain.engine import step_clock
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
-from mmtrain.engine.step_clock import SLOTS, StepClock
-from mmtrain.engine.time_use import Work
+from mmtrain.engine.step_clock import Reading, StepClock
+from mmtrain.engine.trace import Work
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import Instruction, Op
@@ -52,11 +52,11 @@ def test_a_step_is_split_into_computing_communicating_loading_and_waiting(monkey
     hands = Hands(monkeypatch)
     clock = StepClock(torch.device("cpu"))
     hands.now += 10
-    readings = hands.step(clock)
-    assert len(readings) == SLOTS and readings[:-1] == [10, 4, 1.5, 2]
+    reading = hands.step(clock)
+    assert reading == Reading(10, 4, 1.5, 2, reading.peak_memory_bytes)
     hands.now += 5
-    late = [11, 6, 0, 0, 2048]  # the other rank began a second later
-    mine, other = clock.leave([*readings, *late])
+    late = Reading(11, 6, 0, 0, 2048)  # the other rank began a second later
+    mine, other = clock.leave([reading, late])
     assert (mine.window, mine.compute, mine.communication, mine.data, mine.idle) == (15.5, 4, 1.5, 2, 8)
     assert (other.window, other.compute, other.idle, other.peak_memory_bytes) == (14.5, 6, 8.5, 2048)
     clock.done()  # of the reduction, which `read` has marked
@@ -65,7 +65,7 @@ def test_a_step_is_split_into_computing_communicating_loading_and_waiting(monkey
     hands.now += 0.75
     clock.waited()
     assert clock.seconds == 25.5
-    assert clock.parts() == [
+    assert clock.intervals() == [
         (Work.LOAD, LOAD, 10, 12),
         (Work.WAIT, FORWARD, 12, 15),
         (Work.FORWARD, FORWARD, 15, 19),
@@ -80,14 +80,14 @@ def test_a_step_is_split_into_computing_communicating_loading_and_waiting(monkey
 def test_what_lies_between_two_steps_is_in_no_window_and_the_clock_goes_on(monkeypatch):
     hands = Hands(monkeypatch)
     clock = StepClock(torch.device("cpu"))
-    clock.leave(hands.step(clock))
+    clock.leave([hands.step(clock)])
     hands.now += 1000  # an evaluation, a checkpoint
-    readings = hands.step(clock)
+    reading = hands.step(clock)
     hands.now += 1
-    (mine,) = clock.leave(readings)
+    (mine,) = clock.leave([reading])
     assert mine.window == 11.5 and mine.idle == 4
     assert clock.seconds == 10.5 + 1000 + 11.5
-    assert clock.parts()[0].begin == 1010.5
+    assert clock.intervals()[0].begin == 1010.5
 
 
 def test_the_peak_of_a_steps_memory_is_of_that_step_alone():
@@ -97,7 +97,7 @@ def test_the_peak_of_a_steps_memory_is_of_that_step_alone():
         clock.begin()
         torch.ones(elements)
         clock.start(REDUCE)
-        peaks.append(clock.read()[-1])
+        peaks.append(clock.read().peak_memory_bytes)
     assert peaks[1] > peaks[0] + 150e6
     assert peaks[2] < peaks[1] - 150e6
 

@@ -13,8 +13,7 @@ import pytest
 from mmtrain import launch
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
-from mmtrain.engine.time_use import Part, Work
-from mmtrain.engine.trace import Recorded, Tracer, refuse_unfit_trace, write_trace
+from mmtrain.engine.trace import Interval, TracedStep, Tracer, Work, refuse_unfit_trace, write_trace
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import Instruction, Op
 
@@ -139,8 +138,8 @@ def recorded(step, begin, work=(1.0, 2.0)):
     """A step of two parts and a wait, on a clock that reads `begin` at its begin."""
     x = Instruction(Op.FORWARD, 0, 3)
     middle, end = begin + work[0], begin + sum(work)
-    parts = [Part(Work.WAIT, x, begin, middle), Part(Work.FORWARD, x, middle, end)]
-    return Recorded(step, end, [*parts, Part(Work.WAIT, None, end, end + 0.5)])
+    parts = [Interval(Work.WAIT, x, begin, middle), Interval(Work.FORWARD, x, middle, end)]
+    return TracedStep(step, end, [*parts, Interval(Work.WAIT, None, end, end + 0.5)])
 
 
 def test_clocks_that_begin_anywhere_are_set_by_the_moments_at_which_all_ranks_go_on(plan, tmp_path):

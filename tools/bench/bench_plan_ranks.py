@@ -28,8 +28,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.doctor.models import SHAPES, Shape, run_config
 from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.one_stage import expected_batch
 from mmtrain.engine.process_groups import join_process_group
+from mmtrain.engine.single_stage import expected_batch
 from mmtrain.model.stage import Chunk, build_chunk
 from mmtrain.plan.calibration import calibration_key, cpu_device
 from mmtrain.plan.costs import Models

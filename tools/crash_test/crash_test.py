@@ -40,7 +40,7 @@ from mmtrain.checkpoint.step_folder import (
 )
 from mmtrain.config.load import load_config
 from mmtrain.doctor.crash_job import SECONDS_TO_END, Kill, Killed, Start
-from mmtrain.engine.time_use import MEASURED
+from mmtrain.engine.utilization import MEASURED
 
 EXAMPLES = """\
 examples:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from mmtrain.config.load import load_config
-from mmtrain.engine.time_use import MEASURED, RankSeconds, TimeUse, Yardstick
+from mmtrain.engine.statistics import StepResult
+from mmtrain.engine.step_clock import RankSeconds
+from mmtrain.engine.utilization import MEASURED, Utilization, peak_flops
 from mmtrain.plan.calibration import Calibration, Device, Linear, calibration_key, cpu_device
 from mmtrain.plan.costs import Models, Workload, minimal_flops
 from mmtrain.pretrained.shapes import llm_shape, projector_parameters, vision_shape
 
 
-@dataclass(frozen=True)
-class Counts:
-    tokens: int = 400
-    samples: int = 5
-    images: int = 6
-    supervised_tokens: int = 40
+def step(*ranks, tokens=400, samples=5, images=6, supervised_tokens=40):
+    return StepResult(0, 0, 1.0, 1.0, 0.1, samples, images, tokens, supervised_tokens, 0, None, ranks)
 
 
 BUSY = RankSeconds(window=2.0, compute=1.0, communication=0.25, data=0.25, peak_memory_bytes=1000)
@@ -44,8 +42,8 @@ def test_idle_is_what_computing_communication_and_data_leave_of_the_window():
     assert RankSeconds(0.0, 0.0, 0.0, 0.0, 0).idle_fraction == 0
 
 
-def test_a_steps_record_lists_every_rank_and_is_what_comparisons_of_runs_leave_out():
-    record = TimeUse(None).add([BUSY, IDLE], Counts())
+def test_a_steps_record_lists_every_rank_and_is_what_comparisons_of_runs_leave_out(config):
+    record = Utilization(config, None).add(step(BUSY, IDLE))
     assert record == {
         "idle_fraction": [0.25, pytest.approx(0.875)],
         "compute_seconds": [1.0, 0.15],
@@ -57,47 +55,49 @@ def test_a_steps_record_lists_every_rank_and_is_what_comparisons_of_runs_leave_o
     assert set(record) <= set(MEASURED)
 
 
-def test_the_summary_weighs_steps_by_their_time_and_leaves_the_first_one_out():
-    use = TimeUse(None)
+def test_the_summary_weighs_steps_by_their_time_and_leaves_the_first_one_out(config):
+    use = Utilization(config, None)
     assert use.summary() is None
-    use.add([IDLE, IDLE], Counts())
+    use.add(step(IDLE, IDLE))
     assert use.summary() == "idle 88% (rank 0: 88%, rank 1: 88%)", "but not if it is the only one"
-    use.add([BUSY, replace(BUSY, compute=1.5)], Counts())
+    use.add(step(BUSY, replace(BUSY, compute=1.5)))
     assert use.summary() == "idle 12% (rank 0: 25%, rank 1: 0%)"
-    use.add([replace(BUSY, window=6.0), replace(BUSY, window=6.0, compute=5.5)], Counts())
+    use.add(step(replace(BUSY, window=6.0), replace(BUSY, window=6.0, compute=5.5)))
     assert use.summary() == "idle 31% (rank 0: 62%, rank 1: 0%)"  # (0.5 + 4.5) / 8
 
 
-def test_of_many_ranks_the_summary_names_the_extremes_and_of_one_none():
-    use = TimeUse(None)
-    use.add([BUSY, IDLE, BUSY, BUSY, replace(BUSY, compute=1.5)], Counts())
+def test_of_many_ranks_the_summary_names_the_extremes_and_of_one_none(config):
+    use = Utilization(config, None)
+    use.add(step(BUSY, IDLE, BUSY, BUSY, replace(BUSY, compute=1.5)))
     assert use.summary() == "idle 30% (least rank 4: 0%, most rank 1: 88%)"
-    use = TimeUse(None)
-    use.add([BUSY], Counts())
+    use = Utilization(config, None)
+    use.add(step(BUSY))
     assert use.summary() == "idle 25%"
 
 
 def test_utilisation_is_the_needed_flops_over_what_all_ranks_could_have_computed_in_the_window(config):
     models = models_of(config)
     needed = minimal_flops(models, config.model.trainable, Workload(400, 80, 6, 40)).total
-    use = TimeUse(Yardstick(config, models, peak_flops=1e9))
-    first = use.add([BUSY, IDLE], Counts())["model_flops_utilization"]
+    use = Utilization(config, 1e9)
+    first = use.add(step(BUSY, IDLE))["model_flops_utilization"]
     assert first == pytest.approx(needed / (2.0 * 2 * 1e9))
     assert use.summary().endswith(f", utilisation {first:.0%}")
-    twice = use.add([BUSY, IDLE], Counts(800, 10, 12, 80))["model_flops_utilization"]
+    twice = use.add(step(BUSY, IDLE, tokens=800, samples=10, images=12, supervised_tokens=80))[
+        "model_flops_utilization"
+    ]
     assert twice == pytest.approx(2 * first), "documents as long, twice as many"
-    nothing = use.add([BUSY, IDLE], Counts(0, 0, 0, 0))["model_flops_utilization"]
+    nothing = use.add(step(BUSY, IDLE, tokens=0, samples=0, images=0, supervised_tokens=0))["model_flops_utilization"]
     assert nothing == 0
     assert use.summary().endswith(f", utilisation {first:.0%}"), "the mean of twice and nothing"
 
 
-def test_the_yardstick_is_the_config_or_a_calibration_of_this_device_or_unknown(config):
+def test_the_peak_is_the_config_or_a_calibration_of_this_device_or_unknown(config):
     device = cpu_device(config)
-    assert Yardstick.find(config, device) is None
+    assert peak_flops(config, device) is None
     key = calibration_key(config, models_of(config), device)
     none = Linear(0.0, 0.0)
     Calibration(key, {}, 0.0, 0.0, none, none, none, 0.0, 1, matmul_flops_per_second=3e10).save()
-    assert Yardstick.find(config, device).peak_flops == 3e10
-    assert Yardstick.find(config, Device("another", 1, 1)) is None
+    assert peak_flops(config, device) == 3e10
+    assert peak_flops(config, Device("another", 1, 1)) is None
     stated = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device_tflops": 0.5})})
-    assert Yardstick.find(stated, device).peak_flops == 5e11
+    assert peak_flops(stated, device) == 5e11

@@ -1,12 +1,13 @@
-"""One stage run by itself, on a micro-batch of the expected contents: before the first step, and to time it.
+"""One stage run by itself, on a micro-batch of the expected contents: before the first message, and to time it.
 
-config --expected_batch--> PackedBatch --Piece.forward, .backward--> what the engine's FORWARD and BACKWARD run
+config --expected_batch--> PackedBatch --SingleStage.forward, .backward--> what the engine's FORWARD and BACKWARD run
 
 Random numbers take the place of pictures, words and hidden states.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.data.stream.packs import PackedBatch
+from mmtrain.data.stream.packs import PackedBatch, to_device
+from mmtrain.engine.optimizer import MasterWeights, make_optimizer
+from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Chunk
 from mmtrain.plan.costs import Models, workload
+from mmtrain.plan.planner import models_of
 
 
 def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBatch:
@@ -55,7 +59,7 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     )
 
 
-class Piece:
+class SingleStage:
     """A stage to run once forward and once backward: one with the front (its input is `batch`), the head, or neither.
 
     `input_gradient` says that something before it trains, `backward` that something before it or in it does.
@@ -76,13 +80,13 @@ class Piece:
         self.features = chunk.encode(batch) if chunk.front is not None else None
         self._kept: Any = None
 
-    def recomputing(self) -> Piece:
+    def recomputing(self) -> SingleStage:
         """The same chunk, all its decoder layers recomputing their activations in backward."""
         layers = self.chunk.language.last - self.chunk.language.first
-        return Piece(self.chunk, self.batch, input_gradient=self.input_gradient, backward=True, recompute=layers)
+        return SingleStage(self.chunk, self.batch, input_gradient=self.input_gradient, backward=True, recompute=layers)
 
     def prepare(self) -> None:
-        """What is neither forward nor backward: recomputation is set, since pieces may share a chunk."""
+        """What is neither forward nor backward: recomputation is set, since several may share a chunk."""
         self.chunk.language.recompute(self.recompute)
         if self.chunk.front is not None and not self.chunk.encoder_is_frozen:
             self.features = self.encode()  # its graph is used up by each backward
@@ -111,7 +115,49 @@ class Piece:
             self._kept = None
 
     def backward(self) -> None:
-        """What BACKWARD runs, if this piece has one."""
+        """What BACKWARD runs, if this stage has one."""
         kept, self._kept = self._kept, None
         if self.runs_backward:
             torch.autograd.backward(kept, self.upstream)
+
+
+def warm_up(
+    config: RunConfig,
+    chunks: Mapping[int, Chunk],
+    masters: MasterWeights,
+    first_trainable_stage: int,
+    device: torch.device,
+) -> None:
+    """Encode, forward, backward, predict with each of this rank's stages, and one update of throwaway weights.
+
+    A GPU loads a kernel at its first call, makes handles of its libraries, and asks the driver for memory: each may
+    wait for all that the device was given, also for messages posted ahead, whose sender may wait for this very rank. So
+    all of it is done while no message is under way; what first happens in a step all the same cannot hang, since the
+    first step runs with its receives `in_common_order`. What remains: a later micro-batch that is larger than any
+    before, for which either kind of memory grows in a step.
+
+    Takes about as long as a micro-batch, and its memory. What the run computes stays the same to the last bit: no
+    weight, gradient, optimizer state or random generator changes.
+    """
+    host = expected_batch(config, models_of(config))
+    batch = to_device(host, device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+        for stage, chunk in chunks.items():
+            trains = stage >= first_trainable_stage
+            alone = SingleStage(chunk, batch, input_gradient=stage > first_trainable_stage, backward=trains)
+            alone.forward()
+            alone.backward()
+            if chunk.language.has_head:
+                with torch.no_grad():
+                    _, predicted = chunk.predict(alone.input, batch.position_ids, batch.labels)
+                    count_answers(batch.labels, predicted)
+    masters.zero_grad()
+    if masters.by_name:
+        weight = torch.nn.Parameter(torch.zeros(8, 8, device=device))
+        weight.grad = torch.ones_like(weight)
+        make_optimizer(torch.nn.Module(), {"throwaway": weight}, config.optimizer).step()
+    if device.type == "cuda":
+        for value in vars(host).values():  # page-locked memory, too, grows only where all wait: have twice as much
+            if isinstance(value, torch.Tensor):
+                torch.empty(2 * value.nbytes, dtype=torch.uint8, pin_memory=True)
+        torch.cuda.synchronize(device)

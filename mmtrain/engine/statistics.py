@@ -1,0 +1,99 @@
+"""What a step or an evaluation adds up, by name: on each rank, over all of them in one reduction, and what comes of it.
+
+micro-batches --RankSums.add--> sums of this rank --reduce--> Statistics --> StepResult or Evaluation
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mmtrain.engine.step_clock import RankSeconds, Reading
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One training step, the same on every rank.
+
+    `epoch`, from 0, is that of the step's last pack; `loss` is in nats per supervised token of the whole step (None
+    without any); `grad_norm` is the global L2 norm of that loss's gradient before clipping; `tokens` leaves padding
+    out; `quarantined` counts samples that were damaged and left a gap; `no_update` says why no update was made, None
+    when one was. `loss` and `grad_norm` of a step that was left out because they are not finite are as they came.
+    `ranks` says where each global rank's time went, by the clock of the rank that has the result: two results that
+    differ in nothing else are equal.
+    """
+
+    step: int
+    epoch: int
+    loss: float | None
+    grad_norm: float
+    lr: float
+    samples: int
+    images: int
+    tokens: int
+    supervised_tokens: int
+    quarantined: int
+    no_update: str | None
+    ranks: tuple[RankSeconds, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sums over the micro-batches of all replicas, the same on every rank; `loss_sum` is in nats.
+
+    An answer is a maximal run of supervised positions; it is exact if each of its tokens, end mark included, is the arg
+    max given the true tokens before it.
+    """
+
+    loss_sum: float
+    supervised_tokens: int
+    correct_tokens: int
+    answers: int
+    exact_answers: int
+
+
+class Statistics(NamedTuple):
+    """Sums over all ranks at the end of a step or an evaluation."""
+
+    loss_sum: float  # nats
+    supervised_tokens: float
+    squared_norm: float  # of the loss sum's gradient
+    bad_ranks: float  # that hold a value that is not finite
+    correct_tokens: float
+    answers: float
+    exact_answers: float
+    tokens: float
+    samples: float
+    images: float
+    quarantined: float
+    epoch: float  # of the last pack: only the rank that reads it adds one
+    save: float  # ranks that were asked to save
+    stop: float  # ranks that were asked to stop
+
+
+class RankSums:
+    """One rank's part of Statistics, in float64 on its device: adding does not wait for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._all = torch.zeros(len(Statistics._fields), dtype=torch.float64, device=device)
+
+    def add(self, **values: torch.Tensor | float) -> None:
+        """Add numbers or 0-dimensional tensors to the sums of these names."""
+        for name, value in values.items():
+            self[name].add_(value)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The sum of this name so far, 0-dimensional."""
+        return self._all[Statistics._fields.index(name)]
+
+    def reduce(self, reading: Reading) -> tuple[Statistics, list[Reading]]:
+        """The sums over all ranks, and what the clocks of all ranks read, by global rank."""
+        readings = torch.zeros(dist.get_world_size(), len(reading), dtype=torch.float64)  # each rank fills its own row
+        readings[dist.get_rank()] = torch.tensor(reading, dtype=torch.float64)
+        both = torch.cat([self._all, readings.flatten().to(self._all.device)])
+        dist.all_reduce(both)
+        sums, of_ranks = both.cpu().split([len(self._all), readings.numel()])
+        return Statistics(*sums.tolist()), [Reading(*row) for row in of_ranks.view_as(readings).tolist()]
