@@ -73,27 +73,39 @@ class Place(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """Heads of a block's attention, and how many keys a query sees on average."""
+class Block:
+    """A transformer block. Its parameters are recognised by their stock names below `prefix` (see `place_of`)."""
 
+    parameters: Sequence[ParameterShape]
+    prefix: str
+    width: int
     heads: int
     kv_heads: int
     head_dim: int
-    context: float
+    experts: int = 0
+    experts_per_token: int = 0
+
+    def inner_width(self, parameter: ParameterShape) -> float:
+        """Of a matrix between `width` and something else: that something, as far as a token passes it."""
+        routed = ".experts." in parameter.name and self.experts_per_token
+        return parameter.numel * (self.experts_per_token / self.experts if routed else 1.0) / self.width
+
+    @property
+    def mlp_width(self) -> float:
+        """Inner features of its MLPs that a token passes, each MLP counted."""
+        matrices = (p for p in self.parameters if len(p.shape) > 1)
+        return sum(self.inner_width(p) for p in matrices if place_of(p.name.removeprefix(self.prefix)) == Place.MLP_OUT)
 
 
-def mean_context(document: float, window: int | None) -> float:
-    """Keys that a token of a causal document sees on average: token i sees min(i, window), i from 1."""
-    seen = min(document, window or document)
-    return (seen * (seen + 1) / 2 + (document - seen) * seen) / document
+def keys_seen(document: float, last: float, window: int | None) -> float:
+    """Keys that the last tokens of a causal document see on average: token i sees min(i, window), i from 1."""
 
+    def seen(length: float) -> float:
+        most = min(length, window or length)
+        return most * (most + 1) / 2 + (length - most) * most
 
-def last_context(document: float, last: float, window: int | None) -> float:
-    """The same for the last tokens of a document alone: what all see, less what those before them see."""
     last = min(max(last, 1.0), document)
-    before = document - last
-    seen = document * mean_context(document, window)
-    return (seen - (before * mean_context(before, window) if before else 0.0)) / last
+    return (seen(document) - seen(document - last)) / last
 
 
 def total(parts: Sequence[Part], upstream: bool, *, with_waste: bool = True) -> tuple[Flops, int]:
@@ -112,86 +124,69 @@ def total(parts: Sequence[Part], upstream: bool, *, with_waste: bool = True) -> 
 
 
 def block_parts(
-    parameters: Sequence[ParameterShape],
-    prefix: str,
-    trained: Collection[str],
-    attention: Attention,
-    width: int,
-    tokens: float,
-    size: int,
-    *,
-    experts: int = 0,
-    experts_per_token: int = 0,
-    rows: float | None = None,
+    block: Block, trained: Collection[str], size: int, tokens: float, rows: float, context: float
 ) -> list[Part]:
-    """Parts of one transformer block of hidden width `width` over `tokens` tokens, stored in `size` bytes an element.
+    """Parts of one transformer block over `tokens` tokens, stored in `size` bytes an element.
 
-    Parameters are recognised by their stock names below `prefix` (see `place_of`); those in `trained` train. A token
-    passes `experts_per_token` of the `experts` routed experts. `rows` is the number of tokens whose output is used
-    (None: all); `attention.context` is then what one of those sees.
+    Parameters in `trained` train. `rows` is the number of tokens whose output is used, `context` the keys that one of
+    those sees.
     """
-    query = attention.heads * attention.head_dim
-    key = attention.kv_heads * attention.head_dim
-    asked = tokens if rows is None else rows
+    query, key = block.heads * block.head_dim, block.kv_heads * block.head_dim
     parts = [
         Part(
             Place.ATTENTION,
-            4 * query * attention.context * asked,  # scores, and values weighted by them
+            4 * query * context * rows,  # scores, and values weighted by them
             dgrad_factor=2.0,
             # query, key, value, result and the softmax's log-sum (fp32): fused attention keeps no scores
-            saved_for_dgrad=size * (2 * query * asked + 2 * key * tokens) + 4 * attention.heads * asked,
+            saved_for_dgrad=size * (2 * query * rows + 2 * key * tokens) + 4 * block.heads * rows,
         )
     ]
     shared_inputs: dict[tuple[Place, int, float], bool] = {}  # what several matrices read is kept once
     mlps: dict[str, dict[Place, float]] = {}  # inner widths, by module
-    for parameter in parameters:
-        local = parameter.name.removeprefix(prefix)
-        place = place_of(local)
-        is_trained = parameter.name in trained
+    for parameter in block.parameters:
+        local = parameter.name.removeprefix(block.prefix)
+        place, is_trained = place_of(local), parameter.name in trained
+        seen = rows
         if parameter.name.endswith("bias"):
             parts.append(Part(place, trained=is_trained))
             continue
         if len(parameter.shape) == 1:
             elements = parameter.numel
-            if place == Place.INNER_NORM and elements == attention.head_dim:  # one norm for all heads
-                elements *= attention.heads if "q" in local else attention.kv_heads
-            seen = asked
+            if place == Place.INNER_NORM and elements == block.head_dim:  # one norm for all heads
+                elements *= block.heads if "q" in local else block.kv_heads
             if place == Place.INNER_NORM and not local.split(".")[-2].startswith("q"):
                 seen = tokens
-            elif place == Place.INPUT_NORM and rows is not None:  # once for the keys, once for the rows
+            elif place == Place.INPUT_NORM and rows < tokens:  # once for the keys, once for the rows
                 seen = tokens + rows
             # A norm keeps its input in fp32 and one factor per row; training its weight keeps the normed input too.
-            kept, kept_trained = 4 * elements + 4, size * elements
-            parts.append(
-                Part(place, trained=is_trained, saved_for_dgrad=seen * kept, saved_for_wgrad=seen * kept_trained)
-            )
+            kept, kept_trained = seen * (4 * elements + 4), seen * size * elements
+            parts.append(Part(place, trained=is_trained, saved_for_dgrad=kept, saved_for_wgrad=kept_trained))
             continue
         routed = ".experts." in parameter.name
-        share = experts_per_token / experts if routed and experts_per_token else 1.0
-        copies = max(1, experts_per_token) if routed else 1  # of a token, one for each of its experts
-        inner = parameter.numel * share / width  # of a matrix between `width` and something else: that something
-        matrix = 2 * parameter.numel * share  # FLOPs of one token
-        seen, wasted = asked, Flops()
-        if rows is not None and place in (Place.PROJECT_IN, Place.PROJECT_LATENT):
+        copies = max(1, block.experts_per_token) if routed else 1  # of a token, one for each of its experts
+        inner = block.inner_width(parameter)
+        matrix = 2 * inner * block.width  # FLOPs of one token
+        wasted = Flops()
+        if rows < tokens and place in (Place.PROJECT_IN, Place.PROJECT_LATENT):
             seen, wasted = _projected(local, matrix, query / (query + 2 * key), tokens, rows)
         if place in (Place.PROJECT_OUT, Place.MLP_OUT):
-            own_input = asked * size * (query if place == Place.PROJECT_OUT else inner)
+            own_input = rows * size * (query if place == Place.PROJECT_OUT else inner)
         else:
             own_input = 0.0
-            reads = (place, parameter.shape[-1] if place == Place.PROJECT_LATENT else width * copies, seen)
+            reads = (place, parameter.shape[-1] if place == Place.PROJECT_LATENT else block.width * copies, seen)
             shared_inputs[reads] = shared_inputs.get(reads, False) or is_trained
         parts.append(Part(place, matrix * seen, 1.0, is_trained, wasted, 0.0, own_input))
         if place in (Place.MLP_IN, Place.MLP_OUT):
             mlp = mlps.setdefault(local.removesuffix(".weight").rpartition(".")[0], {})
             mlp[place] = mlp.get(place, 0.0) + inner
         if routed and place == Place.MLP_OUT:  # an expert's result is kept for the gradient of its routing weight
-            parts.append(Part(Place.OUTPUT_NORM, saved_for_dgrad=asked * size * width * copies))
+            parts.append(Part(Place.OUTPUT_NORM, saved_for_dgrad=rows * size * block.width * copies))
     for (place, elements, seen), is_trained in shared_inputs.items():
         parts.append(Part(place, trained=is_trained, saved_for_wgrad=seen * size * elements))
     for mlp in mlps.values():
         up, down = mlp.get(Place.MLP_IN, 0.0), mlp.get(Place.MLP_OUT, 0.0)
         gated = up > 1.5 * down  # gate and up against down: the activated gate is kept too, for the product
-        parts.append(Part(Place.MLP_OUT, saved_for_dgrad=asked * size * (up + down * gated)))
+        parts.append(Part(Place.MLP_OUT, saved_for_dgrad=rows * size * (up + down * gated)))
     return parts
 
 

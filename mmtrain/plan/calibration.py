@@ -63,7 +63,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class LayerMeasures:
-    """One kind of layer (see `costs.layer_kinds`), for one micro-batch of the expected contents.
+    """One kind of layer (see `costs.LayerKind`), for one micro-batch of the expected contents.
 
     Seconds are those that one more layer of this kind adds to a FORWARD or BACKWARD of its stage; bytes of a layer that
     runs forward only are those without a graph. "Kept" bytes live from the layer's forward to its backward, its output

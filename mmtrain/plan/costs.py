@@ -12,17 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.plan.block_costs import (
-    Attention,
-    Flops,
-    Part,
-    Place,
-    block_parts,
-    last_context,
-    mean_context,
-    place_of,
-    total,
-)
+from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
 from mmtrain.pretrained.families import WHOLE_LAST_LAYER
 from mmtrain.pretrained.shapes import LlmShape, ParameterShape, VisionShape, matches
 
@@ -141,23 +131,11 @@ def document_of(lengths: Iterable[int]) -> float:
     return sum(n * n for n in lengths) / max(1, sum(lengths))
 
 
-@dataclass(frozen=True, slots=True)
-class _Types:
-    """Bytes an element, by part of the model."""
-
-    llm: int
-    vision: int
-
-
 def run_costs(config: RunConfig, models: Models) -> RunCosts:
     """Costs of a micro-batch of the expected contents."""
-    types = _Types(BYTES[config.model.llm.dtype], BYTES[config.model.vision.dtype or config.model.llm.dtype])
-    whole = models.llm.model_type in WHOLE_LAST_LAYER
-    costs = _run_costs(models, config.model.trainable, workload(config, models.vision), types, whole_last=whole)
-    # What is loaded for a micro-batch: token ids, positions, labels, and images as bytes.
-    images = round(3 * models.vision.image_size**2 * costs.work.images)
-    batch = round(3 * INTEGER * costs.work.tokens) + images
-    return replace(costs, encoder=replace(costs.encoder, batch_bytes=batch))
+    llm, vision = config.model.llm.dtype, config.model.vision.dtype or config.model.llm.dtype
+    work = workload(config, models.vision)
+    return _Run(models, config.model.trainable, work, BYTES[llm], BYTES[vision]).costs()
 
 
 def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> Flops:
@@ -166,298 +144,227 @@ def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> F
     The encoder as far as the selected block, the projector, every decoder layer; of the last one queries, output and
     MLP for supervised tokens only, and so the head; gradients of inputs behind what trains, weight gradients of that.
     """
-    costs = _run_costs(models, trainable, work, _Types(2, 2))
-    flops = Flops(costs.encoder.forward)
-    for layer in costs.layers:
-        flops += layer.flops - layer.wasted
-    return flops
-
-
-def layer_kinds(config: RunConfig, models: Models) -> tuple[LayerKind, ...]:
-    """Every kind of layer that some cut of this run contains, each once: what a calibration measures."""
-    return run_costs(config, models).kinds
-
-
-def _run_costs(
-    models: Models, trainable: Sequence[str], work: Workload, types: _Types, *, whole_last: bool = False
-) -> RunCosts:
-    llm = models.llm
-    trained = frozenset(p.name for p in models.parameters if matches(p.name, trainable))
-    encoder, front = _encoder_and_front(models, work, trained, types)
-    kinds: dict[tuple, LayerKind] = {}
-    layers = [front]
-    upstream = bool(front.trainable_names)
-    for i in range(len(llm.decoder)):
-        whole = _decoder_layer(llm, i, work, trained, types.llm, upstream, kinds, rows=None)
-        on_rows = i == len(llm.decoder) - 1 and not whole_last
-        layers.append(
-            _decoder_layer(llm, i, work, trained, types.llm, upstream, kinds, rows=work.supervised)
-            if on_rows
-            else whole
-        )
-        upstream = upstream or bool(whole.trainable_names)
-    head_needs = upstream
-    layers.append(_head(llm, work, trained, types.llm, upstream))
-    encoder_names = tuple(name for name in front.trainable_names if name.startswith("vision."))
-    return RunCosts(
-        layers=tuple(layers),
-        whole_last=whole,
-        encoder=encoder,
-        work=work,
-        hidden_bytes=round(work.tokens * types.llm * llm.hidden_size),
-        integer_bytes=round(work.tokens * 2 * INTEGER),
-        keeps_input=types.llm != FP32,
-        shared_ends_bytes=sum(types.llm * p.numel for p in llm.head if p.name == "llm.head.weight") * llm.tied,
-        kinds=(
-            LayerKind("encoder", None, False, encoder_names),
-            LayerKind("front", None, bool(encoder_names), front.trainable_names[len(encoder_names) :]),
-            *kinds.values(),
-            LayerKind("head", None, head_needs, layers[-1].trainable_names),
-        ),
-    )
-
-
-def _decoder_layer(
-    llm: LlmShape,
-    index: int,
-    work: Workload,
-    trained: frozenset[str],
-    size: int,
-    upstream: bool,
-    kinds: dict[tuple, LayerKind],
-    *,
-    rows: float | None,
-) -> LayerCost:
-    """Decoder layer `index`, for all tokens or with `rows` for so many; a new kind of layer is added to `kinds`."""
-    parameters, prefix = llm.decoder[index], f"llm.layers.{index}."
-    context = mean_context(work.document, llm.window)
-    if rows is not None:  # supervised tokens are the last of their documents
-        context = last_context(work.document, rows / work.tokens * work.document, llm.window)
-    parts = block_parts(
-        parameters,
-        prefix,
-        trained,
-        Attention(llm.heads, llm.kv_heads, llm.head_dim, context),
-        llm.hidden_size,
-        work.tokens,
-        size,
-        experts=llm.experts,
-        experts_per_token=llm.experts_per_token,
-        rows=rows,
-    )
-    names = tuple(p.name for p in parameters if p.name in trained)
-    shapes = tuple((p.name.removeprefix(prefix), p.shape) for p in parameters)
-    signature = (shapes, tuple(name.removeprefix(prefix) for name in names), upstream, rows is not None)
-    kind = kinds.setdefault(
-        signature,
-        LayerKind(prefix[:-1] + (" on rows" if rows is not None else ""), index, upstream, names, rows is not None),
-    )
-    kept = total(parts, upstream)[1]
-    whole = total(parts, True)[1]  # what a recomputed layer holds while its backward runs
-    tokens = work.tokens if rows is None else rows
-    # The widest moment: inner features of the MLP two to four times (gate, up, product, or their gradients), and the
-    # residual stream with its normed copy and gradients.
-    widest = round(tokens * size * 4 * (inner_width(parameters, prefix, llm) + llm.hidden_size))
-    return _layer(
-        prefix[:-1],
-        kind.name,
-        [_Stored(parameters, size)],
-        trained,
-        parts,
-        upstream,
-        kept_bytes_recomputing=min(kept, round(size * llm.hidden_size * work.tokens)),  # its input alone
-        working_bytes=(widest if kept == 0 else widest // 2, widest, whole + widest),
-    )
-
-
-def inner_width(parameters: Sequence[ParameterShape], prefix: str, llm: LlmShape) -> float:
-    """Inner features of a decoder layer's MLPs that a token passes, each MLP counted."""
-    width = 0.0
-    for parameter in parameters:
-        if len(parameter.shape) > 1 and place_of(parameter.name.removeprefix(prefix)) == Place.MLP_OUT:
-            routed = ".experts." in parameter.name and llm.experts_per_token
-            width += parameter.numel / llm.hidden_size * (llm.experts_per_token / llm.experts if routed else 1)
-    return width
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Parameters stored in `size` bytes an element; below fp32, what trains has a master weight besides."""
-
-    parameters: Sequence[ParameterShape]
-    size: int
-
-
-def _layer(
-    name: str,
-    kind: str,
-    stored: Iterable[_Stored],
-    trained: frozenset[str],
-    parts: Sequence[Part],
-    upstream: bool,
-    *,
-    kept_bytes_recomputing: int | None = None,
-    working_bytes: tuple[int, int, int],
-) -> LayerCost:
-    """`working_bytes` in forward, in backward, and in a backward that recomputes; it computes in what it is stored."""
-    stored = tuple(stored)
-    weight_bytes = state_bytes = elements = 0
-    names: list[str] = []
-    for group in stored:
-        for parameter in group.parameters:
-            weight_bytes += group.size * parameter.numel
-            if parameter.name in trained:
-                names.append(parameter.name)
-                elements += parameter.numel
-                state_bytes += (3 if group.size == FP32 else 4) * FP32 * parameter.numel
-    flops, kept = total(parts, upstream)
-    needed, _ = total(parts, upstream, with_waste=False)
-    return LayerCost(
-        name,
-        kind,
-        tuple(names),
-        elements,
-        flops,
-        flops - needed,
-        weight_bytes,
-        state_bytes,
-        kept,
-        kept if kept_bytes_recomputing is None else kept_bytes_recomputing,
-        *working_bytes,
-        fp32_flops=flops if all(group.size == FP32 for group in stored) else Flops(),
-    )
+    costs = _Run(models, trainable, work).costs(rows_alone=True)
+    return sum((layer.flops - layer.wasted for layer in costs.layers), Flops(costs.encoder.forward))
 
 
 _VISION_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers)\.(\d+)\.")
 
 
-def _encoder_and_front(
-    models: Models, work: Workload, trained: frozenset[str], types: _Types
-) -> tuple[EncoderCost, LayerCost]:
-    """The encoder's forward; and the front: the encoder's backward if it trains, projector, embedding (0 FLOPs)."""
-    llm, vision, projector = models.llm, models.vision, models.projector
-    patches = work.images * vision.tokens_per_image
-    tokens = work.images * (vision.tokens_per_image + vision.prefix_tokens)
+class _Run:
+    """Costs of the layers of a run; sizes are bytes of an element of the LLM and of the vision encoder."""
 
-    stem: list[Part] = []  # patch convolution, class token, position embeddings
-    blocks: dict[int, tuple[str, list[ParameterShape]]] = {}
-    for parameter in vision.parameters:
-        if block := _VISION_BLOCK.match(parameter.name):
-            blocks.setdefault(int(block[1]), (block[0], []))[1].append(parameter)
-        else:
-            convolution = len(parameter.shape) == 4
-            flops = 2 * parameter.numel * patches if convolution else 0.0
-            stem.append(Part(0, flops, trained=parameter.name in trained))
-    sequence = [stem]
-    keys = vision.tokens_per_image + vision.prefix_tokens
-    attention = Attention(vision.heads, vision.heads, vision.width // vision.heads, keys)
-    for _, (prefix, parameters) in sorted(blocks.items()):
-        sequence.append(block_parts(parameters, prefix, trained, attention, vision.width, tokens, types.vision))
-    encoder_parts = len(sequence)
-    sequence.append(_projector_parts(projector, patches, trained))
-    # Only a matrix between embedding and hidden width costs anything here, all else is lookup and addition.
-    inputs = [
-        Part(0, 2 * p.numel * work.tokens if ".project_in." in p.name else 0.0, trained=p.name in trained)
-        for p in llm.front
-    ]
+    def __init__(
+        self, models: Models, trainable: Sequence[str], work: Workload, llm_size: int = 2, vision_size: int = 2
+    ) -> None:
+        self.models, self.work = models, work
+        self.llm_size, self.vision_size = llm_size, vision_size
+        self.trained = frozenset(p.name for p in models.parameters if matches(p.name, trainable))
+        self.patches = work.images * models.vision.tokens_per_image
+        self.decoder: dict[tuple, tuple[LayerKind, LayerCost]] = {}  # every kind of decoder layer, with its cost
 
-    flops, kept = total(inputs, False)  # text does not pass the encoder: what trains there gives it no gradient
-    fp32_flops = flops if types.llm == FP32 else Flops()
-    encoder = 0
-    upstream = False
-    for i, parts in enumerate(sequence):
-        part_flops, part_kept = total(parts, upstream)
-        flops, kept = flops + part_flops, kept + part_kept
-        if i < encoder_parts:
-            encoder += part_flops.forward
-            part_flops = replace(part_flops, forward=0)  # an instruction of its own
-        if i == encoder_parts or types.vision == FP32:
-            fp32_flops += part_flops
-        upstream = upstream or any(part.trained for part in parts)
-    frozen = not any(p.name in trained for p in vision.parameters)
-    pixels = round(3 * vision.image_size**2 * work.images) * FP32
-    # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width (4x) twice.
-    block_working = round(14 * vision.width * tokens) * types.vision
-    # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they are put in.
-    fused = round(patches * llm.hidden_size) * (FP32 + types.llm) + round(2 * work.tokens * llm.hidden_size) * types.llm
-    projected = 3 * round(patches * llm.hidden_size) * FP32  # gradients of both linear layers' results
-    layer = _layer(
-        "front",
-        "front",
-        [_Stored(vision.parameters, types.vision), _Stored(projector, FP32), _Stored(llm.front, types.llm)],
-        trained,
-        [],
-        False,
-        working_bytes=(fused, *(2 * [projected + (0 if frozen else 2 * block_working)])),
-    )
-    without_encoder = Flops(flops.forward - encoder, flops.dgrad, flops.wgrad)
-    return (
-        EncoderCost(
-            encoder,
-            frozen,
-            pixels + block_working,
-            feature_bytes=round(patches * vision.width) * types.vision,
-            batch_bytes=0,
-            in_fp32=types.vision == FP32,
-        ),
-        replace(layer, flops=without_encoder, kept_bytes=kept, kept_bytes_recomputing=kept, fp32_flops=fp32_flops),
-    )
+    def costs(self, *, rows_alone: bool = False) -> RunCosts:
+        """`rows_alone`: the last decoder layer on supervised tokens, also where a family does not allow that."""
+        llm, work = self.models.llm, self.work
+        encoder, front = self.encoder_and_front()
+        layers, upstream = [front], bool(front.trainable_names)
+        for i in range(len(llm.decoder)):
+            layers.append(self.decoder_layer(i, upstream, on_rows=False))
+            whole_last, upstream_of_last = layers[-1], upstream
+            upstream = upstream or bool(whole_last.trainable_names)
+        if rows_alone or llm.model_type not in WHOLE_LAST_LAYER:
+            layers[-1] = self.decoder_layer(len(llm.decoder) - 1, upstream_of_last, on_rows=True)
+        layers.append(self.head(upstream))
+        encoder_names = tuple(name for name in front.trainable_names if name.startswith("vision."))
+        return RunCosts(
+            layers=tuple(layers),
+            whole_last=whole_last,
+            encoder=encoder,
+            work=work,
+            hidden_bytes=round(work.tokens * self.llm_size * llm.hidden_size),
+            integer_bytes=round(work.tokens * 2 * INTEGER),
+            keeps_input=self.llm_size != FP32,
+            shared_ends_bytes=sum(self.llm_size * p.numel for p in llm.head if p.name == "llm.head.weight") * llm.tied,
+            kinds=(
+                LayerKind("encoder", None, False, encoder_names),
+                LayerKind("front", None, bool(encoder_names), front.trainable_names[len(encoder_names) :]),
+                *(kind for kind, _ in self.decoder.values()),
+                LayerKind("head", None, upstream, layers[-1].trainable_names),
+            ),
+        )
 
+    def decoder_layer(self, index: int, upstream: bool, *, on_rows: bool) -> LayerCost:
+        """Decoder layer `index`, for all tokens or for supervised ones; layers of one kind are counted once."""
+        parameters, prefix = self.models.llm.decoder[index], f"llm.layers.{index}."
+        shapes = tuple((p.name.removeprefix(prefix), p.shape, p.name in self.trained) for p in parameters)
+        key = shapes, upstream, on_rows
+        names = tuple(p.name for p in parameters if p.name in self.trained)
+        if key not in self.decoder:
+            kind = LayerKind(prefix[:-1] + " on rows" * on_rows, index, upstream, names, on_rows)
+            self.decoder[key] = kind, self.decoder_kind(kind)
+        return replace(self.decoder[key][1], name=prefix[:-1], trainable_names=names)
 
-def _projector_parts(projector: Sequence[ParameterShape], patches: float, trained: frozenset[str]) -> list[Part]:
-    """linear_1, gelu, linear_2, ... at places 0, 1, 2, ...; all in fp32."""
-    modules = list(dict.fromkeys(p.name.rpartition(".")[0] for p in projector))
-    parts = []
-    for parameter in projector:
-        place = 2 * modules.index(parameter.name.rpartition(".")[0])
-        is_trained = parameter.name in trained
-        if len(parameter.shape) == 1:
-            parts.append(Part(place, trained=is_trained))
-            continue
-        outputs, inputs = parameter.shape
-        flops = 2 * parameter.numel * patches
-        parts.append(Part(place, flops, trained=is_trained, saved_for_wgrad=4 * inputs * patches))
-        if place // 2 + 1 < len(modules):
-            parts.append(Part(place + 1, saved_for_dgrad=4 * outputs * patches))
-    return parts
+    def decoder_kind(self, kind: LayerKind) -> LayerCost:
+        llm, work, size = self.models.llm, self.work, self.llm_size
+        rows = work.supervised if kind.on_rows else work.tokens  # the last tokens of their documents
+        prefix = f"llm.layers.{kind.layer}."
+        parameters = llm.decoder[kind.layer]
+        sizes = llm.hidden_size, llm.heads, llm.kv_heads, llm.head_dim, llm.experts, llm.experts_per_token
+        block = Block(parameters, prefix, *sizes)
+        context = keys_seen(work.document, rows / work.tokens * work.document, llm.window)
+        parts = block_parts(block, self.trained, size, work.tokens, rows, context)
+        flops, kept = total(parts, kind.input_gradient)
+        needed, _ = total(parts, kind.input_gradient, with_waste=False)
+        made = total(parts, True)[1]  # what a recomputed layer holds while its backward runs
+        # The widest moment: inner features of the MLP two to four times (gate, up, product, or their gradients), and
+        # the residual stream with its normed copy and gradients.
+        widest = round(rows * size * 4 * (block.mlp_width + llm.hidden_size))
+        layer = self.layer(
+            kind.name,
+            [(parameters, size)],
+            flops,
+            flops * (size == FP32),
+            kept,
+            (widest if kept == 0 else widest // 2, widest, made + widest),
+        )
+        its_input = round(size * llm.hidden_size * work.tokens)
+        return replace(layer, wasted=flops - needed, kept_bytes_recomputing=min(kept, its_input))
 
+    def layer(
+        self,
+        kind: str,
+        stored: Sequence[tuple[Sequence[ParameterShape], int]],
+        flops: Flops,
+        fp32_flops: Flops,
+        kept_bytes: int,
+        working_bytes: tuple[int, int, int],
+    ) -> LayerCost:
+        """`stored`: parameters with the bytes of an element; below fp32, what trains has a master weight besides.
 
-def _head(llm: LlmShape, work: Workload, trained: frozenset[str], size: int, upstream: bool) -> LayerCost:
-    """Final norm, LM head and loss on supervised tokens; the loss makes its gradients in forward."""
-    parts = []
-    head_bytes = 0  # fp32 gradients of a trained LM head, made chunk by chunk
-    for parameter in llm.head:
-        is_trained = parameter.name in trained
-        if parameter.name.startswith("llm.head."):
-            flops = 2 * parameter.numel * work.supervised if parameter.name.endswith("weight") else 0.0
-            gradient = FP32 * parameter.numel
-            parts.append(Part(2, flops, trained=is_trained, saved_for_wgrad=gradient))
-            head_bytes += gradient if is_trained else 0
-        elif len(parameter.shape) > 1:
-            parts.append(Part(1, 2 * parameter.numel * work.supervised, trained=is_trained))
-        else:
-            kept = work.supervised * (4 * parameter.numel + 4) if parameter.name.endswith("weight") else 0.0
-            parts.append(
-                Part(
-                    0,
-                    trained=is_trained,
-                    saved_for_dgrad=kept,
-                    saved_for_wgrad=work.supervised * size * parameter.numel,
-                )
-            )
-    parts.append(Part(2, saved_for_dgrad=work.supervised * llm.hidden_size * size))  # the rows' gradient
-    # A chunk's logits in the model's type and in fp32, softmax, gradient; two more copies of a trained head's gradient.
-    logits = min(LOGITS_PER_CHUNK, round(work.supervised * llm.vocab_size))
-    working = logits * (size + 3 * 4) + 2 * head_bytes
-    rows = round(work.supervised * llm.hidden_size) * (
-        size + 2 * FP32
-    )  # the rows' gradient, on its way to hidden states
-    return _layer(
-        "head",
-        "head",
-        [_Stored(llm.head, size)],
-        trained,
-        parts,
-        upstream,
-        working_bytes=(working, rows + head_bytes, rows + head_bytes),
-    )
+        `working_bytes` in forward, in backward, and in a backward that recomputes.
+        """
+        trained = [(p, size) for parameters, size in stored for p in parameters if p.name in self.trained]
+        return LayerCost(
+            name=kind,
+            kind=kind,
+            trainable_names=tuple(p.name for p, _ in trained),
+            trainable=sum(p.numel for p, _ in trained),
+            flops=flops,
+            wasted=Flops(),
+            weight_bytes=sum(size * p.numel for parameters, size in stored for p in parameters),
+            state_bytes=sum((3 if size == FP32 else 4) * FP32 * p.numel for p, size in trained),
+            kept_bytes=kept_bytes,
+            kept_bytes_recomputing=kept_bytes,
+            forward_working_bytes=working_bytes[0],
+            backward_working_bytes=working_bytes[1],
+            recomputing_working_bytes=working_bytes[2],
+            fp32_flops=fp32_flops,
+        )
+
+    def encoder_and_front(self) -> tuple[EncoderCost, LayerCost]:
+        """The encoder's forward; and the front: the encoder's backward if it trains, projector, embedding (0 FLOPs)."""
+        llm, vision, work = self.models.llm, self.models.vision, self.work
+        size, patches = self.vision_size, self.patches
+        tokens = work.images * (vision.tokens_per_image + vision.prefix_tokens)
+        encoder, kept, upstream = Flops(), 0, False
+        for parts in self.encoder_parts(tokens):
+            flops, kept_here = total(parts, upstream)
+            encoder, kept = encoder + flops, kept + kept_here
+            upstream = upstream or any(part.trained for part in parts)
+        encoder_backward = replace(encoder, forward=0)  # its forward is an instruction of its own
+        projector, kept_here = total(self.projector_parts(), upstream)
+        # Only a matrix between embedding and hidden width costs anything here, all else is lookup and addition. Text
+        # does not pass the encoder: what trains there gives it no gradient.
+        inputs, kept_for_inputs = total(
+            [
+                Part(0, 2 * p.numel * work.tokens if ".project_in." in p.name else 0.0, trained=p.name in self.trained)
+                for p in llm.front
+            ],
+            False,
+        )
+        pixels = round(3 * vision.image_size**2 * work.images)
+        # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width (4x) twice.
+        block_working = round(14 * vision.width * tokens) * size
+        # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they are put in.
+        hidden = round(patches * llm.hidden_size)
+        fused = hidden * (FP32 + self.llm_size) + round(2 * work.tokens * llm.hidden_size) * self.llm_size
+        backward_working = 3 * hidden * FP32 + 2 * block_working * upstream  # gradients of both linear layers' results
+        front = self.layer(
+            "front",
+            [(vision.parameters, size), (self.models.projector, FP32), (llm.front, self.llm_size)],
+            inputs + encoder_backward + projector,
+            projector + encoder_backward * (size == FP32) + inputs * (self.llm_size == FP32),
+            kept + kept_here + kept_for_inputs,
+            (fused, backward_working, backward_working),
+        )
+        return (
+            EncoderCost(
+                encoder.forward,
+                frozen=not upstream,
+                working_bytes=pixels * FP32 + block_working,
+                feature_bytes=round(patches * vision.width) * size,
+                batch_bytes=round(3 * INTEGER * work.tokens) + pixels,  # token ids, positions, labels, images as bytes
+                in_fp32=size == FP32,
+            ),
+            front,
+        )
+
+    def encoder_parts(self, tokens: float) -> Iterator[list[Part]]:
+        """What stands before the encoder's blocks: patch convolution, class token, position embeddings; the blocks."""
+        vision, stem = self.models.vision, []
+        blocks: dict[int, tuple[str, list[ParameterShape]]] = {}
+        for parameter in vision.parameters:
+            if found := _VISION_BLOCK.match(parameter.name):
+                blocks.setdefault(int(found[1]), (found[0], []))[1].append(parameter)
+            else:
+                flops = 2 * parameter.numel * self.patches if len(parameter.shape) == 4 else 0.0
+                stem.append(Part(0, flops, trained=parameter.name in self.trained))
+        yield stem
+        head_dim, keys = vision.width // vision.heads, vision.tokens_per_image + vision.prefix_tokens
+        for _, (prefix, parameters) in sorted(blocks.items()):
+            block = Block(parameters, prefix, vision.width, vision.heads, vision.heads, head_dim)
+            yield block_parts(block, self.trained, self.vision_size, tokens, tokens, keys)
+
+    def projector_parts(self) -> list[Part]:
+        """linear_1, gelu, linear_2, ... at places 0, 1, 2, ...; all in fp32."""
+        projector, patches = self.models.projector, self.patches
+        modules = list(dict.fromkeys(p.name.rpartition(".")[0] for p in projector))
+        parts = []
+        for parameter in projector:
+            place = 2 * modules.index(parameter.name.rpartition(".")[0])
+            is_trained = parameter.name in self.trained
+            if len(parameter.shape) == 1:
+                parts.append(Part(place, trained=is_trained))
+                continue
+            outputs, inputs = parameter.shape
+            flops = 2 * parameter.numel * patches
+            parts.append(Part(place, flops, trained=is_trained, saved_for_wgrad=4 * inputs * patches))
+            if place // 2 + 1 < len(modules):
+                parts.append(Part(place + 1, saved_for_dgrad=4 * outputs * patches))
+        return parts
+
+    def head(self, upstream: bool) -> LayerCost:
+        """Final norm, LM head and loss on supervised tokens; the loss makes its gradients in forward."""
+        llm, rows, size = self.models.llm, self.work.supervised, self.llm_size
+        parts = [Part(2, saved_for_dgrad=rows * llm.hidden_size * size)]  # the rows' gradient
+        head_bytes = 0  # fp32 gradients of a trained LM head, made chunk by chunk
+        for p in llm.head:
+            is_trained, is_weight = p.name in self.trained, p.name.endswith("weight")
+            if p.name.startswith("llm.head."):
+                flops, gradient = 2 * p.numel * rows * is_weight, FP32 * p.numel
+                parts.append(Part(2, flops, trained=is_trained, saved_for_wgrad=gradient))
+                head_bytes += gradient * is_trained
+            elif len(p.shape) > 1:
+                parts.append(Part(1, 2 * p.numel * rows, trained=is_trained))
+            else:
+                kept, kept_trained = rows * (4 * p.numel + 4) * is_weight, rows * size * p.numel
+                parts.append(Part(0, trained=is_trained, saved_for_dgrad=kept, saved_for_wgrad=kept_trained))
+        flops, kept = total(parts, upstream)
+        # A chunk's logits in the model's type and in fp32, softmax, gradient; two more copies of a trained head's
+        # gradient.
+        logits = min(LOGITS_PER_CHUNK, round(rows * llm.vocab_size))
+        forward = logits * (size + 3 * 4) + 2 * head_bytes
+        # The rows' gradient, on its way to hidden states.
+        backward = round(rows * llm.hidden_size) * (size + 2 * FP32) + head_bytes
+        working = (forward, backward, backward)
+        return self.layer("head", [(llm.head, size)], flops, flops * (size == FP32), kept, working)

@@ -26,7 +26,7 @@ from mmtrain.plan.calibration import (
     find_calibration,
     load_calibration,
 )
-from mmtrain.plan.costs import layer_kinds, run_costs
+from mmtrain.plan.costs import run_costs
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.table import render
 from mmtrain.plan.timings import CPU, calibrated
@@ -70,7 +70,7 @@ def made_up(config: RunConfig, device: Device = DEVICE) -> Calibration:
     models = models_of(config)
     seconds = {"encoder": (4.0, 0.0), "front": (0.25, 0.75), "head": (0.5, 0.5)}
     layers = {}
-    for kind in layer_kinds(config, models):
+    for kind in run_costs(config, models).kinds:
         layers[kind.name] = measures(*seconds.get(kind.name, (0.5, 1.0) if kind.on_rows else (1.0, 2.0)))
     return Calibration(
         key=calibration_key(config, models, device),

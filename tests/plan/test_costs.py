@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from mmtrain.config.schema import RunConfig
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.last_layer import LastLayer, Rows
-from mmtrain.plan.block_costs import Attention, Flops, Place, block_parts, last_context, mean_context, place_of, total
+from mmtrain.plan.block_costs import Block, Flops, Place, block_parts, keys_seen, place_of, total
 from mmtrain.plan.costs import (
     LOGITS_PER_CHUNK,
     LayerCost,
@@ -24,7 +24,6 @@ from mmtrain.plan.costs import (
     RunCosts,
     Workload,
     document_of,
-    layer_kinds,
     minimal_flops,
     run_costs,
     workload,
@@ -98,24 +97,22 @@ MLA |= {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_
 MLA |= {"num_key_value_heads": 8, "first_k_dense_replace": 0, "head_dim": 16}
 
 
-def block_of(model: nn.Module, trained: Sequence[str] = (), rows: int | None = None) -> list:
+def block_of(model: nn.Module, trained: Sequence[str] = (), rows: int = TOKENS) -> list:
     """Parts of the model's only decoder layer; eager attention computes the full square of scores."""
     prefix = "layers.0."
     parameters = [ParameterShape(n, tuple(p.shape)) for n, p in model.named_parameters() if n.startswith(prefix)]
     config = model.config
-    attention = Attention(config.num_attention_heads, config.num_key_value_heads, 32, TOKENS)
-    return block_parts(
+    block = Block(
         parameters,
         prefix,
-        trained,
-        attention,
         config.hidden_size,
-        TOKENS,
-        4,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        head_dim=32,
         experts=getattr(config, "num_experts", 0) or getattr(config, "n_routed_experts", 0) or 0,
         experts_per_token=getattr(config, "num_experts_per_tok", 0) or 0,
-        rows=rows,
     )
+    return block_parts(block, trained, 4, TOKENS, rows, context=TOKENS)
 
 
 def measured(model: nn.Module, *, input_gradient: bool) -> tuple[int, int]:
@@ -256,15 +253,11 @@ def test_what_the_last_layer_on_rows_needs_is_keys_and_values_of_all_tokens_and_
 
 
 def test_the_last_tokens_of_a_document_see_more_than_the_others() -> None:
-    for document, last, window in ((7, 2, None), (7, 7, None), (7, 3, 4), (656, 80, 128), (656, 80, None)):
+    some = ((7, 2, None), (7, 3, 4), (656, 80, 128), (656, 80, None))
+    every = ((1, 1, None), (7, 7, None), (7, 7, 3), (7, 7, 7), (7, 7, 100), (656, 656, 128))
+    for document, last, window in (*some, *every):
         seen = [min(i, window or document) for i in range(1, document + 1)]
-        assert last_context(document, last, window) == pytest.approx(sum(seen[-last:]) / last)
-
-
-def test_the_mean_context_is_the_mean_number_of_visible_keys() -> None:
-    for document, window in ((1, None), (7, None), (7, 3), (7, 7), (7, 100), (656, 128)):
-        seen = [min(i, window or document) for i in range(1, document + 1)]
-        assert mean_context(document, window) == pytest.approx(sum(seen) / document)
+        assert keys_seen(document, last, window) == pytest.approx(sum(seen[-last:]) / last)
 
 
 def test_parameters_stand_where_their_blocks_use_them() -> None:
@@ -323,8 +316,8 @@ def test_a_llama_layer_saves_the_bytes_that_torch_saves(dtype: torch.dtype, trai
     actual = saved_bytes(lambda: layer(hidden, position_embeddings=positions), [*layer.parameters(), *positions])
 
     names = [ParameterShape(f"x.{name}", tuple(p.shape)) for name, p in layer.named_parameters()]
-    attention = Attention(8, kv_heads, 64, 64.5)
-    parts = block_parts(names, "x.", [p.name for p in names] if trained else [], attention, 512, 128, dtype.itemsize)
+    block = Block(names, "x.", width=512, heads=8, kv_heads=kv_heads, head_dim=64)
+    parts = block_parts(block, [p.name for p in names] if trained else [], dtype.itemsize, 128, 128, context=64.5)
     expected = total(parts, True)[1]
     print(f"{dtype}, trained {trained}: {expected / 128:,.0f} expected, {actual / 128:,.0f} bytes per token saved")
     assert expected == pytest.approx(actual, rel=0.08)  # 0.15 was asked for
@@ -350,9 +343,8 @@ def test_packed_documents_save_the_same(trained: bool) -> None:
 
     actual = saved_bytes(run, [*model.parameters(), *model.buffers()])
     names = [ParameterShape(n, tuple(p.shape)) for n, p in model.named_parameters() if n.startswith("layers.0.")]
-    parts = block_parts(
-        names, "layers.0.", [p.name for p in names] if trained else [], Attention(8, 8, 64, 20.0), 512, 192, 4
-    )
+    block = Block(names, "layers.0.", width=512, heads=8, kv_heads=8, head_dim=64)
+    parts = block_parts(block, [p.name for p in names] if trained else [], 4, 192, 192, context=20.0)
     final_norm = 192 * 512 * 4 * (2 if trained else 1)
     assert 2 * total(parts, True)[1] + final_norm == pytest.approx(actual, rel=0.1)
 
@@ -478,9 +470,9 @@ def test_what_is_computed_is_never_less_than_the_minimum() -> None:
 
 def test_kinds_tell_layers_apart_that_cost_differently() -> None:
     def kinds(*trainable: str) -> list[tuple[str, bool, bool]]:
-        config = make_config(model__trainable=trainable)
-        found = layer_kinds(config, models_of(config))
-        assert {layer.kind for layer in costs_of(model__trainable=trainable).layers} <= {kind.name for kind in found}
+        costs = costs_of(model__trainable=trainable)
+        found = costs.kinds
+        assert {layer.kind for layer in costs.layers} <= {kind.name for kind in found}
         return [(kind.name, kind.input_gradient, bool(kind.trainable_names)) for kind in found]
 
     ends = ("head", True, False)
