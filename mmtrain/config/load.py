@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import shortened
@@ -32,8 +32,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"{path}: the demo has no such configuration; it has {DEMO}")
     content = read_yaml(DEMO_FILE if str(path) == DEMO else Path(path))
     if content is not None and not isinstance(content, dict):
-        raise UserError(f"{path}: holds a {type(content).__name__}; needs the sections {_sections()}")
-    content = _without_empty_sections(RunConfig, content or {})
+        sections = ", ".join(RunConfig.model_fields)
+        raise UserError(f"{path}: holds a {type(content).__name__}; needs the sections {sections}")
+    content = content or {}
     data = content.get("data")
     if isinstance(data, dict) and data.get("allow_pipe"):
         raise UserError(
@@ -75,21 +76,6 @@ def dump_config(config: RunConfig) -> str:
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _sections() -> str:
-    return ", ".join(RunConfig.model_fields)
-
-
-def _without_empty_sections(model: type[BaseModel], content: dict) -> dict:
-    """`train:` with all its keys commented out is null in YAML; what is meant is a section without keys."""
-    result = dict(content)
-    for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
-        if section is not None and name in result:
-            value = {} if result[name] is None else result[name]
-            result[name] = _without_empty_sections(section, value) if isinstance(value, dict) else value
-    return result
-
-
 def _apply(content: dict, override: str) -> None:
     """Set one `key.sub=value` in nested sections; an unknown key is set too, so that validation reports it."""
     key, equals, text = override.partition("=")
@@ -100,10 +86,11 @@ def _apply(content: dict, override: str) -> None:
     if field is not None and section_of(field.annotation) is not None:
         raise UserError(f"override {override!r}: {key} is a section; set one of its keys, e.g. optimizer.lr=1e-3")
     for part in path[:-1]:
-        inner = content.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise UserError(f"override {override!r}: {part} is {inner!r}, which has no keys below it")
-        content = inner
+        if content.get(part) is None:
+            content[part] = {}
+        if not isinstance(content[part], dict):
+            raise UserError(f"override {override!r}: {part} is {content[part]!r}, which has no keys below it")
+        content = content[part]
     # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML alias.
     kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
     is_null = text == "null" and types.NoneType in kinds

@@ -25,13 +25,6 @@ LONGEST_KEY = 60  # characters of an unknown key that are compared and shown
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
-def describe_allowed(field: FieldInfo) -> str:
-    """What a key may hold, from its declaration: `an integer >= 1`, `one of float32, bfloat16, or null`."""
-    if (section := section_of(field.annotation)) is not None:
-        return f"a section with the keys {', '.join(section.model_fields)}"
-    return _describe(field.annotation, field.metadata)
-
-
 def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict) -> list[str]:
     """One line per wrong key, in the order found, the first MOST_EXPLAINED of them; `given` is what was validated."""
     fields = dict(all_fields(model))
@@ -52,11 +45,11 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict)
                 field = fields[missing]
                 name = (*path, *missing[len(path) :])
                 meaning = f": {field.description}" if field.description else ""
-                lines[name] = f"{'.'.join(name)}: missing; needs {describe_allowed(field)}{meaning}"
+                lines[name] = f"{'.'.join(name)}: missing; needs {_allowed(field.annotation, field.metadata)}{meaning}"
         else:
             # A union reports one error per alternative, a list one per element: one line for the key says it all.
             field = fields[declared]
-            value, allowed = _value_at(given, path), describe_allowed(field)
+            value, allowed = _value_at(given, path), _allowed(field.annotation, field.metadata)
             meaning = f" ({field.description})" if field.description else ""
             hint = f"; write [{value}]" if isinstance(value, str) and " list of " in allowed else ""
             lines[path] = f"{'.'.join(path)}: {_shown(value)} is not allowed; needs {allowed}{hint}{meaning}"
@@ -119,12 +112,15 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
+def _allowed(annotation: Any, metadata: Sequence[Any]) -> str:
+    """What a key may hold, from its declaration: `an integer >= 1`, `one of float32, bfloat16, or null`."""
+    if (section := section_of(annotation)) is not None:
+        return f"a section with the keys {', '.join(section.model_fields)}"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _describe(arguments[0], [*arguments[1:], *metadata])
+        return _allowed(arguments[0], [*arguments[1:], *metadata])
     if origin in (typing.Union, types.UnionType):
-        choices = [_describe(argument, []) for argument in arguments]
+        choices = [_allowed(argument, []) for argument in arguments]
         return f"{', '.join(choices[:-1])} or {choices[-1]}"
     if origin is Literal:
         return arguments[0] if len(arguments) == 1 else f"one of {', '.join(arguments)}"

@@ -47,6 +47,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_a_section_without_keys(cls, content: Any) -> Any:
+        return {} if content is None else content  # `train:` with all its keys commented out
+
     @model_validator(mode="after")
     def _of_alternatives_one_is_set(self) -> Self:
         for name, mark in ((n, mark) for n, field in type(self).model_fields.items() for mark in field.metadata):

@@ -16,9 +16,10 @@ from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models, minimal_flops
 from mmtrain.plan.cut import StageCosts, given_cut, limit_on_gpu, stage_costs, uniform_cut
 from mmtrain.plan.layout import Plan, RankPlan, StagePlan, UniformCut, stage_of
-from mmtrain.plan.refusals import check_layout, check_preprocessing, check_run_ahead, check_trainable, does_not_fit
+from mmtrain.plan.refusals import check_layout, check_run_ahead, check_trainable, does_not_fit
 from mmtrain.plan.search import Layout, Search
 from mmtrain.pretrained.shapes import llm_shape, matches, projector_parameters, vision_shape
+from mmtrain.pretrained.vision_files import check_preprocessing
 
 
 def models_of(config: RunConfig) -> Models:
@@ -39,7 +40,7 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     limit = None if device_memory_bytes is None else limit_on_gpu(device_memory_bytes)
     if config.parallel.device_memory_gib is not None:
         limit = int(config.parallel.device_memory_gib * 2**30)
-    check_preprocessing(config)
+    check_preprocessing(config.model.vision.name)
     check_layout(config, models)
     check_trainable(config, models)
     check_run_ahead(config, models)

@@ -17,9 +17,7 @@ from mmtrain.plan.costs import Models
 from mmtrain.plan.cut import RESERVED_SHARE, best_cut, given_cut, limit_on_gpu, stage_costs
 from mmtrain.plan.layout import RankPlan, stage_of
 from mmtrain.plan.search import Search
-from mmtrain.pretrained.model_files import find_model_folder, read_json
 from mmtrain.pretrained.shapes import matches
-from mmtrain.pretrained.vision_files import HF_FAMILIES, preprocessing
 
 _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.weight$")
 
@@ -67,15 +65,6 @@ def check_layout(config: RunConfig, models: Models) -> None:
             f"data.pack_length: {config.data.pack_length} tokens, but an image of {config.model.vision.name} takes "
             f"{image}; packs must hold an image and its text, e.g. {2 ** image.bit_length()}"
         )
-
-
-def check_preprocessing(config: RunConfig) -> None:
-    """Raises UserError for an encoder's folder, its weights in it, that does not say how its images are normalised."""
-    folder = find_model_folder(config.model.vision.name)
-    if folder is None or not any(folder.glob("model.safetensors*")):
-        return
-    if read_json(folder / "config.json").get("model_type") in tuple(HF_FAMILIES):
-        preprocessing(folder)
 
 
 def check_run_ahead(config: RunConfig, models: Models) -> None:
@@ -232,19 +221,7 @@ class _Trial:
 
     def single_changes(self) -> Iterator[dict[str, Any]]:
         """For each kind of change the smallest one that fits."""
-        parallel = self.config.parallel
-        freed: list[dict[str, Any]] = []
-        if parallel.boundaries is not None:
-            freed.append({"parallel.boundaries": None})
-        if parallel.recompute_layers != "auto":
-            freed.append({"parallel.recompute_layers": "auto"})
-        if parallel.chunks_per_rank not in ("auto", 1):
-            freed.append(
-                {"parallel.chunks_per_rank": 1, **({"parallel.boundaries": None} if parallel.boundaries else {})}
-            )
-        if parallel.encoder_run_ahead not in ("auto", 0):
-            freed.append({"parallel.encoder_run_ahead": "auto"})
-        yield from (changes for changes in freed if self.fits(changes))
+        yield from (changes for changes in _left_to_the_planner(self.config) if self.fits(changes))
         for kind in (_more_stages, _fewer_packs, _shorter_packs, _half_precision):
             found = next((changes for changes in kind(self.config, self.models) if self.fits(changes)), None)
             if found is not None:
@@ -252,16 +229,9 @@ class _Trial:
 
     def all_changes(self) -> dict[str, Any] | None:
         """Everything that saves memory at once, at the smallest pipeline degree that then fits."""
-        parallel = self.config.parallel
         changes: dict[str, Any] = {}
-        if parallel.boundaries is not None:
-            changes["parallel.boundaries"] = None
-        if parallel.recompute_layers != "auto":
-            changes["parallel.recompute_layers"] = "auto"
-        if parallel.chunks_per_rank not in ("auto", 1):
-            changes["parallel.chunks_per_rank"] = 1
-        if parallel.encoder_run_ahead not in ("auto", 0):
-            changes["parallel.encoder_run_ahead"] = "auto"
+        for freed in _left_to_the_planner(self.config):
+            changes |= freed
         for kind in (_half_precision, _fewer_packs, _shorter_packs):
             for last in kind(self.config, self.models):
                 changes |= last
@@ -282,6 +252,21 @@ class _Trial:
         if parallel.encoder_run_ahead in ("auto", 0) and parallel.chunks_per_rank in ("auto", 1):
             return best_cut(costs) is not None
         return bool(search.find(parallel.chunks_per_rank))
+
+
+def _left_to_the_planner(config: RunConfig) -> list[dict[str, Any]]:
+    """For each choice that the config makes by hand the change that takes it back."""
+    parallel = config.parallel
+    cut = {} if parallel.boundaries is None else {"parallel.boundaries": None}
+    return [cut] * bool(cut) + [
+        change
+        for by_hand, change in (
+            (parallel.recompute_layers != "auto", {"parallel.recompute_layers": "auto"}),
+            (parallel.chunks_per_rank not in ("auto", 1), {"parallel.chunks_per_rank": 1, **cut}),
+            (parallel.encoder_run_ahead not in ("auto", 0), {"parallel.encoder_run_ahead": "auto"}),
+        )
+        if by_hand
+    ]
 
 
 def _more_stages(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:

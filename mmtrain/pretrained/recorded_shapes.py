@@ -12,6 +12,7 @@ with runs of equal layers stored once:
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ PLANNING_KEYS = (
     "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_topk", "moe_k",
 )  # fmt: skip
 
-_IN_LAYER = re.compile(r"((?:.*\.)?(?:layers|h|blocks)\.)(\d+)\.(.+)")
+_IN_LAYER = re.compile(r"((?:.*\.)?(?:layers|h|blocks)\.)(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,23 @@ def nearest_recorded(kind: str, name: str, count: int = 3) -> list[str]:
 def as_json(recorded: Recorded) -> str:
     """The file content of a record: one line per top-level key and per group of parameters."""
     groups: list[dict] = []
-    for (where, index), parameters in _groups(recorded.parameters):
-        if where is None:
+    for (layers, index), names in itertools.groupby(recorded.parameters, _layer):
+        parameters = {name.removeprefix(f"{layers}{index}."): list(recorded.parameters[name]) for name in names}
+        if not layers:
             groups.append(parameters)
-        elif groups and groups[-1].get("layer") == where and groups[-1]["parameters"] == parameters:
+        elif groups and groups[-1].get("layer") == layers and groups[-1]["parameters"] == parameters:
             groups[-1]["last"] = index + 1
         else:
-            groups.append({"layer": where, "first": index, "last": index + 1, "parameters": parameters})
+            groups.append({"layer": layers, "first": index, "last": index + 1, "parameters": parameters})
     lines = [f'"{key}": {json.dumps(getattr(recorded, key))}' for key in ("kind", "id", "aliases", "config")]
     body = ",\n  ".join(json.dumps(group) for group in groups)
     return "{" + ",\n ".join([*lines, f'"parameters": [\n  {body}]']) + "}\n"
+
+
+def _layer(name: str) -> tuple[str, int]:
+    """The prefix and the index of a parameter's layer: `model.layers.` and 3; nothing and -1 outside of layers."""
+    match = _IN_LAYER.match(name)
+    return (match[1], int(match[2])) if match else ("", -1)
 
 
 def _contents(kind: str) -> Iterator[dict]:
@@ -90,19 +98,3 @@ def _expanded(content: dict) -> Recorded:
             for name, shape in group["parameters"].items():
                 parameters[f"{group['layer']}{index}.{name}"] = tuple(shape)
     return Recorded(content["kind"], content["id"], tuple(content["aliases"]), content["config"], parameters)
-
-
-def _groups(parameters: dict[str, Shape]) -> Iterator[tuple[tuple[str | None, int], dict[str, list[int]]]]:
-    """Consecutive parameters of one layer (its prefix, its index), or of none (None, -1)."""
-    place: tuple[str | None, int] = (None, -1)
-    group: dict[str, list[int]] = {}
-    for name, shape in parameters.items():
-        match = _IN_LAYER.fullmatch(name)
-        here = (match[1], int(match[2])) if match else (None, -1)
-        if here != place and group:
-            yield place, group
-            group = {}
-        place = here
-        group[match[3] if match else name] = list(shape)
-    if group:
-        yield place, group

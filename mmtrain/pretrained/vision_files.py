@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import shortened
-from mmtrain.pretrained.model_files import read_json
+from mmtrain.pretrained.model_files import find_model_folder, read_json
 from mmtrain.pretrained.model_numbers import check_vision_numbers, is_finite, is_whole
 
 HF_FAMILIES = {
@@ -70,6 +70,15 @@ def square(size: Any, of: str, source: str) -> int:
             f"model.vision.name: {source} takes {of} of {sides[0]} x {sides[1]} pixels; needed are square ones"
         )
     return sides[0]
+
+
+def check_preprocessing(name: str) -> None:
+    """Raises UserError for an encoder's folder, its weights in it, that does not say how its images are normalised."""
+    folder = find_model_folder(name)
+    if folder is None or not any(folder.glob("model.safetensors*")):
+        return
+    if read_json(folder / "config.json").get("model_type") in tuple(HF_FAMILIES):  # by ==: it may be a list
+        preprocessing(folder)
 
 
 def preprocessing(folder: Path) -> Preprocessing:

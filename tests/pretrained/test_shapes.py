@@ -278,10 +278,10 @@ def test_a_cached_hub_id_is_its_main_snapshot(empty_cache, llama):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda raw: raw[:-10], r"\d+ bytes, but its header needs \d+; download it again"),
+        (lambda raw: raw[:-10], r"incomplete safetensors file .\d+ bytes; .*; download it again"),
         (lambda raw: raw[:100], "not a complete safetensors file .100 bytes.; download it again"),
         (lambda raw: raw[:5], "not a complete safetensors file .5 bytes.; download it again"),
-        (lambda raw: raw[:9] + b"\x00" + raw[10:], "damaged safetensors header"),
+        (lambda raw: raw[:9] + b"\x00" + raw[10:], "damaged or incomplete safetensors file"),
         (lambda raw: b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer, not the weights"),
     ],
 )
@@ -490,7 +490,7 @@ def test_shapes_are_read_without_torch_and_the_libraries_above_it(llama):
     code = (
         "import sys; from mmtrain.pretrained.shapes import llm_shape, vision_shape;"
         f"llm_shape(sys.argv[1]); llm_shape('Qwen/Qwen2.5-72B'); vision_shape('{CLIP_L}', -2);"
-        "print([m for m in ('torch', 'transformers', 'timm', 'safetensors', 'huggingface_hub') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'timm', 'huggingface_hub') if m in sys.modules])"
     )
     ran = subprocess.run(
         [sys.executable, "-c", code, str(llama)], capture_output=True, text=True, check=True, timeout=60
