@@ -34,7 +34,6 @@ from mmtrain.checkpoint.run_folder import AUTO, claimed, find_start, prepare_fol
 from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.load import dump_config, load_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.shards.index import text_fingerprint
 from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.data.stream.catalog import data_sets
@@ -48,7 +47,7 @@ from mmtrain.plan.refusals import GpuMemory, check_environment, refuse_short_mem
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.table import render
 from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.tokenizer_files import refuse_missing_chat_template
+from mmtrain.pretrained.tokenizer_files import refuse_missing_chat_template, text_fingerprint
 from mmtrain.processes.gpus import Gpu, visible_gpus
 from mmtrain.processes.job import Job
 from mmtrain.processes.rank import Rank, run_rank, seconds_before_message

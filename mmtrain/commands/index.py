@@ -23,11 +23,12 @@ from pathlib import Path
 from mmtrain.base.printing import run_command, tell
 from mmtrain.commands.parser import command_parser, positive
 from mmtrain.data.samples.records import REASONS
-from mmtrain.data.shards.index import read_index, text_fingerprint
+from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
 from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import usable_cores
 
 EXAMPLES = """\

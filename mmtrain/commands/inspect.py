@@ -32,7 +32,7 @@ from mmtrain.data.report.fill import Fill, best_nearby, epoch_fill
 from mmtrain.data.report.survey import Survey, histogram, quantile, survey
 from mmtrain.data.samples.records import REASONS
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.data.shards.index import MissingIndex, index_path, text_fingerprint
+from mmtrain.data.shards.index import MissingIndex, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import Damage, verify_shard
@@ -40,6 +40,7 @@ from mmtrain.data.stream.order import Capacity
 from mmtrain.demo.data import make_demo_shards
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
 if TYPE_CHECKING:
     from mmtrain.data.report.anatomy import Anatomy

@@ -66,8 +66,8 @@ from mmtrain.data.prepare.sharding import (
     shard_pool,
 )
 from mmtrain.data.samples.records import REASONS, ImageLimits
-from mmtrain.data.shards.index import text_fingerprint
 from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import usable_cores
 
 NOT_OF_RECORDS = ("template", "no_json", "image_names", "duplicate_member", "checksum")  # reasons of shards' samples

@@ -10,6 +10,8 @@ chat_template.jinja   the default template; additional_chat_templates/NAME.jinja
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,16 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+# What AutoTokenizer may read in a model's folder, across its families.
+READ_BY_TOKENIZERS = (
+    *("tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.*"),
+    *("tekken.json", "*.tiktoken", "*.spm", "spiece.*", "sentencepiece*", "chat_template.*"),
+    "additional_chat_templates/*",
+)
+# Part of every fingerprint. Templates that make other tokens of the same text need another one, or the lengths of
+# indexes written before would be taken for theirs.
+TEXT_RULES_VERSION = 1
 
 # A text's growth under all rules together. Those in use replace a character by one, a few times over: at most 16 as it
 # is counted here. 64 times the largest conversation is 64 MB.
@@ -146,3 +158,26 @@ def missing_chat_template(folder: str | Path) -> UserError:
         f"data.template: chat takes the model's own chat template, and the tokenizer in {folder} has none{unread}; put "
         "a chat_template.jinja beside the tokenizer (transformers reads it), or set data.template=plain"
     )
+
+
+def text_fingerprint(tokenizer_folder: Path, template: str) -> str:
+    """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
+
+    A tokenizer that another release of its library reads otherwise is found when a sample's length differs from its
+    index. Raises UserError for a folder without a tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
+    """
+    found = {file for pattern in READ_BY_TOKENIZERS for file in tokenizer_folder.glob(pattern) if file.is_file()}
+    if not found:
+        raise UserError(f"{tokenizer_folder}: holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+    config = tokenizer_folder / "config.json"
+    # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
+    model_type = read_json(config).get("model_type") if config.is_file() else None
+    digest = hashlib.sha256(_compact([TEXT_RULES_VERSION, template, model_type]))
+    for file in sorted(found):
+        content = hashlib.sha256(read_limited(file, MAX_TOKENIZER_BYTES, "a tokenizer's file")).hexdigest()
+        digest.update(_compact([file.relative_to(tokenizer_folder).as_posix(), content]))
+    return digest.hexdigest()[:16]
+
+
+def _compact(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode("ascii")

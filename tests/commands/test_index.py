@@ -12,8 +12,9 @@ from archives import conversation, picture, write_tar
 from conftest import TOOLS
 
 from mmtrain.commands import index as index_command
-from mmtrain.data.shards.index import index_path, read_index, text_fingerprint
+from mmtrain.data.shards.index import index_path, read_index
 from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
 TOOL = TOOLS / "index_shards.py"
 PNG = picture(3, 2)

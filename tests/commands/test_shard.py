@@ -34,8 +34,9 @@ from PIL import Image
 from mmtrain.commands import shard as shard_command
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES
 from mmtrain.data.samples.sample import read_sample
-from mmtrain.data.shards.index import read_index, text_fingerprint
+from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.shard_list import expand_shards
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from mmtrain.base.durable import UNFINISHED, held
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.data.prepare.sharding import FinishedShard, Rejection, WrittenShard
-from mmtrain.data.shards.index import IndexState, index_state
+from mmtrain.data.shards.index import indexed_texts
 
 STATE = "unfinished.jsonl"
 SUMMARY = "dataset.json"
@@ -131,10 +131,10 @@ class UnfinishedRun:
         if not tar.is_file() or tar.stat().st_size != shard.bytes:
             return False
         try:
-            state = index_state(tar, fingerprint or "")
+            texts = indexed_texts(tar)
         except UserError:
             return False
-        return state is IndexState.READY or (fingerprint is None and state is IndexState.NO_LENGTHS)
+        return fingerprint is None or fingerprint in texts
 
     def _remove_all_but_finished(self) -> None:
         kept = {known.shard.file for known in self.finished.values()}

@@ -20,10 +20,11 @@ from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IMAGE_POSITION, Document, Fault, Sample
 from mmtrain.data.samples.templates import TEMPLATES
 from mmtrain.data.samples.text_lengths import load_tokenizer
-from mmtrain.data.shards.index import Member, read_index, text_fingerprint
+from mmtrain.data.shards.index import Member, read_index
 from mmtrain.data.stream.catalog import Catalog, DataSet
 from mmtrain.data.stream.reader import Reader
 from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
 _CONTEXT = 4  # tokens before one that decide how it is written: a first one loses its space, a letter takes up to 4
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"

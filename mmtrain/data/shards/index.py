@@ -10,8 +10,7 @@ columns; flat ones run over all members, or images, of one sample after the othe
      [...]}, "images": {"counts": [...], "width": [...], "height": [...]}, "faults": [[place, reason, detail], ...],
      "texts": {fingerprint: {"tokens": [...], "faults": [...]}}}
 
-A place is a sample's number in its shard, from 0. The bytes are a function of the content, so equal indexes are equal
-files. Where the tar's folder cannot be written, its index lies in the user's cache.
+A place is a sample's number in its shard, from 0. The bytes are a function of the content.
 """
 
 from __future__ import annotations
@@ -25,36 +24,23 @@ import stat
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, Strict, ValidationError
+from pydantic import BaseModel, Field, InstanceOf, Strict, ValidationError
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
-from mmtrain.base.small_files import read_limited
-from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_JSON_BYTES, REASONS, Rejected
 from mmtrain.data.samples.sample import Sample, image_number
 from mmtrain.data.shards.retry import RETRY_SECONDS, may_pass, read_again
-from mmtrain.pretrained.model_files import read_json
 
 FORMAT = "mmtrain shard index"
 VERSION = 1
-# Part of every fingerprint. Templates that make other tokens of the same text need another one, or the lengths of
-# indexes written before would be taken for theirs.
-TEXT_RULES_VERSION = 1
 MEND = "mmtrain index --rebuild --tokenizer PATH --template NAME"
 
-# What AutoTokenizer may read in a model's folder, across its families.
-_TOKENIZER_FILES = (
-    *("tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.*"),
-    *("tekken.json", "*.tiktoken", "*.spm", "spiece.*", "sentencepiece*", "chat_template.*"),
-    "additional_chat_templates/*",
-)
 UNKNOWN_SIZE = (0, 0)  # of an image whose header does not tell
 _CANNOT_WRITE_HERE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -120,14 +106,6 @@ class IndexColumns:
     texts: dict[str, TextLengths]
 
 
-class IndexState(Enum):
-    """What a shard's index holds, as far as a run needs it."""
-
-    READY = "ready"
-    MISSING = "missing"
-    NO_LENGTHS = "no text lengths for this tokenizer and template"
-
-
 class MissingIndex(UserError):  # noqa: N818
     """A shard has no index yet."""
 
@@ -171,16 +149,12 @@ def read_index(tar: Path) -> ShardIndex:
     )
 
 
-def index_state(tar: Path, fingerprint: str, retry_seconds: float = RETRY_SECONDS) -> IndexState:
-    """Whether a shard's index holds text lengths under this fingerprint; checks its bytes, but parses one line only.
+def indexed_texts(tar: Path, retry_seconds: float = RETRY_SECONDS) -> list[str]:
+    """Fingerprints of the text lengths in a shard's index; its bytes are checked, but one line only is parsed.
 
-    Raises UserError as read_index does, without MissingIndex.
+    Raises what `read_columns` raises.
     """
-    try:
-        _, header, _ = _read(tar, retry_seconds)
-    except MissingIndex:
-        return IndexState.MISSING
-    return IndexState.READY if fingerprint in header.texts else IndexState.NO_LENGTHS
+    return _read(tar, retry_seconds)[1].texts
 
 
 def write_index(tar: Path, index: ShardIndex) -> None:
@@ -197,38 +171,18 @@ def write_index(tar: Path, index: ShardIndex) -> None:
     header["crc32"] = _crc32(header, content)
     lines = _dump(header) + b"\n" + content + b"\n"
     beside, cached = _beside(tar), _in_cache(tar)
-    try:
-        write_whole(beside, lines)
-    except OSError as error:
-        if error.errno not in _CANNOT_WRITE_HERE:
-            raise _unwritten(beside, error) from error
-    else:
+    for path in (beside, cached):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, lines)
+            break
+        except OSError as error:
+            if path is cached or error.errno not in _CANNOT_WRITE_HERE:
+                raise UserError(
+                    f"{path}: cannot be written ({error.strerror}); free space, or make the folder writable"
+                ) from error
+    if path is beside:
         cached.unlink(missing_ok=True)  # it would hide the new one
-        return
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(cached, lines)
-    except OSError as error:
-        raise _unwritten(cached, error) from error
-
-
-def text_fingerprint(tokenizer_folder: Path, template: str) -> str:
-    """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
-
-    A tokenizer that another release of its library reads otherwise is found when a sample's length differs from its
-    index. Raises UserError for a folder without a tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
-    """
-    found = {file for pattern in _TOKENIZER_FILES for file in tokenizer_folder.glob(pattern) if file.is_file()}
-    if not found:
-        raise UserError(f"{tokenizer_folder}: holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
-    config = tokenizer_folder / "config.json"
-    # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
-    model_type = read_json(config).get("model_type") if config.is_file() else None
-    digest = hashlib.sha256(_dump([TEXT_RULES_VERSION, template, model_type]))
-    for file in sorted(found):
-        content = hashlib.sha256(read_limited(file, MAX_TOKENIZER_BYTES, "a tokenizer's file")).hexdigest()
-        digest.update(_dump([file.relative_to(tokenizer_folder).as_posix(), content]))
-    return digest.hexdigest()[:16]
 
 
 def _beside(tar: Path) -> Path:
@@ -266,8 +220,7 @@ def _load(tar: Path) -> tuple[Path, bytes, int]:
         if may_pass(error):
             raise
         if file == path and isinstance(error, FileNotFoundError):
-            make = MEND.replace(" --rebuild", "")
-            raise MissingIndex(f"{tar}: has no index {path}; make it: {make} {tar}") from None
+            raise MissingIndex(f"{tar}: has no index {path}; make it: {MEND.replace(' --rebuild', '')} {tar}") from None
         raise UserError(f"{file}: cannot be read ({error.strerror})") from error
 
 
@@ -303,10 +256,6 @@ def _corrupt(path: Path, tar: Path, seen: str) -> UserError:
     return UserError(f"{path}: is damaged ({seen}). If there is a copy, put it back; if the tar is sound: {MEND} {tar}")
 
 
-def _unwritten(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written ({error.strerror}); free space, or make the folder writable")
-
-
 def _dump(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
@@ -317,18 +266,13 @@ def _crc32(header: dict, content: bytes) -> int:
 
 def _to_columns(index: ShardIndex) -> dict:
     assert len(index.keys) == len(index.members) == len(index.image_sizes), "one entry per sample"
-    assert all(len(text.tokens) == len(index.keys) for text in index.texts.values()), "one length per sample"
     members = [member for sample in index.members for member in sample]
-    sizes = [size for sample in index.image_sizes for size in sample]
+    widths, heights = ([size[axis] for sample in index.image_sizes for size in sample] for axis in (0, 1))
     columns = zip(*members, strict=True) if members else [()] * 4
     return {
         "keys": index.keys,
         "members": {"counts": list(map(len, index.members)), **dict(zip(Member._fields, columns, strict=True))},
-        "images": {
-            "counts": list(map(len, index.image_sizes)),
-            "width": [width for width, _ in sizes],
-            "height": [height for _, height in sizes],
-        },
+        "images": {"counts": list(map(len, index.image_sizes)), "width": widths, "height": heights},
         "faults": _fault_rows(index.faults),
         "texts": {
             name: {"tokens": text.tokens, "faults": _fault_rows(text.faults)}
@@ -344,17 +288,13 @@ _Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]  # what archive.re
 _FaultRow = Annotated[tuple[int, Literal[tuple(REASONS)], InstanceOf[str]], Strict(False)]  # details hold any text
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Header(_Strict):
+class _Header(BaseModel, strict=True):
     tar_bytes: _Bytes
     samples: _Count
     texts: list[str]
 
 
-class _Members(_Strict):
+class _Members(BaseModel, strict=True):
     counts: list[Annotated[int, Field(ge=1, le=_MOST)]]
     suffix: list[_Name]
     offset: list[_Bytes]
@@ -362,18 +302,18 @@ class _Members(_Strict):
     crc32: list[Annotated[int, Field(ge=0, lt=2**32)]]
 
 
-class _Images(_Strict):
+class _Images(BaseModel, strict=True):
     counts: list[_Count]
     width: list[_Count]
     height: list[_Count]
 
 
-class _Texts(_Strict):
+class _Texts(BaseModel, strict=True):
     tokens: list[_Count]
     faults: list[_FaultRow]
 
 
-class _Content(_Strict):
+class _Content(BaseModel, strict=True):
     keys: list[_Name]
     members: _Members
     images: _Images
@@ -458,5 +398,5 @@ def _split(values: list, firsts: np.ndarray) -> list[tuple]:
     return [tuple(values[begin:end]) for begin, end in itertools.pairwise(firsts.tolist())]
 
 
-def _fault_rows(faults: Faults) -> list[list[int | str]]:
-    return [[place, *faults[place]] for place in sorted(faults)]
+def _fault_rows(faults: Faults) -> list[tuple]:
+    return [(place, *faults[place]) for place in sorted(faults)]

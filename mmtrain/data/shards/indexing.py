@@ -30,17 +30,17 @@ from mmtrain.data.samples.sample import Sample, image_number, image_suffixes, re
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.data.shards.index import (
     UNKNOWN_SIZE,
-    IndexState,
     Member,
+    MissingIndex,
     ShardIndex,
     TextLengths,
-    index_state,
+    indexed_texts,
     read_index,
-    text_fingerprint,
     write_index,
 )
 from mmtrain.data.shards.retry import RETRY_SECONDS, UnreadableError
 from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import Report, usable_cores, worker_pool
 
 if TYPE_CHECKING:
@@ -81,8 +81,10 @@ def unready_shards(tars: Sequence[Path], fingerprint: str, retry_seconds: float 
     failures: list[UserError] = []
     for tar in tars:
         try:
-            if index_state(tar, fingerprint, retry_seconds) is not IndexState.READY:
+            if fingerprint not in indexed_texts(tar, retry_seconds):
                 missing.append(tar)
+        except MissingIndex:
+            missing.append(tar)
         except UnreadableError:
             raise
         except UserError as error:
@@ -140,10 +142,10 @@ def build_indexes(
 
 
 def _index_shard(tar: Path, fingerprint: str, rebuild: bool, count: TextCounter, report: Report) -> None:
-    state = IndexState.MISSING if rebuild else index_state(tar, fingerprint)
-    if state is IndexState.READY:  # another process was faster
-        return
-    if state is IndexState.MISSING:
+    texts = None
+    with contextlib.suppress(MissingIndex):
+        texts = None if rebuild else indexed_texts(tar)
+    if texts is None:
         lengths = TextLengths([])
 
         def measure(sample: Sample | None) -> None:
@@ -151,6 +153,8 @@ def _index_shard(tar: Path, fingerprint: str, rebuild: bool, count: TextCounter,
             report(1)
 
         index = scan_shard(tar, measure)
+    elif fingerprint in texts:  # another process was faster
+        return
     else:
         index = read_index(tar)
         lengths = measure_texts(tar, index, count, report)

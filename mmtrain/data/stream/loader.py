@@ -35,7 +35,6 @@ from mmtrain.data.samples.records import REASONS, Rejected
 from mmtrain.data.samples.sample import Document, Fault
 from mmtrain.data.samples.templates import TEMPLATES
 from mmtrain.data.samples.text_lengths import load_tokenizer
-from mmtrain.data.shards.index import text_fingerprint
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.stream.catalog import Catalog, DataSet, data_sets
 from mmtrain.data.stream.images import image_transform
@@ -44,6 +43,7 @@ from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, make_batch
 from mmtrain.data.stream.reader import Reader
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.parent import die_with_parent
 from mmtrain.processes.stop import ignore_in_worker
 

@@ -19,19 +19,18 @@ import pytest
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
 from mmtrain.data.shards.index import (
-    IndexState,
     Member,
     MissingIndex,
     ShardIndex,
     TextLengths,
     index_path,
-    index_state,
+    indexed_texts,
     read_columns,
     read_index,
-    text_fingerprint,
     write_index,
 )
 from mmtrain.data.shards.indexing import unready_shards
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
 BYTES = 4096  # of the tar
 
@@ -148,7 +147,7 @@ def test_a_bit_that_turns_anywhere_is_noticed(tar):
         content = bytearray(whole)
         content[bit // 8] ^= 1 << bit % 8
         index_path(tar).write_bytes(content)
-        for read in (read_index, lambda tar: index_state(tar, "f" * 16)):
+        for read in (read_index, indexed_texts):
             with pytest.raises(UserError, match=r"\.index: (is damaged|.* is no mmtrain shard index of version 1)"):
                 read(tar)
 
@@ -312,7 +311,7 @@ def test_an_index_of_another_version_is_told_from_a_damaged_one(tar):
 def test_a_tar_of_another_size_makes_its_index_stale(tar):
     write_index(tar, small_index())
     tar.write_bytes(bytes(BYTES - 512))
-    for read in (read_index, lambda tar: index_state(tar, "f" * 16)):
+    for read in (read_index, indexed_texts):
         with pytest.raises(
             UserError, match=r"is stale: made for a tar of 4,096 bytes, but shard-000000\.tar has 3,584"
         ):
@@ -320,12 +319,12 @@ def test_a_tar_of_another_size_makes_its_index_stale(tar):
 
 
 def test_a_missing_index_and_missing_lengths_are_states_not_errors(tar):
-    assert index_state(tar, "f" * 16) is IndexState.MISSING
+    with pytest.raises(MissingIndex):
+        indexed_texts(tar)
     with pytest.raises(MissingIndex, match=r"mmtrain index --tokenizer PATH --template NAME .*\.tar$"):
         read_index(tar)
     write_index(tar, small_index())
-    assert index_state(tar, "f" * 16) is IndexState.READY
-    assert index_state(tar, "e" * 16) is IndexState.NO_LENGTHS
+    assert indexed_texts(tar) == ["0" * 16, "f" * 16]
 
 
 def test_a_tar_that_is_gone_is_an_error_that_names_it(tar):
@@ -337,7 +336,7 @@ def test_a_tar_that_is_gone_is_an_error_that_names_it(tar):
 
 READS = {
     "read_columns": lambda tar, seconds: read_columns(tar, seconds).keys,
-    "index_state": lambda tar, seconds: index_state(tar, "f" * 16, seconds),
+    "indexed_texts": indexed_texts,
     "unready_shards": lambda tar, seconds: unready_shards([tar, tar], "f" * 16, seconds),
 }
 
@@ -382,7 +381,7 @@ def test_errors_that_pass_are_no_missing_index(tar, monkeypatch, number, call):
         return whole(path, *arguments, **options)
 
     monkeypatch.setattr(Path, call, failing)  # no file system here gives these
-    assert index_state(tar, "f" * 16) is IndexState.READY and failures == 0
+    assert "f" * 16 in indexed_texts(tar) and failures == 0
 
 
 def test_a_path_that_leads_nowhere_is_not_waited_for(tar):

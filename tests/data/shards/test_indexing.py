@@ -15,9 +15,10 @@ from archives import conversation, picture, write_tar
 from transformers import AddedToken, AutoTokenizer
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.shards.index import index_path, read_index, text_fingerprint
+from mmtrain.data.shards.index import index_path, read_index
 from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_shards, write_merged
 from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
 LLM = "demo:llm"
 PNG = picture(5, 4)

@@ -10,10 +10,11 @@ from archives import conversation, picture, write_tar
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.text_lengths import load_tokenizer
-from mmtrain.data.shards.index import Member, TextLengths, read_index, text_fingerprint, write_index
+from mmtrain.data.shards.index import Member, TextLengths, read_index, write_index
 from mmtrain.data.shards.indexing import ensure_indexes, scan_shard
 from mmtrain.data.stream.catalog import Catalog, DataSet, data_sets, is_held_out
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
 CAPTION = conversation("Q", "A cat.")
 LOOK = conversation("<image>", "A cat.")
@@ -147,9 +148,7 @@ def test_the_fingerprint_is_of_keys_bytes_lengths_and_what_is_held_out_but_not_o
 
 def test_lengths_for_another_tokenizer_are_refused_and_say_how_to_make_them(tmp_path):
     tar = write_indexed(tmp_path / "0.tar", [("a.json", CAPTION)], text="another")
-    with pytest.raises(
-        UserError, match=rf"^{tar}: its index has no token lengths .*index_shards\.py {tar} --tokenizer"
-    ):
+    with pytest.raises(UserError, match=rf"^{tar}: its index has no token lengths .*mmtrain index {tar} --tokenizer"):
         open_catalog(tar)
 
 
