@@ -243,7 +243,7 @@ def _calibrate(config: RunConfig, options: argparse.Namespace, *, under_torchrun
         file = Path(config.parallel.calibration).expanduser()
     _refuse_unwritable(file)
     nowhere = dataclasses.replace(device, name="")  # nothing was ever measured there: the plan's costs are assumed
-    uncalibrated = config.model_copy(update={"parallel": config.parallel.model_copy(update={"calibration": None})})
+    uncalibrated = config.changed({"parallel.calibration": None})
     assumed = _plan(uncalibrated, gpus, ranks, nowhere)
     job = Job(
         places=_places(assumed),
@@ -286,11 +286,11 @@ def _refuse_unwritable(file: Path) -> None:
 def _against(config: RunConfig, gpus: Sequence[Gpu], ranks: int, assumed: Plan, plan: Plan) -> str:
     """What a layout that was planned with assumed costs is worth by those of a calibrated plan."""
     by_hand = {
-        "boundaries": assumed.boundaries or None,
-        "chunks_per_rank": assumed.chunks_per_rank,
-        "encoder_run_ahead": 0,  # what counts is the schedule that was planned
+        "parallel.boundaries": assumed.boundaries or None,
+        "parallel.chunks_per_rank": assumed.chunks_per_rank,
+        "parallel.encoder_run_ahead": 0,  # what counts is the schedule that was planned
     }
-    same = config.model_copy(update={"parallel": config.parallel.model_copy(update=by_hand)})
+    same = config.changed(by_hand)
     try:
         measured = _plan(same, gpus, ranks).seconds
     except UserError:

@@ -71,7 +71,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     readers = replica_group(plan, rank.rank, config.parallel.timeout_seconds)
     about = run_state(config, plan, torch.get_num_threads(), device) | {"max_steps": max_steps}
     as_given = config
-    config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": max_steps})})
+    config = config.changed({"train.max_steps": max_steps})
     console = Console(rank.console, max_steps, first_step)
     if packed is not None:
         console.line(packed.summary)
@@ -361,8 +361,7 @@ def _without_init_from(config: RunConfig) -> RunConfig:
     parameters = projector_parameters(config.model.projector.type, 1, 1)
     if not all(matches(parameter.name, config.model.trainable) for parameter in parameters):
         return config
-    projector = config.model.projector.model_copy(update={"init_from": None})
-    return config.model_copy(update={"model": config.model.model_copy(update={"projector": projector})})
+    return config.changed({"model.projector.init_from": None})
 
 
 def _agree_on_data(packed: PackedBatches | None, plan: Plan) -> tuple[str, int]:

@@ -60,8 +60,7 @@ def restore_config(content: dict[str, Any], source: str) -> RunConfig:
     keys or values that this version does not know.
     """
     try:
-        config = RunConfig.model_validate(_tuples(content))
-        return config.model_copy(update={"data": config.data.model_copy(update={"allow_pipe": ()})})
+        return RunConfig.model_validate(_tuples(content)).changed({"data.allow_pipe": ()})
     except ValidationError as error:
         problems = explain(RunConfig, error.errors(include_url=False), content)
     raise UserError("\n  ".join([f"{source}: a configuration that this version of mmtrain does not know", *problems]))

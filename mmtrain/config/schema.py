@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -46,6 +47,15 @@ class Section(BaseModel):
     """A group of keys: unknown keys are errors, no silent conversions, values cannot change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """The section with other values at these dotted keys, which are not checked."""
+        section = self
+        for key, value in changes.items():
+            name, _, below = key.partition(".")
+            new = getattr(section, name).changed({below: value}) if below else value
+            section = section.model_copy(update={name: new})
+        return section
 
     @model_validator(mode="before")
     @classmethod

@@ -152,12 +152,9 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
 
 def whole_model(checkpoint: StepFolder) -> Chunk:
     """mmtrain's own model in fp32, all of it as one stage, with the checkpoint's trained tensors."""
-    config = checkpoint.config
-    llm = config.model.llm.model_copy(update={"dtype": "float32"})
-    vision = config.model.vision.model_copy(update={"dtype": "float32"})
-    model = config.model.model_copy(update={"llm": llm, "vision": vision})
-    layers = len(llm_shape(llm.path).decoder)
-    chunk = build_chunk(config.model_copy(update={"model": model}), StagePlan(0, 0, layers, front=True, head=True))
+    config = checkpoint.config.changed({"model.llm.dtype": "float32", "model.vision.dtype": "float32"})
+    layers = len(llm_shape(config.model.llm.path).decoder)
+    chunk = build_chunk(config, StagePlan(0, 0, layers, front=True, head=True))
     parameters = dict(chunk.global_parameters())
     for name, source in trained_tensors(checkpoint).items():
         parameters[name].data.copy_(source.read())

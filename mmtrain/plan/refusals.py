@@ -235,7 +235,7 @@ class _Trial:
         for kind in (_half_precision, _fewer_packs, _shorter_packs):
             for last in kind(self.config, self.models):
                 changes |= last
-        smaller = _changed(self.config, changes)
+        smaller = self.config.changed(changes)
         for more in ({}, *_more_stages(smaller, self.models)):
             if self.fits(changes | more):
                 return changes | more
@@ -243,7 +243,7 @@ class _Trial:
 
     def fits(self, changes: Mapping[str, Any]) -> bool:
         """Whether the changed config can be planned; a calibration that was named is for the config as it is."""
-        changed = _changed(self.config, {**changes, "parallel.calibration": None})
+        changed = self.config.changed({**changes, "parallel.calibration": None})
         costs = stage_costs(changed, self.models, self.limit, self.device)
         parallel = changed.parallel
         search = Search(costs, parallel.encoder_run_ahead)
@@ -293,20 +293,6 @@ def _shorter_packs(config: RunConfig, models: Models) -> Iterator[dict[str, Any]
 def _half_precision(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
     if config.model.llm.dtype == "float32":
         yield {"model.llm.dtype": "bfloat16"}
-
-
-def _changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """The config with the values at these dotted paths replaced."""
-    for path, value in changes.items():
-        *sections, key = path.split(".")
-        holders = [config]
-        for section in sections:
-            holders.append(getattr(holders[-1], section))
-        new: Any = value
-        for holder, name in zip(reversed(holders), reversed([*sections, key]), strict=True):
-            new = holder.model_copy(update={name: new})
-        config = new
-    return config
 
 
 def _option_text(config: RunConfig, changes: Mapping[str, Any]) -> str:

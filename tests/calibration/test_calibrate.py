@@ -90,12 +90,11 @@ def test_a_plan_made_with_a_calibration_prints_seconds(calibrated, its_cache):
 
 def test_a_calibration_is_no_other_runs(calibrated, its_cache):
     config = calibrated[1]
-    longer = config.model_copy(update={"data": config.data.model_copy(update={"pack_length": 77})})
+    longer = config.changed({"data.pack_length": 77})
     assert find_calibration(longer, models_of(config), cpu_device(config)) is None
     (file,) = (calibrated[0] / "mmtrain" / "calibration").glob("*.json")
-    parallel = longer.parallel.model_copy(update={"calibration": str(file)})
     with pytest.raises(UserError, match=r"pack_length: measured for .*, this run has 77"):
-        make_plan(longer.model_copy(update={"parallel": parallel}))
+        make_plan(longer.changed({"parallel.calibration": str(file)}))
 
 
 def test_a_calibration_goes_to_the_file_that_the_configuration_names(calibrated, its_cache, tmp_path, tiny):

@@ -173,7 +173,7 @@ def test_a_run_does_not_become_a_branch_of_another(config, other):
 def test_until_rank_0_takes_over_a_run_that_goes_on_is_as_it_was(config):
     folder = make_run(config)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    changed = config.model_copy(update={"parallel": config.parallel.model_copy(update={"timeout_seconds": 77})})
+    changed = config.changed({"parallel.timeout_seconds": 77})
     start = find_start(changed, str(folder / "checkpoints" / "step-00000002"), say=silent)
     prepare_folder(changed, make_plan(changed), start, silent)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

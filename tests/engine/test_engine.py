@@ -101,7 +101,7 @@ def test_evaluation_reports_the_stock_loss_and_leaves_training_alone(parts, pipe
 def train_ahead(config, ahead):
     """Three steps with evaluations in between; what each said, the trained tensors, and how many batches were read."""
     engine, batches = build(config, ahead)
-    engine.run_config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 3})})
+    engine.run_config = config.changed({"train.max_steps": 3})
     reads = 0
 
     def stream():

@@ -99,5 +99,5 @@ def test_the_peak_is_the_config_or_a_calibration_of_this_device_or_unknown(confi
     Calibration(key, {}, 0.0, 0.0, none, none, none, 0.0, 1, matmul_flops_per_second=3e10).save()
     assert peak_flops(config, device) == 3e10
     assert peak_flops(config, Device("another", 1, 1)) is None
-    stated = config.model_copy(update={"parallel": config.parallel.model_copy(update={"device_tflops": 0.5})})
+    stated = config.changed({"parallel.device_tflops": 0.5})
     assert peak_flops(stated, device) == 5e11

@@ -54,10 +54,7 @@ def usual(tiny, tmp_path_factory) -> tuple[dict, list[str]]:
 
 
 def card_of(tiny: Path, folder: Path, llm: Path, vision: Path, versions: dict) -> tuple[dict, list[Token]]:
-    config = config_of(tiny)
-    paths = {"llm": {"path": str(llm)}, "vision": {"name": str(vision)}}
-    model = {part: getattr(config.model, part).model_copy(update=paths[part]) for part in paths}
-    config = config.model_copy(update={"model": config.model.model_copy(update=model)})
+    config = config_of(tiny).changed({"model.llm.path": str(llm), "model.vision.name": str(vision)})
     checkpoint = make_checkpoint(folder / "run", config, versions=versions)
     export(checkpoint, folder / "out")
     return read(folder / "out")

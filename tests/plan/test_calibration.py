@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.keys import ELEMENT, EntersCalibration, all_fields, marked, section_of
@@ -190,15 +189,9 @@ def test_a_calibration_depends_on_the_keys_that_say_so_and_on_no_others(config, 
     }
     for path, field in all_fields(RunConfig):
         if ELEMENT not in path and section_of(field.annotation) is None:
-            changed = replaced(config, path, "another value")
+            changed = config.changed({".".join(path): "another value"})
             through_models = path[-1] == "dtype"  # the other keys of models change `models`
             assert (calibration_key(changed, models, DEVICE) != key) == (path in measured or through_models), path
-
-
-def replaced(section: BaseModel, path: tuple[str, ...], value: object) -> BaseModel:
-    """A section with another value, of any type, at a key path below it."""
-    new = replaced(getattr(section, path[0]), path[1:], value) if path[1:] else value
-    return section.model_copy(update={path[0]: new})
 
 
 def test_a_cpu_is_named_with_its_cores_and_shared_by_all_ranks(tmp_path) -> None:

@@ -106,8 +106,7 @@ def test_the_least_work_is_that_counted_by_hand_for_a_sample_of_llava_7b(tmp_pat
         threads=1,
         llm=shape.recorded_llm,
     )
-    vision = config.model.vision.model_copy(update={"name": "openai/clip-vit-large-patch14-336"})
-    config = config.model_copy(update={"model": config.model.model_copy(update={"vision": vision})})
+    config = config.changed({"model.vision.name": "openai/clip-vit-large-patch14-336"})
     width, tokens, images, supervised = 4096, 656, 576, 79
     square, mlp = width**2, 3 * width * 11008
     decoder = 30 * 2 * 2 * (4 * square + mlp) * tokens
