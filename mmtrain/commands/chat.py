@@ -139,8 +139,8 @@ def exported(checkpoint: StepFolder) -> Path:
 
 
 def _export(checkpoint: StepFolder, folder: Path) -> None:
-    from mmtrain.export.folder import new_folder
     from mmtrain.export.hf import export_hf
+    from mmtrain.export.tensors import new_folder
     from mmtrain.model.stage import DTYPES
 
     with ByteProgress(note, sys.stderr) as progress, new_folder(folder) as unfinished:

@@ -81,8 +81,8 @@ def export(options: argparse.Namespace) -> int:
 
 
 def _export_model(checkpoint: StepFolder, dtype: torch.dtype, options: argparse.Namespace) -> None:
-    from mmtrain.export.folder import new_folder
     from mmtrain.export.hf import export_hf
+    from mmtrain.export.tensors import new_folder
     from mmtrain.export.verify import PROMPTS, batch_fault, compare_logits, expected_logits, stock_model
 
     with new_folder(options.out) as folder, ByteProgress(tell, sys.stdout) as progress:

@@ -6,14 +6,13 @@ import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 from mmtrain.base.printing import harmless, message
 from mmtrain.base.progress import SECONDS_BETWEEN_LINES, clock, open_bar
 from mmtrain.evaluation.scores import Answer, Scores
 
 FIRST_STEPS = 3
-NARROW = 80  # columns: a table of answers would break its words
 
 
 class Console:
@@ -85,13 +84,9 @@ class Console:
         right = sum(answer.right for answer in answers)
         self.line("")
         self.line(f"{len(answers)} held-out questions, answered one token at a time: {right} right")
-        rows = [
-            ("right" if a.right else "wrong", *map(harmless, (a.key, a.question, a.given, a.truth))) for a in answers
-        ]
-        if self._bar is not None and self._bar.console.width >= NARROW:
-            self._bar.console.print(_table(("", "sample", "question", "answer given", "true answer"), rows))
-            return
-        for mark, key, question, given, truth in rows:
+        for answer in answers:
+            key, question, given, truth = map(harmless, (answer.key, answer.question, answer.given, answer.truth))
+            mark = "right" if answer.right else "wrong"
             self.line(f"  {mark}  {key}: {question}\n         given  {given}\n         true   {truth}")
 
     def line(self, text: str) -> None:
@@ -122,16 +117,3 @@ class Console:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    """A rich table; rich would read [brackets] in plain strings as its markup, so cells are Text."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table

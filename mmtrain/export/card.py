@@ -14,8 +14,8 @@ from mmtrain.base.printing import harmless
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.templates import PlainTemplate
 from mmtrain.export.language import ExportedLanguage
-from mmtrain.export.origin import Origin
 from mmtrain.export.processor import ExportedProcessor
+from mmtrain.export.projector_file import Origin
 from mmtrain.export.vision import ExportedEncoder
 from mmtrain.pretrained.model_files import HUB_ID
 

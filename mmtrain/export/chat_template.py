@@ -16,10 +16,12 @@ for, as in training, two more renderings an answer.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import jinja2
@@ -29,7 +31,7 @@ from transformers import AutoProcessor
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
-from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import TEMPLATES, ChatTemplate, PlainTemplate, Template
 from mmtrain.data.samples.text_lengths import load_tokenizer
 
@@ -151,6 +153,19 @@ def marked_template(jinja: str, template: ChatTemplate) -> str:
     return re.sub("|".join(values), lambda found: values[found[0]], _MARKED)
 
 
+def documents_of(template: Template, conversations: Iterable[Turns]) -> list[tuple[Turns, Document]]:
+    """Those of the conversations that a template takes, and what training makes of them.
+
+    Not every template takes systems, later questions or images in answers.
+    """
+    taken = []
+    for turns in conversations:
+        images = sum(text.count(IMAGE_MARK) for _, text in turns)
+        with contextlib.suppress(Rejected):
+            taken.append((turns, template(Sample("probe", "probe", turns, (b"",) * images))))
+    return taken
+
+
 def mark_answers(config: RunConfig, folder: Path) -> str | None:
     """Mark the answers in the template of an exported folder, whose processor's files are written.
 
@@ -181,14 +196,8 @@ def _fault(folder: Path, before: str, template: Template) -> str | None:
     image = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
     plain = isinstance(template, PlainTemplate)
     bos = template.prefix if plain else []  # which only a processor writes before the plain template's text
-    compared = 0
-    for turns in CONVERSATIONS:
-        images = sum(text.count(IMAGE_MARK) for _, text in turns)
-        try:
-            document = template(Sample("probe", "probe", turns, (b"",) * images))
-        except Rejected:  # not every template takes systems, later questions or images in answers
-            continue
-        compared += 1
+    documents = documents_of(template, CONVERSATIONS)
+    for turns, document in documents:
         messages = [
             {"role": ROLES[who], "content": IMAGE_MARK * said.count(IMAGE_MARK) if plain and who != "gpt" else said}
             for who, said in turns
@@ -203,7 +212,7 @@ def _fault(folder: Path, before: str, template: Template) -> str | None:
         learnt = [label != IGNORE for label in document.labels[len(bos) : -1]]  # of ids[1:]: nothing predicts the first
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         found = [tokenizer.apply_chat_template(messages, **options)]
-        if not images:  # with some it needs the pictures, and transformers 5.18
+        if not document.sample.images:  # with some it needs the pictures, and transformers 5.18
             several = processor.apply_chat_template(messages, **options)
             found.append({name: several[name][0] for name in ("input_ids", "assistant_masks")})
         for one in found:
@@ -213,4 +222,4 @@ def _fault(folder: Path, before: str, template: Template) -> str | None:
                 return "its tokens are others than those of training"
             if [bool(mask) for mask in one["assistant_masks"]][skipped + 1 :] != learnt:
                 return f"transformers {transformers.__version__} takes other tokens for answers than training does"
-    return None if compared else "no conversation could be compared"
+    return None if documents else "no conversation could be compared"

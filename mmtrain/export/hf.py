@@ -29,11 +29,10 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.export.card import write_card
 from mmtrain.export.chat_template import mark_answers
-from mmtrain.export.folder import require_space
 from mmtrain.export.language import ExportedLanguage, language_for_export
-from mmtrain.export.origin import PROJECTOR, WHAT_WORKS, origin, trained_tensors
 from mmtrain.export.processor import ExportedProcessor, check_processor, write_processor
-from mmtrain.export.tensors import TensorSource, TensorWriter, check_written, write_shards
+from mmtrain.export.projector_file import PROJECTOR, WHAT_WORKS, origin, trained_tensors
+from mmtrain.export.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
 from mmtrain.export.vision import ExportedEncoder, encoder_for_export
 from mmtrain.model.language import causal_config, quiet
 from mmtrain.model.tiny import tiny_model
@@ -82,18 +81,18 @@ def export_hf(
     trained = trained_tensors(checkpoint)
     llm = model_folder(about.llm)
     refuse_unfit_family(llm)
-    encoder = encoder_for_export(config, {name: trained[name].read() for name in trained if _part(name) == "vision"})
+    vision, own, projector = (
+        {name: source for name, source in trained.items() if name.startswith(part)}
+        for part in ("vision.", "llm.", PROJECTOR)
+    )
+    stored_as = str(dtype).removeprefix("torch.")
+    encoder = encoder_for_export(config, {name: source.read() for name, source in vision.items()})
     processor = write_processor(config, encoder, folder)
-    own = {name: trained[name] for name in trained if _part(name) == "llm"}
-    language = language_for_export(llm, own, processor.rows_needed, _name(dtype))
+    language = language_for_export(llm, own, processor.rows_needed, stored_as)
     tensors = {f"vision_tower.{name}": source for name, source in encoder.tensors.items()}
-    tensors |= {
-        f"multi_modal_projector.{name.removeprefix(PROJECTOR)}": trained[name]
-        for name in trained
-        if _part(name) == "projector"
-    }
+    tensors |= {f"multi_modal_projector.{name.removeprefix(PROJECTOR)}": projector[name] for name in projector}
     tensors |= language.tensors
-    content = _config(encoder, language, processor, dtype)
+    content = _config(encoder, language, processor, stored_as)
     refuse_loading_faults(content, tensors)
 
     kept = kept_in_float32(content, tensors, dtype)
@@ -108,28 +107,20 @@ def export_hf(
     size = sum((folder / file).stat().st_size for file in files)
     progress("read again", 0, size)
     check_written(folder, files, lambda done: progress("read again", done, size))
-    write_card(folder, about, _name(dtype), encoder, language, processor, unmarked)
+    write_card(folder, about, stored_as, encoder, language, processor, unmarked)
     return ExportedModel(
         total, len(tensors), len(files), processor.image_token_id, language.added_rows, frozenset(kept), unmarked
     )
 
 
-def _part(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _config(
-    encoder: ExportedEncoder, language: ExportedLanguage, processor: ExportedProcessor, dtype: torch.dtype
+    encoder: ExportedEncoder, language: ExportedLanguage, processor: ExportedProcessor, dtype: str
 ) -> dict[str, Any]:
     """config.json of the folder, in keys that transformers 4.57 and 5 read."""
     return {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
-        "dtype": _name(dtype),
+        "dtype": dtype,
         "image_token_index": processor.image_token_id,
         "image_seq_length": processor.image_seq_length,
         "projector_hidden_act": "gelu",
@@ -138,7 +129,7 @@ def _config(
         "vision_feature_select_strategy": encoder.select_strategy,
         "tie_word_embeddings": language.config["tie_word_embeddings"],
         "text_config": language.config,
-        "vision_config": {**encoder.config, "dtype": _name(dtype)},
+        "vision_config": {**encoder.config, "dtype": dtype},
         "transformers_version": transformers.__version__,
     }
 

@@ -21,9 +21,8 @@ import torch
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.export.folder import new_folder, require_space
-from mmtrain.export.origin import PROJECTOR, Origin, origin, trained_tensors
-from mmtrain.model.weights import read_pickled
+from mmtrain.export.projector_file import PROJECTOR, Origin, origin, trained_tensors
+from mmtrain.export.tensors import new_folder, require_space
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import vision_shape
 
@@ -64,9 +63,10 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
     config = json.dumps(_config(checkpoint, about), indent=2) + "\n"
     with new_folder(out) as folder:
         require_space(folder, content.tell())
-        (folder / FILE).write_bytes(content.getbuffer())
+        (folder / FILE).write_bytes(content.getvalue())
         (folder / "config.json").write_text(config)
-        _check(folder / FILE, tensors)
+        if (folder / FILE).read_bytes() != content.getvalue():
+            raise OSError(f"{folder / FILE}: does not read back as written; check the disk")
 
 
 def _config(checkpoint: StepFolder, about: Origin) -> dict[str, Any]:
@@ -89,17 +89,3 @@ def _config(checkpoint: StepFolder, about: Origin) -> dict[str, Any]:
         "tune_mm_mlp_adapter": True,
         "mmtrain": asdict(about),
     }
-
-
-def _check(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Raise OSError where the file does not read back bit for bit."""
-    try:
-        found = read_pickled(file)
-    except UserError as error:
-        raise OSError(f"{file}: does not read back ({error}); check the disk") from error
-    same = found.keys() == tensors.keys() and all(
-        tensor.dtype == found[name].dtype and torch.equal(tensor.view(torch.uint8), found[name].view(torch.uint8))
-        for name, tensor in tensors.items()
-    )
-    if not same:
-        raise OSError(f"{file}: does not read back as written; check the disk")

@@ -6,12 +6,10 @@ messages, images --AutoProcessor--> the token ids and pixels that the run was tr
 
 transformers 4.57 and 5.17 to 5.23 read this layout (5 would write preprocessor_config.json into processor_config.json).
 
-Pixels, measured with transformers 5.23 in levels of 0..255, on pictures of 1 x 1 to 1000 x 30 pixels: the Pillow
-backend gives the same floats as `data.stream.images.ImageTransform`, whatever the size, fit and interpolation.
-torchvision, its default where that is installed, gives them to 3e-7 for pictures of the encoder's size; others differ
-by up to 2 levels (bicubic, bilinear), by 25 where a noisy strip of 1000 x 30 is stretched, by anything for nearest; box
-and hamming it does not know. No file can choose the backend: `AutoProcessor.from_pretrained(folder, backend="pil")`
-does (transformers 4: use_fast=False).
+Pixels, measured with transformers 5.23 on pictures of 1 x 1 to 1000 x 30: its Pillow backend gives the same floats as
+`data.stream.images.ImageTransform`. torchvision, the default where it is installed, gives them to 3e-7 for pictures of
+the encoder's size; others differ by up to 2 levels of 255 (bicubic, bilinear), by 25 where a noisy strip of 1000 x 30
+is stretched, by anything for nearest; box and hamming it does not know. No file can choose the backend.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase, PreTrainedToken
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
-from mmtrain.data.samples.records import IMAGE_MARK, Rejected
+from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import TEMPLATES, PlainTemplate, Template, with_image_token
 from mmtrain.data.samples.text_lengths import load_tokenizer
 from mmtrain.data.stream.images import ImageTransform, image_transform
-from mmtrain.export.chat_template import exported_chat_template
+from mmtrain.export.chat_template import documents_of, exported_chat_template
 from mmtrain.export.vision import ExportedEncoder
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import llm_shape
@@ -58,7 +56,6 @@ class ExportedProcessor:
     image_token_id: int
     rows_needed: int  # of the exported LLM's embedding and head, which may be more than the LLM has
     image_seq_length: int  # tokens that an image takes
-    eos_token_ids: tuple[int, ...]  # that end an answer, the one that training writes first
     template: Template
     transform: ImageTransform
     left_out: dict[str, Any]  # of the LLM's generation_config.json
@@ -73,8 +70,8 @@ def write_processor(config: RunConfig, encoder: ExportedEncoder, folder: Path) -
     path = config.model.llm.path
     source = load_tokenizer(path)
     template = TEMPLATES[config.data.template](source, 1, sys.maxsize)
-    taught = [label for label in template(Sample("probe", "probe", PROBE, (b"",))).labels if label != IGNORE]
-    end = taught[-1]  # the token that training teaches the LLM to end an answer with
+    probe = template(Sample("probe", "probe", PROBE, (b"",)))
+    end = [label for label in probe.labels if label != IGNORE][-1]  # the token that ends an answer in training
     tokenizer = _tokenizer_for_prompts(source, template, end)
     image_id = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
     rows = llm_shape(path).vocab_size
@@ -100,8 +97,7 @@ def write_processor(config: RunConfig, encoder: ExportedEncoder, folder: Path) -
     if rows_needed > rows:  # the run's own LLM has no such rows, so it never says these tokens
         generation["suppress_tokens"] = list(range(rows, rows_needed))
     _write_json(folder / "generation_config.json", generation)
-    eos = tuple(generation["eos_token_id"])
-    return ExportedProcessor(image_id, rows_needed, length, eos, template, transform, left_out)
+    return ExportedProcessor(image_id, rows_needed, length, template, transform, left_out)
 
 
 def _tokenizer_for_prompts(source: PreTrainedTokenizerBase, template: Template, end: int) -> PreTrainedTokenizerBase:
@@ -231,11 +227,7 @@ def check_processor(config: RunConfig, exported: ExportedProcessor, folder: Path
     template = TEMPLATES[config.data.template](
         load_tokenizer(config.model.llm.path), exported.image_seq_length, sys.maxsize
     )
-    for turns in CONVERSATIONS:
-        try:
-            document = template(Sample("probe", "probe", turns, (b"",)))
-        except Rejected:  # plain takes one question, and some templates one, too
-            continue
+    for turns, document in documents_of(template, CONVERSATIONS):
         begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1
         asked = config.data.template == "plain"
         cases = [(turns[:1], document.input_ids[:begin])] + ([] if asked else [(turns, document.input_ids)])

@@ -1,24 +1,102 @@
-"""What was trained, alone: one safetensors file, and a JSON that says what it belongs to.
+"""What was trained, alone: one safetensors file, and a JSON that says what it belongs to, as every other format does.
 
 OUT/projector.safetensors   every trained tensor by its global name (projector.linear_1.weight, ...)
-OUT/projector.json          models, steps, data, scores, versions, and the file's SHA-256
+OUT/projector.json          models, steps, data, scores, versions (`Origin`), and the file's SHA-256
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.resume import METRICS, recorded
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.export.folder import new_folder
-from mmtrain.export.origin import origin, trained_tensors
-from mmtrain.export.tensors import TensorWriter, check_written
+from mmtrain.export.tensors import TensorSource, TensorWriter, check_written, new_folder, stored
+from mmtrain.pretrained.model_files import read_header
 
 TENSORS = "projector.safetensors"
 DESCRIPTION = "projector.json"
+# What a refusal to export a whole model says of the formats that need less.
+WHAT_WORKS = "--format safetensors exports any projector, --format llava any that was trained alone"
+LAYERS = {"linear": ("linear_1", "linear_1"), "mlp2x_gelu": ("linear_1", "linear_2")}  # first and last, by type
+PROJECTOR = "projector."
+SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What every format says of the projector, in words of the run's configuration."""
+
+    llm: str  # model.llm.path
+    llm_width: int
+    llm_dtype: str  # in which it was trained against
+    vision: str  # model.vision.name
+    vision_select_layer: int
+    vision_width: int
+    projector_type: str
+    trained: tuple[str, ...]  # names of the tensors that were trained
+    template: str
+    image_fit: str
+    steps: int
+    max_steps: int | None
+    data_fingerprint: str
+    frozen_fingerprint: str
+    training_loss: float | None  # of the last step, nats per supervised token; None too where that was not finite
+    evaluation: dict[str, Any] | None  # the run's scores after these steps, on samples it held out
+    versions: Mapping[str, str]
+
+
+def origin(checkpoint: StepFolder) -> Origin:
+    """What a checkpoint, and the metrics of its run if they are still beside it, tell."""
+    config, state = checkpoint.config, checkpoint.state
+    shapes = read_header(checkpoint.tensors_file)
+    kind = config.model.projector.type
+    first, last = LAYERS[kind]
+    if f"{PROJECTOR}{first}.weight" not in shapes:
+        raise UserError(
+            f"{checkpoint.path}: the run did not train its projector (model.trainable: "
+            f"{', '.join(config.model.trainable)}), so there is none to export"
+        )
+    return Origin(
+        llm=config.model.llm.path,
+        llm_width=shapes[f"{PROJECTOR}{last}.weight"][0],
+        llm_dtype=config.model.llm.dtype,
+        vision=config.model.vision.name,
+        vision_select_layer=config.model.vision.select_layer,
+        vision_width=shapes[f"{PROJECTOR}{first}.weight"][1],
+        projector_type=kind,
+        trained=tuple(sorted(shapes)),
+        template=config.data.template,
+        image_fit=config.data.image_fit,
+        steps=checkpoint.step,
+        max_steps=state["max_steps"],
+        data_fingerprint=state["data"]["fingerprint"],
+        frozen_fingerprint=state["frozen_fingerprint"],
+        training_loss=state["loss"] if isinstance(state["loss"], int | float) else None,
+        evaluation=_evaluation(checkpoint),
+        versions=state["versions"],
+    )
+
+
+def trained_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
+    """The trained tensors of a checkpoint, fp32, by global name."""
+    file = checkpoint.tensors_file
+    return {name: stored(name, file) for name in read_header(file)}
+
+
+def _evaluation(checkpoint: StepFolder) -> dict[str, Any] | None:
+    """The run's own scores after as many steps as the checkpoint has; None if it made none then."""
+    found = None
+    for record in recorded(checkpoint.run / METRICS, "eval"):
+        if record.get("step") == checkpoint.step:
+            found = {name: record[name] for name in SCORES if isinstance(record.get(name), int | float)}
+    return found
 
 
 def export_projector_file(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:

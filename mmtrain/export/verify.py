@@ -42,7 +42,7 @@ from mmtrain.demo.data import make_demo_data
 from mmtrain.engine.audit import fingerprint, model_fingerprint
 from mmtrain.export.hf import ExportedModel, kept_in_float32
 from mmtrain.export.language import MODEL
-from mmtrain.export.origin import trained_tensors
+from mmtrain.export.projector_file import trained_tensors
 from mmtrain.model.language import quiet
 from mmtrain.model.stage import DTYPES, Chunk, build_chunk
 from mmtrain.plan.layout import StagePlan

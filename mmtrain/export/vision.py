@@ -30,7 +30,7 @@ from transformers import SiglipVisionConfig
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.export.origin import WHAT_WORKS
+from mmtrain.export.projector_file import WHAT_WORKS
 from mmtrain.export.tensors import TensorSource, in_memory, stored
 from mmtrain.model.vision import HF_MODELS, timm_model
 from mmtrain.model.weights import tensor_files
@@ -140,7 +140,7 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor] | 
     incomplete, and for a trained tensor that it does not have.
     """
     name, select_layer = config.model.vision.name, config.model.vision.select_layer
-    own = {_own_name(full): tensor for full, tensor in (trained or {}).items()}
+    own = {full.removeprefix("vision."): tensor for full, tensor in (trained or {}).items()}
     model = timm_model(name)
     if model is None:
         settings, tensors, notes = _from_transformers(model_folder(name), own)
@@ -157,12 +157,6 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor] | 
         prefix_tokens=prefix_tokens,
         notes=notes,
     )
-
-
-def _own_name(global_name: str) -> str:
-    if not global_name.startswith("vision."):
-        raise UserError(f"{global_name}: a trained tensor of this name has no place in a vision encoder")
-    return global_name.removeprefix("vision.")
 
 
 def _from_transformers(

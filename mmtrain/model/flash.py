@@ -58,7 +58,7 @@ def say_ways(ways: Sequence[Collection[Way]]) -> tuple[list[dict[str, Any]], lis
             ranks.setdefault(way, []).append(rank)
     records, lines = [], []
     for way, on in ranks.items():
-        records.append({"kernel": way.kernel, "reason": way.reason, "slow": way.slow, "ranks": on})
+        records.append({**way._asdict(), "ranks": on})
         text = "flash attention, all documents in one call" if way.reason is None else "documents one by one"
         because = f", which is slow: {way.reason}" if way.slow else f" ({way.reason})" if way.reason else ""
         where = f" (ranks {', '.join(map(str, on))})" if len(on) < len(ways) and len(ranks) > 1 else ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -30,8 +30,7 @@ ROWS_BOUND = 1e-4  # relative; rounding of one layer is below 1e-6, what is wron
 SEEDS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
+class Differences(NamedTuple):
     """Largest relative differences over documents, of logits and of the gradient of the input embeddings."""
 
     staged: float

@@ -173,7 +173,7 @@ def test_answers_are_readable_lines_that_say_right_or_wrong():
     ]
 
 
-def test_on_a_terminal_answers_are_a_table_that_obeys_no_markup_and_the_bar_lives_on():
+def test_on_a_terminal_answers_obey_no_markup_and_the_bar_lives_on():
     code = (
         "import sys; from mmtrain.evaluation.console import Console; from test_console import ANSWERS, scores\n"
         "with Console(sys.stdout, 2) as console:\n"
@@ -190,7 +190,7 @@ def test_on_a_terminal_answers_are_a_table_that_obeys_no_markup_and_the_bar_live
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
-def test_a_dumb_or_narrow_terminal_gets_answers_as_lines():
+def test_a_dumb_terminal_gets_lines_and_a_narrow_one_readable_answers():
     code = (
         "import sys; from mmtrain.evaluation.console import Console; from test_console import ANSWERS\n"
         "with Console(sys.stdout, 2) as console:\n"

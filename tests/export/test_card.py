@@ -14,7 +14,7 @@ from markdown_it.token import Token
 from step_states import VERSIONS
 from untrained_runs import config_of, export, make_checkpoint
 
-from mmtrain.export.origin import origin
+from mmtrain.export.projector_file import origin
 
 NAMES = [
     "a: b --- # !!python object:os.system 'q' \"d\"",

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from mmtrain.export.folder import new_folder
+from mmtrain.export.tensors import new_folder
 
 
 def test_a_file_system_that_cannot_flush_folders_takes_exports(tmp_path, monkeypatch):
