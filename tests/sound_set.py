@@ -21,7 +21,7 @@ from PIL import Image
 
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.shards.index import read_index, write_index
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.loader import PackedBatches
@@ -145,7 +145,7 @@ def blanked(batch: PackedBatch, lost: set[str], sound: SoundSet, padding: int) -
 
 def check_epoch(packed: PackedBatches, batches: list[PackedBatch], broken: Broken, sound: SoundSet) -> None:
     """What was trained, what was not and why, and that this is all."""
-    plan, padding = packed.order.epoch_plan(0), packed.documents.padding_id
+    plan, padding = packed.order.epoch_plan(0), packed.processor.padding_id
     for batch in batches:
         check_rows(batch, sound, padding)
     gaps = {fault.key: fault for batch in batches for _, fault in batch.faults}

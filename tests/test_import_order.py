@@ -43,7 +43,7 @@ TORCH_FREE_WINGS = "base  config  processes  pretrained  data.shards  data.prepa
 USE_TORCH = "processes.fork_server  processes.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """
 data.samples.records  data.samples.sample
-data.stream.order  data.stream.catalog  data.stream.reader
+data.stream.order  data.stream.catalog
 data.report.survey  data.report.fill
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.resume
 engine.utilization  engine.trace  evaluation.scores  evaluation.console  model.projector_files

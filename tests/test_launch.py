@@ -39,7 +39,7 @@ def test_many_shards_are_not_indexed_while_other_processes_wait(tiny, tmp_path, 
     shards = make_tiny.make_tiny_shards(tmp_path, samples=8, shards=2)
     config = load_config(tiny / "config.yaml", [f"data.shards={tmp_path}/*.tar"])
     monkeypatch.setattr(launch_module, "INDEXED_WHILE_OTHERS_WAIT", 1000)
-    with pytest.raises(UserError, match=rf"2 of 2 shards .*index_shards\.py {shards[0]} {shards[1]} --tok"):
+    with pytest.raises(UserError, match=rf"2 of 2 shards .*mmtrain index {shards[0]} {shards[1]} --tok"):
         launch_module._check_data(config, others_wait=True)
     launch_module._check_data(config, others_wait=False)
     launch_module._check_data(config, others_wait=True)

@@ -223,7 +223,7 @@ def _text_meter(options: argparse.Namespace) -> TextMeter | None:
     """The tokenizer, loaded (seconds); raises UserError."""
     if options.tokenizer is None:
         return None
-    from mmtrain.data.samples.text_lengths import TextCounter  # imports torch
+    from mmtrain.data.samples.templates import TextCounter  # imports torch
 
     fingerprint = text_fingerprint(model_folder(options.tokenizer), options.template)
     return TextMeter(fingerprint, TextCounter(options.tokenizer, options.template))

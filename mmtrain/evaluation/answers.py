@@ -31,7 +31,7 @@ def write_answers(evaluator: Evaluator, count: int) -> list[Answer]:
     held_out, engine = evaluator.held_out, evaluator.engine
     answers: list[_Writing] = []
     if held_out is not None:
-        source = held_out.packed.documents
+        source = held_out.packed.processor
         chosen = held_out.spread(count)
         answers = [_Writing(document, source.tokens_per_image, source.tokenizer.eos_token_id) for document in chosen]
     while True:

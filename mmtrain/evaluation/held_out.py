@@ -19,11 +19,10 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, Document, Fault
 from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.data.stream.catalog import Catalog, DataSet
+from mmtrain.data.stream.catalog import Catalog, DataSet, Reader, load_catalog
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import Capacity, pack_best_fit
 from mmtrain.data.stream.packs import Pack, PackedBatch
-from mmtrain.data.stream.reader import Reader
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class HeldOut:
         """
         config = packed.config
         self.packed = packed
-        self.capacity = packed.documents.capacity
+        self.capacity = packed.processor.capacity
         self.faults: list[Fault] = []
         with _naming_the_source(config):
             catalog, numbers = self._samples()
@@ -103,7 +102,7 @@ class HeldOut:
 
     def _read(self, catalog: Catalog, reader: Reader, number: int) -> Document | None:
         """The document of a sample, None if it is damaged and may be left out."""
-        source = self.packed.documents
+        source = self.packed.processor
         found = catalog.faults.get(number) or source.read(reader, number)
         if self.packed.config.eval.fraction is None:
             if isinstance(found, Fault):
@@ -123,7 +122,7 @@ class HeldOut:
         if section.fraction is not None:
             return packed.catalog, packed.catalog.held_out[: section.max_samples]
         shards = expand_shards(section.shards, "eval.shards", allow_pipe=packed.config.data.allow_pipe)
-        catalog = packed.documents.catalog([DataSet(shards)])
+        catalog = load_catalog(packed.config, [DataSet(shards)])
         return catalog, list(range(len(catalog)))[: section.max_samples]
 
     def share(self, packs: Sequence[Pack]) -> list[list[Pack]]:
@@ -141,7 +140,7 @@ class HeldOut:
         """Micro-batches with their images decoded; raises UserError for one that cannot be."""
         packed = self.packed
         for packs in microbatches:
-            batch = packed.documents.batch(packs)
+            batch = packed.processor.batch(packs)
             for _, fault in batch.faults:
                 with _naming_the_source(packed.config):
                     raise UserError(f"{fault.where}; mend it, or take its shard out of the list")

@@ -32,8 +32,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
-from mmtrain.data.samples.templates import TEMPLATES, ChatTemplate, PlainTemplate, Template
-from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.samples.templates import TEMPLATES, ChatTemplate, PlainTemplate, Template, load_tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")

@@ -31,8 +31,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
-from mmtrain.data.samples.templates import TEMPLATES, PlainTemplate, Template, with_image_token
-from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.samples.templates import TEMPLATES, PlainTemplate, Template, load_tokenizer, with_image_token
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.export.chat_template import documents_of, exported_chat_template
 from mmtrain.export.vision import ExportedEncoder

@@ -34,10 +34,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.data.stream.catalog import DataSet, data_sets
-from mmtrain.data.stream.loader import Documents
-from mmtrain.data.stream.packs import Pack, PackedBatch, make_batch
-from mmtrain.data.stream.reader import Reader
+from mmtrain.data.stream.catalog import DataSet, Reader, data_sets, load_catalog
+from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.engine.audit import fingerprint, model_fingerprint
 from mmtrain.export.hf import ExportedModel, kept_in_float32
@@ -125,25 +123,25 @@ def compare_logits(expected: Expected, model: LlavaForConditionalGeneration) -> 
 def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatch]]:
     """The first `count` samples that evaluation would read, and each as a batch; damaged ones are passed over."""
     make_demo_data(config)
-    documents = Documents(config)
+    processor = Processor(config)
     section = config.eval
     if section.shards is not None:
         shards = expand_shards(section.shards, "eval.shards", allow_pipe=config.data.allow_pipe)
-        catalog = documents.catalog([DataSet(shards)])
+        catalog = load_catalog(config, [DataSet(shards)])
     else:
-        catalog = documents.catalog(data_sets(config.data), section.fraction)
+        catalog = load_catalog(config, data_sets(config.data), section.fraction)
     numbers = range(len(catalog)) if section.fraction is None else catalog.held_out
     reader = Reader(catalog, config.data.io_retry_seconds)
     samples: list[tuple[Sample, PackedBatch]] = []
     for number in numbers:
         if len(samples) == count:
             break
-        found = catalog.faults.get(number) or documents.read(reader, number)
+        found = catalog.faults.get(number) or processor.read(reader, number)
         if isinstance(found, Document) and any(label != IGNORE for label in found.labels):
             length = len(found.input_ids)
-            batch = make_batch([Pack((found,))], length, documents.padding_id, documents.transform.decode)
+            batch = make_batch([Pack((found,))], length, processor.padding_id, processor.transform.decode)
             if batch.samples:
-                samples.append((found.sample, documents.normalised(batch)))
+                samples.append((found.sample, processor.normalised(batch)))
     reader.close()
     if not samples:
         raise UserError("--verify: the run's data have no sample with an answer to compare on")

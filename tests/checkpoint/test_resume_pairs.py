@@ -14,7 +14,7 @@ from rank_runs import Run, train
 from safetensors.torch import load_file, save_file
 
 from mmtrain.data.prepare.sharding import write_shard
-from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.engine.utilization import MEASURED
 

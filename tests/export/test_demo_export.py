@@ -18,9 +18,8 @@ from mmtrain.commands import export as export_command
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document
 from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.data.stream.catalog import DataSet
-from mmtrain.data.stream.loader import Documents
-from mmtrain.data.stream.reader import Reader
+from mmtrain.data.stream.catalog import DataSet, Reader, load_catalog
+from mmtrain.data.stream.packs import Processor
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
@@ -43,8 +42,8 @@ def documents(demo_run, demo_cache) -> list[Document]:
     config = find(demo_run.folder).config
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(demo_cache))
-        source = Documents(config)
-        catalog = source.catalog([DataSet(expand_shards(config.eval.shards))])
+        source = Processor(config)
+        catalog = load_catalog(config, [DataSet(expand_shards(config.eval.shards))])
     reader = Reader(catalog, 0)
     return [source.read(reader, number) for number in range(len(catalog))]
 

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.loader import PREFETCH, PackedBatches
 from mmtrain.data.stream.packs import PackedBatch
@@ -185,7 +185,7 @@ def read_images(shards: list[str]) -> list[bytes]:
 
 def _normalised(batches: PackedBatches) -> Iterator[PackedBatch]:
     """A loader's micro-batches with images as the rival's: in a run, they become float32 where the encoder is."""
-    return map(batches.documents.normalised, batches)
+    return map(batches.processor.normalised, batches)
 
 
 def _drain(batches: Iterator[Any], samples: int, keys: Callable[[Any], Any]) -> float:

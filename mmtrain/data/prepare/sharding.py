@@ -110,7 +110,7 @@ class TextMeter(NamedTuple):
     """Tells text lengths under one tokenizer and template."""
 
     fingerprint: str  # index.text_fingerprint
-    count: Callable[[Sample], int]  # a text_lengths.TextCounter: tokens without those of images; raises Rejected
+    count: Callable[[Sample], int]  # a templates.TextCounter: tokens without those of images; raises Rejected
 
 
 def sample_key(identifier: str) -> str:

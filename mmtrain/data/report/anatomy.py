@@ -18,11 +18,9 @@ from mmtrain.base.printing import harmless
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IMAGE_POSITION, Document, Fault, Sample
-from mmtrain.data.samples.templates import TEMPLATES
-from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.samples.templates import TEMPLATES, load_tokenizer
 from mmtrain.data.shards.index import Member, read_index
-from mmtrain.data.stream.catalog import Catalog, DataSet
-from mmtrain.data.stream.reader import Reader
+from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 

@@ -44,7 +44,7 @@ from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import Report, usable_cores, worker_pool
 
 if TYPE_CHECKING:
-    from mmtrain.data.samples.text_lengths import TextCounter
+    from mmtrain.data.samples.templates import TextCounter
 
 FAILURES_SHOWN = 5
 _CHUNK = 1 << 20  # bytes
@@ -109,7 +109,7 @@ def build_indexes(
     tokenizers. Raises UserError, after all others are done, for shards that cannot be indexed. Time: a shard is read
     once, of one that has an index only the json members; each worker takes one shard at a time.
     """
-    from mmtrain.data.samples.text_lengths import TextCounter  # imports torch
+    from mmtrain.data.samples.templates import TextCounter  # imports torch
 
     count = TextCounter(tokenizer_path, template)
     fingerprint = text_fingerprint(model_folder(tokenizer_path), template)

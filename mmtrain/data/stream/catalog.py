@@ -1,16 +1,24 @@
-"""All samples of a run's data sets, as planning and reading need them.
+"""All samples of a run's data sets, as planning needs them, and random access to each.
 
 index files --Catalog--> per data set lengths (samples,), images (samples,): what `order` plans with
-global sample number --Catalog.find--> shard, its index, the sample's place in it: what `reader` reads with
+global sample number --Catalog.find--> shard, members at their offsets
+                     --Reader: pread, CRC32 as it was indexed--> Sample, or the Fault that it is quarantined for
 
 A sample's length is its text tokens (from the index, for this tokenizer and template) and its images' tokens (known
 only here, where the vision encoder is).
+
+What is wrong with a read decides what happens: a fault of the content (damaged bytes) is that sample's alone; a read
+that fails is tried again, then ends the run; a shard that is not the one that was indexed ends the run at once.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import tarfile
+import zlib
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +27,19 @@ from typing import NamedTuple
 import numpy as np
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import DataSection
-from mmtrain.data.samples.sample import Fault
-from mmtrain.data.shards.index import Member, read_columns
-from mmtrain.data.shards.retry import RETRY_SECONDS
+from mmtrain.config.schema import DataSection, RunConfig
+from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.sample import Fault, Sample, image_number, read_sample
+from mmtrain.data.shards.index import MEND, Member, read_columns
+from mmtrain.data.shards.indexing import ensure_indexes
+from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
+from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
+
+OPEN_FILES = 64  # shards kept open, those read last
 
 
 @dataclass(frozen=True)
@@ -210,6 +225,17 @@ class Catalog:
             )
 
 
+def load_catalog(config: RunConfig, sets: Sequence[DataSet], held_out_fraction: float | None = None) -> Catalog:
+    """The catalog of data sets for a run's tokenizer, template and encoder; indexes that are missing are made."""
+    data, llm, vision = config.data, config.model.llm.path, config.model.vision
+    shards, seconds = [shard for one in sets for shard in one.shards], data.io_retry_seconds
+    # The launcher has made them; a rank that has to, without one, shares its cores with others.
+    ensure_indexes(shards, llm, data.template, workers=1, retry_seconds=seconds)
+    fingerprint = text_fingerprint(model_folder(llm), data.template)
+    tokens_per_image = vision_shape(vision.name, vision.select_layer).tokens_per_image
+    return Catalog(sets, fingerprint, tokens_per_image, data.max_image_pixels, held_out_fraction, seconds)
+
+
 def is_held_out(key: str, fraction: float) -> bool:
     """Whether a sample is in the share `fraction` that is kept for evaluation: a function of its key alone."""
     digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"held out").digest()
@@ -218,3 +244,92 @@ def is_held_out(key: str, fraction: float) -> bool:
 
 def _full_key(name: str, key: str) -> str:
     return f"{name}/{key}" if name else key
+
+
+class Reader:
+    """Reads samples by number; each process needs its own, but a forked copy is one."""
+
+    def __init__(self, catalog: Catalog, retry_seconds: float) -> None:
+        self.catalog = catalog
+        self.retry_seconds = retry_seconds
+        self._files: OrderedDict[Path, int] = OrderedDict()
+
+    def read(self, number: int) -> Sample | Fault:
+        """The sample of a global number.
+
+        Raises UserError for a shard that cannot be read for `retry_seconds`, and for one that its index is not of.
+        """
+        place = self.catalog.find(number)
+        members: dict[str, bytes] = {}
+        for member in place.members:
+            if member.suffix != "json" and image_number(member.suffix) is None:
+                continue  # no part of the sample, and of any size
+            content = self._read(place.shard, member)
+            if zlib.crc32(content) != member.crc32:
+                self._refuse_stale(place, member)
+                detail = f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}"
+                return Fault(place.key, str(place.shard), member.offset, "checksum", detail)
+            members[member.suffix] = content
+        offset = place.members[0].offset
+        try:
+            return read_sample(place.key, str(place.shard), members, offset)
+        except Rejected as error:
+            return Fault(place.key, str(place.shard), offset, error.reason, error.detail)
+
+    def close(self) -> None:
+        """Close the files that are open; the reader may be used again."""
+        for shard in list(self._files):
+            self._close(shard)
+
+    __del__ = close  # descriptors are numbers, which nothing else closes
+
+    def _read(self, shard: Path, member: Member) -> bytes:
+        """A member's bytes, read again and again while the system fails to."""
+        return read_again(lambda: self._read_once(shard, member), shard, self.retry_seconds, lambda error: True)
+
+    def _read_once(self, shard: Path, member: Member) -> bytes:
+        try:
+            content = self._pread(shard, member)
+            if len(content) < member.size:
+                raise OSError(f"its {member.suffix} member at byte {member.offset:,} is cut off by the file's end")
+        except OSError:
+            self._close(shard)  # a file that came back, or another server's copy, has to be opened again
+            raise
+        return content
+
+    def _pread(self, shard: Path, member: Member) -> bytes:
+        file = self._files.get(shard)
+        if file is None:
+            file = self._files[shard] = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
+            if len(self._files) > OPEN_FILES:
+                self._close(next(iter(self._files)))
+        self._files.move_to_end(shard)
+        content = os.pread(file, member.size, member.offset)
+        while 0 < len(content) < member.size:  # a read may give less than there is, above 2 GiB always
+            more = os.pread(file, member.size - len(content), member.offset + len(content))
+            if not more:
+                break
+            content += more
+        return content
+
+    def _close(self, shard: Path) -> None:
+        file = self._files.pop(shard, None)
+        if file is not None:
+            os.close(file)
+
+    def _refuse_stale(self, place: Place, member: Member) -> None:
+        """Raise UserError if the header before a damaged member is sound and speaks of another one."""
+        name = f"{place.name}.{member.suffix}"
+        header = Member("", member.offset - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE, 0)
+        try:
+            found = tarfile.TarInfo.frombuf(self._read(place.shard, header), tarfile.ENCODING, "surrogateescape")
+        except tarfile.HeaderError:
+            return  # damaged as well
+        # Others are in a header of their own, and this one has a makeshift.
+        plain = name.isascii() and len(name) <= tarfile.LENGTH_NAME
+        if found.size != member.size or (plain and found.name.lower() != name.lower()):
+            raise UserError(
+                f"{place.shard}: at byte {member.offset:,} lies {found.name!r}, {found.size:,} bytes, where its index "
+                f"has {name}, {member.size:,} bytes: the shard was replaced after it was indexed; index it again: "
+                f"{MEND} {place.shard}"
+            )

@@ -22,7 +22,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -31,84 +31,16 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.samples.records import REASONS, Rejected
+from mmtrain.data.samples.records import REASONS
 from mmtrain.data.samples.sample import Document, Fault
-from mmtrain.data.samples.templates import TEMPLATES
-from mmtrain.data.samples.text_lengths import load_tokenizer
-from mmtrain.data.shards.indexing import ensure_indexes
-from mmtrain.data.stream.catalog import Catalog, DataSet, data_sets
-from mmtrain.data.stream.images import image_transform
-from mmtrain.data.stream.order import HELD_OUT, Capacity, PackOrder, PlannedPack
-from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, make_batch
-from mmtrain.data.stream.reader import Reader
-from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.shapes import llm_shape, vision_shape
-from mmtrain.pretrained.tokenizer_files import text_fingerprint
+from mmtrain.data.stream.catalog import Reader, data_sets, load_catalog
+from mmtrain.data.stream.order import HELD_OUT, PackOrder, PlannedPack
+from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, Processor
 from mmtrain.processes.parent import die_with_parent
 from mmtrain.processes.stop import ignore_in_worker
 
 PREFETCH = 2  # micro-batches that each worker makes ahead
 SLOTS = PREFETCH + 1  # micro-batches of a worker that keep their images: those ahead, and the one being copied out
-
-
-class Documents:
-    """Documents of a catalog's samples, by number."""
-
-    def __init__(self, config: RunConfig) -> None:
-        """Open tokenizer and template; raises UserError for what is missing or unfit."""
-        vision = config.model.vision
-        self.config = config
-        self.tokens_per_image = vision_shape(vision.name, vision.select_layer).tokens_per_image
-        self.tokenizer = load_tokenizer(config.model.llm.path)
-        self.template = TEMPLATES[config.data.template](
-            self.tokenizer, self.tokens_per_image, llm_shape(config.model.llm.path).vocab_size
-        )
-        self.transform = image_transform(vision.name, config.data.image_fit, config.data.max_image_pixels)
-        eos = self.tokenizer.eos_token_id
-        self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
-        self.capacity = Capacity(config.data.pack_length, config.data.max_images_per_pack)
-
-    def catalog(self, sets: list[DataSet], held_out_fraction: float | None = None) -> Catalog:
-        """The catalog of data sets, for this tokenizer and template; missing indexes are made."""
-        data, llm = self.config.data, self.config.model.llm.path
-        # The launcher has made them; a rank that has to, without one, shares its cores with others.
-        shards, seconds = [shard for one in sets for shard in one.shards], data.io_retry_seconds
-        ensure_indexes(shards, llm, data.template, workers=1, retry_seconds=seconds)
-        fingerprint = text_fingerprint(model_folder(llm), data.template)
-        return Catalog(sets, fingerprint, self.tokens_per_image, data.max_image_pixels, held_out_fraction, seconds)
-
-    def read(self, reader: Reader, number: int) -> Document | Fault:
-        """The document of a sample; raises UserError where its length is not the one that its index says."""
-        sample = reader.read(number)
-        if isinstance(sample, Fault):
-            return sample
-        try:
-            document = self.template(sample)
-        except Rejected as error:
-            return Fault(sample.key, sample.shard, sample.offset, error.reason, error.detail)
-        planned = int(reader.catalog.lengths[number])
-        if len(document.input_ids) != planned:
-            raise UserError(
-                f"{sample.where}: {len(document.input_ids)} tokens, where the index of its shard says {planned}: the "
-                "index was made by another version of the tokenizer's library; index the shard again: python "
-                f"mmtrain index {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
-                f"--template {self.config.data.template}"
-            )
-        return document
-
-    def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
-        """A micro-batch of packs, its images uint8, in `buffer` if there is one."""
-        return make_batch(packs, self.capacity.tokens, self.padding_id, self.transform.decode, buffer)
-
-    def normalised(self, batch: PackedBatch) -> PackedBatch:
-        """The micro-batch with its images in float32, as a stock encoder takes them."""
-        return batch if batch.images is None else replace(batch, images=self.transform.normalise(batch.images))
-
-    @property
-    def most_images(self) -> int:
-        """Images that a pack can hold."""
-        most = self.capacity.tokens // self.tokens_per_image
-        return most if self.capacity.images is None else min(most, self.capacity.images)
 
 
 class PackedBatches:
@@ -124,11 +56,11 @@ class PackedBatches:
         self.replica = replica
         self.replicas = replicas
         self.first_step = first_step
-        self.documents = Documents(config)
+        self.processor = Processor(config)
         data = config.data
-        self.catalog = self.documents.catalog(data_sets(data), config.eval.fraction)
+        self.catalog = load_catalog(config, data_sets(data), config.eval.fraction)
         if data.overlong == "refuse":
-            self.catalog.refuse_overlong(self.documents.capacity)
+            self.catalog.refuse_overlong(self.processor.capacity)
         for section, one in zip(data.sets or (), self.catalog.sample_sets, strict=False):
             kept = int((one.lengths != HELD_OUT).sum())
             if round(section.weight * kept) == 0:
@@ -137,7 +69,7 @@ class PackedBatches:
                     "not held out is less than one a pass; raise its weight, or leave it out"
                 )
         self.order = PackOrder(
-            self.catalog.sample_sets, config.run.seed, self.documents.capacity, data.shuffle_shards, data.pack_window
+            self.catalog.sample_sets, config.run.seed, self.processor.capacity, data.shuffle_shards, data.pack_window
         )
         try:
             self.order.epoch_plan(0)  # before workers are forked, which would each plan it again
@@ -150,7 +82,7 @@ class PackedBatches:
     @property
     def summary(self) -> str:
         """What there is to train on, for people."""
-        plan, capacity = self.order.epoch_plan(0), self.documents.capacity
+        plan, capacity = self.order.epoch_plan(0), self.processor.capacity
         fill = self.catalog.lengths[plan.samples].sum() / (len(plan) * capacity.tokens)
         overlong = "too long for a pack"
         if capacity.images is not None:
@@ -173,8 +105,8 @@ class PackedBatches:
         if workers == 0:
             yield from self._share(0, 1, itertools.repeat(None))
             return
-        images = self.config.train.packs_per_microbatch * self.documents.most_images
-        slots = _shared_memory(workers, images, self.documents.transform.image_size)
+        images = self.config.train.packs_per_microbatch * self.processor.most_images
+        slots = _shared_memory(workers, images, self.processor.transform.image_size)
         batches = DataLoader(
             _Worker(self, slots),
             batch_size=None,
@@ -199,12 +131,12 @@ class PackedBatches:
             for start in range(first, first + mine, train.packs_per_microbatch):
                 if next(numbers) % workers == worker:
                     packs = self.order.packs(start, train.packs_per_microbatch)
-                    yield self.documents.batch([self._read(pack) for pack in packs], next(buffers))
+                    yield self.processor.batch([self._read(pack) for pack in packs], next(buffers))
 
     def _read(self, pack: PlannedPack) -> Pack:
         entries: list[Document | Gap] = []
         for number in pack.samples:
-            found = self.documents.read(self.reader, number)
+            found = self.processor.read(self.reader, number)
             entries.append(Gap(found, int(self.catalog.lengths[number])) if isinstance(found, Fault) else found)
         return Pack(tuple(entries), pack.epoch)
 

@@ -1,5 +1,6 @@
-"""From documents to a micro-batch's tensors.
+"""From samples to a micro-batch's tensors.
 
+sample --template--> document: input_ids and labels; its length must be the planned one
 packs: lists of documents, and of gaps where samples are quarantined --make_batch--> PackedBatch: (B, L) tensors and
 images (N, 3, S, S) --to_device--> the same where the model is
 """
@@ -9,13 +10,20 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Fault
+from mmtrain.data.samples.templates import TEMPLATES, load_tokenizer
+from mmtrain.data.stream.catalog import Reader
+from mmtrain.data.stream.images import image_transform
+from mmtrain.data.stream.order import Capacity
+from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,57 @@ class PackedBatch:
     def image_places(self) -> torch.Tensor:
         """Places (P,) int64 of all image positions, over rows laid end to end."""
         return (self.input_ids.flatten() == IMAGE_POSITION).nonzero().squeeze(1)
+
+
+class Processor:
+    """A run's tokenizer, template and image transform: what makes micro-batches of a catalog's samples."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Open tokenizer and template; raises UserError for what is missing or unfit."""
+        vision = config.model.vision
+        self.config = config
+        self.tokens_per_image = vision_shape(vision.name, vision.select_layer).tokens_per_image
+        self.tokenizer = load_tokenizer(config.model.llm.path)
+        self.template = TEMPLATES[config.data.template](
+            self.tokenizer, self.tokens_per_image, llm_shape(config.model.llm.path).vocab_size
+        )
+        self.transform = image_transform(vision.name, config.data.image_fit, config.data.max_image_pixels)
+        eos = self.tokenizer.eos_token_id
+        self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
+        self.capacity = Capacity(config.data.pack_length, config.data.max_images_per_pack)
+
+    def read(self, reader: Reader, number: int) -> Document | Fault:
+        """The document of a sample; raises UserError where its length is not the one that its index says."""
+        sample = reader.read(number)
+        if isinstance(sample, Fault):
+            return sample
+        try:
+            document = self.template(sample)
+        except Rejected as error:
+            return Fault(sample.key, sample.shard, sample.offset, error.reason, error.detail)
+        planned = int(reader.catalog.lengths[number])
+        if len(document.input_ids) != planned:
+            raise UserError(
+                f"{sample.where}: {len(document.input_ids)} tokens, where the index of its shard says {planned}: the "
+                "index was made by another version of the tokenizer's library; index the shard again: python "
+                f"mmtrain index {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
+                f"--template {self.config.data.template}"
+            )
+        return document
+
+    def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
+        """A micro-batch of packs, its images uint8, in `buffer` if there is one."""
+        return make_batch(packs, self.capacity.tokens, self.padding_id, self.transform.decode, buffer)
+
+    def normalised(self, batch: PackedBatch) -> PackedBatch:
+        """The micro-batch with its images in float32, as a stock encoder takes them."""
+        return batch if batch.images is None else replace(batch, images=self.transform.normalise(batch.images))
+
+    @property
+    def most_images(self) -> int:
+        """Images that a pack can hold."""
+        most = self.capacity.tokens // self.tokens_per_image
+        return most if self.capacity.images is None else min(most, self.capacity.images)
 
 
 def make_batch(

@@ -11,7 +11,7 @@ import pytest
 
 import mmtrain.demo
 from mmtrain.base.errors import UserError
-from mmtrain.data.samples.text_lengths import TextCounter, load_tokenizer
+from mmtrain.data.samples.templates import TextCounter, load_tokenizer
 
 NESTED = '{"a": ' + "[" * 10_000 + "]" * 10_000 + "}"
 

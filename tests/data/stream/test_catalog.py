@@ -9,7 +9,7 @@ from archives import conversation, picture, write_tar
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
-from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.shards.index import Member, TextLengths, read_index, write_index
 from mmtrain.data.shards.indexing import ensure_indexes, scan_shard
 from mmtrain.data.stream.catalog import Catalog, DataSet, data_sets, is_held_out

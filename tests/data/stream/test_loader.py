@@ -14,7 +14,7 @@ from PIL import Image
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.data.samples.text_lengths import load_tokenizer
+from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.shards.index import read_index, write_index
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.loader import PackedBatches

@@ -12,8 +12,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import Fault, Sample
 from mmtrain.data.shards.index import TextLengths, index_path, write_index
 from mmtrain.data.shards.indexing import scan_shard
-from mmtrain.data.stream.catalog import Catalog, DataSet
-from mmtrain.data.stream.reader import OPEN_FILES, Reader
+from mmtrain.data.stream.catalog import OPEN_FILES, Catalog, DataSet, Reader
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -129,7 +128,7 @@ def test_a_shard_replaced_by_one_of_the_same_size_is_an_error_that_says_how_to_i
     write_tar(tar, [(name, conversation("Q", answer))])
     assert tar.stat().st_size == bytes_before
     seen = seen.format(size=len(sound), less=len(sound) - 1)
-    with pytest.raises(UserError, match=rf"^{tar}: at byte 512 {seen}.*index_shards\.py --rebuild .* {tar}$"):
+    with pytest.raises(UserError, match=rf"^{tar}: at byte 512 {seen}.*mmtrain index --rebuild .* {tar}$"):
         reader.read(0)
 
 
