@@ -8,7 +8,7 @@ from typing import Literal
 
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.costs import EncoderCost, LayerCost, RunCosts, Workload
-from mmtrain.plan.cut import Setting, StageCosts
+from mmtrain.plan.stage_costs import Setting, StageCosts
 from mmtrain.plan.timings import LayerSeconds, Timings
 
 

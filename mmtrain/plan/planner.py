@@ -14,10 +14,11 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models, minimal_flops
-from mmtrain.plan.cut import StageCosts, given_cut, limit_on_gpu, stage_costs, uniform_cut
+from mmtrain.plan.cut import given_cut, uniform_cut
 from mmtrain.plan.layout import Plan, RankPlan, StagePlan, UniformCut, stage_of
 from mmtrain.plan.refusals import check_layout, check_run_ahead, check_trainable, does_not_fit
 from mmtrain.plan.search import Layout, Search
+from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
 from mmtrain.pretrained.shapes import llm_shape, matches, projector_parameters, vision_shape
 from mmtrain.pretrained.vision_files import check_preprocessing
 
@@ -105,13 +106,14 @@ def _ranks(
     cut, need, data = layout.cut, layout.needs[pipeline_rank], config.parallel.data
     mine = range(pipeline_rank, len(cut) - 1, config.parallel.pipeline)
     placed = tuple(stage_of(cut, s, layout.recompute_layers[s]) for s in mine)
-    layers = [layer for s in mine for layer in costs.layers_of(cut[s], cut[s + 1])]
+    held = [costs.layers_of(cut[s], cut[s + 1]) for s in mine]
+    layers = [layer for stage in held for layer in stage]
     names = tuple(name for layer in layers for name in layer.trainable_names)
     flops = sum((layer.flops for layer in layers), Flops(costs.costs.encoder.forward * placed[0].front))
     again = [
-        layer.flops.forward
-        for s, recompute in zip(mine, need.recompute_layers, strict=True)
-        for layer in costs.recomputed_layers(cut[s], cut[s + 1], recompute)
+        layer.flops.forward * bool(layer.kept_bytes)
+        for stage, there in zip(placed, held, strict=True)
+        for layer in there[stage.front :][: stage.recompute_layers]
     ]
     rank = RankPlan(
         rank=pipeline_rank * data,

@@ -20,9 +20,6 @@ from typing import Literal, NamedTuple
 
 from mmtrain.plan.cut import (
     Cut,
-    RankNeed,
-    Span,
-    StageCosts,
     best_cut,
     even_cut,
     first_trainable_stage,
@@ -34,6 +31,7 @@ from mmtrain.plan.memory import Moment, moments
 from mmtrain.plan.run_ahead import best_encodes
 from mmtrain.plan.schedule import Schedule, training_schedule
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
+from mmtrain.plan.stage_costs import RankNeed, Span, StageCosts
 
 MOST_CHUNKS = 4
 CHUNK_GAIN = 0.01
@@ -56,6 +54,8 @@ MOST_TRIALS = 16
 class _Shape(NamedTuple):
     """What depends on a layout's form alone."""
 
+    chunks_per_rank: int
+    first_trainable_stage: int
     schedule: Schedule
     program: Program
     moments: tuple[tuple[Moment, ...], ...]  # per rank
@@ -108,40 +108,41 @@ class Search:
         self.pipeline = costs.setting.pipeline
         self.microbatches = costs.setting.microbatches_per_step
         self._shapes: dict[tuple[int, int], _Shape] = {}
-        self._needs: dict[tuple[int, int, int, tuple[Span, ...]], RankNeed] = {}
+        self._needs: dict[tuple[tuple[int, int], int, tuple[Span, ...]], RankNeed] = {}
         self._left = SIMULATED_INSTRUCTIONS
 
     # ---- one layout
 
     def layout(self, cut: Cut) -> Layout:
         """A given cut, each micro-batch encoded right before its forward."""
-        chunks, first = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
-        shape = self._shape(chunks, first)
-        needs = self._needs_of(cut, chunks, first)
+        shape, needs = self._placed(cut)
         seconds = self._stage_seconds(needs, self.costs.timings.encode)
         simulation = simulate(shape.program, seconds)
-        return Layout(cut, chunks, first, needs, seconds, shape.schedule, 0, simulation)
+        return Layout(cut, *shape[:2], needs, seconds, shape.schedule, 0, simulation)
 
     def fits(self, layout: Layout) -> bool:
         """Whether every rank of it fits."""
         return all(self.costs.fits(need) for need in layout.needs)
 
-    def _shape(self, chunks: int, first: int) -> _Shape:
-        if (chunks, first) not in self._shapes:
-            schedule = training_schedule(self.pipeline, self.microbatches, first, chunks)
+    def _placed(self, cut: Cut) -> tuple[_Shape, tuple[RankNeed, ...]]:
+        """The form of a cut, and what its ranks take."""
+        form = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
+        if form not in self._shapes:
+            schedule = training_schedule(self.pipeline, self.microbatches, form[1], form[0])
             found = moments(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
-            self._shapes[chunks, first] = _Shape(schedule, Program(schedule), found)
-        return self._shapes[chunks, first]
-
-    def _needs_of(self, cut: Cut, chunks: int, first: int) -> tuple[RankNeed, ...]:
-        needs = []
+            self._shapes[form] = _Shape(*form, schedule, Program(schedule), found)
+        shape, needs = self._shapes[form], []
         for rank in range(self.pipeline):
             spans = tuple(self.costs.same_span(*span) for span in spans_of(cut, rank, self.pipeline))
-            key = chunks, first, rank, spans
+            key = form, rank, spans
             if key not in self._needs:
-                self._needs[key] = self.costs.need(rank, spans, self._shape(chunks, first).moments[rank])
+                self._needs[key] = self.costs.need(rank, spans, shape.moments[rank])
             needs.append(self._needs[key])
-        return tuple(needs)
+        return shape, tuple(needs)
+
+    def _overflow(self, needs: Sequence[RankNeed]) -> int:
+        """Bytes beyond the limit, over all ranks."""
+        return sum(max(0, need.total_bytes - self.costs.usable_bytes) for need in needs)
 
     def _stage_seconds(self, needs: Sequence[RankNeed], encode: float) -> StageSeconds:
         timings, stages = self.costs.timings, range(len(needs) * len(needs[0].stages))
@@ -160,9 +161,7 @@ class Search:
 
     def _bound(self, cut: Cut, encode: float) -> _Bound:
         """What a cut takes at least, without simulation."""
-        chunks, first = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
-        needs = self._needs_of(cut, chunks, first)
-        overflow = sum(max(0, need.total_bytes - self.costs.usable_bytes) for need in needs)
+        (chunks, first, *_), needs = self._placed(cut)
         works = [sum(stage.forward + stage.backward for stage in need.stages) for need in needs]
         works[0] += encode
         ranks = []
@@ -170,25 +169,22 @@ class Search:
         for rank, (need, work) in enumerate(zip(needs, works, strict=True)):
             downstream -= work
             least = before + self.microbatches * work + (behind if rank >= first else 0.0)
-            between = (
-                self.microbatches - self.pipeline + rank
-            )  # pairs after the first backward, before the last forward
-            if chunks == 1 and rank >= first and between >= 0:
-                least = max(least, before + behind + (between + 1) * work + 2 * downstream)
+            pairs = self.microbatches - self.pipeline + rank  # after the first backward, before the last forward
+            if chunks == 1 and rank >= first and pairs >= 0:
+                least = max(least, before + behind + (pairs + 1) * work + 2 * downstream)
             ranks.append(least)
             before += need.stages[0].forward + encode * (rank == 0)
             behind += need.stages[0].backward
-        return _Bound(overflow, max(ranks) + self.costs.timings.end, sum(x * x for x in ranks), tuple(ranks))
+        seconds = max(ranks) + self.costs.timings.end
+        return _Bound(self._overflow(needs), seconds, sum(x * x for x in ranks), tuple(ranks))
 
     def _score(self, cut: Cut, encode: float, *, must: bool = False) -> _Score | None:
         """None where no more may be simulated, unless it must be."""
-        chunks, first = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
-        program, needs = self._shape(chunks, first).program, self._needs_of(cut, chunks, first)
-        if self._left < len(program.steps) and not must:
+        shape, needs = self._placed(cut)
+        if self._left < len(shape.program.steps) and not must:
             return None
-        self._left -= len(program.steps)
-        overflow = sum(max(0, need.total_bytes - self.costs.usable_bytes) for need in needs)
-        return _Score(overflow, simulate(program, self._stage_seconds(needs, encode)).seconds)
+        self._left -= len(shape.program.steps)
+        return _Score(self._overflow(needs), simulate(shape.program, self._stage_seconds(needs, encode)).seconds)
 
     def _moves(self, cut: Cut, bound: _Bound) -> Iterator[Cut]:
         """Cuts with one layer less in one stage and one more in another; of many stages those of the slowest ranks."""
@@ -245,9 +241,9 @@ class Search:
 
     def _without_encoder(self, cut: Cut) -> float:
         """Seconds if the encoder took none of rank 0's: run-ahead makes no step shorter than that."""
-        layout = self.layout(cut)
-        seconds = replace(layout.seconds, encode=0.0) if self._may_run_ahead() else layout.seconds
-        return simulate(self._shape(layout.chunks_per_rank, layout.first_trainable_stage).program, seconds).seconds
+        shape, needs = self._placed(cut)
+        encode = 0.0 if self._may_run_ahead() else self.costs.timings.encode
+        return simulate(shape.program, self._stage_seconds(needs, encode)).seconds
 
     def _possible_chunks(self) -> tuple[int, ...]:
         """One alone where an even cut's idle share in 1F1B, which chunks divide, is less than what they must save."""
@@ -323,10 +319,9 @@ class Search:
 
     def smallest_needs(self, cut: Cut) -> tuple[RankNeed, ...]:
         """What each rank of a cut needs at least."""
-        chunks, first = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
         return tuple(
             self.costs.smallest(rank, spans_of(cut, rank, self.pipeline), found)
-            for rank, found in enumerate(self._shape(chunks, first).moments)
+            for rank, found in enumerate(self._placed(cut)[0].moments)
         )
 
     def with_encodes(self, cut: Cut) -> Layout:
@@ -347,17 +342,11 @@ class Search:
 
     def _run_ahead(self, layout: Layout, most: int) -> Layout:
         """The layout with at most `most` micro-batches encoded ahead; recomputes more only where that is asked for."""
-        chunks, first, spans = (
-            layout.chunks_per_rank,
-            layout.first_trainable_stage,
-            spans_of(layout.cut, 0, self.pipeline),
-        )
         exactly = None if self.run_ahead == "auto" else self.run_ahead
-        shape = self.pipeline, self.microbatches, first, chunks
+        shape = self.pipeline, self.microbatches, layout.first_trainable_stage, layout.chunks_per_rank
         schedule, encodes, simulation = best_encodes(*shape, layout.seconds, most, exactly=exactly)
-        setting = self.costs.setting
-        found = moments(schedule, self.costs.buffers, polls=setting.polls_sends)[0]
-        seconds = layout.seconds
+        found = moments(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)[0]
+        seconds, spans = layout.seconds, spans_of(layout.cut, 0, self.pipeline)
         need = self.costs.need_of(spans, layout.needs[0].recompute_layers, found)
         if exactly is not None and not self.costs.fits(need):
             need = self.costs.need(0, spans, found)

@@ -13,9 +13,7 @@ from made_up_costs import equal_costs, made_up_costs
 from schedule_check import check_schedule
 
 from mmtrain.plan.cut import (
-    RESERVED_SHARE,
     Cut,
-    StageCosts,
     best_cut,
     even_cut,
     first_trainable_stage,
@@ -27,6 +25,7 @@ from mmtrain.plan.memory import moments, peak
 from mmtrain.plan.schedule import Op, training_schedule
 from mmtrain.plan.search import SIMULATED_INSTRUCTIONS, Layout, Search
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
+from mmtrain.plan.stage_costs import RESERVED_SHARE, StageCosts
 
 
 def all_cuts(layers: int, stages: int) -> Iterator[Cut]:

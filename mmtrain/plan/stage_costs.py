@@ -1,0 +1,284 @@
+"""What any stage of any cut takes, in seconds and bytes.
+
+A rank's memory is weights, optimizer state and the peak of its schedule (`memory`). Recomputing decoder layers buys
+room for time: as few as fit are taken, those of the rank's earliest stage first, since what they keep is kept longest.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from mmtrain.config.schema import RunConfig
+from mmtrain.plan.calibration import Device, cpu_device, find_calibration
+from mmtrain.plan.costs import FP32, LayerCost, Models, RunCosts, run_costs
+from mmtrain.plan.memory import Buffers, Moment, StageBytes, moments, peak
+from mmtrain.plan.schedule import training_schedule
+from mmtrain.plan.timings import CPU, GPU, Timings, assumed_timings, calibrated
+
+RESERVED_SHARE = 0.06
+"""Share of a memory limit left to what is not counted, fragmentation above all."""
+RESERVED_GPU_BYTES = 5 * 2**29
+"""Least of a GPU's memory that is left: its context, cuBLAS and up to nine communicators take 1.5 to 2.5 GiB."""
+
+Span = tuple[int, int]  # layers [begin, end)
+
+
+def limit_on_gpu(memory_bytes: int) -> int:
+    """The memory limit of a rank on a GPU: such that the larger of both reserves is left of all its memory."""
+    return min(memory_bytes, max(0, math.floor((memory_bytes - RESERVED_GPU_BYTES) / (1 - RESERVED_SHARE))))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a cut depends on besides the layers' costs."""
+
+    pipeline: int
+    microbatches_per_step: int
+    memory_bytes: int | None  # a rank's limit
+    recompute_layers: Literal["auto"] | tuple[int, ...]  # per pipeline rank
+    polls_sends: bool = True  # see `memory.moments`
+
+
+class Stage(NamedTuple):
+    """One stage, for one micro-batch."""
+
+    forward: float  # seconds, the encoder left out
+    backward: float  # seconds; 0 where nothing runs backward
+    bytes: StageBytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankNeed:
+    """What the stages of one rank take; seconds for one micro-batch, the encoder included."""
+
+    stages: tuple[Stage, ...]
+    recompute_layers: tuple[int, ...]  # of each stage
+    seconds: float
+    weight_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    working_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The most bytes that lie on the device at once."""
+        return self.weight_bytes + self.state_bytes + self.activation_bytes + self.working_bytes
+
+
+class StageCosts:
+    """What any stage of any cut, and any rank of any schedule, takes."""
+
+    def __init__(self, costs: RunCosts, timings: Timings, setting: Setting) -> None:
+        self.costs = costs
+        self.timings = timings
+        self.setting = setting
+        self.layers = costs.layers
+        self.count = len(costs.layers)
+        self.first_trainable = next(i for i, layer in enumerate(costs.layers) if layer.trainable_names)
+        self.usable_bytes = (
+            math.inf if setting.memory_bytes is None else math.floor(setting.memory_bytes * (1 - RESERVED_SHARE))
+        )
+        self.buffers = Buffers(
+            costs.hidden_bytes, costs.integer_bytes, costs.encoder.feature_bytes, costs.encoder.batch_bytes
+        )
+        self._weights = _sums(layer.weight_bytes for layer in costs.layers)
+        self._state = _sums(layer.state_bytes for layer in costs.layers)
+        self._trainable = _sums(layer.trainable for layer in costs.layers)
+        self._forward = _sums(x.forward for x in timings.layers)
+        self._backward = _sums(x.backward for x in timings.layers)
+        self._run_begins: list[int] = []  # for each layer where the run of layers of its kind begins
+        for i, layer in enumerate(costs.layers):
+            same = i > 0 and layer.kind == costs.layers[i - 1].kind
+            self._run_begins.append(self._run_begins[-1] if same else i)
+        self.stage = functools.cache(self._stage)
+        self._one_stage_moments = functools.cache(self._find_one_stage_moments)
+        self._one_stage_needs: dict[tuple[int, int, Span, bool], RankNeed] = {}
+
+    # ---- stages
+
+    def same_span(self, begin: int, end: int) -> Span:
+        """The first span of layers that takes exactly what [begin, end) takes: most decoder layers are alike."""
+        first = self._run_begins[begin]
+        if first == begin or end >= self.count - 1 or self._run_begins[end - 1] != first:
+            return begin, end
+        return first, first + end - begin
+
+    def layers_of(self, begin: int, end: int) -> tuple[LayerCost, ...]:
+        """Layers [begin, end) as one stage; without the head the last decoder layer runs for all tokens."""
+        if end == self.count - 1:
+            return (*self.layers[begin : end - 1], self.costs.whole_last)
+        return self.layers[begin:end]
+
+    def decoder_layers(self, span: Span) -> int:
+        """How many of the layers are decoder layers."""
+        return max(0, min(span[1], self.count - 1) - max(span[0], 1))
+
+    def least_seconds(self, begin: int, end: int) -> float:
+        """Seconds of layers [begin, end) if nothing is recomputed; infinite if their weights alone do not fit.
+
+        Grows as `begin` falls or `end` rises.
+        """
+        if self.least_bytes(begin, end) > self.usable_bytes:
+            return math.inf
+        return self.compute_seconds(begin, end)
+
+    def compute_seconds(self, begin: int, end: int) -> float:
+        """Seconds of layers [begin, end), nothing recomputed; a lower bound also where rounding differs."""
+        sums = self._forward[end] - self._forward[begin] + self._backward[end] - self._backward[begin]
+        return sums * (1 - 1e-12)
+
+    def least_bytes(self, begin: int, end: int) -> int:
+        """Weights and optimizer state of layers [begin, end)."""
+        return self._weight_bytes([(begin, end)]) + self._state[end] - self._state[begin]
+
+    def _weight_bytes(self, spans: Iterable[Span]) -> int:
+        spans = list(spans)
+        both_ends = any(begin == 0 for begin, _ in spans) and any(end == self.count for _, end in spans)
+        shared = self.costs.shared_ends_bytes if both_ends else 0
+        return sum(self._weights[end] - self._weights[begin] for begin, end in spans) - shared
+
+    def _stage(self, begin: int, end: int, recompute: int) -> Stage:
+        """Layers [begin, end) of which the first `recompute` decoder layers recompute their activations."""
+        costs, timings = self.costs, self.timings
+        seconds_of = list(timings.layers[begin:end])
+        if end == self.count - 1:
+            seconds_of[-1] = timings.whole_last
+        runs_backward = end > self.first_trainable
+        forward, backward = timings.call, timings.call if runs_backward else 0.0
+        has_input = costs.keeps_input and begin > self.first_trainable
+        kept = costs.hidden_bytes if has_input else 0
+        most_forward = most_backward = 0
+        for i, (cost, seconds) in enumerate(zip(self.layers_of(begin, end), seconds_of, strict=True), begin):
+            recomputes = 0 <= i - max(begin, 1) < recompute and i < self.count - 1
+            forward += seconds.forward
+            backward += seconds.recomputing if recomputes else seconds.backward
+            if recomputes and cost.kept_bytes:
+                kept += cost.kept_bytes_recomputing
+                made = cost.forward_working_bytes + cost.kept_bytes - cost.kept_bytes_recomputing
+                most_forward = max(most_forward, kept + min(made, cost.recomputing_working_bytes))
+                most_backward = max(most_backward, kept + cost.recomputing_working_bytes)
+            else:
+                kept += cost.kept_bytes
+                most_forward = max(most_forward, kept + cost.forward_working_bytes)
+                most_backward = max(most_backward, kept + cost.backward_working_bytes)
+        return Stage(forward, backward, StageBytes(kept, most_forward, most_backward if runs_backward else 0))
+
+    # ---- ranks
+
+    def need(self, rank: int, spans: Sequence[Span], found: Sequence[Moment]) -> RankNeed:
+        """What a rank with these stages takes, at the moments of its schedule.
+
+        With "auto" recompute the fewest layers that fit, or, where nothing does, as many as take the least memory.
+        """
+        layers = [self.decoder_layers(span) for span in spans]
+        if self.setting.recompute_layers == "auto":
+            # Stages without backward keep nothing that could be recomputed.
+            layers = [n if span[1] > self.first_trainable else 0 for n, span in zip(layers, spans, strict=True)]
+            needs = []
+            for count in range(sum(layers) + 1):
+                needs.append(self.need_of(spans, _split(count, layers), found))
+                if self.fits(needs[-1]):
+                    return needs[-1]
+            return min(needs, key=lambda need: need.total_bytes)
+        return self.need_of(spans, _split(self.setting.recompute_layers[rank], layers), found)
+
+    def need_of(self, spans: Sequence[Span], recompute: Sequence[int], found: Sequence[Moment]) -> RankNeed:
+        """The same where so many decoder layers of each stage recompute, the first ones."""
+        stages = tuple(self.stage(*span, count) for span, count in zip(spans, recompute, strict=True))
+        end_working = FP32 * sum(self._trainable[end] - self._trainable[begin] for begin, end in spans)  # AdamW's root
+        most = peak(found, [stage.bytes for stage in stages], self.costs.encoder.working_bytes, end_working)
+        seconds = sum(stage.forward + stage.backward for stage in stages)
+        return RankNeed(
+            stages,
+            tuple(recompute),
+            seconds + (self.timings.encode if spans[0][0] == 0 else 0.0),
+            self._weight_bytes(spans),
+            sum(self._state[end] - self._state[begin] for begin, end in spans),
+            most.activations,
+            most.working,
+        )
+
+    def smallest(self, rank: int, spans: Sequence[Span], found: Sequence[Moment]) -> RankNeed:
+        """The need with none or all decoder layers recomputing, whatever takes less, or with as many as asked for."""
+        if self.setting.recompute_layers != "auto":
+            return self.need(rank, spans, found)
+        layers = [self.decoder_layers(span) for span in spans]
+        counts = (_split(count, layers) for count in {0, sum(layers)})
+        return min((self.need_of(spans, count, found) for count in counts), key=lambda need: need.total_bytes)
+
+    def fits(self, need: RankNeed) -> bool:
+        """Whether a rank may take so much."""
+        return need.total_bytes <= self.usable_bytes
+
+    # ---- one stage a rank
+
+    def one_stage_need(self, rank: int, begin: int, end: int, *, smallest: bool = False) -> RankNeed:
+        """The need of a rank of 1F1B that holds layers [begin, end) as its only stage.
+
+        What its schedule keeps depends on the rest of the cut in one way only: whether anything before it trains.
+        """
+        if end <= self.first_trainable:
+            first = rank + 1
+        else:
+            first = rank if begin <= self.first_trainable else 0
+        span = self.same_span(begin, end)
+        key = rank, first, span, smallest
+        if key not in self._one_stage_needs:
+            found = self._one_stage_moments(first)[rank]
+            self._one_stage_needs[key] = (self.smallest if smallest else self.need)(rank, [span], found)
+        return self._one_stage_needs[key]
+
+    def _find_one_stage_moments(self, first: int) -> tuple[tuple[Moment, ...], ...]:
+        setting = self.setting
+        schedule = training_schedule(setting.pipeline, setting.microbatches_per_step, first)
+        return moments(schedule, self.buffers, polls=setting.polls_sends)
+
+
+def stage_costs(
+    config: RunConfig, models: Models, memory_bytes: int | None, device: Device | None = None
+) -> StageCosts:
+    """Costs of any stage of this run; `memory_bytes` is what a rank may use (None: no limit).
+
+    Measured, where there is a calibration for the run on `device` (None: this machine's CPU). Raises UserError for a
+    `parallel.calibration` that does not fit.
+    """
+    calibration = find_calibration(config, models, device or cpu_device(config))
+    costs = run_costs(config, models)
+    # A limit is for GPUs, also where a laptop plans for them.
+    is_gpu = memory_bytes is not None or (device is not None and device.is_gpu)
+    replicas, assumptions = config.parallel.data, GPU if is_gpu else CPU
+    if calibration is None:
+        timings = assumed_timings(costs, replicas, assumptions)
+    else:
+        costs, timings = calibrated(costs, calibration, replicas, assumptions)
+    recompute = config.parallel.recompute_layers
+    return StageCosts(
+        costs,
+        timings,
+        Setting(
+            pipeline=config.parallel.pipeline,
+            microbatches_per_step=config.train.packs_per_step
+            // (config.parallel.data * config.train.packs_per_microbatch),
+            memory_bytes=memory_bytes,
+            recompute_layers=(recompute,) * config.parallel.pipeline if isinstance(recompute, int) else recompute,
+            polls_sends=is_gpu,  # gloo, for CPUs, cannot tell what has gone
+        ),
+    )
+
+
+def _split(count: int, layers: Sequence[int]) -> tuple[int, ...]:
+    """`count` layers over a rank's stages, its earliest stage first."""
+    result = []
+    for available in layers:
+        result.append(min(count, available))
+        count -= result[-1]
+    return tuple(result)
+
+
+def _sums(values: Iterable[float]) -> list:
+    return list(itertools.accumulate(values, initial=0))
