@@ -1,12 +1,12 @@
 """Measures on the device what the planner needs to know of a run: a Calibration.
 
-every rank: Calibrator --warm_up, then rounds--> seconds of each piece, of messages, of a step's end
+every rank: Calibrator --warm_up, then rounds--> seconds of single stages, of messages, of a step's end
             --finish: medians of each rank, means over ranks--> Calibration, the same everywhere
 rank 0: --calibrate--> the file that the planner finds, a table of what was measured
 
 All ranks do the same at the same time, since memory bandwidth, clocks and cores are shared in a run, too. A round
-measures everything once, so that what drifts meets all alike, and so that between two turns of a piece others have been
-through the caches. Pieces are stages as the engine runs them: with one layer, and with several in a row, whose
+measures everything once, so that what drifts meets all alike, and so that between two turns of a stage others have been
+through the caches. Stages are built and called as the engine does it: with one layer, and with several in a row, whose
 difference tells what a layer adds and what a call costs beyond its layers. A GPU is waited for after each, so there a
 call's cost holds launches that a run overlaps with computing.
 """
@@ -24,26 +24,25 @@ import torch.distributed as dist
 
 from mmtrain.base.printing import bytes_text
 from mmtrain.base.progress import Progress
-from mmtrain.calibration.allocations import MemoryTrace
-from mmtrain.calibration.message_costs import MessageCosts, median_of
+from mmtrain.calibration.allocations import bytes_used
+from mmtrain.calibration.message_costs import MessageCosts
 from mmtrain.calibration.solution import (
     ENCODE,
-    LOAD,
-    MATMUL,
-    REDUCE,
-    UPDATE,
     WINDOW,
-    Found,
-    Scales,
+    mean_of_ranks,
+    median_of,
     recomputing,
-    solve,
+    solve_layers,
+    solve_messages,
 )
-from mmtrain.calibration.work import StepEnd, matrix_products
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.channels import Channels
-from mmtrain.engine.process_groups import join_process_group
+from mmtrain.engine.optimizer import MasterWeights, make_optimizer
+from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.single_stage import SingleStage, expected_batch
+from mmtrain.engine.statistics import RankSums
+from mmtrain.engine.step_clock import Reading
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
@@ -55,6 +54,7 @@ LAYERS = 4  # of the stage that holds several
 WARM_UP_ROUNDS = 2
 MIN_ROUNDS, MAX_ROUNDS = 7, 31
 SECONDS = 40.0  # of rounds, if that gives as many
+LOAD, MATMUL, REDUCE, UPDATE = "load", "matrix products", "reduce", "update"
 
 
 class Calibrator:
@@ -66,61 +66,57 @@ class Calibrator:
 
     def __init__(self, config: RunConfig, models: Models, plan: Plan, device: torch.device, key: Key) -> None:
         self._plan, self._device, self._key = plan, device, key
-        timeout = timedelta(seconds=config.parallel.timeout_seconds)
+        self._synchronize = torch.get_device_module(device).synchronize
         self._costs = run_costs(config, models)
         self._kinds = {kind.name: kind for kind in self._costs.kinds}
         of_layers = [self._kinds[layer.kind] for layer in (*self._costs.layers[1:-2], self._costs.whole_last)]
         first, last = find_window(of_layers)
         self._window = tuple(kind.name for kind in of_layers[first:last])
         self._host_batch = expected_batch(config, models)
-        self._pieces = self._build(config, of_layers[first], first, last, len(of_layers))
+        self._stages = self._build(config, of_layers[first], first, last, len(of_layers))
         trained = {
             name: parameter
             for kind in self._kinds  # in one order on all ranks, whose gradients are reduced in turn
-            if kind in self._pieces
-            for name, parameter in self._pieces[kind].chunk.global_parameters()
+            if kind in self._stages
+            for name, parameter in self._stages[kind].chunk.global_parameters()
             if parameter.requires_grad
         }
-        self._end = StepEnd(config, plan, trained)
-        self._multiply, self._flops = matrix_products(self._pieces[self._window[0]])
-        for piece in self._pieces.values():  # before any message: see mmtrain.engine.single_stage
-            piece.forward()
-            piece.backward()
+        self._end = _StepEnd(config, plan, trained, device)
+        self._multiply, self._flops = matrix_products(self._stages[self._window[0]])
+        for stage in self._stages.values():  # before any message: see `warm_up` of mmtrain.engine.single_stage
+            stage.forward()
+            stage.backward()
         self._messages: MessageCosts | None = None
         if plan.pipeline > 1:
-            self._messages = MessageCosts(
-                plan,
-                dist.get_rank(),
-                device,
-                Channels(plan, dist.get_rank(), device, timeout),
-                self._pieces["front"].input,
-                self._compute,
-            )
+            timeout = timedelta(seconds=config.parallel.timeout_seconds)
+            channels = Channels(plan, dist.get_rank(), device, timeout)
+            hidden = self._stages["front"].input
+            self._messages = MessageCosts(plan, dist.get_rank(), channels, hidden, self._compute)
         self.seconds: dict[str, list[float]] = {}
-        """Of every round, by what was measured; see `calibration_solution`."""
+        """Of every round, by what was measured; see `solution`."""
 
     def _build(
         self, config: RunConfig, kind_of_window: LayerKind, first: int, last: int, count: int
     ) -> dict[str, SingleStage]:
-        """The pieces by name; those that recompute share the chunk of the one that does not."""
+        """The stages by name; those that recompute share the chunk of the one that does not."""
         batch = to_device(self._host_batch, self._device)
 
-        def piece(kind: LayerKind, first: int, last: int, *, front: bool = False, head: bool = False) -> SingleStage:
+        def build(kind: LayerKind, first: int, last: int, *, front: bool = False, head: bool = False) -> SingleStage:
             chunk = build_chunk(config, StagePlan(0, first, last, front, head), device=self._device)
             return SingleStage(chunk, batch, input_gradient=kind.input_gradient, backward=kind.runs_backward)
 
-        pieces = {
-            "front": piece(self._kinds["front"], 0, 0, front=True),
-            "head": piece(self._kinds["head"], count, count, head=True),
-            WINDOW: piece(kind_of_window, first, last),
+        stages = {
+            "front": build(self._kinds["front"], 0, 0, front=True),
+            "head": build(self._kinds["head"], count, count, head=True),
+            WINDOW: build(kind_of_window, first, last),
         }
         for kind in self._kinds.values():
             if kind.layer is not None:
-                pieces[kind.name] = piece(kind, kind.layer, kind.layer + 1, head=kind.on_rows)
-        for name, piece in list(pieces.items()):
-            if name not in ("front", "head") and piece.runs_backward:
-                pieces[recomputing(name)] = piece.recomputing()
-        return pieces
+                stages[kind.name] = build(kind, kind.layer, kind.layer + 1, head=kind.on_rows)
+        for name, stage in list(stages.items()):
+            if name not in ("front", "head") and stage.runs_backward:
+                stages[recomputing(name)] = stage.recomputing()
+        return stages
 
     # ---- time
 
@@ -131,40 +127,31 @@ class Calibrator:
             self.round()
         took = torch.tensor([time.perf_counter() - began], device=self._device)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        self.forget()
-        return min(MAX_ROUNDS, max(MIN_ROUNDS, int(seconds / float(took))))
-
-    def forget(self) -> None:
-        """Drop the rounds so far."""
         self.seconds = {}
-        if self._messages is not None:
-            self._messages.forget()
+        return min(MAX_ROUNDS, max(MIN_ROUNDS, int(seconds / float(took))))
 
     def round(self) -> None:
         """Measure everything once more."""
-        for name, piece in self._timed_pieces():
-            piece.prepare()
+        for name, stage in self._stages.items():
+            if stage.recompute and name != recomputing(WINDOW):
+                continue  # of recomputation one measure is enough: what a second forward costs, in terms of the first
+            stage.prepare()
             if name == "front":
                 self._time(LOAD, lambda: to_device(self._host_batch, self._device))
-                self._time(ENCODE, piece.encode)
+                self._time(ENCODE, stage.encode)
             dist.barrier()
-            self._time(f"{name} forward", piece.forward)
-            piece.release_output()
-            if piece.runs_backward:
-                self._time(f"{name} backward", piece.backward)
+            self._time(f"{name} forward", stage.forward)
+            stage.release_output()
+            if stage.runs_backward:
+                self._time(f"{name} backward", stage.backward)
         dist.barrier()
         self._time(MATMUL, self._multiply)
         if self._messages is not None:
-            self._messages.round()
+            for name, seconds in self._messages.round().items():
+                self.seconds.setdefault(name, []).append(seconds)
         dist.barrier()
         self._time(REDUCE, self._end.reduce)
         self._time(UPDATE, self._end.update)
-
-    def _timed_pieces(self) -> Iterator[tuple[str, SingleStage]]:
-        """Of recomputation one measure is enough: what a second forward costs, in terms of the first."""
-        for name, piece in self._pieces.items():
-            if piece.recompute == 0 or name == recomputing(WINDOW):
-                yield name, piece
 
     def _time(self, name: str, work: Callable[[], object]) -> None:
         self._synchronize()
@@ -175,45 +162,32 @@ class Calibrator:
 
     def _compute(self) -> None:
         """Work as long as a micro-batch's, to send and receive beside."""
-        piece = self._pieces[self._window[0]]
+        stage = self._stages[self._window[0]]
         with torch.no_grad():
-            piece.chunk(piece.input, piece.batch.position_ids)
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            stage.chunk(stage.input, stage.batch.position_ids)
 
     # ---- memory
 
-    def _usage(self) -> dict[str, dict[str, int]]:
-        """Bytes by piece: kept until its backward, working in forward and in backward."""
+    def _bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes by stage: kept until its backward, working in forward and in backward."""
         found = {}
-        for name, piece in self._pieces.items():
-            piece.prepare()
-            piece.forward()
-            piece.backward()  # makes gradients, which then are there
-            piece.prepare()
-            with MemoryTrace(self._device) as trace:
-                if name == "front":
-                    with trace.span("encode"):
-                        features = piece.encode()
-                    del features
-                with trace.span("forward"):
-                    piece.forward()
-                with trace.span("keep"):
-                    piece.release_output()
-                with trace.span("backward"):
-                    piece.backward()
-            spans = trace.spans
-            found[name] = {
-                "kept": spans["keep"].end - spans["forward"].begin,
-                "forward": spans["forward"].peak - spans["forward"].end,
-                "backward": spans["backward"].peak - spans["backward"].begin,
-            }
+        for name, stage in self._stages.items():
+            stage.prepare()
+            stage.forward()
+            stage.backward()  # makes gradients, which then are there
+            stage.prepare()
             if name == "front":
-                encode, features = spans["encode"], piece.features.untyped_storage().nbytes()
-                kept = 0 if piece.chunk.encoder_is_frozen else encode.end - encode.begin - features
+                (encode,) = bytes_used(stage.encode, device=self._device)
+                features = stage.features.untyped_storage().nbytes()
+                kept = 0 if stage.chunk.encoder_is_frozen else encode.end - features
                 found[ENCODE] = {"kept": kept, "forward": encode.peak - encode.end, "backward": 0}
+            work = (stage.forward, stage.release_output, stage.backward)
+            forward, sent, backward = bytes_used(*work, device=self._device)
+            found[name] = {
+                "kept": forward.end + sent.end,
+                "forward": forward.peak - forward.end,
+                "backward": backward.peak,
+            }
         return found
 
     # ---- the result
@@ -225,18 +199,73 @@ class Calibrator:
         """
         factors = factors or [1.0] * len(self.seconds[MATMUL])
         medians = {name: median_of(values, factors) for name, values in self.seconds.items()}
-        messages = self._messages.found(factors) if self._messages is not None else {}
-        of_ranks: list[Found] = [Found({}, {}, {})] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, Found(medians, self._usage(), messages))
-        images = len(self._host_batch.images)
-        here = sum(master.numel() for master in self._end.masters.by_name.values())
-        scales = Scales(
-            images=self._costs.work.images / images,
-            trained=max(rank.trainable for rank in self._plan.ranks) / here,
-            matmul_flops=self._flops,
+        of_ranks = [(medians, self._bytes())] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, of_ranks[0])
+        seconds = mean_of_ranks([medians for medians, _ in of_ranks])
+        # The ranks have measured whole images, and an update of what trains in one layer of each kind.
+        seconds[ENCODE] *= self._costs.work.images / len(self._host_batch.images)
+        seconds[UPDATE] *= max(rank.trainable for rank in self._plan.ranks) / self._end.elements
+        layers, call_seconds = solve_layers(seconds, of_ranks[0][1], self._kinds, self._window)
+        send, receive, transfer = solve_messages(seconds)
+        return Calibration(
+            key=self._key,
+            layers=layers,
+            compute_seconds=call_seconds,
+            encode_seconds=seconds[LOAD],
+            send=send,
+            receive=receive,
+            transfer=transfer,
+            end_seconds=seconds[REDUCE] + seconds[UPDATE],
             replicas=self._plan.data,
+            matmul_flops_per_second=self._flops / seconds[MATMUL],
         )
-        return solve(of_ranks, self._kinds, self._window, scales, self._key)
+
+
+class _StepEnd:
+    """Gradients and statistics reduced, norm, AdamW update: the end of a step on a rank that trains these weights.
+
+    The update leaves the weights as they are: its rate is 0.
+    """
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, parameters: Mapping[str, torch.nn.Parameter], device: torch.device
+    ) -> None:
+        self._masters = MasterWeights(parameters)
+        self.elements = sum(master.numel() for master in self._masters.by_name.values())
+        self._optimizer = make_optimizer(torch.nn.Module(), self._masters.by_name, config.optimizer)
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        self._device = device
+        self._replicas = replica_group(plan, dist.get_rank(), config.parallel.timeout_seconds)
+
+    def reduce(self) -> None:
+        """REDUCE_GRADIENTS and REDUCE_STATISTICS."""
+        self._masters.reduce_gradients(self._replicas)
+        sums = RankSums(self._device)
+        sums.add(squared_norm=self._masters.squared_norm(1, self._device))
+        sums.reduce(Reading(0.0, 0.0, 0.0, 0.0, 0.0))
+
+    def update(self) -> None:
+        """OPTIMIZER_STEP; a step's first backward then makes new gradients."""
+        for master in self._masters.by_name.values():
+            master.grad.mul_(1.0)
+        self._optimizer.step()
+        self._masters.write_back()
+        self._masters.zero_grad()
+
+
+def matrix_products(stage: SingleStage) -> tuple[Callable[[], None], float]:
+    """Products of all tokens with each matrix of the stage's decoder layers, and their FLOPs (2 a multiply-add)."""
+    weights = [p for _, p in stage.chunk.language.global_parameters() if p.ndim == 2]
+    tokens = stage.batch.position_ids.numel()
+    rows = {w.shape[1]: torch.randn(tokens, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
+
+    def multiply() -> None:
+        with torch.no_grad():
+            for weight in weights:
+                torch.nn.functional.linear(rows[weight.shape[1]], weight)
+
+    return multiply, 2.0 * tokens * sum(w.numel() for w in weights)
 
 
 def find_window(kinds: Sequence[LayerKind]) -> tuple[int, int]:
@@ -282,26 +311,20 @@ def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path | None, 
 
 def table(found: Calibration, seconds: Mapping[str, Sequence[float]]) -> Iterator[str]:
     """What one more layer adds to a stage, and what else was measured; then each measurement's spread on a rank."""
+    yield "one more of these adds ms of forward, backward, backward recomputing; bytes kept, kept recomputing, working:"
     name_width = max(map(len, found.layers))
-    yield f"{'one more':{name_width}}  forward, ms  backward  recomputing      kept  recomputing   working"
     for name, layer in found.layers.items():
         times = layer.forward_seconds, layer.backward_seconds, layer.recomputing_seconds
         working = max(layer.forward_working_bytes, layer.backward_working_bytes)
-        yield (
-            f"{name:{name_width}}  {times[0] * 1e3:11,.3f}  {times[1] * 1e3:8,.3f}  {times[2] * 1e3:11,.3f}"
-            f"  {bytes_text(layer.kept_bytes):>8}  {bytes_text(layer.kept_bytes_recomputing):>11}"
-            f"  {bytes_text(working):>8}"
-        )
+        sizes = map(bytes_text, (layer.kept_bytes, layer.kept_bytes_recomputing, working))
+        columns = [*(f"{time * 1e3:,.3f}" for time in times), *sizes]
+        yield f"{name:{name_width}}" + "".join(f" {column:>8}" for column in columns)
     yield (
         f"call {found.compute_seconds * 1e3:,.3f} ms; step's end {found.end_seconds * 1e3:,.3f} ms; matrix products "
         f"{found.matmul_flops_per_second / 1e12:,.3f} TFLOP/s a rank"
     )
-    for name, line in (("send", found.send), ("receive", found.receive), ("transfer", found.transfer)):
-        if line is None:
-            yield f"{name} was not measured: plans assume it"
-        elif line.fixed or line.per_byte:
-            rate = f", {line.per_byte * 1e9:,.3f} ms a MB" if line.per_byte else ""
-            yield f"{name} {line.fixed * 1e3:,.3f} ms{rate}"
+    for name, cost in (("send", found.send), ("receive", found.receive), ("transfer", found.transfer)):
+        yield f"{name} was not measured: plans assume it" if cost is None else f"{name} {cost.fixed * 1e3:,.3f} ms"
     width = max(map(len, seconds))
     yield f"{'rank 0, ms':{width}}  median (least - largest) of {len(seconds[MATMUL])} rounds"
     for name, values in seconds.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mmtrain.calibration.allocations import MemoryTrace, tensor_bytes
+from mmtrain.calibration.allocations import bytes_used, tensor_bytes
 from mmtrain.doctor.gpu_facts import memory_of
 from mmtrain.doctor.models import DTYPES, SHAPES, run_config, save_parts
 from mmtrain.engine.channels import Channels
@@ -141,11 +142,9 @@ def measure_memory(folder: Path, rank: Rank) -> None:
         state = (t for s in engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
         lasting = tensor_bytes(itertools.chain(weights, state))
         gc.collect()
-        with MemoryTrace(device) as trace:
-            for span in ("first", "second"):
-                with trace.span(span):
-                    engine.train_step(batches)
-        found = {"allocated_bytes": lasting + trace.spans["second"].peak}
+        step = functools.partial(engine.train_step, batches)
+        first, second = bytes_used(step, step, device=device)
+        found = {"allocated_bytes": lasting + first.end + second.peak}
     found |= {"planned_bytes": plan.ranks[0].total_bytes, "shape": shape_name, "dtype": dtype}
     (folder / "memory.json").write_text(json.dumps(found))
     dist.barrier()

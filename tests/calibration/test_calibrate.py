@@ -13,34 +13,21 @@ from scenes import make_config, save_parts
 from torch.autograd.graph import saved_tensors_hooks
 
 from mmtrain.base.errors import UserError
-from mmtrain.calibration.allocations import MemoryTrace, tensor_bytes
+from mmtrain.calibration.allocations import Usage, bytes_used, tensor_bytes
 from mmtrain.calibration.calibrate import find_window
-from mmtrain.calibration.message_costs import message_seconds
-from mmtrain.calibration.solution import (
-    ENCODE,
-    LOAD,
-    MATMUL,
-    REDUCE,
-    UPDATE,
-    WINDOW,
-    Found,
-    Scales,
-    recomputing,
-    solve,
-)
+from mmtrain.calibration.solution import ENCODE, WINDOW, mean_of_ranks, recomputing, solve_layers, solve_messages
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.launch import main as launch
 from mmtrain.model.stage import build_chunk
-from mmtrain.plan.calibration import Key, cpu_device, find_calibration
+from mmtrain.plan.calibration import Linear, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerKind, run_costs
 from mmtrain.plan.layout import StagePlan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.table import render
 
 CPU = torch.device("cpu")
-NO_KEY = Key("none", 1, 1, "", (), 1, 1, 1, 1.0, ())
 
 
 @pytest.fixture(scope="module")
@@ -150,18 +137,22 @@ def test_the_measured_micro_batch_is_the_expected_one(tiny):
 
 
 def test_live_bytes_are_counted_from_every_allocation_and_release():
-    before = torch.empty(1000)
-    with MemoryTrace(CPU) as trace:
-        with trace.span("first"):
-            one, two = torch.empty(1 << 18), torch.empty(1 << 18)
-            del one
-        with trace.span("second"):
-            three = torch.empty(1 << 16)
-            del two
-    assert (trace.spans["first"].peak, trace.spans["first"].end) == (2 << 20, 1 << 20)
-    second = trace.spans["second"]
-    assert (second.begin, second.peak, second.end) == (1 << 20, (1 << 20) + (1 << 18), 1 << 18)
-    assert tensor_bytes(iter([before, before[:10], three])) == 4000 + (1 << 18)
+    before, held = torch.empty(1000), []
+
+    def allocate():
+        one, two = torch.empty(1 << 18), torch.empty(1 << 18)
+        del one
+        held.append(torch.empty(1 << 16))
+        return two
+
+    def release():
+        held.clear()
+
+    first, second = bytes_used(allocate, release, device=CPU)
+    assert first == Usage(peak=2 << 20, end=(1 << 20) + (1 << 18))
+    assert second == Usage(peak=0, end=-(1 << 18))
+    other = torch.empty(1 << 16)
+    assert tensor_bytes(iter([before, before[:10], other])) == 4000 + (1 << 18)
 
 
 @pytest.fixture(scope="module")
@@ -192,14 +183,9 @@ def test_a_layer_keeps_the_bytes_that_autograd_saves_for_it(parts):
             piece.forward()
             saved[last] = sum(storages.values())
         piece.backward()
-        with MemoryTrace(CPU) as trace:
-            with trace.span("forward"):
-                piece.forward()
-                piece.release_output()
-            with trace.span("backward"):
-                piece.backward()
-        kept[last] = trace.spans["forward"].end
-        assert trace.spans["backward"].end == 0, "backward lets everything go"
+        forward, sent, backward = bytes_used(piece.forward, piece.release_output, piece.backward, device=CPU)
+        kept[last] = forward.end + sent.end
+        assert kept[last] + backward.end == 0, "backward lets everything go"
     assert kept[3] - kept[2] == pytest.approx(saved[3] - saved[2], rel=0.01)
 
 
@@ -216,7 +202,7 @@ def test_layers_calls_and_recomputation_are_told_apart():
     kinds |= {
         k.name: k for k in (kind("front", None), kind("a", 0), kind("b", 1), kind("last", 3, True), kind("head", None))
     }
-    seconds = {ENCODE: 50.0, LOAD: 0.5, MATMUL: 4.0, REDUCE: 1.0, UPDATE: 3.0}
+    seconds = {ENCODE: 50.0}
     for way, factor in (("forward", 1), ("backward", 2)):
         seconds |= {f"front {way}": 7 * factor, f"head {way}": (2 + 3) * factor, f"last {way}": (2 + 3 + 6) * factor}
         seconds |= {f"a {way}": (2 + 10) * factor, f"b {way}": (2 + 20) * factor}
@@ -231,27 +217,23 @@ def test_layers_calls_and_recomputation_are_told_apart():
     bytes_of = {ENCODE: usage(0, 9), "front": usage(30), "head": usage(5), "last": usage(45), **of_inner_layers}
     of_recomputing = {"a": usage(1, 1, 300), "b": usage(2), WINDOW: usage(1 + 2 + 1 + 2 * 50)}
     bytes_of |= {recomputing(name): found for name, found in of_recomputing.items()}
-    of_ranks = [Found(seconds, bytes_of, {}), Found({n: s * 3 for n, s in seconds.items()}, bytes_of, {})]
-    scales = Scales(images=1.5, trained=2.0, matmul_flops=80.0, replicas=1)
-    found = solve(of_ranks, kinds, ("a", "b", "a"), scales, NO_KEY)  # means of both ranks: twice the first one's
-    layers = found.layers
-    assert found.compute_seconds == pytest.approx(2 * (2 + 4) / 2)
+    both = mean_of_ranks([seconds, {name: 3 * value for name, value in seconds.items()}])  # twice the first one's
+    layers, call = solve_layers(both, bytes_of, kinds, ("a", "b", "a"))
+    assert call == pytest.approx(2 * (2 + 4) / 2)
     assert (layers["a"].forward_seconds, layers["b"].backward_seconds) == pytest.approx((20, 80))
     assert layers["a"].recomputing_seconds == pytest.approx(40 + 1.1 * 20)
     assert (layers["last"].forward_seconds, layers["head"].forward_seconds) == pytest.approx((12, 6))
-    assert (layers["front"].forward_seconds, layers["encoder"].forward_seconds) == pytest.approx((14, 150))
-    assert (found.end_seconds, found.matmul_flops_per_second) == pytest.approx((2 + 12, 80 / 8))
+    assert (layers["front"].forward_seconds, layers["encoder"].forward_seconds) == pytest.approx((14, 100))
     assert (layers["a"].kept_bytes, layers["b"].kept_bytes, layers["last"].kept_bytes) == (108, 208, 48)
     assert (layers["a"].kept_bytes_recomputing, layers["a"].recomputing_working_bytes) == (51, 300)
 
 
 def test_messages_cost_what_they_take_from_both_sides_and_the_rest_of_the_way():
-    sender = {100: {"send": 1.0, "echo": 6.0}, 1000: {"send": 3.0, "echo": 15.0}}
-    receiver = {100: {"receive": 2.0, "echo": 8.0}, 1000: {"receive": 2.0, "echo": 17.0}}
-    small, large = message_seconds([sender, receiver])
-    assert small == (100, 1.0, 2.0, 4.0) and large == (1000, 3.0, 2.0, 11.0)
-    (only,) = message_seconds([{100: {"send": 1.0}}, {100: {"receive": 2.0}}])
-    assert only == (100, 1.0, 2.0, None), "no message came back to tell"
+    ranks = [{"send": 1.0, "echo": 6.0}, {"receive": 2.0, "echo": 8.0}]
+    assert solve_messages(mean_of_ranks(ranks)) == (Linear(1.0, 0.0), Linear(2.0, 0.0), Linear(4.0, 0.0))
+    *_, transfer = solve_messages(mean_of_ranks([{"send": 1.0}, {"receive": 2.0}]))
+    assert transfer is None, "no message came back to tell"
+    assert solve_messages({}) == (None, None, None)
 
 
 def test_the_layers_in_a_row_are_alike_in_what_they_need():

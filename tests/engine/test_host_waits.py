@@ -12,7 +12,7 @@ from scenes import as_batch, make_config, make_document, save_parts
 from transformers import CONFIG_MAPPING
 
 from mmtrain.data.stream.packs import to_device
-from mmtrain.model import attention, kernels
+from mmtrain.model import attention, flash
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import build_chunk
 from mmtrain.model.tiny import tiny_model
@@ -90,7 +90,7 @@ def test_no_stage_waits_for_the_device_and_no_operation_mixes_devices(parts, mon
     expected, _ = chunks[-1].loss(hidden, batch.position_ids, batch.labels)
     if by_kernel:
         monkeypatch.setattr(attention, "use_flash", lambda *_: True)
-        monkeypatch.setattr(attention, "attend_packed", lambda *given: kernels.attend_packed(*given, one_call_for_all))
+        monkeypatch.setattr(attention, "attend_packed", lambda *given: flash.attend_packed(*given, one_call_for_all))
     with Pretend() as device:
         for chunk in chunks:
             chunk.to(DEVICE)

@@ -16,7 +16,7 @@ from bench_ballast import ballast
 from bench_timing import usual_speed
 from conftest import TOOLS
 
-from mmtrain.calibration.message_costs import median_of
+from mmtrain.calibration.solution import median_of
 
 
 @pytest.fixture(scope="module")

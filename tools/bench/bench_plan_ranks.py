@@ -7,6 +7,7 @@ Layouts share the frozen weights; each has its own stages, projector, engine and
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -22,7 +23,7 @@ from bench_ballast import ballast
 from bench_timing import usual_speed
 
 from mmtrain.base.progress import Progress
-from mmtrain.calibration.allocations import MemoryTrace, tensor_bytes
+from mmtrain.calibration.allocations import bytes_used, tensor_bytes
 from mmtrain.calibration.calibrate import Calibrator
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch
@@ -141,12 +142,9 @@ class Runner:
         state = (t for s in self.engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
         lasting = tensor_bytes(itertools.chain(weights, state, self.engine.trainable.values()))
         gc.collect()
-        with MemoryTrace(DEVICE) as trace:
-            with trace.span("first"):
-                self.engine.train_step(self._batches)
-            with trace.span("second"):
-                self.engine.train_step(self._batches)
-        return lasting + trace.spans["second"].peak
+        step = functools.partial(self.engine.train_step, self._batches)
+        first, second = bytes_used(step, step, device=DEVICE)
+        return lasting + first.end + second.peak
 
 
 def _shared_chunk(config: RunConfig, stage: StagePlan, weights: dict[str, torch.Tensor]) -> Chunk:
@@ -201,7 +199,7 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
         if layout.name not in runners:
             runners[layout.name] = Runner(layout_config(settings, layout, folder, file), models, weights)
 
-    calibrator.forget()
+    calibrator.seconds = {}
     with ballast():
         probes = _race(settings, runners, calibrator, rank)
     factors = usual_speed(probes, settings.noise)
