@@ -29,6 +29,7 @@ calibration  evaluation
 export
 train
 launch
+api
 doctor
 commands
 __main__
@@ -126,8 +127,15 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_packages_import_nothing_so_that_one_module_does_not_bring_in_its_neighbours():
-    for file in PACKAGE.rglob("__init__.py"):
+    for file in PACKAGE.rglob("*/__init__.py"):
         assert list(imports(ast.parse(file.read_text()), at_import=False)) == []
+
+
+def test_the_package_itself_brings_a_name_of_its_api_when_it_is_used():
+    code = "import sys, mmtrain; print(sorted(name for name in sys.modules if name.partition('.')[0] in {known!r}))"
+    code = code.format(known=("mmtrain", "torch", "pydantic", "numpy"))
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.strip() == "['mmtrain']"
 
 
 @pytest.mark.parametrize("name", TORCH_FREE)

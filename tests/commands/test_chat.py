@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from untrained_runs import make_checkpoint
 
+from mmtrain.api.generate import _streamer
 from mmtrain.commands import chat as chat_command
 from mmtrain.config.load import load_config
 from mmtrain.data.stream.images import image_transform
@@ -56,7 +57,7 @@ def llava(tool, work) -> Path:
     """The LLaVA folder of the run chat/."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(work / "cache"))
-        return tool.llava_folder(str(work / "chat"))
+        return tool.llava_folder(str(work / "chat"), print)
 
 
 def stock_answer(folder: Path, messages: list[dict], images: list[Path], limit: int) -> str:
@@ -103,7 +104,7 @@ def test_another_checkpoint_of_the_same_run_is_another_model(tool, work):
     folders = []
     for step, seed in ((20, 0), (21, 1)):
         config = load_config(CONFIG, [f"run.seed={seed}"])
-        folders.append(tool.llava_folder(str(make_checkpoint(work / "two-steps", config, step=step).path)))
+        folders.append(tool.llava_folder(str(make_checkpoint(work / "two-steps", config, step=step).path), print))
     one, other = (read_projector(str(folder), "mlp2x_gelu", 128, 128) for folder in folders)
     assert not torch.equal(one["linear_1.weight"], other["linear_1.weight"])
 
@@ -123,7 +124,7 @@ def test_two_pictures_and_a_system_turn_reach_the_model(tool, work, llava, capsy
 
 
 def test_a_later_question_sees_the_earlier_ones_and_their_answers(tool, work, llava, capsys):
-    conversation = tool.Conversation(*tool.load(llava), [tool.read_image(work / "one.png")], None, 12)
+    conversation = tool.Conversation(*tool.load(llava), [tool.read_image(work / "one.png")], None, 12, tool.show_words)
     for question in (QUESTION, "What do you see at the bottom right?"):
         conversation.ask(question)
     first = stock_answer(llava, [user(QUESTION)], [work / "one.png"], 12)
@@ -147,14 +148,14 @@ def test_words_appear_while_the_model_still_generates(tool, work, llava, monkeyp
     model.register_forward_hook(count)
     printed_after = []
     monkeypatch.setattr("builtins.print", lambda text="", **_: printed_after.append(forwards) if text.strip() else None)
-    tool.Conversation(model, processor, [tool.read_image(work / "one.png")], None, 12).ask(QUESTION)
+    tool.Conversation(model, processor, [tool.read_image(work / "one.png")], None, 12, tool.show_words).ask(QUESTION)
     assert forwards > 3
     assert printed_after[0] < forwards
     assert len(set(printed_after)) > 2
 
 
 def test_a_model_that_was_trained_on_captions_captions_and_says_that_it_cannot_be_asked(tool, work, capsys):
-    folder = tool.llava_folder(str(work / "plain"))
+    folder = tool.llava_folder(str(work / "plain"), print)
     expected = stock_answer(folder, [user("", images=1)], [work / "one.png"], 12)
     for more in ([], ["--prompt", QUESTION]):
         answer, notes = say(tool, capsys, folder, work / "one.png", *more)
@@ -168,7 +169,7 @@ def test_an_answer_that_was_cut_is_said_to_be(tool, work, llava, capsys):
 
 
 def test_what_a_model_says_cannot_steer_the_terminal(tool, llava, capsys):
-    streamer = tool._streamer(tool.load(llava)[1].tokenizer)
+    streamer = _streamer(tool.load(llava)[1].tokenizer, tool.show_words)
     streamer.on_finalized_text(" red\n\x1b[31mblue\x1b]0;title\x07")
     streamer.on_finalized_text(" \u202etxt.exe\r5 µm 图 é", stream_end=True)
     said = "red\n\\x1b[31mblue\\x1b]0;title\\x07 \\u202etxt.exe\\r5 µm 图 é\n"
@@ -259,7 +260,7 @@ def test_a_folder_of_pickles_or_without_weights_is_refused(tool, work, llava, tm
     (tmp_path / "llava" / "model.safetensors").unlink()
     assert "holds no model.safetensors" in refused(tool, capsys, tmp_path / "llava", work / "one.png")
     torch.save({}, tmp_path / "llava" / "pytorch_model.bin")
-    assert "convert_weights.py" in refused(tool, capsys, tmp_path / "llava", work / "one.png")
+    assert "mmtrain convert" in refused(tool, capsys, tmp_path / "llava", work / "one.png")
 
 
 def edit(file: Path, *places: str, **changes: object) -> None:

@@ -14,6 +14,7 @@ from markdown_it.token import Token
 from step_states import VERSIONS
 from untrained_runs import config_of, export, make_checkpoint
 
+from mmtrain.export import hf
 from mmtrain.export.projector_file import origin
 
 NAMES = [
@@ -89,7 +90,7 @@ def test_models_of_the_hub_are_named_in_the_metadata_and_read_back(tiny, tmp_pat
     from mmtrain.export.card import write_card  # as the export calls it, with names that the machine need not have
 
     calls = []
-    monkeypatch.setattr("mmtrain.export.hf.write_card", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(hf, "write_card", lambda *arguments: calls.append(arguments))
     export(make_checkpoint(tmp_path / "run", config_of(tiny)), tmp_path / "out")
     folder, about, *rest = calls[0]
     names = {"llm": "yes/on", "vision": "1e3/null"}

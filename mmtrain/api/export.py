@@ -1,0 +1,115 @@
+"""What a run has trained, exported: alone, for LLaVA's code, or with its models for stock transformers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mmtrain.api.run import Run
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import StepFolder, find
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+
+
+class DifferentError(Exception):
+    """The exported model computes something else than mmtrain's; nothing was left of it."""
+
+
+def export(
+    run: Run | str | Path,
+    format: Literal["safetensors", "llava", "hf"],
+    out: str | Path,
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    max_shard_gb: float = 5.0,
+    verify: int | None = None,
+    say: Callable[[str], None] = _log.info,
+    show: Callable[[str, int, int], None] = lambda *_: None,
+) -> Path:
+    """Export a checkpoint, or the newest whole one of a run, into the new folder `out`, which is returned.
+
+    `format`: as `mmtrain export --help` has them. `dtype`: of the tensors written; None: that of the run's LLM for
+    "hf", else float32. `max_shard_gb`: largest file of "hf". `verify`: compare the exported model with mmtrain's own on
+    so many held-out samples ("hf"). `say` gets what was done, `show` what is read or written, its bytes so far and in
+    all. Raises UserError, and DifferentError where `verify` finds a difference.
+    """
+    if verify is not None and format != "hf":
+        raise UserError("--verify runs the exported model, and only --format hf exports one; leave it out")
+    out = Path(out)
+    checkpoint = find(run.folder if isinstance(run, Run) else Path(run), say)
+    say(f"{checkpoint.path}: {checkpoint.step:,} steps")
+    import torch  # after the cheap refusals: it takes seconds
+
+    from mmtrain.export.llava import export_llava
+    from mmtrain.export.projector_file import export_projector_file
+
+    tensors = getattr(torch, dtype or (checkpoint.config.model.llm.dtype if format == "hf" else "float32"))
+    if format == "hf":
+        _export_model(checkpoint, out, tensors, int(max_shard_gb * 1e9), verify, say, show)
+    elif format == "llava":
+        export_llava(checkpoint, out, tensors)
+    elif format == "safetensors":
+        export_projector_file(checkpoint, out, tensors)
+    else:
+        raise UserError(f"format {format!r}: there are safetensors, llava and hf")
+    size = sum(file.stat().st_size for file in out.expanduser().iterdir())
+    say(f"exported {out} ({_size(size)}, {str(tensors).removeprefix('torch.')}), read again and compared")
+    return out
+
+
+def _export_model(
+    checkpoint: StepFolder,
+    out: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    verify: int | None,
+    say: Callable[[str], None],
+    show: Callable[[str, int, int], None],
+) -> None:
+    from mmtrain.export.hf import export_hf
+    from mmtrain.export.tensors import new_folder
+    from mmtrain.export.verify import PROMPTS, batch_fault, compare_logits, expected_logits, stock_model
+
+    with new_folder(out) as folder:
+        exported = export_hf(checkpoint, folder, dtype, shard_bytes, show)
+        say(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
+        if exported.unmarked:
+            say(exported.unmarked)
+        if verify is not None:
+            say("comparing with mmtrain's own logits: both models are loaded, in float32, one after the other")
+            expected = expected_logits(checkpoint, folder, exported, dtype, verify)
+            model = stock_model(folder)
+            found = compare_logits(expected, model)
+            line = (
+                f"logits of {found.tokens:,} answer tokens in {found.samples} samples: largest difference "
+                f"{found.difference:.1e} (largest logit {found.largest:.1f}), the same token said at "
+                f"{found.agreeing:,} of {found.tokens:,}"
+            )
+            if not found.passed:
+                raise DifferentError(
+                    f"{line}: the exported model is not the one that was trained; nothing was exported"
+                )
+            say(line)
+            plain = checkpoint.config.data.template == "plain"
+            if fault := batch_fault(folder, model, expected.samples, plain):
+                raise DifferentError(
+                    f"batches are answered wrongly: {fault}; nothing was exported. Without --verify the folder is "
+                    "written all the same: ask it one prompt at a time"
+                )
+            say(f"{PROMPTS} prompts of different lengths are answered in one batch as one at a time")
+            if not expected.frozen_as_trained:
+                versions = checkpoint.state["versions"]
+                say(
+                    "whether LLM and encoder are those that the run was trained with is open: it had transformers "
+                    f"{versions['transformers']} and timm {versions['timm']}"
+                )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"

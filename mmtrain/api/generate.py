@@ -1,0 +1,313 @@
+"""Answers of a trained model to questions about pictures: by stock transformers, greedy.
+
+run or checkpoint --exported once, into the cache--> LLaVA folder --load--> Conversation --ask--> text
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mmtrain
+from mmtrain.api.run import Run
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.durable import held
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
+from mmtrain.base.small_files import shortened
+from mmtrain.checkpoint.step_folder import CHECKPOINTS, MANIFEST, NAME, StepFolder, find
+from mmtrain.data.samples.records import IMAGE_MARK, Rejected
+from mmtrain.pretrained.model_files import Shape, find_model_folder, foreign_files, read_json, tensor_shapes
+from mmtrain.pretrained.model_numbers import check_llm_numbers, is_whole
+from mmtrain.pretrained.vision_files import hf_facts
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_log = logging.getLogger(__name__)
+SHARD_BYTES = 5 * 10**9
+LARGEST_TOKEN = 10**9
+LONGEST_SIDE = 4_096  # pixels of a picture for the encoder; the largest take 1,540
+NEEDED = "needed is a run or checkpoint of mmtrain, or a Hugging Face LLaVA folder (mmtrain export makes one)"
+
+
+def generate(
+    model: Run | str | Path,
+    image: str | Path | Image.Image | Sequence[str | Path | Image.Image],
+    prompt: str = "Describe the image.",
+    *,
+    system: str | None = None,
+    max_new_tokens: int = 256,
+) -> str:
+    """The answer of a trained model to a question about a picture, or about several.
+
+    `model`: a run, the folder of a run or a checkpoint, or a Hugging Face LLaVA folder; it is loaded for this answer,
+    onto the GPU if there is one, and a run is exported before, once, into the cache. A model that was trained on
+    captions alone takes no question: it describes what it sees. Raises UserError.
+    """
+    several = list(image) if isinstance(image, Sequence) and not isinstance(image, str) else [image]
+    pictures = [read_image(Path(one)) if isinstance(one, str | Path) else one.convert("RGB") for one in several]
+    folder = llava_folder(str(model.folder if isinstance(model, Run) else model), _log.info)
+    conversation = Conversation(*load(folder), pictures, system, max_new_tokens)
+    return conversation.ask(prompt) if conversation.takes_questions() else conversation.describe()
+
+
+def llava_folder(
+    model: str, say: Callable[[str], None], show: Callable[[str, int, int], None] = lambda *_: None
+) -> Path:
+    """The Hugging Face LLaVA folder of what `model` names, exported now if need be; raises UserError.
+
+    `say` gets what is done, `show` what is exported at the moment, its bytes so far and in all.
+    """
+    folder = find_model_folder(model)
+    if folder is None:
+        raise UserError(f"{model}: no such folder, and no hub id in the local cache; {NEEDED}")
+    if (folder / CHECKPOINTS).is_dir() or (folder / MANIFEST).exists() or NAME.fullmatch(folder.name):
+        return exported(find(folder, say), say, show)
+    config = folder / "config.json"
+    family = read_json(config).get("model_type") if config.is_file() else None
+    if family != "llava":
+        seen = "no config.json" if family is None else f"model_type {harmless(str(family))}"
+        raise UserError(f"{model}: has {seen}; {NEEDED}")
+    shapes = tensor_shapes(folder)
+    if shapes is None:
+        raise UserError(f"{model}: holds no model.safetensors; download the weights")
+    check_numbers(folder, shapes)
+    return folder
+
+
+def check_numbers(folder: Path, shapes: dict[str, Shape]) -> None:
+    """Raise UserError for sizes in a LLaVA folder's files that no model of these tensors has: they cost memory."""
+    config = read_json(folder / "config.json")
+    text, vision = config.get("text_config", {}), hf_facts({"vision_config": {}} | config, str(folder))
+    if not isinstance(text, dict):
+        raise UserError(f"{folder}: text_config in config.json is no object; download the file again")
+    check_llm_numbers(text)
+    largest = max((side for shape in shapes.values() for side in shape), default=0)
+    for part in (text, vision):
+        if (part.get("num_hidden_layers") or 0) > len(shapes):
+            layers = part["num_hidden_layers"]
+            raise UserError(f"{folder}: config.json says {layers} layers, but has {len(shapes)} tensors")
+        for key in ("hidden_size", "intermediate_size", "vocab_size"):
+            width = part.get(key)
+            if type(width) is int and width > largest:
+                raise UserError(f"{folder}: config.json says {key} {width}, but no tensor is wider than {largest:,}")
+    for name in ("processor_config.json", "preprocessor_config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            for part in (content, content.get("image_processor")):
+                _check_processor(part if isinstance(part, dict) else {}, folder / name)
+
+
+def _check_processor(settings: dict, file: Path) -> None:
+    for key in ("size", "crop_size", "pad_size"):
+        sides = settings.get(key)
+        sides = list(sides.values()) if isinstance(sides, dict) else sides if isinstance(sides, list) else [sides]
+        if not all(side is None or is_whole(side, 1, LONGEST_SIDE) for side in sides):
+            shown = shortened(repr(settings[key]))
+            raise UserError(f"{file}: {key} is {shown}; needed are pixels, at most {LONGEST_SIDE:,}")
+    for key, least in (("patch_size", 1), ("num_additional_image_tokens", 0)):
+        value = settings.get(key)
+        sides = value.values() if isinstance(value, dict) else [value]
+        if not all(side is None or is_whole(side, least, 100) for side in sides):
+            raise UserError(f"{file}: {key} is {shortened(repr(value))}; needed is a whole number up to 100")
+
+
+def exported(
+    checkpoint: StepFolder, say: Callable[[str], None], show: Callable[[str, int, int], None] = lambda *_: None
+) -> Path:
+    """A checkpoint's LLaVA folder in the cache, which is made once; raises UserError where it cannot be exported."""
+    from mmtrain.export.hf import export_hf
+    from mmtrain.export.tensors import new_folder
+    from mmtrain.model.stage import DTYPES
+
+    key = hashlib.sha256(f"{checkpoint.fingerprint} {mmtrain.__version__}".encode()).hexdigest()[:20]
+    folder = cache_folder("chat") / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with held(folder.with_name(f".{folder.name}.lock"), wait=True):
+        if not folder.is_dir():
+            say(f"exporting {checkpoint.path} for transformers, once, into {folder}")
+            try:
+                with new_folder(folder) as unfinished:
+                    dtype = DTYPES[checkpoint.config.model.llm.dtype]
+                    export_hf(checkpoint, unfinished, dtype, SHARD_BYTES, show)
+            except UserError as error:
+                raise UserError(f"{checkpoint.path} cannot be exported, and so not be asked: {error}") from error
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            say(f"{size / 1e6:,.1f} MB are in {folder} now; delete it when you have no more questions")
+    return folder
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    """Stock model and processor of a LLaVA folder, on the GPU if there is one; raises UserError."""
+    import torch
+    from transformers import GenerationConfig, LlavaForConditionalGeneration, LlavaProcessor, PixtralProcessor
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # Not AutoProcessor: where the files name no class, it passes trust_remote_code on to none of the processor's parts.
+    pixtral = (read_json(folder / "config.json").get("vision_config") or {}).get("model_type") == "pixtral"
+    with foreign_files(str(folder)):
+        processor = (PixtralProcessor if pixtral else LlavaProcessor).from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            backend="pil",  # as training resizes
+        )
+        model, report = LlavaForConditionalGeneration.from_pretrained(
+            folder,
+            dtype="auto",
+            attn_implementation=None,  # transformers' choice: config.json may name a kernel to be downloaded
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    if faults := {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}:
+        raise UserError(f"{folder}: the weights do not fit config.json ({faults}); part of the model would be random")
+    layers = model.config.vision_config.num_hidden_layers
+    feature_layers = model.config.vision_feature_layer
+    for layer in feature_layers if isinstance(feature_layers, list) else [feature_layers]:
+        if not is_whole(layer, -layers - 1, layers):
+            raise UserError(f"{folder}: config.json says vision_feature_layer {layer}, but the encoder has {layers}")
+    if processor.image_token_id != model.config.image_token_id:
+        raise UserError(
+            f"{folder}: {IMAGE_MARK} is token {processor.image_token_id} of the tokenizer, but config.json says "
+            f"{model.config.image_token_id}"
+        )
+    # Of generation_config.json only what ends an answer is taken: the rest chooses code of transformers, or samples.
+    ends = model.generation_config.eos_token_id
+    if not all(is_whole(end, 0, LARGEST_TOKEN) for end in (ends if isinstance(ends, list) else [ends or 0])):
+        raise UserError(f"{folder}: generation_config.json says eos_token_id {shortened(repr(ends))}, no token")
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=processor.tokenizer.pad_token_id)
+    if not isinstance(processor.chat_template, str):
+        raise UserError(f"{folder}: has no chat template, so how to ask is not known; add its chat_template.jinja")
+    try:
+        return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), processor
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{folder}: {model.get_memory_footprint() / 2**30:.1f} GiB do not fit into the GPU's memory; set "
+            "CUDA_VISIBLE_DEVICES= to use the CPU"
+        ) from None
+
+
+class Conversation:
+    """Questions and answers about the same pictures; the first question brings them."""
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        images: list[Image.Image],
+        system: str | None,
+        limit: int,
+        show: Callable[[str], None] | None = None,
+        say: Callable[[str], None] = _log.info,
+    ) -> None:
+        """`limit`: new tokens an answer may have; `show` gets its words as they come, `say` what is no part of it."""
+        self.model = model
+        self.processor = processor
+        self.images = images
+        self.limit = limit
+        self.show, self.say = show, say
+        self.messages = [_message("system", system)] if system else []
+
+    def takes_questions(self) -> bool:
+        """Whether the template writes anything around a question; the plain one, for captions, does not."""
+        return self._text([_message("user", "?")]).strip() != "?"
+
+    def describe(self) -> str:
+        """What a model says of the pictures that was trained on captions alone."""
+        self.messages = []
+        return self.ask("")
+
+    def ask(self, question: str) -> str:
+        """The answer, which the next questions see; raises UserError for a conversation that the model cannot take."""
+        import torch
+
+        if IMAGE_MARK in question:
+            raise UserError(f"{IMAGE_MARK} in the question: the pictures stand before it already; leave it out")
+        images = [] if any(message["role"] == "user" for message in self.messages) else self.images
+        self.messages.append(_message("user", question, len(images)))
+        text = self._text(self.messages)
+        with foreign_files("the folder's processor"):
+            inputs = self.processor(images=self.images, text=text, return_tensors="pt")
+        length = inputs["input_ids"].shape[1]
+        rows = self.model.get_input_embeddings().num_embeddings
+        if int(inputs["input_ids"].max()) >= rows:
+            raise UserError(f"the tokenizer has tokens beyond the model's {rows:,}; it belongs to another model")
+        longest = getattr(self.model.config.text_config, "max_position_embeddings", None)
+        if longest is not None and length + self.limit > longest:
+            raise UserError(
+                f"the conversation has {length:,} tokens, and an answer may have {self.limit:,}; the model takes "
+                f"{longest:,} together: begin anew, with fewer pictures, or set --max-new-tokens"
+            )
+        try:
+            with torch.inference_mode():
+                output = self.model.generate(
+                    **inputs.to(self.model.device, dtype=self.model.dtype),
+                    streamer=self.show and _streamer(self.processor.tokenizer, self.show),
+                    max_new_tokens=self.limit,
+                    do_sample=False,
+                    num_beams=1,
+                )[0, length:]
+        except torch.OutOfMemoryError:
+            raise UserError("the GPU has no memory left for this conversation: take fewer or shorter") from None
+        ends = self.model.generation_config.eos_token_id
+        if len(output) == self.limit and int(output[-1]) not in (ends if isinstance(ends, list) else [ends]):
+            self.say(f"(cut after {self.limit} tokens; --max-new-tokens sets another limit)")
+        answer = self.processor.tokenizer.decode(output, skip_special_tokens=True).strip()
+        self.messages.append(_message("assistant", answer))
+        return answer
+
+    def _text(self, messages: list[dict]) -> str:
+        import jinja2
+
+        from mmtrain.data.samples.bounded_jinja import BoundedTemplate
+
+        tokenizer = self.processor.tokenizer
+        try:
+            template = BoundedTemplate(self.processor.chat_template)
+            return template.render(
+                messages, add_generation_prompt=True, tools=None, documents=None, **tokenizer.special_tokens_map
+            )
+        except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the model's chat template does not take this conversation ({harmless(str(error))})"
+                + ("; leave out --system" if messages[0]["role"] == "system" else "")
+            ) from error
+
+
+def _message(role: str, text: str, images: int = 0) -> dict[str, Any]:
+    parts: list[dict[str, str]] = [{"type": "image"} for _ in range(images)]
+    return {"role": role, "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}
+
+
+def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:
+    """Shows the answer's words as soon as they are whole."""
+    from transformers import TextStreamer
+
+    class Words(TextStreamer):
+        begun = False
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            text = text if self.begun else text.lstrip()  # many tokenizers begin a word with the space before it
+            self.begun = self.begun or bool(text)
+            show(text + "\n" if stream_end else text)
+
+    return Words(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def read_image(file: Path) -> Image.Image:
+    """A picture, decoded as in training; raises UserError."""
+    from mmtrain.data.stream.images import decode_image
+
+    try:
+        return decode_image(file.expanduser().read_bytes())
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    except Rejected as error:
+        raise UserError(f"{file}: {error.detail}") from None

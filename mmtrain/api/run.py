@@ -1,0 +1,158 @@
+"""A run from Python: started as a process of its own, and read from its folder, also while it is under way.
+
+RunConfig --YAML--> `python -m mmtrain.launch`, which starts the ranks --files in its folder--> Run
+
+Nothing of torch, forks, signals or process groups happens in the process that calls: a notebook stays as it is.
+"""
+
+from __future__ import annotations
+
+import collections
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import say
+from mmtrain.checkpoint.resume import recorded
+from mmtrain.checkpoint.run_folder import run_folder
+from mmtrain.checkpoint.step_folder import StepFolder, step_folders
+from mmtrain.config.load import dump_config, load_config
+from mmtrain.config.schema import RunConfig
+
+WRONG_INPUT = 2  # exit code of the launcher for what the user can mend
+LINES_KEPT = 200  # of what the launcher has printed: its message is among the last
+
+
+class RunError(RuntimeError):
+    """A run has ended before its end; the message is the launcher's.
+
+    `exit_code` is its exit code: 1 a rank failed, 3 it was stopped and has saved everything, 130 or 143 it was stopped
+    at once.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Run:
+    """A run by its folder; if `train` has started it, also its process."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[str] | None = None, show: bool = True) -> None:
+        self.folder = folder
+        self._process = process
+        self._said: dict[str, collections.deque[str]] = {}
+        self._readers: list[threading.Thread] = []
+        for name in ("stdout", "stderr") if process is not None else ():
+            lines = self._said[name] = collections.deque(maxlen=LINES_KEPT)
+            arguments = (getattr(process, name), lines, getattr(sys, name) if show else None)
+            self._readers.append(threading.Thread(target=_read, args=arguments, daemon=True))
+            self._readers[-1].start()
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}{', under way' if self.is_running else ''})"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process that `train` has started is there."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Wait until it has ended; itself. Ctrl-C, or a notebook's interrupt, stops the run, which saves before.
+
+        Raises UserError for what can be mended, RunError where it ended otherwise before its end, each with the
+        launcher's message; subprocess.TimeoutExpired after `timeout` seconds, and the run goes on.
+        """
+        if self._process is None:
+            return self
+        try:
+            code = self._process.wait(timeout)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        for reader in self._readers:
+            reader.join()
+        if code == 0:
+            return self
+        said = self._said["stderr"] or list(self._said["stdout"])[-1:]
+        message = "\n".join(said).removeprefix("error: ") or f"the launcher ended with exit code {code}"
+        raise UserError(message) if code == WRONG_INPUT else RunError(message, code)
+
+    def stop(self) -> None:
+        """End the run after the step that it is at, and wait until everything is saved: `train` goes on from there."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait()
+
+    @property
+    def config(self) -> RunConfig:
+        """What runs, every key resolved; raises UserError where the folder has no configuration."""
+        return load_config(self.folder / "config.yaml")
+
+    def metrics(self, *kinds: str) -> list[dict[str, Any]]:
+        """Records of metrics.jsonl of these kinds, in order: train, eval, eval_permuted, checkpoint, epoch, end."""
+        return list(recorded(self.folder / "metrics.jsonl", *kinds))
+
+    @property
+    def scores(self) -> list[dict[str, Any]]:
+        """Evaluations on held-out samples: step, loss (nats per supervised token), exact_match, token_accuracy, ..."""
+        return self.metrics("eval")
+
+    @property
+    def checkpoints(self) -> list[StepFolder]:
+        """Its checkpoints, oldest first: each has `path`, `step` and `config`."""
+        return [StepFolder(path) for path in reversed(step_folders(self.folder))]
+
+
+def train(
+    config: RunConfig,
+    *,
+    resume: str = "auto",
+    allow_change: Sequence[str] = (),
+    trace_steps: int = 0,
+    show: bool = True,
+) -> Run:
+    """Start a run, or go on with it, as `mmtrain train` does; returns at once, `Run.wait` waits for its end.
+
+    `resume`, `allow_change` and `trace_steps` are the command's --resume, --allow-change and --trace. With `show` what
+    the command prints is printed here as it comes. If this process ends first, the run goes on without it.
+    """
+    command = [sys.executable, "-m", "mmtrain.launch", "/dev/stdin", f"--resume={resume}"]
+    command += [f"--allow-change={key}" for key in allow_change]
+    command += [f"--trace={trace_steps}"] if trace_steps else []
+    if config.data.allow_pipe:  # which no file may say
+        command.append(f"data.allow_pipe=[{', '.join(config.data.allow_pipe)}]")
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+        file.write(dump_config(config))
+        file.seek(0)
+        process = subprocess.Popen(
+            command,
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for `wait` to hand on
+        )
+    return Run(run_folder(config).absolute(), process, show)
+
+
+def load_run(path: str | Path) -> Run:
+    """A run by its folder, to be read; raises UserError where there is none."""
+    folder = Path(path).expanduser().absolute()
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder}: no run, which has a config.yaml; needed is run.dir/run.name of one")
+    return Run(folder)
+
+
+def _read(pipe: IO[str], lines: collections.deque[str], stream: Any) -> None:
+    for line in pipe:
+        lines.append(line.rstrip("\n"))
+        if stream is not None:
+            say(lines[-1], stream=stream)

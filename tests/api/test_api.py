@@ -1,0 +1,118 @@
+"""mmtrain from Python: the same runs, exports and answers as by the command, and nothing heavy before it is needed."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from processes import wait_for
+from safetensors.torch import load_file
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+from untrained_runs import make_checkpoint
+
+import mmtrain
+
+
+def short(tiny: Path, folder: Path, *more: str):
+    keys = ["parallel.pipeline=1", "train.max_steps=3", "eval.fraction=0.2", f"run.dir={folder}", *more]
+    return mmtrain.load_config(tiny / "config.yaml", keys)
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    """A run of three steps."""
+    return mmtrain.train(short(tiny, tmp_path_factory.mktemp("finished")), show=False).wait(250)
+
+
+def test_every_name_is_there_and_another_is_no_attribute():
+    importlib.import_module("mmtrain.train")  # a module, too, as mmtrain.export is
+    assert [name for name in mmtrain.__all__ if not callable(getattr(mmtrain, name))] == []
+    assert set(mmtrain.__all__) <= set(dir(mmtrain))
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        mmtrain.trian  # noqa: B018
+
+
+def test_a_plan_needs_no_torch():
+    code = (
+        "import sys, mmtrain\n"
+        "plan = mmtrain.make_plan(mmtrain.load_config('demo:llava_pp4', ['parallel.pipeline=2']))\n"
+        "print(len(plan.ranks), 'torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "2 False\n", ran.stderr
+
+
+def test_a_run_leaves_its_records_and_its_folder_is_a_run(finished, tiny):
+    assert not finished.is_running
+    assert [record["step"] for record in finished.metrics("train")] == [0, 1, 2]
+    assert finished.scores and {"step", "loss", "exact_match"} <= set(finished.scores[-1])
+    assert [checkpoint.step for checkpoint in finished.checkpoints] == [3]
+    again = mmtrain.load_run(finished.folder)
+    assert again.wait() is again and again.metrics("train") == finished.metrics("train")
+    assert again.config == finished.config and again.config.run.name == "tiny" == finished.folder.name
+
+
+def test_what_the_command_prints_is_shown(tiny, finished, capfd):
+    config = finished.config
+    mmtrain.train(config).wait(100)
+    assert f"complete: {config.run.dir}/tiny has made all its 3 steps" in capfd.readouterr().out
+
+
+def test_wrong_input_is_the_launchers_message(tiny, tmp_path):
+    run = mmtrain.train(short(tiny, tmp_path, "data.shards=/no/such-*.tar"), show=False)
+    with pytest.raises(mmtrain.UserError, match=r"^data\.shards: .*/no/such"):
+        run.wait(100)
+    with pytest.raises(mmtrain.UserError, match="no run, which has a"):
+        mmtrain.load_run(tmp_path / "tiny")
+
+
+def test_a_run_that_is_stopped_has_saved_and_goes_on(tiny, tmp_path):
+    config = short(tiny, tmp_path, "train.max_steps=400", "eval.fraction=null")
+    run = mmtrain.train(config, show=False)
+    wait_for(lambda: run.metrics("train"), 200, "the first step")
+    assert "under way" in repr(run)
+    run.stop()
+    with pytest.raises(mmtrain.RunError, match="goes on from there") as error:
+        run.wait()
+    assert error.value.exit_code == 3 and run.checkpoints
+    saved = run.checkpoints[-1].step
+    changed = mmtrain.train(short(tiny, tmp_path, f"train.max_steps={saved + 1}", "eval.fraction=null"), show=False,
+                            allow_change=["train.max_steps"])  # fmt: skip
+    assert changed.wait(250).metrics("train")[-1]["step"] == saved
+
+
+def test_an_export_is_made_and_says_what_it_did_to_the_log(finished, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "mmtrain"):
+        folder = mmtrain.export(finished, "safetensors", tmp_path / "out", dtype="bfloat16")
+    assert folder == tmp_path / "out" and "exported" in caplog.text
+    tensors = load_file(folder / "projector.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    with pytest.raises(mmtrain.UserError, match="exists and is not empty"):
+        mmtrain.export(finished.folder, "llava", folder)
+    with pytest.raises(mmtrain.UserError, match="there are safetensors, llava and hf"):
+        mmtrain.export(finished, "onnx", tmp_path / "other")
+
+
+def test_an_answer_is_that_of_stock_transformers_and_nothing_is_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    image = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=numpy.uint8))
+    image.save(tmp_path / "one.png")
+    make_checkpoint(tmp_path / "run", mmtrain.load_config("demo:llava_pp4"))
+    question = "Which digit is at the top left, and in which colour?"
+    answer = mmtrain.generate(tmp_path / "run", tmp_path / "one.png", question, max_new_tokens=12)
+    assert answer == mmtrain.generate(tmp_path / "run", [image], question, max_new_tokens=12)
+    assert capsys.readouterr() == ("", "")
+    (folder,) = (path for path in (tmp_path / "cache" / "mmtrain" / "chat").iterdir() if path.is_dir())
+    processor = AutoProcessor.from_pretrained(folder, backend="pil")
+    content = [{"type": "image"}, {"type": "text", "text": question}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    inputs = processor(text=text, images=[image], return_tensors="pt")
+    output = LlavaForConditionalGeneration.from_pretrained(folder).generate(**inputs, max_new_tokens=12)
+    assert answer == processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
