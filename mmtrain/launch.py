@@ -50,6 +50,7 @@ from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import refuse_missing_chat_template, text_fingerprint
 from mmtrain.processes.gpus import Gpu, visible_gpus
 from mmtrain.processes.job import Job
+from mmtrain.processes.pool import usable_cores
 from mmtrain.processes.rank import Rank, run_rank, seconds_before_message
 from mmtrain.processes.supervise import STOPPED, prepared, run_ranks, set_rank_environment
 
@@ -564,7 +565,7 @@ def _local_ranks(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def _threads(config: RunConfig, local_ranks: int) -> int:
-    return config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // local_ranks)
+    return config.parallel.threads_per_rank or max(1, usable_cores() // local_ranks)
 
 
 def _allow_open_files() -> None:

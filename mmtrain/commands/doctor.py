@@ -31,6 +31,7 @@ from mmtrain.commands.parser import command_parser, positive
 from mmtrain.doctor.check import Check, Here, Outcome, run_check
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.processes.gpus import Gpu, visible_gpus
+from mmtrain.processes.pool import usable_cores
 
 EXAMPLES = """\
 examples:
@@ -157,7 +158,7 @@ def _gpus() -> tuple[Gpu, ...]:
 def _headline(gpus: Sequence[Gpu], versions: Mapping[str, str]) -> str:
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
     devices = ", ".join(gpu.name for gpu in gpus) or "no GPU: ranks run on the CPU"
-    return f"{devices}; {len(os.sched_getaffinity(0))} cores; python {platform.python_version()}, {libraries}"
+    return f"{devices}; {usable_cores()} cores; python {platform.python_version()}, {libraries}"
 
 
 @contextlib.contextmanager

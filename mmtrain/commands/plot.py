@@ -178,15 +178,15 @@ def draw(timelines: Sequence[Timeline], file: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
         from matplotlib.patches import Patch
     except ModuleNotFoundError:
-        raise UserError("matplotlib is not installed; install it: pip install -e .[plot]") from None
+        raise UserError("matplotlib is not installed; install it: pip install 'mmtrain[plot]'") from None
     known = [timeline.length for timeline in timelines if timeline.in_seconds]
     timelines = [t if t.in_seconds or not known else t.stretched(max(known)) for t in timelines]
     longest = max(timeline.length for timeline in timelines)
     heights = [ROW * timeline.ranks + AROUND for timeline in timelines]
-    figure = Figure(figsize=(PIXELS / DPI, sum(heights) + 0.45), dpi=DPI, layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.08)
+    figure = Figure(figsize=(PIXELS / DPI, sum(heights) + 0.45), dpi=DPI, layout=ConstrainedLayoutEngine(h_pad=0.08))
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, timeline in zip(panels, timelines, strict=True):

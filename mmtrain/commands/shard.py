@@ -275,7 +275,7 @@ def _write_summary(out: Path, run: dict, outcome: Outcome) -> None:
         "samples": outcome.samples,
         "images": sum(shard.images for shard in shards),
         "image_pixels": sum(shard.image_pixels for shard in shards),
-        "text_tokens": None if shards[0].text_tokens is None else sum(shard.text_tokens for shard in shards),
+        "text_tokens": None if shards[0].text_tokens is None else sum(shard.text_tokens or 0 for shard in shards),
         "bytes": sum(shard.bytes for shard in shards),
         "rejected": dict(sorted(outcome.reasons.items())),
         **run,
@@ -291,9 +291,10 @@ def _write_summary(out: Path, run: dict, outcome: Outcome) -> None:
 def parse_size(text: str) -> int:
     """Bytes of 500MB, 1GiB, 2.5e9, ..."""
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    number, unit = match.groups() if match else ("", "")
     try:
-        return int(float(match[1]) * UNITS[match[2]])
-    except (TypeError, KeyError, ValueError, OverflowError):
+        return int(float(number) * UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; sizes are 500MB, 1GiB, 2e9, ...") from None
 
 

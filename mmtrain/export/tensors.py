@@ -112,7 +112,8 @@ class TensorWriter:
             stream.flush()
             os.fsync(stream.fileno())
             # The check that follows then reads the disk, not the memory that has just been written.
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if hasattr(os, "posix_fadvise"):  # not on macOS
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return digest.hexdigest()
 
 

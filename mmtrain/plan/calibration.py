@@ -12,10 +12,8 @@ import functools
 import hashlib
 import json
 import math
-import os
 import platform
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -29,6 +27,7 @@ from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.keys import EntersCalibration, marked
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.costs import Models
+from mmtrain.processes.pool import usable_cores
 
 FORMAT = 2
 PACKAGES = ("mmtrain", "torch", "transformers", "timm")
@@ -118,7 +117,7 @@ class Calibration:
 
 def cpu_device(config: RunConfig, local_ranks: int | None = None) -> Device:
     """This machine's CPU with the threads that its ranks would be given (None: all ranks of the run are on it)."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = usable_cores()
     ranks = local_ranks or config.parallel.pipeline * config.parallel.data
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None

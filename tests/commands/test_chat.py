@@ -57,7 +57,7 @@ def llava(tool, work) -> Path:
     """The LLaVA folder of the run chat/."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(work / "cache"))
-        return tool.llava_folder(str(work / "chat"), print)
+        return tool.llava_folder(str(work / "chat"), tool.note)
 
 
 def stock_answer(folder: Path, messages: list[dict], images: list[Path], limit: int) -> str:
@@ -104,7 +104,7 @@ def test_another_checkpoint_of_the_same_run_is_another_model(tool, work):
     folders = []
     for step, seed in ((20, 0), (21, 1)):
         config = load_config(CONFIG, [f"run.seed={seed}"])
-        folders.append(tool.llava_folder(str(make_checkpoint(work / "two-steps", config, step=step).path), print))
+        folders.append(tool.llava_folder(str(make_checkpoint(work / "two-steps", config, step=step).path), tool.note))
     one, other = (read_projector(str(folder), "mlp2x_gelu", 128, 128) for folder in folders)
     assert not torch.equal(one["linear_1.weight"], other["linear_1.weight"])
 
@@ -155,7 +155,7 @@ def test_words_appear_while_the_model_still_generates(tool, work, llava, monkeyp
 
 
 def test_a_model_that_was_trained_on_captions_captions_and_says_that_it_cannot_be_asked(tool, work, capsys):
-    folder = tool.llava_folder(str(work / "plain"), print)
+    folder = tool.llava_folder(str(work / "plain"), tool.note)
     expected = stock_answer(folder, [user("", images=1)], [work / "one.png"], 12)
     for more in ([], ["--prompt", QUESTION]):
         answer, notes = say(tool, capsys, folder, work / "one.png", *more)
