@@ -366,7 +366,7 @@ def test_without_matplotlib_plot_says_how_to_get_it(tool, folder, monkeypatch, t
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert tool.main([str(folder), "--plot", str(tmp_path / "chart.png")]) == 2
-    assert "pip install -e .[plot]" in capsys.readouterr().err
+    assert "pip install 'mmtrain[plot]'" in capsys.readouterr().err
 
 
 def test_a_reader_that_leaves_is_no_error(folder):

@@ -150,7 +150,7 @@ def test_options_that_do_not_fit_together_are_refused(capsys, arguments, said):
 def test_without_matplotlib_it_says_how_to_install_it(trace, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert plot(tmp_path / "x.png", "--trace", trace) == 2
-    assert capsys.readouterr().err == "error: matplotlib is not installed; install it: pip install -e .[plot]\n"
+    assert capsys.readouterr().err == "error: matplotlib is not installed; install it: pip install 'mmtrain[plot]'\n"
 
 
 def test_a_picture_that_cannot_be_written_is_named(trace, tmp_path, capsys):

@@ -7,7 +7,7 @@
 OUT gets llm/ (a transformers Llama and its tokenizer), vision/ (timm's local folder format) and backbones.json (steps,
 accuracies, seconds). Equal arguments and versions on equal hardware give equal weights.
 
-The encoder needs scikit-learn, whose package holds the handwriting: pip install -e .[demo]
+The encoder needs scikit-learn, whose package holds the handwriting: pip install 'mmtrain[demo]'
 """
 
 from __future__ import annotations

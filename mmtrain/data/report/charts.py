@@ -66,7 +66,7 @@ def write_png(charts: Mapping[str, np.ndarray], file: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise UserError("--plot: matplotlib is not installed; install it: pip install -e .[plot]") from None
+        raise UserError("--plot: matplotlib is not installed; install it: pip install 'mmtrain[plot]'") from None
     figure = Figure(figsize=(6 * len(charts), 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (title, values) in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts.items(), strict=True):
