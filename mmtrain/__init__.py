@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mmtrain.api.run import Run, RunError, load_run, train
     from mmtrain.base.errors import UserError
     from mmtrain.config.load import load_config
-    from mmtrain.launch import plan_for_here as make_plan
+    from mmtrain.launching.machine import plan_for_here as make_plan
 
 __version__ = "0.1.0"
 __all__ = ["Run", "RunError", "UserError", "export", "generate", "load_config", "load_run", "make_plan", "train"]
@@ -41,7 +41,7 @@ _PLACES = {
     "generate": ("mmtrain.api.generate", "generate"),
     "load_config": ("mmtrain.config.load", "load_config"),
     "load_run": ("mmtrain.api.run", "load_run"),
-    "make_plan": ("mmtrain.launch", "plan_for_here"),
+    "make_plan": ("mmtrain.launching.machine", "plan_for_here"),
     "train": ("mmtrain.api.run", "train"),
 }
 

@@ -28,6 +28,7 @@ engine
 calibration  evaluation
 export
 train
+launching
 launch
 api
 doctor
@@ -40,17 +41,17 @@ STILL_UP = {  # module -> the wing above that it imports
 }
 
 # Wings that import no torch, but for these modules; and modules of other wings that do not.
-TORCH_FREE_WINGS = "base  config  processes  pretrained  data.shards  data.prepare  demo  plan  launch"
+TORCH_FREE_WINGS = "base  config  processes  pretrained  data.shards  data.prepare  demo  plan  launching  launch"
 USE_TORCH = "processes.fork_server  processes.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """
 data.samples.records  data.samples.sample
 data.stream.order  data.stream.catalog
 data.report.survey  data.report.fill
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.resume
-engine.utilization  engine.trace  evaluation.scores  evaluation.console  model.projector_files
+engine.utilization  engine.trace  evaluation.scores  evaluation.console  model.projector_files  model.probe
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}
-ONLY_IMPORTER = {"deepspeed": "engine.deepspeed_pipeline", "mmtrain.train": "launch"}
+ONLY_IMPORTER = {"deepspeed": "engine.deepspeed_pipeline", "mmtrain.train": "launching.training"}
 
 
 def module_names() -> list[str]:

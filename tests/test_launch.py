@@ -18,9 +18,10 @@ import pytest
 from processes import Command, listeners, running, wait_for
 from ranks import free_port
 
-from mmtrain import launch as launch_module
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
+from mmtrain.launch import main as launch_command
+from mmtrain.launching import data, training
 from mmtrain.plan.planner import make_plan
 from mmtrain.processes.gpus import Gpu
 
@@ -38,11 +39,11 @@ def launch(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
 def test_many_shards_are_not_indexed_while_other_processes_wait(tiny, tmp_path, monkeypatch, make_tiny):
     shards = make_tiny.make_tiny_shards(tmp_path, samples=8, shards=2)
     config = load_config(tiny / "config.yaml", [f"data.shards={tmp_path}/*.tar"])
-    monkeypatch.setattr(launch_module, "INDEXED_WHILE_OTHERS_WAIT", 1000)
+    monkeypatch.setattr(data, "INDEXED_WHILE_OTHERS_WAIT", 1000)
     with pytest.raises(UserError, match=rf"2 of 2 shards .*mmtrain index {shards[0]} {shards[1]} --tok"):
-        launch_module._check_data(config, others_wait=True)
-    launch_module._check_data(config, others_wait=False)
-    launch_module._check_data(config, others_wait=True)
+        data.check_data(config, others_wait=True)
+    data.check_data(config, others_wait=False)
+    data.check_data(config, others_wait=True)
 
 
 # ---- wrong input: exit code 2, a message, no traceback, nothing started
@@ -343,21 +344,21 @@ GPU = Gpu("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6), "")  # no run here may g
 def test_a_setting_with_which_a_pipeline_on_gpus_can_hang_ends_it_at_once(
     tiny, tmp_path, monkeypatch, capsys, setting, under_torchrun
 ):
-    monkeypatch.setattr(launch_module, "visible_gpus", lambda: (GPU, GPU))
+    monkeypatch.setattr(training, "visible_gpus", lambda: (GPU, GPU))
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     environment |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     for name, value in (environment | {setting: "1"} if under_torchrun else {setting: "1"}).items():
         monkeypatch.setenv(name, value)
     command = [str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]
-    assert launch_module.main(command) == 2
+    assert launch_command(command) == 2
     assert re.match(rf"error: {setting}=1 in the environment: .*; unset it", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_gpu_that_is_full_already_ends_the_run_before_it_starts(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(launch_module, "visible_gpus", lambda: (GPU, dataclasses.replace(GPU, free_bytes=2**20)))
+    monkeypatch.setattr(training, "visible_gpus", lambda: (GPU, dataclasses.replace(GPU, free_bytes=2**20)))
     command = [str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]
-    assert launch_module.main(command) == 2
+    assert launch_command(command) == 2
     said = "error: rank 1 (stage 1) does not fit on GPU 1 (NVIDIA A10): 1.0 MiB of 24.0 GiB are free, and the plan"
     assert capsys.readouterr().err.startswith(said)
     assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,7 @@ from mmtrain.base.printing import run_command, tell
 from mmtrain.commands.parser import command_parser
 from mmtrain.config.load import load_config
 from mmtrain.engine.trace import TRACE, WORK_OF, Work
-from mmtrain.launch import plan_for_here
+from mmtrain.launching.machine import plan_for_here
 from mmtrain.plan.simulate import Program, simulate
 
 EXAMPLES = """\

@@ -22,7 +22,8 @@ from mmtrain.base.printing import bytes_text
 from mmtrain.config.load import load_config
 from mmtrain.doctor.check import FailedError, Here, LeftOutError, Seen
 from mmtrain.doctor.runs import DEMO
-from mmtrain.launch import FEWEST_OPEN_FILES, TORCHRUN_VARIABLES
+from mmtrain.launching.machine import FEWEST_OPEN_FILES
+from mmtrain.launching.starters import TORCHRUN_VARIABLES
 from mmtrain.plan.refusals import check_environment
 from mmtrain.processes.gpus import ask_machine, has_driver, refuse_unusable
 

@@ -32,6 +32,7 @@ from mmtrain.base.printing import run_command, say, show_error, tell
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.demo.data import make_demo_data
+from mmtrain.launching.machine import RANK_MODULES
 from mmtrain.plan.planner import make_plan
 from mmtrain.processes.gpus import visible_gpus
 from mmtrain.processes.job import Job
@@ -131,7 +132,7 @@ def run(options: argparse.Namespace, folder: Path, override: Callable[..., RunCo
         threads=threads,
         timeout_seconds=config.parallel.timeout_seconds,
         on_gpus=bool(gpus),
-        preload=("torch._dynamo", "mmtrain.train"),
+        preload=RANK_MODULES,
     )
     from bench_saving import measure  # torch reads the environment when it is imported
 

@@ -40,6 +40,7 @@ from bench_tables import (
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text, say, show_error
 from mmtrain.doctor.machine import describe_machine
+from mmtrain.launching.machine import RANK_MODULES
 from mmtrain.processes.gpus import visible_gpus
 from mmtrain.processes.job import Job
 from mmtrain.processes.supervise import prepared, run_ranks, set_rank_environment
@@ -135,7 +136,7 @@ def run(options: argparse.Namespace) -> int:
                 threads=max(1, settings.threads // ranks),
                 timeout_seconds=settings.timeout_seconds,
                 on_gpus=options.device != "cpu",
-                preload=("torch._dynamo", "mmtrain.train"),
+                preload=RANK_MODULES,
             )
             with prepared(job):
                 target = functools.partial(race_row, settings, row, folder, not options.without_tuned)

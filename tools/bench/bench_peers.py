@@ -43,6 +43,7 @@ from bench_tables import (
 
 from mmtrain.base.printing import say, show_error
 from mmtrain.doctor.machine import describe_machine
+from mmtrain.launching.machine import RANK_MODULES
 from mmtrain.processes.blame import Failure
 from mmtrain.processes.job import Job
 from mmtrain.processes.supervise import prepared, run_ranks, set_rank_environment
@@ -148,7 +149,7 @@ def _run_row(row: str, settings: Settings, folder: Path, with_calibration: bool)
         if with_calibration and not calibration_file(folder).exists():
             targets.insert(0, functools.partial(calibrate_pipeline, settings, folder))
     seconds = settings.timeout_seconds
-    job = Job(places, folder, settings.threads, seconds, preload=("torch._dynamo", "mmtrain.train"))
+    job = Job(places, folder, settings.threads, seconds, preload=RANK_MODULES)
     with prepared(job):
         return next(filter(None, (run_ranks(target, job) for target in targets)), None)
 

@@ -36,6 +36,7 @@ from bench_timing import spread
 
 from mmtrain.base.printing import say, show_error
 from mmtrain.doctor.machine import describe_machine
+from mmtrain.launching.machine import RANK_MODULES
 from mmtrain.processes.job import Job
 from mmtrain.processes.supervise import prepared, run_ranks, set_rank_environment
 
@@ -176,9 +177,7 @@ def _run_job(settings: Settings, folder: Path) -> Any:
 
     places = tuple(f"rank {rank}" for rank in range(settings.world))
     seconds = settings.timeout_seconds
-    job = Job(
-        places=places, folder=folder, threads=1, timeout_seconds=seconds, preload=("torch._dynamo", "mmtrain.train")
-    )
+    job = Job(places=places, folder=folder, threads=1, timeout_seconds=seconds, preload=RANK_MODULES)
     with prepared(job):
         return run_ranks(functools.partial(measure, settings, folder), job)
 

@@ -1,0 +1,90 @@
+"""`--calibrate`: ranks that measure what layers and messages take here, and the plan that follows from that."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import say, show_error
+from mmtrain.config.schema import RunConfig
+from mmtrain.launching.machine import device_here, job_here, plan_here
+from mmtrain.plan.calibration import Device, cached_file, calibration_key
+from mmtrain.plan.layout import Plan
+from mmtrain.plan.planner import models_of
+from mmtrain.plan.simulate import Program, simulate
+from mmtrain.plan.table import render
+from mmtrain.processes.gpus import Gpu, visible_gpus
+from mmtrain.processes.rank import Rank
+from mmtrain.processes.supervise import prepared, run_ranks
+
+
+def calibrate(config: RunConfig, ranks: int) -> int:
+    """Measure on as many ranks as the run has, all on this machine, then print the plan; the exit code."""
+    gpus = visible_gpus()
+    device = device_here(config, gpus)
+    file = cached_file(calibration_key(config, models_of(config), device))
+    if config.parallel.calibration is not None:
+        file = Path(config.parallel.calibration).expanduser()
+    _refuse_unwritable(file)
+    unmeasured = dataclasses.replace(device, name="")  # the plan's costs are assumed there
+    uncalibrated = config.changed({"parallel.calibration": None})
+    assumed = plan_here(uncalibrated, gpus, ranks, unmeasured)
+    folder = Path(tempfile.mkdtemp(prefix="mmtrain-calibration-"))
+    job = job_here(config, assumed, gpus, ranks, folder)
+    with prepared(job):
+        failure = run_ranks(functools.partial(_measure, uncalibrated, assumed, device, file), job)
+    if failure is not None:
+        show_error(failure.message)
+        return failure.exit_code
+    shutil.rmtree(folder)
+    plan = plan_here(config, gpus, ranks)
+    say("", *render(plan).split("\n"))
+    say(
+        f"planned without it: stages begin at decoder layers {list(assumed.boundaries)}, {assumed.chunks_per_rank} a "
+        f"rank, {assumed.encode_ahead} micro-batches encoded ahead; {_against(config, gpus, ranks, assumed, plan)}"
+    )
+    return 0
+
+
+def _measure(config: RunConfig, plan: Plan, device: Device, file: Path, rank: Rank) -> None:
+    """What every rank of a calibration runs."""
+    from mmtrain.calibration.calibrate import calibrate
+
+    calibrate(config, plan, device, file, rank)
+
+
+def _refuse_unwritable(file: Path) -> None:
+    """Before a minute of measuring, not after it."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"the calibration cannot be written to {file} ({error.strerror}); name a file that can be by "
+            "parallel.calibration"
+        ) from error
+
+
+def _against(config: RunConfig, gpus: Sequence[Gpu], ranks: int, assumed: Plan, plan: Plan) -> str:
+    """What a layout that was planned with assumed costs is worth by those of a calibrated plan."""
+    by_hand = {
+        "parallel.boundaries": assumed.boundaries or None,
+        "parallel.chunks_per_rank": assumed.chunks_per_rank,
+        "parallel.encoder_run_ahead": 0,  # what counts is the schedule that was planned
+    }
+    try:
+        measured = plan_here(config.changed(by_hand), gpus, ranks).seconds
+    except UserError:
+        return "by what was measured it does not fit in memory"
+    seconds = simulate(Program(assumed.schedule), measured).seconds
+    return f"by what was measured, {seconds / plan.step_seconds:.3f} times this step"

@@ -1,0 +1,125 @@
+"""What `mmtrain train` is asked for: its options, and the help that teaches them."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Sequence
+
+from mmtrain.checkpoint.run_folder import AUTO
+
+TRACED_STEPS = 3
+
+DESCRIPTION = """\
+Train the projector of a vision-language model, the LLM frozen and cut into pipeline stages.
+
+CONFIG is a YAML file; any key of it can be set on the command line. Ranks = parallel.pipeline x parallel.data.
+Results go to run.dir/run.name: config.yaml and plan.json (what runs), log.txt (everything that libraries say),
+metrics.jsonl (loss and each rank's time of every step, scores on held-out samples), quarantine.jsonl (damaged
+samples, if any), samples.jsonl (the keys of every step, with data.ledger), audit.json, checkpoints/.
+
+A run that was interrupted goes on when the same command is given again: from its newest whole checkpoint,
+with the same samples in the same steps. What was recorded after that checkpoint moves to discarded.jsonl.
+"""
+
+EXAMPLES = """\
+examples:
+  train the demo, whose models and data come with mmtrain, on the CPU:
+    mmtrain train demo:llava_pp4
+  see the plan for a layout; needs no GPU, no weights, starts nothing:
+    mmtrain plan configs/qwen25_72b_pp8_dp2.yaml
+  LLaVA-1.5's stage 1 on four GPUs:
+    mmtrain train configs/llava15_7b_pp4.yaml
+  change keys for one run:
+    mmtrain train demo:llava_pp4 run.name=try2 optimizer.lr=2e-4 parallel.pipeline=2
+  go on after a crash, a full disk or a signal: the same command again; or from an earlier checkpoint
+    mmtrain train CONFIG --resume runs/NAME/checkpoints/step-00000100
+  record what every rank does when, for ui.perfetto.dev:
+    mmtrain train demo:llava_pp4 --trace
+  let the planner know this machine: a minute of measuring, then plans in seconds instead of assumptions:
+    mmtrain calibrate demo:llava_pp4
+  train on two machines; on the second one with --node-rank 1:
+    mmtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint first-machine:29500
+  the same through torchrun:
+    torchrun --nproc-per-node 4 -m mmtrain.launch CONFIG
+
+exit codes:
+  0    the run finished and its audit passed (or the plan was printed)
+  1    a rank failed; the message names the rank, its stage, the step and the cause
+  2    what the user can mend: configuration, model, data, layout, a full disk; the message says how, without traceback
+  3    stopped by SIGTERM or SIGUSR1 (Slurm: --signal=USR1@300) with everything saved: the same command goes on
+  130  stopped by Ctrl-C at once     143  by a second SIGTERM, or one before the ranks were started; what was not saved
+       is lost, and the same command goes on from the newest checkpoint
+"""
+
+
+class Options(argparse.Namespace):
+    """The command line, read."""
+
+    config: str
+    overrides: list[str]
+    plan: bool
+    calibrate: bool
+    resume: str
+    allow_change: list[str]
+    trace: int | None
+    nnodes: int
+    node_rank: int
+    rdzv_endpoint: str | None
+    local_rank: str | None
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Read the command line; `--help` teaches by example."""
+    parser = argparse.ArgumentParser(
+        prog="mmtrain train",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, or demo:llava_pp4")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. train.max_steps=100")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--plan", action="store_true", help="print the plan; start nothing, write nothing")
+    instead.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure what layers and messages of this run take here, for later plans of it, and print the plan that "
+        "they give; to parallel.calibration if that names a file, else to the cache, where plans look for it",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="auto|never|PATH",
+        default=AUTO,
+        help="auto (default): an existing run goes on; never: it is not touched; a step folder: go on from there, or, "
+        "if it is of another run, branch from it",
+    )
+    parser.add_argument(
+        "--allow-change",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="let a resumed run differ from its checkpoint in this key or section, e.g. optimizer.lr; may be repeated",
+    )
+    parser.add_argument(
+        "--trace",
+        type=int,
+        metavar="STEPS",
+        help=f"write trace.json, what every rank did when in STEPS steps (default {TRACED_STEPS}) after the first; for "
+        "ui.perfetto.dev and mmtrain plot",
+    )
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines that share the run (default 1)")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: a free port of machine 0")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    return parser.parse_intermixed_args(_with_trace_steps(arguments), namespace=Options())
+
+
+def _with_trace_steps(arguments: Sequence[str]) -> list[str]:
+    """`--trace` alone means --trace TRACED_STEPS, whatever stands behind it that is no number."""
+    result = []
+    for argument, after in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        is_alone = argument == "--trace" and re.fullmatch(r"[-+]?[\d.]+", after) is None
+        result.append(f"--trace={TRACED_STEPS}" if is_alone else argument)
+    return result

@@ -1,0 +1,88 @@
+"""What this machine gives a run: GPUs or cores to plan for, open files, shared memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.plan.calibration import Device, cpu_device, gpu_device
+from mmtrain.plan.layout import Plan
+from mmtrain.plan.planner import make_plan
+from mmtrain.plan.refusals import check_environment
+from mmtrain.processes.gpus import Gpu, visible_gpus
+from mmtrain.processes.job import Job
+from mmtrain.processes.pool import usable_cores
+
+FEWEST_OPEN_FILES, WANTED_OPEN_FILES = 256, 4096  # connections, pipes and shards of a process
+RANK_MODULES = ("torch._dynamo", "mmtrain.train")  # the first torch.optim.AdamW imports _dynamo: 2 s in every rank
+
+
+def plan_here(
+    config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None, device: Device | None = None
+) -> Plan:
+    """The plan with the memory and the calibration of this machine's devices; `device` stands in for them.
+
+    Raises UserError for more `local_ranks` than GPUs; without that number ranks are like these, however many there are.
+    """
+    if gpus:
+        if local_ranks is not None and local_ranks > len(gpus):
+            raise UserError(
+                f"{local_ranks} ranks on this machine, which has {len(gpus)} GPUs: each rank needs its own; use fewer "
+                "ranks or more machines, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+            )
+        check_environment(config, os.environ)
+    memory = min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)
+    return make_plan(config, memory, device or device_here(config, gpus, local_ranks))
+
+
+def plan_for_here(config: RunConfig) -> Plan:
+    """The plan of ranks that are like this machine's devices, however many it has."""
+    return plan_here(config, visible_gpus())
+
+
+def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None) -> Device:
+    """What ranks compute on, as calibrations name it."""
+    return gpu_device(gpus[0].name) if gpus else cpu_device(config, local_ranks)
+
+
+def job_here(config: RunConfig, plan: Plan, gpus: Sequence[Gpu], local_ranks: int, folder: Path) -> Job:
+    """The processes of a plan, as this machine runs them."""
+    stages = [", ".join(str(stage.stage) for stage in rank.stages) for rank in plan.ranks]
+    replicas = ["" if plan.data == 1 else f", replica {rank.data}" for rank in plan.ranks]
+    return Job(
+        places=tuple(f"stage {stage}{replica}" for stage, replica in zip(stages, replicas, strict=True)),
+        folder=folder,
+        threads=config.parallel.threads_per_rank or max(1, usable_cores() // local_ranks),
+        timeout_seconds=config.parallel.timeout_seconds,
+        on_gpus=bool(gpus),
+        preload=RANK_MODULES,
+    )
+
+
+def allow_open_files() -> None:
+    """Let this process and its ranks open as many files as they may; raises UserError where these are too few."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < FEWEST_OPEN_FILES:
+        raise UserError(
+            f"this shell lets a program open {most} files (ulimit -n), and a rank with its data workers needs "
+            f"{FEWEST_OPEN_FILES}: have the limit raised, in /etc/security/limits.conf or the job's settings"
+        )
+    if soft != resource.RLIM_INFINITY and soft < WANTED_OPEN_FILES:
+        wanted = WANTED_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, WANTED_OPEN_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), most))
+
+
+def refuse_unusable_shared_memory() -> None:
+    """Raises UserError where processes cannot share semaphores, which torch and data workers need."""
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except OSError as error:
+        raise UserError(
+            f"/dev/shm cannot be used ({error.strerror}): mount a tmpfs there that can be written, in a container with "
+            "--ipc=host or --shm-size=8g"
+        ) from error

@@ -1,0 +1,69 @@
+"""Who started this process, torchrun or a user, and whether all processes of a run were started for the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from datetime import timedelta
+from typing import Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.load import dump_config
+from mmtrain.config.schema import RunConfig
+from mmtrain.plan.layout import Plan
+
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# (rank, number of processes) as others name them who start several: Open MPI, MPICH and Intel MPI, and cluster managers
+# that set a part of what torchrun sets, once a machine
+OTHER_STARTERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("RANK", "WORLD_SIZE"))
+
+
+def rank_of_torchrun() -> int | None:
+    """This process's rank if torchrun has started it."""
+    found = {name: os.environ[name] for name in TORCHRUN_VARIABLES if name in os.environ}
+    if len(found) < len(TORCHRUN_VARIABLES):
+        return None
+    for name, value in found.items():
+        if name != "MASTER_ADDR" and not value.isdecimal():
+            raise UserError(
+                f"{name}={value!r} in the environment, where torchrun puts a number: to start ranks from here unset "
+                f"{', '.join(TORCHRUN_VARIABLES)}"
+            )
+    return int(found["RANK"])
+
+
+def refuse_other_starters() -> None:
+    """Raise UserError if this is one of several processes, each of which would start the whole run."""
+    for rank, size in OTHER_STARTERS:
+        if rank in os.environ and os.environ.get(size, "1") != "1":
+            raise UserError(
+                f"this is one of {os.environ[size]} processes, says the environment ({rank}={os.environ[rank]}, {size}="
+                f"{os.environ[size]}: mpirun, or a cluster's manager), and each would start the whole run; start it "
+                "once, without mpirun: it starts its ranks itself; on several machines once on each, with --nnodes; or "
+                f"use torchrun. If they are left over from something else: unset {rank} {size}"
+            )
+
+
+def agree(config: RunConfig, plan: Plan, trace_steps: int, rank: int) -> Any:
+    """The store at which all ranks meet, once all are known to have the same config and plan, and to trace alike.
+
+    Raises UserError on every rank where they differ: such ranks would wait for each other for ever.
+    """
+    from torch.distributed import rendezvous
+
+    timeout = timedelta(seconds=config.parallel.timeout_seconds)
+    store, _, world_size = next(rendezvous("env://", timeout=timeout))
+    text = dump_config(config) + json.dumps(plan.as_dict()) + f"--trace {trace_steps}"
+    store.set(f"mmtrain/plan/{rank}", hashlib.sha256(text.encode()).hexdigest())
+    if rank == 0:
+        plans = [store.get(f"mmtrain/plan/{other}") for other in range(world_size)]
+        others = [str(other) for other, plan in enumerate(plans) if plan != plans[0]]
+        store.set("mmtrain/others", ", ".join(others))
+    if others := store.get("mmtrain/others").decode():
+        raise UserError(
+            f"another run than on rank 0 is planned on rank {others}: the config, the key=value arguments, --trace, "
+            "the model's files, the calibration (name one file in parallel.calibration) and parallel.device_memory_gib "
+            "(state it where GPUs differ) must be the same on every machine"
+        )
+    return store

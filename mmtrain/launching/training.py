@@ -1,0 +1,184 @@
+"""From a configuration to ranks that train: this process starts its machine's, or is the one that torchrun started.
+
+plan --> data checked --> run folder claimed and prepared, where it begins --> ranks, all with the same plan --> how it
+ended. The first process of a run does what is done once: the launcher of machine 0, or torchrun's rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Callable
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import note, say, show_cursor, show_error
+from mmtrain.checkpoint.resume import Start, is_complete
+from mmtrain.checkpoint.run_folder import AUTO, claimed, find_start, prepare_folder, run_folder
+from mmtrain.checkpoint.step_folder import step_folders, step_of
+from mmtrain.config.schema import RunConfig
+from mmtrain.engine.trace import refuse_unfit_trace
+from mmtrain.launching.command_line import Options
+from mmtrain.launching.data import check_data
+from mmtrain.launching.machine import job_here, plan_here
+from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
+from mmtrain.model.probe import probe
+from mmtrain.model.projector_files import refuse_unfit_init_from
+from mmtrain.plan.layout import Plan
+from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
+from mmtrain.plan.table import render
+from mmtrain.processes.gpus import visible_gpus
+from mmtrain.processes.job import Job
+from mmtrain.processes.rank import Rank, run_rank
+from mmtrain.processes.supervise import STOPPED, prepared, run_ranks, set_rank_environment
+
+ANEW = "To train anew choose another run.name, or set run.overwrite=true, which deletes it"
+SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 128
+
+Train = Callable[[Rank], str | None]
+
+
+def train(config: RunConfig, options: Options, rank: int | None) -> int:
+    """Train on this machine's ranks, or as the `rank` that torchrun has started this process as; the exit code."""
+    local_ranks = ranks_of_node(config, options) if rank is None else _ranks_of_torchrun(config, options)
+    gpus = visible_gpus()
+    plan = plan_here(config, gpus, local_ranks)
+    refuse_unfit_trace(plan, options.trace, config.train.max_steps)
+    job = dataclasses.replace(
+        job_here(config, plan, gpus, local_ranks, run_folder(config)),
+        nodes=options.nnodes,
+        node=options.node_rank,
+        endpoint=options.rdzv_endpoint,
+        saves_when_asked=True,
+    )
+    is_first = job.node == 0 if rank is None else rank == 0
+    reads_data = is_first
+    if rank is None:
+        here = [plan.ranks[number] for number in job.local_ranks]
+        for mine, (number, gpu) in zip(here, enumerate(gpus), strict=False):
+            refuse_short_memory(mine, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes))
+        reads_data = any(mine.pipeline == 0 for mine in here)
+    if reads_data:
+        check_data(config, others_wait=job.nodes > 1 if rank is None else len(plan.ranks) > 1)
+    with claimed(job.folder) if is_first else contextlib.nullcontext():
+        start = None
+        if is_first:
+            start = find_start(config, options.resume, options.allow_change)
+            alone = rank is None and job.nodes == 1
+            if start is not None and alone and is_complete(job.folder, start.checkpoint, config):
+                say(f"complete: {job.folder} has made all its {start.checkpoint.step} steps. {ANEW}")
+                return 0
+            if start is None:
+                refuse_unfit_init_from(config, job.folder)
+            prepare_folder(config, plan, start)
+            say(*render(plan).split("\n"))
+        target = functools.partial(_train, config, plan, start, options.trace or 0, job.nodes > 1)
+        try_family = functools.partial(probe, config.model.llm.path, plan.boundaries)
+        how = _how_to_go_on(config, options)
+        if rank is None:
+            return _start(target, try_family, job, how)
+        set_rank_environment(job.threads, on_gpus=job.on_gpus)
+        if is_first:
+            try_family()
+        store = agree(config, plan, options.trace or 0, rank)  # and wait until rank 0 has prepared the folder
+        stopped = run_rank(functools.partial(_train_and_say, target, how), job)
+        del store  # it may be the one that all ranks meet at
+        return 0 if stopped is None else STOPPED
+
+
+def _start(target: Train, try_family: Callable[[], None], job: Job, how_to_go_on: str) -> int:
+    """Start this machine's ranks, wait for their end and say how it was; the exit code."""
+    if job.nodes > 1 and job.node == 0:
+        _say_who_can_reach_it(job.endpoint)
+    job.folder.mkdir(parents=True, exist_ok=True)  # other machines may not see the folder of the first one
+    with prepared(job):
+        try_family()
+        failure = run_ranks(target, job)
+    if failure is None:
+        if job.node == 0:
+            say(f"results: {job.folder}")
+        return 0
+    if failure.exit_code == STOPPED:
+        say(f"{failure.message}. {how_to_go_on}")
+        return STOPPED
+    show_cursor()  # a rank that was killed could not
+    show_error(failure.message)
+    if failure.exit_code > SIGNALLED and job.node == 0:
+        if saved := step_folders(job.folder):
+            note(f"nothing was saved since step {step_of(saved[0])}. {how_to_go_on}")
+        else:
+            note("nothing was saved yet: the same command begins where this run began")
+    return failure.exit_code
+
+
+def _train_and_say(target: Train, how_to_go_on: str, rank: Rank) -> str | None:
+    """`target` under torchrun: this process's own stdout is the log by now, and no launcher says how the run ended."""
+    stopped = target(rank)
+    if stopped is not None:
+        rank.tell(f"{stopped}. {how_to_go_on}")
+    return stopped
+
+
+def _train(
+    config: RunConfig, plan: Plan, start: Start | None, trace_steps: int, several_nodes: bool, rank: Rank
+) -> str | None:
+    """What every rank runs; `start` is rank 0's."""
+    if several_nodes:
+        rank.progress.at(0, "comparing plans with rank 0")
+        agree(config, plan, trace_steps, rank.rank)
+    from mmtrain.train import main
+
+    return main(config, plan, rank, start if rank.rank == 0 else None, trace_steps)
+
+
+def ranks_of_node(config: RunConfig, options: Options) -> int:
+    """Ranks on each machine. Raises UserError where the options for several are wrong."""
+    nodes, node, endpoint = options.nnodes, options.node_rank, options.rdzv_endpoint
+    if nodes < 1 or not 0 <= node < nodes:
+        raise UserError(f"--nnodes {nodes} --node-rank {node}: machines are numbered from 0 to --nnodes - 1")
+    if nodes > 1 and endpoint is None:
+        raise UserError(f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, the same on every machine")
+    port = re.fullmatch(r".+:(\d{1,5})", endpoint or "")
+    if endpoint is not None and not (port and 0 < int(port[1]) < 2**16):
+        raise UserError(f"--rdzv-endpoint {endpoint}: needs HOST:PORT, e.g. first-machine:29500")
+    ranks = config.parallel.pipeline * config.parallel.data
+    if ranks % nodes:
+        raise UserError(
+            f"--nnodes {nodes} machines cannot share {ranks} ranks evenly (parallel.pipeline "
+            f"{config.parallel.pipeline} x parallel.data {config.parallel.data})"
+        )
+    return ranks // nodes
+
+
+def _ranks_of_torchrun(config: RunConfig, options: Options) -> int:
+    """Ranks on this machine. Raises UserError where torchrun was asked for others than the configuration."""
+    if options.nnodes != 1 or options.node_rank != 0 or options.rdzv_endpoint:
+        raise UserError("--nnodes, --node-rank and --rdzv-endpoint: give them to torchrun, which starts the ranks here")
+    world_size, needed = int(os.environ["WORLD_SIZE"]), config.parallel.pipeline * config.parallel.data
+    if world_size != needed:
+        raise UserError(
+            f"torchrun started {world_size} ranks; parallel.pipeline {config.parallel.pipeline} x parallel.data "
+            f"{config.parallel.data} needs {needed}: change --nproc-per-node, or these keys; if no torchrun "
+            f"started this process, unset {', '.join(TORCHRUN_VARIABLES)}"
+        )
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def _say_who_can_reach_it(endpoint: str) -> None:
+    from mmtrain.processes.rendezvous import EVERY_INTERFACE, listening_address
+
+    if (address := listening_address(endpoint)) == EVERY_INTERFACE:
+        say(
+            f"listening for the other machines on every interface: the host of --rdzv-endpoint {endpoint} is no "
+            "address of this machine, or only its own; better give its address in the cluster's network"
+        )
+    else:
+        say(f"listening for the other machines on {address}")
+
+
+def _how_to_go_on(config: RunConfig, options: Options) -> str:
+    in_the_way = [f"--resume {options.resume}"] if options.resume != AUTO else []
+    in_the_way += ["run.overwrite=true"] if config.run.overwrite else []
+    return f"The same command{' without ' + ' and '.join(in_the_way) if in_the_way else ''} goes on from there"
