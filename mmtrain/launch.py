@@ -1,4 +1,4 @@
-"""`mmtrain train CONFIG [key=value ...]`, also `python -m mmtrain.launch`: plan a run, start its ranks, and say how it ended.
+"""`mmtrain train CONFIG [key=value ...]`, or `python -m mmtrain.launch`: plan a run, start its ranks, say how it ended.
 
 Nothing here imports torch before the configuration is known to be right and ranks have to be started.
 """

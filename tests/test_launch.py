@@ -332,7 +332,7 @@ def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeyp
             monkeypatch.setenv("LOCAL_RANK", rank)
             ranks.append(stack.enter_context(running([*common, f"optimizer.lr=0.{rank}"], tmp_path)))
         for rank in ranks:
-            assert rank.wait() == 2
+            assert rank.wait() == 2, rank.stderr
             assert rank.stderr.startswith("error: another run than on rank 0 is planned on rank 1: ")
 
 

@@ -60,7 +60,11 @@ def agree(config: RunConfig, plan: Plan, trace_steps: int, rank: int) -> Any:
         plans = [store.get(f"mmtrain/plan/{other}") for other in range(world_size)]
         others = [str(other) for other, plan in enumerate(plans) if plan != plans[0]]
         store.set("mmtrain/others", ", ".join(others))
-    if others := store.get("mmtrain/others").decode():
+    others = store.get("mmtrain/others").decode()
+    store.set(f"mmtrain/read/{rank}", "")
+    if rank == 0:  # whose process may hold the store: it must not end before all have read
+        store.wait([f"mmtrain/read/{other}" for other in range(world_size)])
+    if others:
         raise UserError(
             f"another run than on rank 0 is planned on rank {others}: the config, the key=value arguments, --trace, "
             "the model's files, the calibration (name one file in parallel.calibration) and parallel.device_memory_gib "
