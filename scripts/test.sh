@@ -1,9 +1,27 @@
 #!/usr/bin/env bash
-# Make or reuse .venv with the test extras, run the whole suite. Arguments go to pytest: scripts/test.sh -k launch -x
+# Make or reuse .venv with the test extras, run the test suite on all cores (at most 4). What follows goes to pytest.
+#   scripts/test.sh              all that a change must pass
+#   scripts/test.sh --fast       plan, data, model logic, configuration, parity at pipeline 1 and 2
+#   scripts/test.sh --nightly    everything, exhaustive sweeps and benchmarks included
+#   scripts/test.sh -k launch -x
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null # nothing here may wait for an answer
 
+tier=(-m "not nightly")
+case ${1:-} in
+--fast)
+    tier=(-m "not nightly and not slow" tests/base tests/config tests/pretrained tests/plan tests/data tests/model
+        tests/test_parity.py tests/test_import_order.py)
+    shift
+    ;;
+--nightly)
+    tier=()
+    shift
+    ;;
+esac
+
 scripts/setup.sh demo,test
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start several processes, each of which would use every core
-.venv/bin/python -m pytest "$@"
+cores=$(.venv/bin/python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
+.venv/bin/python -m pytest -n "$cores" --dist loadgroup "${tier[@]}" "$@"

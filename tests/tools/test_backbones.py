@@ -139,6 +139,7 @@ def test_the_llm_training_knows_no_pictures_and_the_encoder_training_no_words():
     assert shared - printing == {"mmtrain.demo.scene"}
 
 
+@pytest.mark.nightly
 def test_the_tool_makes_both_models_and_makes_them_again_the_same(tmp_path, capsys):
     tool = load_tool("demo_backbones/train_demo_backbones")
     for name in ("first", "second"):

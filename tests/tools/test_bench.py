@@ -221,6 +221,7 @@ def test_a_contestant_that_computes_something_else_ends_the_race(fault, message)
     assert message in found
 
 
+@pytest.mark.nightly
 def test_all_peers_are_raced_and_every_measurement_is_in_the_json(tmp_path):
     ran = bench("peers", "--quick", "--json", tmp_path / "found.json", "--folder", tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -243,6 +244,7 @@ def test_all_peers_are_raced_and_every_measurement_is_in_the_json(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
+@pytest.mark.nightly
 def test_the_gpu_benchmark_runs_on_a_processor_too(tmp_path):
     options = ("--quick", "--shape", "tiny", "--device", "cpu", "--peak-tflops", "1", "--samples-per-pack", "3")
     ran = bench("gpu", "ragged", "pipeline", *options, "--json", tmp_path / "found.json", "--folder", tmp_path)

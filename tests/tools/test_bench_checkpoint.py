@@ -29,6 +29,7 @@ def test_the_interval_of_a_median_is_that_of_the_sign_test(median_interval, coun
     assert median_interval(values) == (below + 1, count - below)
 
 
+@pytest.mark.nightly
 def test_blocks_with_and_without_saves_take_turns_and_all_is_reported(tiny, tmp_path):
     command = [
         sys.executable,

@@ -130,6 +130,7 @@ def test_the_layouts_cover_what_the_issue_asks_for(bench_plan):
     assert all(pair.microbatches == 4 and pair.pipeline == 2 and pair.run_ahead for pair in judged.pairs)
 
 
+@pytest.mark.nightly
 def test_every_layout_is_predicted_and_measured_in_one_run(tmp_path):
     command = [sys.executable, TOOLS / "bench" / "bench.py", "plan", "--quick", "--noise", "100", "--folder", tmp_path]
     command += ["--json", tmp_path / "found.json"]

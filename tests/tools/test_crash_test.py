@@ -16,6 +16,7 @@ from mmtrain.checkpoint.step_folder import step_path, write_step_folder, write_t
 from mmtrain.doctor.crash_job import Kill, Killed, expected_message
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_runs_that_are_killed_twice_end_like_the_one_that_was_not(tiny, tmp_path, capsys):
     overrides = ["parallel.pipeline=2", "parallel.threads_per_rank=1", "train.max_steps=20", "data.workers=0"]
