@@ -157,7 +157,7 @@ def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
     return {
         "mean": float(values.mean()),
         **{name: quantile(values, share) for name, share in shares.items()},
-        "histogram": asdict(histogram(values, TERMINAL_BINS)),
+        "histogram": dict(zip(("edges", "counts"), histogram(values, TERMINAL_BINS), strict=True)),
     }
 
 

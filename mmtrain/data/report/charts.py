@@ -51,12 +51,12 @@ def print_distribution(title: str, values: np.ndarray) -> None:
         f"  mean {values.mean():,.1f}, half at most {quantile(values, 0.5):,}, 95% at most "
         f"{quantile(values, 0.95):,}, 99% at most {quantile(values, 0.99):,}, from {values.min():,} to {values.max():,}"
     )
-    bins = histogram(values, TERMINAL_BINS)
+    edges, counts = histogram(values, TERMINAL_BINS)
     mark = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
     rows = []
-    for (first, after), count in zip(itertools.pairwise(bins.edges), bins.counts, strict=True):
+    for (first, after), count in zip(itertools.pairwise(edges), counts, strict=True):
         name = f"{first:,}" if after == first + 1 else f"{first:,} - {after - 1:,}"
-        rows.append((name, f"{count:,}", mark * -(-count * BAR_WIDTH // max(bins.counts))))
+        rows.append((name, f"{count:,}", mark * -(-count * BAR_WIDTH // max(counts))))
     print_table((">", ">", ""), rows)
 
 
@@ -73,9 +73,9 @@ def write_png(charts: Mapping[str, np.ndarray], file: Path) -> None:
         axes.set_title(title)
         if not len(values):
             continue
-        bins = histogram(values, PNG_BINS)
-        width = bins.edges[1] - bins.edges[0]
-        axes.bar(bins.edges[:-1], bins.counts, width=width, align="edge")
-        if bins.edges[-1] - bins.edges[-2] > width:  # drawn as narrow as the others
-            axes.set_xlabel(f"the last bar: {bins.edges[-2]:,} to {bins.edges[-1] - 1:,}")
+        edges, counts = histogram(values, PNG_BINS)
+        width = edges[1] - edges[0]
+        axes.bar(edges[:-1], counts, width=width, align="edge")
+        if edges[-1] - edges[-2] > width:  # drawn as narrow as the others
+            axes.set_xlabel(f"the last bar: {edges[-2]:,} to {edges[-1] - 1:,}")
     figure.savefig(file, format="png", dpi=120)

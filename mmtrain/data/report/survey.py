@@ -1,11 +1,12 @@
 """What is in shards, told by their indexes alone.
 
 index files --survey--> Survey: counts; images and text tokens of each sample, size of each image
-whole numbers --histogram--> Histogram: bins of a round width
+whole numbers --histogram--> edges and counts of bins of a round width
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,37 +89,21 @@ def survey(tars: Sequence[Path], fingerprint: str | None = None) -> Survey:
     )
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """Counts of whole numbers: counts[i] of them are at least edges[i] and less than edges[i + 1]."""
+def histogram(values: np.ndarray, bins: int) -> tuple[list[int], list[int]]:
+    """Edges and counts: counts[i] of the values are at least edges[i] and less than edges[i + 1].
 
-    edges: tuple[int, ...]  # (bins + 1,)
-    counts: tuple[int, ...]  # (bins,)
-
-
-def histogram(values: np.ndarray, bins: int) -> Histogram:
-    """About `bins` bins, 1, 2 or 5 times a power of ten wide, and one more for what lies far above them.
-
-    `values`: whole numbers, at least one.
+    About `bins` bins, 1, 2 or 5 times a power of ten wide, and one more for what lies far above them. `values`: whole
+    numbers, at least one.
     """
     low, most, high = int(values.min()), quantile(values, TAIL), int(values.max())
-    width = _round_width((most - low + 1) / bins)
+    widths = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
+    width = next(width for width in widths if width >= (most - low + 1) / bins)
     edges = [*range(low // width * width, most + width + 1, width)]
     if high >= edges[-1]:
         edges.append(high + 1)
-    counts, _ = np.histogram(values, edges)
-    return Histogram(tuple(edges), tuple(counts.tolist()))
+    return edges, np.histogram(values, edges)[0].tolist()
 
 
 def quantile(values: np.ndarray, share: float) -> int:
     """The smallest of these values that at least this share of them does not exceed."""
     return int(np.quantile(values, share, method="inverted_cdf"))
-
-
-def _round_width(least: float) -> int:
-    width = 1
-    while True:
-        for factor in (1, 2, 5):
-            if factor * width >= least:
-                return factor * width
-        width *= 10

@@ -37,22 +37,7 @@ _GROWING = {
     *("slice", "sum", "tojson", "translate", "zfill"),
 }
 _COMPARING = {
-    "eq",
-    "equalto",
-    "==",
-    "ne",
-    "!=",
-    "lt",
-    "lessthan",
-    "<",
-    "le",
-    "<=",
-    "gt",
-    "greaterthan",
-    ">",
-    "ge",
-    ">=",
-    "in",
+    *("eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">=", "in")
 }
 # For web pages: they search with patterns, whose time is not that of their text's length. `lipsum` writes nonsense.
 _LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
@@ -97,26 +82,21 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         stock = _compile_jinja_template("").environment
-        extensions = [type(extension) for extension in stock.extensions.values()]
         super().__init__(
             trim_blocks=stock.trim_blocks,
             lstrip_blocks=stock.lstrip_blocks,
-            extensions=extensions,
+            extensions=list(map(type, stock.extensions.values())),
             finalize=self.charged,
             optimized=False,  # filters are applied when rendering alone
         )
         self.left = WORK
         self.globals.update(stock.globals)
         del self.globals["lipsum"]
-        self.filters.update(
-            {name: self._wrapped(name, stock_filter, name in _CONSTANT) for name, stock_filter in stock.filters.items()}
-        )
-        self.tests.update(
-            {name: self._wrapped(name, test, name not in _COMPARING) for name, test in stock.tests.items()}
-        )
-        for name in _LEFT_OUT:
-            del self.filters[name]
+        wrapped = self._wrapped
+        filters = {name: one for name, one in stock.filters.items() if name not in _LEFT_OUT}
+        self.filters = {name: wrapped(name, one, name in _CONSTANT) for name, one in filters.items()}
         self.filters |= {_CHARGED: self.charged, _CHARGED_LOOP: self._charged_loop}
+        self.tests = {name: wrapped(name, one, name not in _COMPARING) for name, one in stock.tests.items()}
 
     def charge(self, units: int) -> None:
         """Pay for an operation that is about to be done."""
@@ -173,26 +153,23 @@ class _Environment(ImmutableSandboxedEnvironment):
         for loop in list(tree.find_all(nodes.For)):
             loop.iter = self._filtered(loop.iter, _CHARGED_LOOP)
         for joined in list(tree.find_all(nodes.Concat)):
-            joined.nodes = [self._filtered(node, _CHARGED) for node in joined.nodes]
+            joined.nodes = [self._filtered(node) for node in joined.nodes]
         for compared in list(tree.find_all(nodes.Compare)):
             if all(one.op in ("eq", "ne") and isinstance(one.expr, nodes.Const) for one in compared.ops):
                 continue  # done at the first character that differs: most of what templates ask
-            compared.expr = self._filtered(compared.expr, _CHARGED)
-            for operand in compared.ops:
-                operand.expr = self._filtered(operand.expr, _CHARGED)
+            for operand in (compared, *compared.ops):
+                operand.expr = self._filtered(operand.expr)
         for sliced in list(tree.find_all(nodes.Getitem)):
             if isinstance(sliced.arg, nodes.Slice):
-                sliced.node = self._filtered(sliced.node, _CHARGED)
-        for literal in list(tree.find_all((nodes.List, nodes.Dict))):
-            # What a list holds twice is written twice: nested, 2^n times.
-            for field in literal.items:
-                if isinstance(field, nodes.Pair):
-                    field.value = self._filtered(field.value, _CHARGED)
-            if isinstance(literal, nodes.List):
-                literal.items = [self._filtered(item, _CHARGED) for item in literal.items]
+                sliced.node = self._filtered(sliced.node)
+        # What a list holds twice is written twice: nested, 2^n times.
+        for literal in list(tree.find_all(nodes.List)):
+            literal.items = [self._filtered(item) for item in literal.items]
+        for pair in list(tree.find_all(nodes.Pair)):
+            pair.value = self._filtered(pair.value)
         return tree
 
-    def _filtered(self, node: nodes.Expr, name: str) -> nodes.Expr:
+    def _filtered(self, node: nodes.Expr, name: str = _CHARGED) -> nodes.Expr:
         if isinstance(node, nodes.Const):
             return node
         made = nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
