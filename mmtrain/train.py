@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
-from mmtrain.checkpoint.checkpoint import Checkpointer, Saved
-from mmtrain.checkpoint.restore import differences, load, run_state
-from mmtrain.checkpoint.resume import AUDIT, BAD_STEPS, METRICS, Begin, Start
-from mmtrain.checkpoint.run_folder import take_over
+from mmtrain.checkpoint.choose import Start
+from mmtrain.checkpoint.load import differences, load
+from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, METRICS, describe_run, go_back
+from mmtrain.checkpoint.write import Checkpointer, Saved, run_state
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.account import ReadAccount
 from mmtrain.data.stream.loader import PackedBatches
@@ -55,8 +55,8 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     use_algorithms(config.train.deterministic)
     rank.progress.at(0, "joining the process group")
     join_process_group(device, config.parallel.timeout_seconds)
-    begin = _from_rank_0(start)
-    first_step = 0 if begin is None else begin.step
+    start = _from_rank_0(start)
+    first_step = 0 if start is None else start.checkpoint.step
 
     # Data first: what is wrong with them should not show after an hour of loading weights.
     packed, held_out = None, None
@@ -79,7 +79,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     # What this rank holds: its stages, with real or no-op optimizer, checked against the plan.
     rank.progress.at(first_step, "loading weights")
     console.line(f"loading weights on {plan.pipeline * plan.data} ranks")
-    to_build = config if begin is None else _without_init_from(config)
+    to_build = config if start is None else _without_init_from(config)
     chunks = {stage.stage: build_chunk(to_build, stage, device=device) for stage in mine.stages}
 
     def before_instruction(step: int, instruction: Instruction) -> None:
@@ -107,17 +107,20 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
 
     # Where it goes on: known to be the same run, the trained tensors as they were; only then the records are cut back.
     counts = None
-    if begin is not None:
+    if start is not None:
         rank.progress.at(first_step, "loading the checkpoint")
-        if start is not None:
-            begin.refuse_other_contents(data, about["frozen_fingerprint"], about["settings_fingerprint"], max_steps)
-        engine.load_trained(*load(None if start is None else start.checkpoint, engine.trainable))
-        engine.saw_gradient |= {name for name in engine.trainable if begin.state["trained"][name]["had_gradient"]}
-        engine.bad_steps = begin.state["bad_steps"]
-        audit.begin_with(begin.state["trained"])
-        counts = begin.state["data"]["counts"] if begin.state["data"]["fingerprint"] == data else None
-        if start is not None:
-            take_over(rank.folder, as_given, plan, start, console.line)
+        if rank.rank == 0:
+            start.refuse_other_contents(data, about["frozen_fingerprint"], about["settings_fingerprint"], max_steps)
+        engine.load_trained(*load(start.checkpoint, engine.trainable))
+        state = start.checkpoint.state
+        engine.saw_gradient |= {name for name in engine.trainable if state["trained"][name]["had_gradient"]}
+        engine.bad_steps = state["bad_steps"]
+        audit.begin_with(state["trained"])
+        counts = state["data"]["counts"] if state["data"]["fingerprint"] == data else None
+        if rank.rank == 0:
+            if start.is_own:
+                go_back(rank.folder, start.checkpoint, console.line)
+            describe_run(rank.folder, as_given, plan)
     metrics = JsonLines(rank.folder / METRICS if rank.rank == 0 else None)
     account = None
     if packed is not None:
@@ -127,7 +130,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     if config.eval.is_on:
         evaluator = Evaluator(engine, held_out, rank.progress, console.evaluating)
         console.line(evaluator.extent.summary)
-    about |= {"branched_from": None if begin is None else begin.branched_from}
+    about |= {"branched_from": None if start is None else start.branched_from}
 
     def report(saved: Saved) -> None:
         metrics.write(**saved.record())
@@ -135,8 +138,8 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
         print(text)  # into the log
         console.line(text)
 
-    begun = first_step if begin is not None and begin.is_own else None
-    saver = Checkpointer(rank.folder, config.checkpoint, mine.data == 0, report, begun)
+    saved_step = first_step if start is not None and start.is_own else None
+    saver = Checkpointer(rank.folder, config.checkpoint, mine.data == 0, report, saved_step)
     batches = None if account is None else account.watch(iter(packed))
     peak = peak_flops(config, _described(config, device)) if rank.rank == 0 else None
     utilization = Utilization(config, peak)
@@ -155,8 +158,8 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     # The steps. Every rank runs its own list of instructions; the result of a step is the same on all of them.
     evaluate_every = config.eval.every_steps or max_steps
     with saver:
-        if begin is not None:
-            run.go_on(begin)
+        if start is not None:
+            run.go_on(start)
         for step in range(first_step, max_steps):
             if evaluator is not None and step % evaluate_every == 0:
                 run.evaluate(step)
@@ -225,16 +228,17 @@ class _Run:
     about: dict[str, Any]  # what every checkpoint says of the run
     loss: float | None = None  # of the latest step
 
-    def go_on(self, begin: Begin) -> None:
+    def go_on(self, start: Start) -> None:
         """Say where the run goes on; one that branches from another begins with a checkpoint of its own."""
-        changed = differences(begin.state, self.about)
-        self.console.line(f"going on after step {begin.step} of {self.config.train.max_steps}, from {begin.path}")
+        step, path = start.checkpoint.step, start.checkpoint.path
+        changed = differences(start.checkpoint.state, self.about)
+        self.console.line(f"going on after step {step} of {self.config.train.max_steps}, from {path}")
         if changed:
             self.console.line(f"other than when it was saved, so equal to rounding only: {', '.join(changed)}")
-        if not begin.is_own:
-            self.save(begin.step)
+        if not start.is_own:
+            self.save(step)
             self.saver.finish()
-        self.metrics.write(kind="resume", step=begin.step, checkpoint=begin.path, changed=changed)
+        self.metrics.write(kind="resume", step=step, checkpoint=str(path), changed=changed)
 
     def train(self, step: int) -> None:
         """Make one step and record it."""
@@ -267,7 +271,7 @@ class _Run:
 
     def save(self, step: int) -> None:
         """Begin to save the state after `step` updates."""
-        if step == self.saver.begun:  # for another reason, or it is where this run came from
+        if step == self.saver.saved:  # for another reason, or it is where this run came from
             return
         self.rank.progress.at(step, "saving")
         engine = self.engine
@@ -282,7 +286,7 @@ class _Run:
         if scores is not None:
             self.metrics.write(kind="eval", step=step, **asdict(scores))
             self.console.evaluation(step, scores)
-            self.saver.scored(step, scores)
+            self.saver.scored(step, asdict(scores))
         return scores
 
     def control(self, scores: Scores) -> None:
@@ -330,9 +334,9 @@ def use_algorithms(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def _from_rank_0(start: Start | None) -> Begin | None:
-    """What every rank needs to know of rank 0's checkpoint, whose files other machines need not see."""
-    shared = [None if start is None else start.begin]
+def _from_rank_0(start: Start | None) -> Start | None:
+    """What rank 0 was given: the launcher of another machine need not see the run's files."""
+    shared = [start]
     dist.broadcast_object_list(shared, 0)
     return shared[0]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ranks import run_ranks
 
-from mmtrain.checkpoint.resume import Start
-from mmtrain.checkpoint.run_folder import AUTO, find_start, prepare_folder, run_folder
+from mmtrain.checkpoint.choose import AUTO, Start, find_start
+from mmtrain.checkpoint.run_folder import prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, find, step_path, why_damaged
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
@@ -60,7 +60,7 @@ def train(file: Path, *overrides: str, resume: str | Path = AUTO) -> Run:
     config = load_config(file, overrides)
     said: list[str] = []
     plan, start = make_plan(config), find_start(config, str(resume), (), said.append)
-    prepare_folder(config, plan, start, said.append)
+    prepare_folder(config, plan, goes_on=start is not None, say=said.append)
     world = len(plan.ranks)
     stopped = run_ranks(world, _be_rank, config, plan, start, timeout=200, daemons=config.data.workers == 0)
     assert stopped == [None] * world

@@ -37,7 +37,6 @@ __main__
 """
 FLOOR_OF = {wing: floor for floor, line in enumerate(FLOORS.split("\n")) for wing in line.split()}
 STILL_UP = {  # module -> the wing above that it imports
-    "checkpoint.checkpoint": "evaluation",
 }
 
 # Wings that import no torch, but for these modules; and modules of other wings that do not.
@@ -47,7 +46,7 @@ TORCH_FREE_MODULES = """
 data.samples.records  data.samples.sample
 data.stream.order  data.stream.catalog
 data.report.survey  data.report.fill
-checkpoint.run_folder  checkpoint.step_folder  checkpoint.resume
+checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose
 engine.utilization  engine.trace  evaluation.scores  evaluation.console  model.projector_files  model.probe
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}

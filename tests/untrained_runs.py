@@ -17,9 +17,8 @@ from mmtrain.checkpoint.step_folder import (
     STATE,
     TENSORS,
     StepFolder,
+    new_step_folder,
     step_path,
-    write_step_folder,
-    write_text,
 )
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
@@ -44,14 +43,12 @@ def make_checkpoint(
     tensors = {f"projector.{name}": tensor.detach().clone() for name, tensor in projector.named_parameters()}
     tensors |= others or {}
     state = state_of(step, config=config.model_dump(mode="json"), **more)
-    files = {
-        TENSORS: lambda path: save_file(tensors, path),
-        OPTIMIZER: lambda path: save_file({"projector.linear_1.bias/step": torch.tensor(float(step))}, path),
-        STATE: write_text(json.dumps(state)),
-    }
     path = step_path(run, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_step_folder(path, files)
+    with new_step_folder(path) as folder:
+        save_file(tensors, folder / TENSORS)
+        save_file({"projector.linear_1.bias/step": torch.tensor(float(step))}, folder / OPTIMIZER)
+        (folder / STATE).write_text(json.dumps(state))
     return StepFolder(path)
 
 

@@ -18,7 +18,7 @@ from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.base.small_files import shortened
-from mmtrain.checkpoint.step_folder import CHECKPOINTS, MANIFEST, NAME, StepFolder, find
+from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.pretrained.model_files import Shape, find_model_folder, foreign_files, read_json, tensor_shapes
 from mmtrain.pretrained.model_numbers import check_llm_numbers, is_whole
@@ -65,7 +65,7 @@ def llava_folder(
     folder = find_model_folder(model)
     if folder is None:
         raise UserError(f"{model}: no such folder, and no hub id in the local cache; {NEEDED}")
-    if (folder / CHECKPOINTS).is_dir() or (folder / MANIFEST).exists() or NAME.fullmatch(folder.name):
+    if names_checkpoint(folder):
         return exported(find(folder, say), say, show)
     config = folder / "config.json"
     family = read_json(config).get("model_type") if config.is_file() else None

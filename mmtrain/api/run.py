@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import say
-from mmtrain.checkpoint.resume import recorded
 from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, step_folders
 from mmtrain.config.load import dump_config, load_config

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json
 
 
 class JsonLines:
@@ -84,3 +86,23 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nan(inner) for inner in value]
     return value
+
+
+def recorded(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
+    """The records of these kinds in a file of JSON lines, none if it is not there; what is no record is passed over."""
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        for line in iter(functools.partial(lines.readline, MAX_JSON_BYTES), b""):
+            if any(f'"{kind}"'.encode() in line for kind in kinds):  # parsing all lines of a long run takes seconds
+                record = parse_line(line)
+                if isinstance(record, dict) and record.get("kind") in kinds:
+                    yield record
+
+
+def parse_line(line: bytes) -> Any:
+    """The content of a line of JSON; its text if it is none."""
+    try:
+        return parse_json(line)
+    except ValueError:
+        return line.decode(errors="replace").rstrip("\n")

@@ -1,25 +1,33 @@
-"""A run's folder, run.dir/run.name: made for a new run, or opened for one that goes on; two runs are never mixed."""
+"""A run's folder, run.dir/run.name: made for a new run, cut back to a checkpoint for one that goes on.
+
+The records (metrics, ledger, ...) only grow, and a checkpoint notes their lengths. What is cut off is kept in
+discarded.jsonl, with the step that the run went back to. Two runs are never mixed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mmtrain.base.durable import UNFINISHED, flush_folder, held, write_whole
+from mmtrain.base.durable import UNFINISHED, flush, flush_folder, held, write_whole
 from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import JsonLines, parse_line
 from mmtrain.base.printing import say
-from mmtrain.checkpoint.resume import METRICS, Start, choose, go_back
-from mmtrain.checkpoint.step_folder import newest
+from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, remove_unfinished, step_folders, step_of
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.layout import Plan
 
-AUTO, NEVER = "auto", "never"  # what --resume takes besides a path
 CONFIG, PLAN = "config.yaml", "plan.json"
+METRICS, BAD_STEPS = "metrics.jsonl", "bad_steps.jsonl"
+RECORDS = (METRICS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
+DISCARDED = "discarded.jsonl"
+AUDIT = "audit.json"
 BEFORE_THE_FIRST_STEP = ("log*.txt", "quarantine.jsonl", f"*{UNFINISHED}")  # what a start that fails may leave
 
 
@@ -35,63 +43,32 @@ def claimed(folder: Path) -> Iterator[None]:
     The kernel lets go when this process dies, however it dies. Raises UserError if another run holds it.
     """
     folder = folder.resolve()  # whatever it is called
-    path = folder.with_name(f".{folder.name}.lock")  # beside the folder, which run.overwrite deletes
-    holding = contextlib.ExitStack()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        holding.enter_context(held(path, wait=False))
-    except BlockingIOError:
-        raise UserError(
-            f"{folder} is in use by a run that is still going; stop it, or choose another run.name"
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error}; run.dir and run.name say where a run goes") from error
-    with holding:
+    lock = folder.with_name(f".{folder.name}.lock")  # beside the folder, which run.overwrite deletes
+    with contextlib.ExitStack() as holding:
+        with _named(f"write {lock}"):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                holding.enter_context(held(lock, wait=False))
+            except BlockingIOError:
+                raise UserError(
+                    f"{folder} is in use by a run that is still going; stop it, or choose another run.name"
+                ) from None
         yield
 
 
-def find_start(
-    config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = (), say: Callable[[str], None] = say
-) -> Start | None:
-    """The checkpoint at which the run goes on, None where it begins with its first step; changes nothing.
-
-    `resume` is what --resume says, `allowed` the keys of --allow-change. Raises UserError where going on would mix two
-    runs, or lose one.
-    """
-    folder = run_folder(config)
-    contents = contents_of_a_run(folder)
-    listed = ", ".join(contents[:3])
-    path = None if resume in (AUTO, NEVER) else Path(resume)
-    if contents and not all((folder / name).is_file() for name in (CONFIG, PLAN)):
-        raise UserError(f"{folder} holds {listed}, but no config.yaml or plan.json: not the folder of a run")
-    if config.run.overwrite:
-        if path is not None:
-            raise UserError(f"run.overwrite=true would delete {folder}; without it --resume {resume} can be followed")
-        return None
-    if contents and resume == NEVER:
-        raise UserError(
-            f"{folder} holds an earlier run ({listed}); choose another run.name, or set run.overwrite=true to delete it"
-        )
-    start = choose(folder, config, path, allowed, say)
-    if start is None or start.is_own or not contents:
-        return start
-    own, _ = newest(folder)
-    if own is not None and own.state["branched_from"] == start.checkpoint.fingerprint:
-        say(f"{folder} has branched from {start.checkpoint.path} already")
-        return choose(folder, config, None, allowed, say)
-    if own is not None or ((folder / METRICS).exists() and (folder / METRICS).stat().st_size):
-        raise UserError(
-            f"{folder} holds an earlier run ({listed}), and {start.checkpoint.path} is of another; choose a new "
-            "run.name"
-        )
-    return start  # the branch died before it had saved where it begins
+def contents_of_a_run(folder: Path) -> list[str]:
+    """Names in the folder that only a run that took its first step has made."""
+    if not folder.is_dir():
+        return []
+    patterns = (CONFIG, PLAN, *BEFORE_THE_FIRST_STEP)
+    return sorted(entry.name for entry in folder.iterdir() if not any(map(entry.match, patterns)))
 
 
-def prepare_folder(config: RunConfig, plan: Plan, start: Start | None, say: Callable[[str], None] = say) -> None:
-    """Make the run's folder, which the caller has claimed; for a run that begins, as `find_start` said, at `start`.
+def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool, say: Callable[[str], None] = say) -> None:
+    """Make the run's folder, which the caller has claimed.
 
     For a new run it then has config.yaml and plan.json, what a start that failed has left being replaced; with
-    `run.overwrite` an earlier run is deleted. One that goes on is left alone until `take_over`.
+    `run.overwrite` an earlier run is deleted. One that `goes_on` is left alone until `go_back`.
     """
     folder = run_folder(config)
     contents = contents_of_a_run(folder)
@@ -103,8 +80,10 @@ def prepare_folder(config: RunConfig, plan: Plan, start: Start | None, say: Call
         discarded = whole.with_name(f".{whole.name}.{secrets.token_hex(4)}")
         whole.rename(discarded)
         shutil.rmtree(discarded)
-    if start is not None:
-        _make(folder)
+    with _named(f"make {folder}"):
+        folder.resolve().mkdir(parents=True, exist_ok=True)  # behind a link, where it is one
+        flush_folder(folder.resolve().parent)
+    if goes_on:
         return
     if contents and not config.run.overwrite:
         say(f"{folder} has no checkpoint yet: the run begins with its first step again")
@@ -112,46 +91,73 @@ def prepare_folder(config: RunConfig, plan: Plan, start: Start | None, say: Call
     for pattern in BEFORE_THE_FIRST_STEP:
         for left in folder.glob(pattern):
             left.unlink()
-    _describe_run(folder, config, plan)
+    describe_run(folder, config, plan)
 
 
-def take_over(folder: Path, config: RunConfig, plan: Plan, start: Start, say: Callable[[str], None]) -> None:
-    """Go back to `start` if it is the run's own; from now on the folder's config.yaml and plan.json are these.
+def describe_run(folder: Path, config: RunConfig, plan: Plan) -> None:
+    """From now on the folder's config.yaml and plan.json are these."""
+    with _named(f"write {folder / PLAN}"):
+        write_whole(folder / PLAN, json.dumps(plan.as_dict(), indent=1) + "\n")
+    with _named(f"write {folder / CONFIG}"):
+        write_whole(folder / CONFIG, dump_config(config))
+
+
+def go_back(folder: Path, to: StepFolder | None, say: Callable[[str], None]) -> None:
+    """Cut the run's records back to this checkpoint of its own, None: to nothing, and set later checkpoints aside.
 
     To be called when all that could keep the run from going on has been checked.
     """
-    if start.is_own:
-        go_back(folder, start.checkpoint, say)
-    _describe_run(folder, config, plan)
-
-
-def _describe_run(folder: Path, config: RunConfig, plan: Plan) -> None:
-    _make(folder)
-    _write(folder / PLAN, json.dumps(plan.as_dict(), indent=1) + "\n")
-    _write(folder / CONFIG, dump_config(config))
-
-
-def _make(folder: Path) -> None:
     try:
-        folder.resolve().mkdir(parents=True, exist_ok=True)  # behind a link, where it is one
-        flush_folder(folder.resolve().parent)
+        remove_unfinished(folder)
+        for later in step_folders(folder):
+            if to is not None and step_of(later) <= to.step:
+                break
+            say(f"set aside as {_set_aside(later)}")
+        if (folder / CHECKPOINTS).exists():
+            flush_folder(folder / CHECKPOINTS)  # else a power cut might bring them back beside records that are cut
+        lengths, step = ({}, 0) if to is None else (to.state["files"], to.step)
+        for name in RECORDS:
+            _cut_back(folder, name, lengths.get(name, 0), step, say)
+        (folder / AUDIT).unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make {folder}: {error}; run.dir and run.name say where a run goes") from error
+        raise UserError(f"cannot go back to a checkpoint: {error}") from error
 
 
-def _write(path: Path, text: str) -> None:
+@contextlib.contextmanager
+def _named(act: str) -> Iterator[None]:
     try:
-        write_whole(path, text)
+        yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error}; run.dir and run.name say where a run goes") from error
+        raise UserError(f"cannot {act}: {error}; run.dir and run.name say where a run goes") from error
 
 
-def contents_of_a_run(folder: Path) -> list[str]:
-    """Names in the folder that only a run that took its first step has made."""
-    if not folder.is_dir():
-        return []
-    return sorted(
-        entry.name
-        for entry in folder.iterdir()
-        if not any(entry.match(pattern) for pattern in (CONFIG, PLAN, *BEFORE_THE_FIRST_STEP))
-    )
+def _set_aside(path: Path) -> Path:
+    """Rename a step folder, since the run will come to this step again; its new path."""
+    target, number = path.with_name(path.name + ".discarded"), 1
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.discarded-{number}")
+    path.rename(target)
+    return target
+
+
+def _cut_back(folder: Path, name: str, length: int, step: int, say: Callable[[str], None]) -> None:
+    """Cut a record to its first `length` bytes; the rest goes into discarded.jsonl."""
+    path = folder / name
+    size = path.stat().st_size if path.exists() else 0
+    if size < length:
+        say(f"{path}: {length - size:,} bytes fewer than the checkpoint knew of; what they recorded is gone")
+        length = path.read_bytes().rfind(b"\n") + 1 if size else 0  # whole lines
+    if size <= length:
+        return
+    with path.open("rb") as file, JsonLines(folder / DISCARDED) as discarded:
+        file.seek(max(length - 1, 0))
+        if length and file.read(1) != b"\n":
+            raise UserError(f"{path} was changed since the checkpoint was written: move it away, and start again")
+        for line in file:
+            discarded.write(file=name, back_to_step=step, record=parse_line(line))
+    flush(folder / DISCARDED)  # before the cut: a crash in between leaves a line twice rather than none
+    if length:
+        os.truncate(path, length)
+    else:
+        path.unlink()

@@ -23,7 +23,10 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # as pydantic needs it before Python 3.12
 
 from mmtrain.base.durable import UNFINISHED, flush_folder, lock, unfinished_folder, whole_folder
 from mmtrain.base.errors import UserError
@@ -39,6 +42,60 @@ NAME = re.compile(r"step-(\d{8,})")
 BLOCK = 1 << 20  # bytes hashed at a time
 
 
+Count = Annotated[int, Field(ge=0)]
+ByEpoch = dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], Count]
+
+
+class _Counts(TypedDict):
+    """Samples of a replica; see `mmtrain.data.stream.account`."""
+
+    first_pack: Count
+    epoch: Count
+    read: Count
+    lost: Count
+    trained: ByEpoch
+    quarantined: ByEpoch
+
+
+class _Data(TypedDict):
+    fingerprint: str
+    counts: _Counts | None
+
+
+class _Note(TypedDict):
+    begin: str  # fingerprint of the tensor before the first step
+    had_gradient: bool
+
+
+def _with_libraries(versions: dict[str, str]) -> dict[str, str]:
+    if {"mmtrain", "timm", "transformers"} - versions.keys():
+        raise ValueError("a library is missing")
+    return versions
+
+
+class State(TypedDict):
+    """state.json. A manifest's checksums do not say who made it, so all of it that is relied on later is checked."""
+
+    __pydantic_config__ = ConfigDict(strict=True)
+
+    step: Count  # updates made: the number of the next step
+    max_steps: Count | None
+    config: dict[str, Any]
+    versions: Annotated[dict[str, str], AfterValidator(_with_libraries)]
+    topology: dict[str, Any]
+    data: _Data
+    frozen_fingerprint: str
+    settings_fingerprint: str  # of what else the models' folders say
+    branched_from: str | None  # fingerprint of the other run's checkpoint that the run began with
+    loss: float | Literal["nan", "inf", "-inf"] | None  # of the latest step
+    bad_steps: Count
+    trained: dict[str, _Note]  # by name of the tensor
+    files: dict[str, Count]  # lengths of the run's records, in bytes
+
+
+_STATE = TypeAdapter(State)
+
+
 @dataclass(frozen=True)
 class StepFolder:
     """A checkpoint whose manifest was found right."""
@@ -50,12 +107,12 @@ class StepFolder:
     A run that branches from it holds it to its end.
     """
 
-    def __reduce__(self) -> tuple[type[StepFolder], tuple[Path]]:
-        return StepFolder, (self.path,)
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "held": None, "state": self.state}
 
     @functools.cached_property
-    def state(self) -> dict[str, Any]:
-        """The content of state.json."""
+    def state(self) -> State:
+        """The content of state.json; it travels with the object to processes that do not see the files."""
         return parse_json(read_limited(self.path / STATE, MAX_JSON_BYTES, "what mmtrain writes"))
 
     @property
@@ -97,33 +154,22 @@ def step_path(run: Path, step: int) -> Path:
     return run / CHECKPOINTS / f"step-{step:08d}"
 
 
-def write_step_folder(target: Path, files: Mapping[str, Callable[[Path], None]]) -> int:
-    """Write a checkpoint's files, each by a function of its path, and the manifest; the bytes written.
+@contextlib.contextmanager
+def new_step_folder(path: Path) -> Iterator[Path]:
+    """A folder for a checkpoint's files, which gets its manifest and its name when the block ends without error.
 
-    The folder appears under its name only when all of it is on the disk. Raises FileExistsError rather than write into
-    an existing one, and OSError where the disk does not take it; what there is then of the folder is removed.
+    Raises FileExistsError rather than write into an existing one, and OSError where the disk does not take it; what
+    there is then of the folder is removed.
     """
-    if target.exists():
-        raise FileExistsError(f"{target} exists; a checkpoint is never written into an existing folder")
-    target.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved is not made anew
-    entries = {}
-    with whole_folder(target) as unfinished:
-        for name, write in files.items():
-            write(unfinished / name)
-            size, digest = _size_and_sha256(unfinished / name)
-            entries[name] = {"bytes": size, "sha256": digest}
+    if path.exists():
+        raise FileExistsError(f"{path} exists; a checkpoint is never written into an existing folder")
+    path.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved is not made anew
+    with whole_folder(path) as unfinished:
+        yield unfinished
+        read = {file.name: _size_and_sha256(file) for file in sorted(unfinished.iterdir())}
+        entries = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in read.items()}
         (unfinished / MANIFEST).write_text(_manifest(entries))
-    flush_folder(target.parent.parent)
-    return sum(entry["bytes"] for entry in entries.values())
-
-
-def write_text(text: str) -> Callable[[Path], None]:
-    """A function that writes this text to a path."""
-
-    def write(path: Path) -> None:
-        path.write_text(text)
-
-    return write
+    flush_folder(path.parent.parent)
 
 
 def why_damaged(path: Path) -> str | None:
@@ -160,67 +206,15 @@ def why_damaged(path: Path) -> str | None:
             return f"{MANIFEST} is damaged: not what mmtrain writes"
     try:
         state = StepFolder(path).state
+        _STATE.validate_python(state)
+    except ValidationError as error:
+        place = error.errors()[0]["loc"]
+        return f"{STATE} is damaged: {f'its {place[0]} is ' if place else ''}not what mmtrain writes"
     except (OSError, UserError, ValueError):
-        state = None
-    if not isinstance(state, dict):
         return f"{STATE} is damaged: not what mmtrain writes"
-    for key, is_right in _STATE.items():
-        if key not in state or not is_right(state[key]):
-            return f"{STATE} is damaged: its {key} is not what mmtrain writes"
     if (named := NAME.fullmatch(path.name)) and int(named[1]) != state["step"]:
         return f"{STATE} is of step {state['step']}: the folder was renamed"
     return None
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _has(value: Any, **keys: Callable[[Any], bool]) -> bool:
-    """Whether it is an object with these keys, and others, whose values are right."""
-    return isinstance(value, dict) and all(key in value and is_right(value[key]) for key, is_right in keys.items())
-
-
-def _each(value: Any, is_right: Callable[[Any], bool]) -> bool:
-    """Whether it is an object all of whose values are right."""
-    return isinstance(value, dict) and all(map(is_right, value.values()))
-
-
-def _is_by_epoch(value: Any) -> bool:
-    return _each(value, _is_count) and all(re.fullmatch("[0-9]{1,18}", epoch) for epoch in value)
-
-
-def _is_note(value: Any) -> bool:
-    return _has(value, begin=_is_text, had_gradient=lambda had: isinstance(had, bool))
-
-
-def _is_data(value: Any) -> bool:
-    counts = dict.fromkeys(("first_pack", "epoch", "read", "lost"), _is_count)
-    counts |= {"trained": _is_by_epoch, "quarantined": _is_by_epoch}
-    return _has(value, fingerprint=_is_text, counts=lambda found: found is None or _has(found, **counts))
-
-
-# Whether a value of state.json can be what mmtrain wrote, by key: a manifest's checksums do not say who made it, and
-# what reads the state later relies on it.
-_STATE: Mapping[str, Callable[[Any], bool]] = {
-    "step": _is_count,
-    "max_steps": lambda value: value is None or _is_count(value),
-    "config": _has,
-    "versions": lambda value: _each(value, _is_text) and {"mmtrain", "timm", "transformers"} <= value.keys(),
-    "topology": _has,
-    "data": _is_data,
-    "frozen_fingerprint": _is_text,
-    "settings_fingerprint": _is_text,
-    "branched_from": lambda value: value is None or _is_text(value),
-    "loss": lambda value: value is None or isinstance(value, int | float) or value in ("nan", "inf", "-inf"),
-    "bad_steps": _is_count,
-    "trained": lambda value: _each(value, _is_note),
-    "files": lambda value: _each(value, _is_count),
-}
 
 
 def step_folders(run: Path) -> list[Path]:
@@ -248,6 +242,11 @@ def newest(run: Path) -> tuple[StepFolder | None, dict[Path, str]]:
             return None, damaged
 
 
+def names_checkpoint(path: Path) -> bool:
+    """Whether `find` takes a path for a run's folder or a checkpoint, whole or not."""
+    return (path / CHECKPOINTS).is_dir() or (path / MANIFEST).exists() or bool(NAME.fullmatch(path.name))
+
+
 def find(path: Path, say: Callable[[str], None] = say) -> StepFolder:
     """The checkpoint that a path names: a step folder, or of a run's folder the newest whole one.
 
@@ -263,7 +262,7 @@ def find(path: Path, say: Callable[[str], None] = say) -> StepFolder:
         return found
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; needed is a run's folder or one of its checkpoints/step-...")
-    if not NAME.fullmatch(path.name) and not (path / MANIFEST).exists():
+    if not names_checkpoint(path):
         raise UserError(
             f"{path}: neither the folder of a run, which has {CHECKPOINTS}/, nor a checkpoint, which has {MANIFEST}"
         )

@@ -36,7 +36,7 @@ REFUSED = {
         *("set_dataloader", "set_dataiterator", "set_batch_fn", "deepspeed_io", "set_data_post_process_func"),
     ),
     "use `evaluate`, which runs a schedule of the plan's layout": ("eval_batch",),
-    "use `mmtrain.checkpoint.checkpoint.Checkpointer`, which saves what trains": (
+    "use `mmtrain.checkpoint.write.Checkpointer`, which saves what trains": (
         *("save_checkpoint", "save_16bit_model", "save_fp16_model", "module_state_dict"),
     ),
     "use `load_trained`": ("load_checkpoint", "load_module_state_dict", "load_moe_state_dict"),

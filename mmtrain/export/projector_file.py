@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.resume import METRICS, recorded
+from mmtrain.base.json_lines import recorded
+from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.export.tensors import TensorSource, TensorWriter, check_written, new_folder, stored
 from mmtrain.pretrained.model_files import read_header

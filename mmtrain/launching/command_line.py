@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from mmtrain.checkpoint.run_folder import AUTO
+from mmtrain.checkpoint.choose import AUTO
 
 TRACED_STEPS = 3
 

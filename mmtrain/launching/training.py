@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import note, say, show_cursor, show_error
-from mmtrain.checkpoint.resume import Start, is_complete
-from mmtrain.checkpoint.run_folder import AUTO, claimed, find_start, prepare_folder, run_folder
+from mmtrain.checkpoint.choose import AUTO, Start, find_start, is_complete
+from mmtrain.checkpoint.run_folder import claimed, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.trace import refuse_unfit_trace
@@ -72,7 +72,7 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
                 return 0
             if start is None:
                 refuse_unfit_init_from(config, job.folder)
-            prepare_folder(config, plan, start)
+            prepare_folder(config, plan, goes_on=start is not None)
             say(*render(plan).split("\n"))
         target = functools.partial(_train, config, plan, start, options.trace or 0, job.nodes > 1)
         try_family = functools.partial(probe, config.model.llm.path, plan.boundaries)

@@ -22,7 +22,7 @@ from typing import get_args
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
-from mmtrain.checkpoint.step_folder import CHECKPOINTS, MANIFEST, NAME, TENSORS, StepFolder, find
+from mmtrain.checkpoint.step_folder import MANIFEST, TENSORS, StepFolder, find, names_checkpoint
 from mmtrain.config.schema import ProjectorSection, RunConfig
 from mmtrain.pretrained.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
 from mmtrain.pretrained.shapes import llm_shape, projector_parameters, vision_shape
@@ -62,7 +62,7 @@ def find_projector(path: str) -> ProjectorFiles:
     folder = find_model_folder(path)
     if folder is None:
         raise UserError(f"{KEY}: {path}: no such file or folder, and no hub id in the local cache; {NEEDED}")
-    if (folder / CHECKPOINTS).is_dir() or (folder / MANIFEST).exists() or NAME.fullmatch(folder.name):
+    if names_checkpoint(folder):
         return _in_checkpoint(find(folder))
     for name in (TENSORS, LLAVA_FILE):
         if (folder / name).is_file():

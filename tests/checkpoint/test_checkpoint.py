@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from step_states import run_state
 
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint import checkpoint as checkpoint_module
-from mmtrain.checkpoint.checkpoint import Checkpointer, Saved
-from mmtrain.checkpoint.restore import differences, load
+from mmtrain.checkpoint import write as write_module
+from mmtrain.checkpoint.load import differences, load
 from mmtrain.checkpoint.step_folder import StepFolder, find, newest, step_folders, step_path, why_damaged
+from mmtrain.checkpoint.write import Checkpointer, Saved
 from mmtrain.config.schema import CheckpointSection
 
 STATE = run_state()
@@ -79,7 +79,7 @@ def test_one_folder_holds_what_every_rank_trains_as_it_was_when_save_was_called(
 def load_on_each(folder: Path, wanted: list[list[str]]) -> tuple[dict, dict] | str:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    start = StepFolder(step_path(folder, 7)) if rank == 0 else None
+    start = StepFolder(step_path(folder, 7))
     try:
         return [{name: tensor.tolist() for name, tensor in part.items()} for part in load(start, wanted[rank])]
     except UserError as error:
@@ -167,10 +167,6 @@ def run(tmp_path, one_rank) -> Run:
     return Run(tmp_path / "run")
 
 
-def scores(**values: float) -> Any:
-    return SimpleNamespace(**values)
-
-
 def test_the_state_says_what_the_run_gave_and_how_long_its_records_are(tmp_path, one_rank):
     (tmp_path / "metrics.jsonl").write_text("12345678\n")
     run = Run(tmp_path)
@@ -214,13 +210,13 @@ def test_without_a_checkpoint_a_message_says_that_there_is_none(run):
 
 
 def test_saving_in_the_background_keeps_no_step_waiting_but_one_that_saves(tmp_path, one_rank, monkeypatch):
-    allowed, written = threading.Event(), checkpoint_module.write_step_folder
+    allowed, written = threading.Event(), write_module.new_step_folder
 
-    def slow(*arguments: Any) -> int:
+    def slow(path: Path) -> AbstractContextManager[Path]:
         assert allowed.wait(30)
-        return written(*arguments)
+        return written(path)
 
-    monkeypatch.setattr(checkpoint_module, "write_step_folder", slow)
+    monkeypatch.setattr(write_module, "new_step_folder", slow)
     run = Run(tmp_path / "run")
     weights = {"w": torch.zeros(1)}
     with run.saver as saver:
@@ -277,7 +273,7 @@ def test_the_best_one_is_kept_too(tmp_path, one_rank, metric, best):
     run = Run(tmp_path, keep_last=1, keep_best=metric)
     for step, value in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.3), (5, 0.2)):
         run.save(step)
-        run.saver.scored(step, scores(**{metric: value}))
+        run.saver.scored(step, {metric: value})
     run.save(6)
     assert run.steps == [best, 6] and run.saver.best == (best, {2: 0.1, 3: 0.9}[best])
 
@@ -286,7 +282,7 @@ def test_of_equally_good_ones_the_latest_is_the_best_and_an_evaluation_without_a
     run = Run(tmp_path, keep_last=1, keep_best="exact_match")
     for step, value in ((1, 0.5), (2, 0.5), (3, None)):
         run.save(step)
-        run.saver.scored(step, scores(exact_match=value))
+        run.saver.scored(step, {"exact_match": value})
     run.save(4)
     assert run.steps == [2, 4]
 
@@ -320,8 +316,8 @@ def test_a_save_is_due_by_steps_and_before_an_evaluation_whose_score_counts(tmp_
 
 def test_a_save_is_due_by_the_clock(tmp_path, one_rank, monkeypatch):
     run = Run(tmp_path, every_minutes=10)
-    now = run.saver._begun_at
-    monkeypatch.setattr(checkpoint_module.time, "monotonic", lambda: now)
+    now = run.saver._saved_at
+    monkeypatch.setattr(write_module.time, "monotonic", lambda: now)
     assert not run.saver.time_is_up
     now += 601
     assert run.saver.time_is_up
@@ -381,15 +377,15 @@ def test_the_last_save_is_tried_again_and_the_end_is_an_error_if_it_cannot_be_ma
 
 
 def test_a_last_save_that_fails_once_is_made_after_all(tmp_path, one_rank, monkeypatch):
-    written, tries = checkpoint_module.write_step_folder, []
+    written, tries = write_module.new_step_folder, []
 
-    def fails_once(*arguments: Any) -> int:
+    def fails_once(path: Path) -> AbstractContextManager[Path]:
         tries.append(1)
         if len(tries) == 1:
             raise OSError(28, "No space left on device")
-        return written(*arguments)
+        return written(path)
 
-    monkeypatch.setattr(checkpoint_module, "write_step_folder", fails_once)
+    monkeypatch.setattr(write_module, "new_step_folder", fails_once)
     run = Run(tmp_path)
     run.save(1, value=3.0)
     run.saver.finish()
@@ -406,10 +402,10 @@ def test_an_existing_checkpoint_is_never_written_into(run):
 
 
 def test_an_error_that_is_no_full_disk_is_raised(run, monkeypatch):
-    def broken(*_: Any) -> int:
+    def broken(_: Path) -> AbstractContextManager[Path]:
         raise ValueError("a fault of mmtrain")
 
-    monkeypatch.setattr(checkpoint_module, "write_step_folder", broken)
+    monkeypatch.setattr(write_module, "new_step_folder", broken)
     with pytest.raises(ValueError, match="a fault of mmtrain"):
         run.save(1)
 

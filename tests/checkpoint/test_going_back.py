@@ -14,8 +14,8 @@ from mmtrain.base import durable
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.checkpoint import step_folder
-from mmtrain.checkpoint.resume import Begin, Start, go_back
-from mmtrain.checkpoint.run_folder import claimed, find_start, prepare_folder, run_folder, take_over
+from mmtrain.checkpoint.choose import Start, find_start
+from mmtrain.checkpoint.run_folder import claimed, describe_run, go_back, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, newest
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
@@ -41,7 +41,7 @@ def line(step: int) -> str:
 def make_run(config: RunConfig, steps: tuple[int, ...] = (2, 4, 6), **state: object) -> Path:
     """A run that recorded 8 steps and has these checkpoints."""
     folder = run_folder(config)
-    prepare_folder(config, make_plan(config), None, silent)
+    prepare_folder(config, make_plan(config), goes_on=False, say=silent)
     (folder / "metrics.jsonl").write_text("".join(map(line, range(LINES))))
     for step in steps:
         make_checkpoint(folder, config, step=step, files={"metrics.jsonl": step * len(line(0))}, **state)
@@ -51,10 +51,15 @@ def make_run(config: RunConfig, steps: tuple[int, ...] = (2, 4, 6), **state: obj
 def go_on(config: RunConfig, path: Path | None = None) -> Start:
     """What the launcher and then rank 0 do."""
     start = find_start(config, "auto" if path is None else str(path), say=silent)
-    plan = make_plan(config)
-    prepare_folder(config, plan, start, silent)
-    take_over(run_folder(config), config, plan, start, silent)
+    prepare_folder(config, make_plan(config), goes_on=start is not None, say=silent)
+    take_over(config, start)
     return start
+
+
+def take_over(config: RunConfig, start: Start) -> None:
+    if start.is_own:
+        go_back(run_folder(config), start.checkpoint, silent)
+    describe_run(run_folder(config), config, make_plan(config))
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -147,10 +152,10 @@ def other(tiny, tmp_path) -> StepFolder:
 
 def test_a_branch_goes_on_by_itself_when_the_same_command_is_given_again(config, other):
     first = find_start(config, str(other.path), say=silent)
-    assert (first.is_own, first.begin.branched_from) == (False, other.fingerprint)
+    assert (first.is_own, first.branched_from) == (False, other.fingerprint)
     make_run(config, steps=(4, 6), branched_from=other.fingerprint)
     again = find_start(config, str(other.path), say=silent)
-    assert (again.is_own, again.checkpoint.step, again.begin.branched_from) == (True, 6, other.fingerprint)
+    assert (again.is_own, again.checkpoint.step, again.branched_from) == (True, 6, other.fingerprint)
     assert find_start(config, say=silent).checkpoint.step == 6
 
 
@@ -175,9 +180,9 @@ def test_until_rank_0_takes_over_a_run_that_goes_on_is_as_it_was(config):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     changed = config.changed({"parallel.timeout_seconds": 77})
     start = find_start(changed, str(folder / "checkpoints" / "step-00000002"), say=silent)
-    prepare_folder(changed, make_plan(changed), start, silent)
+    prepare_folder(changed, make_plan(changed), goes_on=True, say=silent)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    take_over(folder, changed, make_plan(changed), start, silent)
+    take_over(changed, start)
     assert steps_of(folder) == [0, 1]
     assert load_config(folder / "config.yaml").parallel.timeout_seconds == 77
 
@@ -195,16 +200,12 @@ def test_frozen_models_with_other_settings_are_refused_though_their_weights_are_
     (copy / "config.json").write_text(json.dumps({**said, "rms_norm_eps": 0.05}))
     other = settings_fingerprint(moved)
     assert other != settings_fingerprint(config)
-    state = {
-        "step": 2,
-        "data": {"fingerprint": "d"},
-        "frozen_fingerprint": "f",
-        "settings_fingerprint": settings_fingerprint(config),
-    }
-    begin = Begin("somewhere", True, state, (), None)
-    begin.refuse_other_contents("d", "f", settings_fingerprint(config), 8)
+    fingerprints = {"frozen_fingerprint": "f", "settings_fingerprint": settings_fingerprint(config)}
+    saved = make_checkpoint(tmp_path / "saved", config, data={"fingerprint": "d", "counts": None}, **fingerprints)
+    start = Start(saved, True, (), None)
+    start.refuse_other_contents("d", "f", settings_fingerprint(config), 20)
     with pytest.raises(UserError, match=r"config\.json.*--allow-change model\.llm\.path"):
-        begin.refuse_other_contents("d", "f", other, 8)
+        start.refuse_other_contents("d", "f", other, 20)
 
 
 # ---- records that were torn
@@ -251,7 +252,8 @@ def test_overwriting_a_run_behind_a_link_leaves_the_link(config, tiny, tmp_path)
     folder.rename(tmp_path / "big-disk")
     folder.symlink_to(tmp_path / "big-disk")
     anew = load_config(tiny / "config.yaml", [f"run.dir={tmp_path}/runs", "run.name=mine", "run.overwrite=true"])
-    prepare_folder(anew, make_plan(anew), find_start(anew, say=silent), silent)
+    assert find_start(anew, say=silent) is None
+    prepare_folder(anew, make_plan(anew), goes_on=False, say=silent)
     assert not (tmp_path / "big-disk" / "checkpoints").exists()
     assert (folder / "config.yaml").is_file()
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []

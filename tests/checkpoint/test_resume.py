@@ -20,8 +20,7 @@ from processes import Command, running, wait_for
 
 from mmtrain import launch
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.resume import Begin
-from mmtrain.checkpoint.run_folder import find_start
+from mmtrain.checkpoint.choose import Start, find_start
 from mmtrain.checkpoint.step_folder import find, step_path, why_damaged
 from mmtrain.config.load import load_config
 from mmtrain.engine.utilization import MEASURED
@@ -260,13 +259,13 @@ def test_how_a_run_runs_may_change_without_being_named(tiny, undisturbed):
 
 
 def test_steps_that_are_made_cannot_be_configured_away(undisturbed):
-    state = find(undisturbed).state
-    begin = Begin("somewhere", is_own=True, state=state, allowed=("train.max_steps",), branched_from=None)
+    start = Start(find(undisturbed), is_own=True, allowed=("train.max_steps",), branched_from=None)
+    state = start.checkpoint.state
     data, model = state["data"]["fingerprint"], state["frozen_fingerprint"]
     settings = state["settings_fingerprint"]
-    begin.refuse_other_contents(data, model, settings, LAST)
-    with pytest.raises(UserError, match=r"somewhere: 24 steps are made, and train\.max_steps .* now mean 23"):
-        begin.refuse_other_contents(data, model, settings, 23)
+    start.refuse_other_contents(data, model, settings, LAST)
+    with pytest.raises(UserError, match=r"step-00000024: 24 steps are made, and train\.max_steps .* now mean 23"):
+        start.refuse_other_contents(data, model, settings, 23)
 
 
 def test_other_data_and_other_weights_are_refused_by_their_content(tiny, copied, tmp_path, make_tiny):

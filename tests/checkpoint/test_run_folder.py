@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.run_folder import NEVER, claimed, find_start, prepare_folder, run_folder
+from mmtrain.checkpoint.choose import NEVER, find_start
+from mmtrain.checkpoint.run_folder import claimed, prepare_folder, run_folder
 from mmtrain.config.load import load_config
 from mmtrain.plan.planner import make_plan
 
@@ -17,7 +18,7 @@ def prepare(tiny: Path, runs: Path, *overrides: str, resume: str = "auto") -> Pa
     config = load_config(tiny / "config.yaml", [f"run.dir={runs}", *overrides])
     start = find_start(config, resume)
     assert start is None
-    prepare_folder(config, make_plan(config), start)
+    prepare_folder(config, make_plan(config), goes_on=False)
     return run_folder(config)
 
 

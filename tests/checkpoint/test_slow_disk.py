@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from ranks import run_ranks
 from step_states import run_state
 
 from mmtrain.base.errors import NonFiniteError
-from mmtrain.checkpoint import checkpoint as checkpoint_module
-from mmtrain.checkpoint.checkpoint import Checkpointer, Saved
+from mmtrain.checkpoint import write as write_module
 from mmtrain.checkpoint.step_folder import find, newest, step_folders, step_of
+from mmtrain.checkpoint.write import Checkpointer, Saved
 from mmtrain.config.schema import CheckpointSection
 
 TIMEOUT_SECONDS = 2
@@ -26,13 +26,13 @@ WEIGHTS = {"w": torch.ones(1)}
 def save_slowly(folder: Path, then: str) -> list[dict]:
     """Each rank of a run whose disk takes longer than its collectives may; what was reported."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
-    write = checkpoint_module.write_step_folder
+    write = write_module.new_step_folder
 
-    def slow(*arguments: object) -> int:
+    def slow(path: Path) -> AbstractContextManager[Path]:
         time.sleep(2.5 * TIMEOUT_SECONDS)
-        return write(*arguments)
+        return write(path)
 
-    checkpoint_module.write_step_folder = slow
+    write_module.new_step_folder = slow
     reported: list[Saved] = []
     saver = Checkpointer(folder, CheckpointSection(), dist.get_rank() == 0, reported.append)
     try:
@@ -70,7 +70,7 @@ def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, alone, monkeyp
     def refuse(path: Path) -> None:
         raise OSError("somebody reads it")
 
-    monkeypatch.setattr(checkpoint_module, "remove", refuse)
+    monkeypatch.setattr(write_module, "remove", refuse)
     reported: list[Saved] = []
     with Checkpointer(tmp_path, CheckpointSection(keep_last=1, max_failures=1), True, reported.append) as saver:
         for step in (1, 2, 3):
@@ -94,7 +94,7 @@ def test_a_score_that_is_no_number_is_not_the_best(tmp_path, alone):
     with Checkpointer(tmp_path, section, True, lambda saved: None) as saver:
         for step, loss in enumerate((0.5, float("nan"), 0.7, 0.8), start=1):
             saver.save(step, WEIGHTS, {}, {}, run_state())
-            saver.scored(step, SimpleNamespace(loss=loss))
+            saver.scored(step, {"loss": loss})
         saver.finish()
         assert saver.best == (1, 0.5)
     assert sorted(step_of(path) for path in step_folders(tmp_path)) == [1, 4]

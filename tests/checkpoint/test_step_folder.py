@@ -11,7 +11,6 @@ import os
 import pickle
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from mmtrain.checkpoint.step_folder import (
     TENSORS,
     StepFolder,
     find,
+    new_step_folder,
     newest,
     remove,
     remove_unfinished,
@@ -32,8 +32,6 @@ from mmtrain.checkpoint.step_folder import (
     step_of,
     step_path,
     why_damaged,
-    write_step_folder,
-    write_text,
 )
 from mmtrain.config.load import load_config
 
@@ -50,13 +48,11 @@ def tensor_bytes(seed: int) -> bytes:
 def save(run: Path, step: int) -> Path:
     """A checkpoint as a run writes it."""
     target = step_path(run, step)
-    files: dict[str, Callable[[Path], None]] = {
-        TENSORS: lambda path: path.write_bytes(tensor_bytes(step)) and None,
-        OPTIMIZER: lambda path: path.write_bytes(tensor_bytes(step + 100)) and None,
-        STATE: write_text(json.dumps(state_of(step)) + "\n"),
-    }
     run.mkdir(exist_ok=True)
-    assert write_step_folder(target, files) == sum((target / name).stat().st_size for name in files)
+    with new_step_folder(target) as folder:
+        (folder / TENSORS).write_bytes(tensor_bytes(step))
+        (folder / OPTIMIZER).write_bytes(tensor_bytes(step + 100))
+        (folder / STATE).write_text(json.dumps(state_of(step)) + "\n")
     return target
 
 
@@ -356,12 +352,10 @@ def test_an_existing_checkpoint_is_never_written_into(run):
 
 
 def test_a_save_that_fails_leaves_nothing_and_the_ones_before_whole(run):
-    def fails(path: Path) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device", str(path))
-
-    with pytest.raises(OSError, match="No space left"):
-        write_step_folder(step_path(run, 9), {TENSORS: write_text("whole"), OPTIMIZER: fails, STATE: write_text("{}")})
+    with pytest.raises(OSError, match="No space left"), new_step_folder(step_path(run, 9)) as folder:
+        (folder / TENSORS).write_text("whole")
+        (folder / OPTIMIZER).write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(folder / OPTIMIZER))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
     assert newest(run) == (StepFolder(step_path(run, 6)), {})
 
@@ -459,14 +453,15 @@ def test_the_configuration_of_the_run_comes_back(tiny, tmp_path):
     config = load_config(tiny / "config.yaml", ["optimizer.lr=0.25", "train.epochs=2", "parallel.boundaries=[1,2,3]"])
     target = step_path(tmp_path, 1)
     state = state_of(1, config=config.model_dump(mode="json"))
-    write_step_folder(
-        target, {TENSORS: write_text(""), OPTIMIZER: write_text(""), STATE: write_text(json.dumps(state))}
-    )
+    with new_step_folder(target) as folder:
+        (folder / TENSORS).touch()
+        (folder / OPTIMIZER).touch()
+        (folder / STATE).write_text(json.dumps(state))
     assert find(target).config == config
     state["config"]["optimizer"]["momentum"] = 0.9
-    write_step_folder(
-        step_path(tmp_path, 2),
-        {TENSORS: write_text(""), OPTIMIZER: write_text(""), STATE: write_text(json.dumps(state | {"step": 2}))},
-    )
+    with new_step_folder(step_path(tmp_path, 2)) as folder:
+        (folder / TENSORS).touch()
+        (folder / OPTIMIZER).touch()
+        (folder / STATE).write_text(json.dumps(state | {"step": 2}))
     with pytest.raises(UserError, match=r"state\.json: a configuration that this version .*\n.*optimizer\.momentum"):
         _ = find(step_path(tmp_path, 2)).config

@@ -14,7 +14,7 @@ from step_states import state_of
 from torch import nn
 
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.step_folder import step_path, write_step_folder, write_text
+from mmtrain.checkpoint.step_folder import new_step_folder, step_path
 from mmtrain.model.projector import make_projector, read_projector
 from mmtrain.model.projector_files import find_projector, refuse_unfit_init_from
 from mmtrain.model.stage import build_chunk
@@ -43,14 +43,10 @@ def llava_module(projector: nn.Module) -> nn.Module:
 def save_step(run: Path, tensors: Tensors, step: int = 20) -> Path:
     target = step_path(run, step)
     run.mkdir(parents=True, exist_ok=True)
-    write_step_folder(
-        target,
-        {
-            "projector.safetensors": lambda path: save_file(tensors, path),
-            "optimizer.safetensors": lambda path: save_file({}, path),
-            "state.json": write_text(json.dumps(state_of(step))),
-        },
-    )
+    with new_step_folder(target) as folder:
+        save_file(tensors, folder / "projector.safetensors")
+        save_file({}, folder / "optimizer.safetensors")
+        (folder / "state.json").write_text(json.dumps(state_of(step)))
     return target
 
 

@@ -12,7 +12,7 @@ import pytest
 from step_states import state_of
 
 from mmtrain.base.printing import message
-from mmtrain.checkpoint.step_folder import step_path, write_step_folder, write_text
+from mmtrain.checkpoint.step_folder import new_step_folder, step_path
 from mmtrain.doctor.crash_job import Kill, Killed, expected_message
 
 
@@ -48,14 +48,10 @@ def make_run(folder: Path) -> Path:
     """What a run of four steps leaves, as far as it is compared."""
     folder.mkdir()
     for step in (2, 4):
-        write_step_folder(
-            step_path(folder, step),
-            {
-                "projector.safetensors": write_text(f"weights {step}"),
-                "optimizer.safetensors": write_text(f"moments {step}"),
-                "state.json": write_text(json.dumps(state_of(step))),
-            },
-        )
+        with new_step_folder(step_path(folder, step)) as unfinished:
+            (unfinished / "projector.safetensors").write_text(f"weights {step}")
+            (unfinished / "optimizer.safetensors").write_text(f"moments {step}")
+            (unfinished / "state.json").write_text(json.dumps(state_of(step)))
     steps = range(4)
     ledger = [{"step": step, "keys": [f"{step}a", f"{step}b"]} for step in steps]
     metrics = [{"kind": "train", "step": step, "loss": 0.5, "seconds": 1.0} for step in steps]

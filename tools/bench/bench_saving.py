@@ -22,8 +22,7 @@ from bench_timing import Times, alternate
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.progress import Progress
-from mmtrain.checkpoint.checkpoint import Checkpointer, Saved, Tensors
-from mmtrain.checkpoint.restore import run_state
+from mmtrain.checkpoint.write import Checkpointer, Saved, Tensors, run_state
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.engine.engine import FrozenPipelineEngine

@@ -28,7 +28,7 @@ from typing import Any
 from mmtrain.base.durable import UNFINISHED
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, tell
-from mmtrain.checkpoint.resume import METRICS
+from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import (
     CHECKPOINTS,
     OPTIMIZER,

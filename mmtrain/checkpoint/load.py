@@ -6,8 +6,6 @@ step folder --rank 0 reads--> each rank gets the tensors that it trains, whateve
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import platform
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,32 +16,6 @@ from safetensors import SafetensorError, safe_open
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.config.schema import RunConfig
-from mmtrain.plan.layout import Plan
-
-PACKAGES = ("torch", "transformers", "timm", "deepspeed", "mmtrain")
-
-
-def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device) -> dict[str, Any]:
-    """What a checkpoint says of the run that saves it, the same at every step."""
-    return {
-        "config": config.model_dump(mode="json"),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in PACKAGES},
-        },
-        "topology": {
-            "pipeline": plan.pipeline,
-            "chunks_per_rank": plan.chunks_per_rank,
-            "data": plan.data,
-            "boundaries": list(plan.boundaries),
-            "packs_per_microbatch": config.train.packs_per_microbatch,
-            "recompute_layers": [s.recompute_layers for rank in plan.ranks if rank.data == 0 for s in rank.stages],
-            "threads": threads,
-            "deterministic": config.train.deterministic,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        },
-    }
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -59,10 +31,10 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def load(start: StepFolder | None, names: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def load(start: StepFolder, names: Collection[str]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights of this rank's trained `names`, and their optimizer state, on the CPU; a collective of every rank.
 
-    Rank 0 alone gives `start` and reads: the folder need not be visible to other machines. Raises UserError on rank 0
+    Rank 0 alone reads: the folder need not be visible to other machines. Raises UserError on rank 0
     where the checkpoint holds other tensors than all ranks together train, or none that can be read.
     """
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Saves the state of a run while it goes on; `restore` brings it back.
+"""Writes checkpoints of a run while it goes on; `load` brings them back.
 
 ranks that train --copies, on rank 0--> a thread --step_folder--> RUN/checkpoints/step-00000120/ --> old ones deleted
 
@@ -8,8 +8,10 @@ There is no state of random generators: every draw is a function of seed, purpos
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import math
+import platform
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,25 +27,47 @@ from safetensors.torch import save_file
 
 from mmtrain.base.durable import flush
 from mmtrain.base.errors import NonFiniteError, UserError
-from mmtrain.base.json_lines import without_nan
-from mmtrain.checkpoint.resume import METRICS, RECORDS, recorded
+from mmtrain.base.json_lines import recorded, without_nan
+from mmtrain.checkpoint.run_folder import METRICS, RECORDS
 from mmtrain.checkpoint.step_folder import (
     FORMAT,
     OPTIMIZER,
     STATE,
     TENSORS,
+    new_step_folder,
     remove,
     step_folders,
     step_of,
     step_path,
     why_damaged,
-    write_step_folder,
-    write_text,
 )
-from mmtrain.config.schema import CheckpointSection
-from mmtrain.evaluation.scores import Scores
+from mmtrain.config.schema import CheckpointSection, RunConfig
+from mmtrain.plan.layout import Plan
 
+PACKAGES = ("torch", "transformers", "timm", "deepspeed", "mmtrain")
 Tensors = Mapping[str, torch.Tensor]
+
+
+def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device) -> dict[str, Any]:
+    """What a checkpoint says of the run that saves it, the same at every step."""
+    return {
+        "config": config.model_dump(mode="json"),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+        },
+        "topology": {
+            "pipeline": plan.pipeline,
+            "chunks_per_rank": plan.chunks_per_rank,
+            "data": plan.data,
+            "boundaries": list(plan.boundaries),
+            "packs_per_microbatch": config.train.packs_per_microbatch,
+            "recompute_layers": [s.recompute_layers for rank in plan.ranks if rank.data == 0 for s in rank.stages],
+            "threads": threads,
+            "deterministic": config.train.deterministic,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        },
+    }
 
 
 @dataclass(frozen=True)
@@ -67,9 +91,8 @@ class Checkpointer:
     """Saves; constructed by every rank, and `save` is a collective of all of them. Rank 0 writes.
 
     `contributes` says that this rank's tensors belong into the checkpoint: those of the first replica. `report` is
-    called on rank 0 with what became of each save. `begun` is the step whose checkpoint the run goes on from, if it is
-    its own. Price: while one save is being written its copy stays in memory, 12 bytes a
-    trained parameter.
+    called on rank 0 with what became of each save. `saved` is the step of the checkpoint of its own that the run goes
+    on from. Price: while one save is being written its copy stays in memory, 12 bytes a trained parameter.
     """
 
     def __init__(
@@ -78,13 +101,13 @@ class Checkpointer:
         section: CheckpointSection,
         contributes: bool,
         report: Callable[[Saved], None],
-        begun: int | None = None,
+        saved: int | None = None,
     ) -> None:
         self.folder = folder
         self.section = section
         self.contributes = contributes
         self.report = report
-        self.begun = begun
+        self.saved = saved
         """Step of the latest `save`, whatever became of it."""
         self.writes = dist.get_rank() == 0
         every: list[bool] = [False] * dist.get_world_size()
@@ -96,7 +119,7 @@ class Checkpointer:
         self._failures = 0  # in a row
         self._whole: set[Path] = set()  # step folders that need not be hashed again
         self._scores = _recorded_scores(folder, section.keep_best) if self.writes and section.keep_best else {}
-        self._begun_at = time.monotonic()
+        self._saved_at = time.monotonic()
 
     def is_due(self, step: int, evaluates: bool) -> bool:
         """Whether to save after `step` updates: their number says so, or an evaluation follows that may be the best."""
@@ -107,7 +130,7 @@ class Checkpointer:
     def time_is_up(self) -> bool:
         """Whether the last save is `every_minutes` ago, by rank 0's clock."""
         minutes = self.section.every_minutes
-        return self.writes and minutes is not None and time.monotonic() - self._begun_at > 60 * minutes
+        return self.writes and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
     def save(
         self, step: int, weights: Tensors, optimizer: Tensors, trained: Mapping[str, Any], state: Mapping[str, Any]
@@ -118,8 +141,8 @@ class Checkpointer:
         ValueError on rank 0 rather than save a tensor that is not finite.
         """
         self._wait()
-        self.begun = step
-        self._begun_at = time.monotonic()
+        self.saved = step
+        self._saved_at = time.monotonic()
         tensors, notes = self._collect({**weights, **optimizer} if self.contributes else {}, trained)
         if self.writes:
             if bad := [name for name, tensor in tensors.items() if not _is_finite(tensor)]:
@@ -184,10 +207,10 @@ class Checkpointer:
         whole = next((path for path in step_folders(self.folder) if self._is_whole(path)), None)
         return "No checkpoint was saved before" if whole is None else f"The newest whole one is {whole}"
 
-    def scored(self, step: int, scores: Scores) -> None:
-        """Note an evaluation after `step` updates, for `keep_best`."""
+    def scored(self, step: int, scores: Mapping[str, Any]) -> None:
+        """Note the scores, by name, of an evaluation after `step` updates, for `keep_best`."""
         if self.section.keep_best is not None:
-            self._scores[step] = getattr(scores, self.section.keep_best)
+            self._scores[step] = scores[self.section.keep_best]
 
     @property
     def best(self) -> tuple[int, float] | None:
@@ -228,13 +251,16 @@ class Checkpointer:
         target = step_path(self.folder, step)
         weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
         optimizer = {name: tensor for name, tensor in tensors.items() if "/" in name}
-        files = {TENSORS: _tensor_file(weights), OPTIMIZER: _tensor_file(optimizer), STATE: write_text(state)}
         try:
             for name in RECORDS:  # whose lengths the checkpoint notes
                 if (self.folder / name).exists():
                     flush(self.folder / name)
-            size = write_step_folder(target, files)
-        except OSError as error:
+            with new_step_folder(target) as unfinished:
+                save_file(weights, unfinished / TENSORS)
+                save_file(optimizer, unfinished / OPTIMIZER)
+                (unfinished / STATE).write_text(state)
+                size = sum(file.stat().st_size for file in unfinished.iterdir())
+        except (OSError, SafetensorError) as error:
             return Saved(step, target, 0, time.monotonic() - start, f"{target}: {error}")
         self._whole.add(target)
         self._delete_old()
@@ -256,18 +282,6 @@ class Checkpointer:
         if path not in self._whole and why_damaged(path) is None:
             self._whole.add(path)
         return path in self._whole
-
-
-def _tensor_file(tensors: Tensors) -> Callable[[Path], None]:
-    """A function that writes tensors to a path; raises OSError."""
-
-    def write(path: Path) -> None:
-        try:
-            save_file(dict(tensors), path)
-        except SafetensorError as error:
-            raise OSError(f"{path.name}: {error}") from error
-
-    return write
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -1,14 +1,12 @@
-"""Where a run begins: anew, or at a checkpoint, with everything that was recorded after it cut off.
+"""Where a run begins: anew, or at a checkpoint of its own, or of another run, from which it then branches.
 
-run folder, configuration --> the newest whole checkpoint --> same meaning? --> records cut back --> its step folder
+run folder, configuration --> the newest whole checkpoint, or the one that is named --> same meaning? --> Start
 
-The records (metrics, ledger, ...) only grow, and a checkpoint notes their lengths. What is cut off is kept in
-discarded.jsonl, with the step that the run went back to. No torch here: the launcher decides before ranks start.
+No torch here: the launcher decides before ranks start.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,84 +14,90 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmtrain.base.durable import flush, flush_folder
 from mmtrain.base.errors import UserError
-from mmtrain.base.json_lines import JsonLines
-from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json
-from mmtrain.checkpoint.step_folder import (
-    CHECKPOINTS,
-    StepFolder,
-    find,
-    newest,
-    remove_unfinished,
-    step_folders,
-    step_of,
-)
+from mmtrain.base.json_lines import parse_line, recorded
+from mmtrain.base.printing import say
+from mmtrain.checkpoint.run_folder import CONFIG, METRICS, PLAN, contents_of_a_run, run_folder
+from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, find, newest, step_folders
 from mmtrain.config.keys import OnResume, all_fields, declared_path, marked
 from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig
 
-METRICS, BAD_STEPS = "metrics.jsonl", "bad_steps.jsonl"
-RECORDS = (METRICS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
-DISCARDED = "discarded.jsonl"
-AUDIT = "audit.json"
+AUTO, NEVER = "auto", "never"  # what --resume takes besides a path
 
 ON_RESUME = marked(RunConfig, OnResume)
 
 
 @dataclass(frozen=True)
-class Begin:
-    """What every rank knows of the checkpoint that the run goes on from."""
+class Start:
+    """The checkpoint that a run goes on from, known on every rank; rank 0 alone sees its files."""
 
-    path: str
+    checkpoint: StepFolder
     is_own: bool  # of this run, not of another one from which it branches
-    state: Mapping[str, Any]
-    allowed: tuple[str, ...]
+    allowed: tuple[str, ...]  # keys and sections that --allow-change names
     branched_from: str | None  # fingerprint of the other run's checkpoint that this run began with
-
-    @property
-    def step(self) -> int:
-        """The next step."""
-        return self.state["step"]
 
     def refuse_other_contents(self, data: str, model: str, settings: str, max_steps: int) -> None:
         """Raise UserError unless data and frozen models are, by their fingerprints, those that were trained with.
 
         `model` is of the frozen weights, `settings` of what else the models' folders say.
         """
-        if self.step > max_steps:
+        state, path = self.checkpoint.state, self.checkpoint.path
+        if state["step"] > max_steps:
             raise UserError(
-                f"{self.path}: {self.step} steps are made, and train.max_steps or train.epochs now mean {max_steps}"
+                f"{path}: {state['step']} steps are made, and train.max_steps or train.epochs now mean {max_steps}"
             )
         models = ("model.llm.path", "model.vision.name")
         for what, keys, was, now in (
-            ("data", ("data.shards", "data.sets"), self.state["data"]["fingerprint"], data),
-            ("frozen weights", models, self.state["frozen_fingerprint"], model),
-            ("models' config.json", models, self.state["settings_fingerprint"], settings),
+            ("data", ("data.shards", "data.sets"), state["data"]["fingerprint"], data),
+            ("frozen weights", models, state["frozen_fingerprint"], model),
+            ("models' config.json", models, state["settings_fingerprint"], settings),
         ):
             if was != now and not any(_allows(name, key) for name in self.allowed for key in keys):
                 raise UserError(
-                    f"{self.path}: the {what} are not those that it was trained with (fingerprint {was[:16]}, now "
+                    f"{path}: the {what} are not those that it was trained with (fingerprint {was[:16]}, now "
                     f"{now[:16]}); bring them back, or allow it: --allow-change {keys[0]}"
                 )
 
 
-@dataclass(frozen=True)
-class Start:
-    """The checkpoint that a run goes on from, and the changes that its user allows."""
+def find_start(
+    config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = (), say: Callable[[str], None] = say
+) -> Start | None:
+    """The checkpoint at which the run goes on, None where it begins with its first step; changes nothing.
 
-    checkpoint: StepFolder
-    is_own: bool
-    allowed: tuple[str, ...] = ()
+    `resume` is what --resume says, `allowed` the keys of --allow-change. Raises UserError where going on would mix two
+    runs, or lose one.
+    """
+    folder = run_folder(config)
+    contents = contents_of_a_run(folder)
+    listed = ", ".join(contents[:3])
+    path = None if resume in (AUTO, NEVER) else Path(resume)
+    if contents and not all((folder / name).is_file() for name in (CONFIG, PLAN)):
+        raise UserError(f"{folder} holds {listed}, but no config.yaml or plan.json: not the folder of a run")
+    if config.run.overwrite:
+        if path is not None:
+            raise UserError(f"run.overwrite=true would delete {folder}; without it --resume {resume} can be followed")
+        return None
+    if contents and resume == NEVER:
+        raise UserError(
+            f"{folder} holds an earlier run ({listed}); choose another run.name, or set run.overwrite=true to delete it"
+        )
+    start = _choose(folder, config, path, allowed, say)
+    if start is None or start.is_own or not contents:
+        return start
+    own, _ = newest(folder)
+    if own is not None and own.state["branched_from"] == start.branched_from:
+        say(f"{folder} has branched from {start.checkpoint.path} already")
+        return _choose(folder, config, None, allowed, say)
+    if own is not None or ((folder / METRICS).exists() and (folder / METRICS).stat().st_size):
+        raise UserError(
+            f"{folder} holds an earlier run ({listed}), and {start.checkpoint.path} is of another; choose a new "
+            "run.name"
+        )
+    return start  # the branch died before it had saved where it begins
 
-    @property
-    def begin(self) -> Begin:
-        state = self.checkpoint.state
-        branched_from = state["branched_from"] if self.is_own else self.checkpoint.fingerprint
-        return Begin(str(self.checkpoint.path), self.is_own, state, self.allowed, branched_from)
 
-
-def choose(
+def _choose(
     folder: Path, config: RunConfig, path: Path | None, allowed: Sequence[str], say: Callable[[str], None]
 ) -> Start | None:
     """The checkpoint at which the run in `folder` goes on; None: there is none, it begins with its first step.
@@ -121,14 +125,16 @@ def choose(
     if start is None:
         _refuse_lost_checkpoints(folder)
         return None
-    refuse_changes(start, config, allowed)
+    _refuse_changes(start, config, allowed)
     # By the folder's own name for it: the path may be a link, or relative to somewhere inside the run.
     own = next((one for one in step_folders(folder) if one.resolve() == start.path.resolve()), None)
     if own is None and start.path.resolve().parent == (folder / CHECKPOINTS).resolve():
         raise UserError(
             f"{start.path} was set aside, or is not finished; to go on from it name it step-{start.step:08d} again"
         )
-    return Start(start if own is None else StepFolder(own), own is not None, tuple(allowed))
+    if own is None:
+        return Start(start, False, tuple(allowed), branched_from=start.fingerprint)
+    return Start(StepFolder(own), True, tuple(allowed), start.state["branched_from"])
 
 
 def _refuse_lost_checkpoints(folder: Path) -> None:
@@ -141,55 +147,25 @@ def _refuse_lost_checkpoints(folder: Path) -> None:
         )
 
 
-def go_back(folder: Path, start: StepFolder | None, say: Callable[[str], None]) -> None:
-    """Cut the run's records back to this checkpoint of its own, None: to nothing, and set later checkpoints aside."""
-    try:
-        remove_unfinished(folder)
-        for later in step_folders(folder):
-            if start is not None and step_of(later) <= start.step:
-                break
-            say(f"set aside as {_set_aside(later)}")
-        if (folder / CHECKPOINTS).exists():
-            flush_folder(folder / CHECKPOINTS)  # else a power cut might bring them back beside records that are cut
-        lengths = {} if start is None else start.state["files"]
-        for name in RECORDS:
-            _cut_back(folder, name, lengths.get(name, 0), 0 if start is None else start.step, say)
-        (folder / AUDIT).unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot go back to a checkpoint: {error}") from error
-
-
-def recorded(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """The records of these kinds in a file of JSON lines, none if it is not there; what is no record is passed over."""
-    if not file.is_file():
-        return
-    with file.open("rb") as lines:
-        for line in iter(functools.partial(lines.readline, MAX_JSON_BYTES), b""):
-            if any(f'"{kind}"'.encode() in line for kind in kinds):  # parsing all lines of a long run takes seconds
-                record = _parsed(line)
-                if isinstance(record, dict) and record.get("kind") in kinds:
-                    yield record
-
-
 def is_complete(folder: Path, start: StepFolder, config: RunConfig) -> bool:
     """Whether this run, as configured, has reached its end after this checkpoint, final evaluation included."""
-    if any(changes(start.config, config)):
+    if any(_changes(start.config, config)):
         return False
     try:
         with (folder / METRICS).open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
-            last = _parsed(file.read().splitlines()[-1])
+            last = parse_line(file.read().splitlines()[-1])
     except (OSError, IndexError):
         return False
     return isinstance(last, dict) and (last.get("kind"), last.get("step")) == ("end", start.step)
 
 
-def refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str] = ()) -> None:
+def _refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str]) -> None:
     """Raise UserError, with old and new values, for keys whose change would make another run of it.
 
     `allowed` are keys, or sections, that may change all the same.
     """
-    changed = dict(changes(start.config, config))
+    changed = dict(_changes(start.config, config))
     fixed = [key for key in changed if _on_resume(key) is OnResume.FIXED]
     refused = fixed or [key for key in changed if not any(_allows(name, key) for name in allowed)]
     if not refused:
@@ -206,7 +182,7 @@ def refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str] 
     raise UserError("\n  ".join([f"{start.path} is of a run with another configuration:", *lines]) + f"\n{mend}")
 
 
-def changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def _changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Each key that is not free to change and whose value differs, with both values."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     for key in dict.fromkeys([*before, *after]):
@@ -236,48 +212,3 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename a step folder, since the run will come to this step again; its new path."""
-    target, number = path.with_name(path.name + ".discarded"), 1
-    while target.exists():
-        number += 1
-        target = path.with_name(f"{path.name}.discarded-{number}")
-    path.rename(target)
-    return target
-
-
-def _cut_back(folder: Path, name: str, length: int, step: int, say: Callable[[str], None]) -> None:
-    """Cut a record to its first `length` bytes; the rest goes into discarded.jsonl."""
-    path = folder / name
-    size = path.stat().st_size if path.exists() else 0
-    if size < length:
-        say(f"{path}: {length - size:,} bytes fewer than the checkpoint knew of; what they recorded is gone")
-        length = _whole_lines(path) if size else 0
-    if size <= length:
-        return
-    with path.open("rb") as file, JsonLines(folder / DISCARDED) as discarded:
-        file.seek(max(length - 1, 0))
-        if length and file.read(1) != b"\n":
-            raise UserError(f"{path} was changed since the checkpoint was written: move it away, and start again")
-        for line in file:
-            discarded.write(file=name, back_to_step=step, record=_parsed(line))
-    flush(folder / DISCARDED)  # before the cut: a crash in between leaves a line twice rather than none
-    if length:
-        os.truncate(path, length)
-    else:
-        path.unlink()
-
-
-def _whole_lines(path: Path) -> int:
-    """Bytes up to the end of the last whole line."""
-    return path.read_bytes().rfind(b"\n") + 1
-
-
-def _parsed(line: bytes) -> Any:
-    """The content of a line of JSON; its text if it is none."""
-    try:
-        return parse_json(line)
-    except ValueError:
-        return line.decode(errors="replace").rstrip("\n")
