@@ -78,3 +78,19 @@ def test_where_a_file_system_has_no_locks_only_who_would_not_wait_is_refused(tmp
         pass
     with (tmp_path / "file").open("wb") as file:
         lock(file, wait=False)
+
+
+def test_a_file_system_that_cannot_flush_folders_takes_them(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def refuse_folders(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").is_dir():
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    with whole_folder(tmp_path / "out") as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "file").write_text("content")
+    assert (tmp_path / "out" / "inner" / "file").read_text() == "content"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

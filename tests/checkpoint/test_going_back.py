@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 
 import pytest
 from untrained_runs import make_checkpoint
 
-from mmtrain.base import durable
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.checkpoint import step_folder
@@ -233,18 +230,6 @@ def test_the_tail_that_is_cut_off_is_kept_line_by_line(config):
 
 
 # ---- file systems and names
-
-
-def test_a_file_system_that_cannot_flush_folders_takes_checkpoints(config, monkeypatch):
-    flush = durable.flush
-
-    def refuse_folders(path: Path) -> None:
-        if path.is_dir():
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        flush(path)
-
-    monkeypatch.setattr(durable, "flush", refuse_folders)
-    assert newest(make_run(config, steps=(2,)))[0].step == 2
 
 
 def test_overwriting_a_run_behind_a_link_leaves_the_link(config, tiny, tmp_path):
