@@ -108,36 +108,27 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
     and, unless it would `wait`, where the file system has no locks.
     """
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            _lock(file, shared=False, wait=wait, must=not wait)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(file)):
-                    break
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)  # its last holder has just removed it: this lock would keep nobody out
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(file)
+        with path.open("ab") as file:
+            lock(file, wait=wait, needed=not wait)
+            try:
+                is_there = os.path.samestat(path.stat(), os.fstat(file.fileno()))
+            except FileNotFoundError:
+                is_there = False
+            if is_there:  # else its last holder has just removed it: this lock would keep nobody out
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
 
 
-def lock(file: IO[bytes], *, shared: bool = False, wait: bool = True) -> None:
-    """Lock an open file until it is closed; where the file system has no locks, do not.
+def lock(file: IO[bytes], *, shared: bool = False, wait: bool = True, needed: bool = False) -> None:
+    """Lock an open file until it is closed; where the file system has no locks, do not, or raise OSError if `needed`.
 
     Raises BlockingIOError where another process holds it and `wait` is false.
     """
-    _lock(file.fileno(), shared=shared, wait=wait, must=False)
-
-
-def _lock(file: int, *, shared: bool, wait: bool, must: bool) -> None:
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        raise
-    except OSError:
-        if must:
+    except OSError as error:
+        if needed or isinstance(error, BlockingIOError):
             raise
