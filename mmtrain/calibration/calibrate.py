@@ -311,7 +311,8 @@ def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path | None, 
 
 def table(found: Calibration, seconds: Mapping[str, Sequence[float]]) -> Iterator[str]:
     """What one more layer adds to a stage, and what else was measured; then each measurement's spread on a rank."""
-    yield "one more of these adds ms of forward, backward, backward recomputing; bytes kept, kept recomputing, working:"
+    yield "one more of these adds ms of forward, backward, backward recomputing;"
+    yield "bytes kept, kept recomputing, working:"
     name_width = max(map(len, found.layers))
     for name, layer in found.layers.items():
         times = layer.forward_seconds, layer.backward_seconds, layer.recomputing_seconds

@@ -31,7 +31,7 @@ from mmtrain.engine.channels import Channels, Key
 from mmtrain.engine.deepspeed_pipeline import DeepSpeedPipeline
 from mmtrain.engine.optimizer import MasterWeights, adamw_state, clip_coefficient, learning_rate, load_trained
 from mmtrain.engine.single_stage import warm_up
-from mmtrain.engine.statistics import Evaluation, RankSums, StepResult
+from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Chunk
@@ -94,7 +94,6 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._training = True
         self._last_stage = plan.pipeline * plan.chunks_per_rank - 1
         self._ahead: dict[int, _Input] = {}  # of the next step, by its micro-batches
-        self._forward_schedules: dict[int, Schedule] = {}  # by number of micro-batches
         warms_up = self.device.type == "cuda" if warms_up is None else warms_up
         if warms_up:
             warm_up(config, self.chunks, self._masters, plan.first_trainable_stage, self.device)
@@ -157,24 +156,19 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self.step_index += 1
         return self._result
 
-    def evaluate(self, batches: Iterator[PackedBatch] | None, microbatches: int) -> Evaluation:
+    def evaluate(self, batches: Iterator[PackedBatch] | None, microbatches: int) -> Statistics:
         """Forward `microbatches` micro-batches on each replica; stage 0 reads them from `batches`.
 
-        Every rank calls it with the same number. Training is not affected; NaN and infinity are reported, not raised.
-        Price: stage 0 may run ahead, so that the hidden states of all micro-batches wait to be received at once.
+        Every rank calls it with the same number, and gets the same sums. Training is not affected; NaN and infinity are
+        reported, not raised. Price: stage 0 may run ahead, so that the hidden states of all micro-batches wait to be
+        received at once.
         """
-        if microbatches not in self._forward_schedules:
-            self._forward_schedules[microbatches] = forward_schedule(
-                self.plan.pipeline, microbatches, self.plan.chunks_per_rank
-            )
         self._begin_step()
         self._batches = batches
         self._training = False
         self._inputs = {}  # what is encoded for the next training step stays as it is
-        self._run_schedule(self._forward_schedules[microbatches])
-        sums = self._statistics
-        counts = (sums.supervised_tokens, sums.correct_tokens, sums.answers, sums.exact_answers)
-        return Evaluation(sums.loss_sum, *map(int, counts))
+        self._run_schedule(forward_schedule(self.plan.pipeline, microbatches, self.plan.chunks_per_rank))
+        return self._statistics
 
     def _begin_step(self) -> None:
         self._input: dict[tuple[int, int], torch.Tensor] = {}

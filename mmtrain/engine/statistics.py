@@ -1,6 +1,6 @@
 """What a step or an evaluation adds up, by name: on each rank, over all of them in one reduction, and what comes of it.
 
-micro-batches --RankSums.add--> sums of this rank --reduce--> Statistics --> StepResult or Evaluation
+micro-batches --RankSums.add--> sums of this rank --reduce--> Statistics (an evaluation's result) --> StepResult
 """
 
 from __future__ import annotations
@@ -40,23 +40,12 @@ class StepResult:
     ranks: tuple[RankSeconds, ...] = field(default=(), compare=False)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Sums over the micro-batches of all replicas, the same on every rank; `loss_sum` is in nats.
+class Statistics(NamedTuple):
+    """Sums over all ranks at the end of a step or an evaluation, all float64; counts are whole numbers.
 
     An answer is a maximal run of supervised positions; it is exact if each of its tokens, end mark included, is the arg
-    max given the true tokens before it.
+    max given the true tokens before it. Tokens and answers that are right are counted in an evaluation alone.
     """
-
-    loss_sum: float
-    supervised_tokens: int
-    correct_tokens: int
-    answers: int
-    exact_answers: int
-
-
-class Statistics(NamedTuple):
-    """Sums over all ranks at the end of a step or an evaluation."""
 
     loss_sum: float  # nats
     supervised_tokens: float

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,29 +63,19 @@ class Reading(NamedTuple):
     peak_memory_bytes: float
 
 
-class _Times(Protocol):
-    """A source of marks."""
-
-    def mark(self) -> Any: ...
-
-    def seconds(self, earlier: Any, later: Any) -> float: ...
-
-    def settle(self, mark: Any) -> None: ...
-
-
 class _HostTimes:
     """Marks are times."""
 
     mark = staticmethod(time.perf_counter)
 
-    def seconds(self, earlier: float, later: float) -> float:
+    def seconds(self, earlier: Any, later: Any) -> float:
         return later - earlier
 
-    def settle(self, mark: float) -> None:
+    def settle(self, mark: Any) -> None:
         """A time is known at once."""
 
 
-class _StreamTimes:
+class _StreamTimes(_HostTimes):
     """Marks are CUDA events on the current stream."""
 
     def mark(self) -> torch.cuda.Event:
@@ -93,10 +83,10 @@ class _StreamTimes:
         event.record()
         return event
 
-    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+    def seconds(self, earlier: Any, later: Any) -> float:
         return earlier.elapsed_time(later) / 1000
 
-    def settle(self, mark: torch.cuda.Event) -> None:
+    def settle(self, mark: Any) -> None:
         """Wait until the stream has come to the mark."""
         mark.synchronize()
 
@@ -110,7 +100,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._times: _Times = _StreamTimes() if device.type == "cuda" else _HostTimes()
+        self._times = _StreamTimes() if device.type == "cuda" else _HostTimes()
         self._together = self._begun = self._times.mark()
         self._marks: list[tuple[Work, Instruction | None, Any]] = []
         self._left_at = 0  # marks that lie before `_together`

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
 from typing import Any
 
 import torch.distributed as dist
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.stream.packs import PackedBatch
-from mmtrain.engine.engine import Evaluation, FrozenPipelineEngine
+from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.engine.statistics import Statistics
 from mmtrain.evaluation.held_out import Extent, HeldOut
 from mmtrain.evaluation.scores import Scores
 from mmtrain.plan.schedule import Instruction
@@ -73,18 +73,18 @@ class Evaluator:
             if self.engine.requested_stop:
                 return None
         self.show(total, total)
-        sums = Evaluation(*map(sum, zip(*map(astuple, rounds), strict=True)))
+        sums = Statistics(*map(sum, zip(*rounds, strict=True)))
         tokens = sums.supervised_tokens
         return Scores(
             loss=sums.loss_sum / tokens if tokens else None,
             token_accuracy=sums.correct_tokens / tokens if tokens else None,
             exact_match=sums.exact_answers / sums.answers if sums.answers else None,
-            answers=sums.answers,
+            answers=int(sums.answers),
             samples=self.extent.samples,
             seconds=time.perf_counter() - start,
         )
 
-    def evaluate(self, what: str, batches: Iterator[PackedBatch] | None, microbatches: int) -> Evaluation:
+    def evaluate(self, what: str, batches: Iterator[PackedBatch] | None, microbatches: int) -> Statistics:
         """The engine's evaluation, recorded as part of `what`: a failure then is known to be in it."""
         engine = self.engine
         in_training = engine.on_instruction

@@ -18,6 +18,7 @@ both sides must list them in the same order: tests prove that, and that every ra
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,7 @@ def training_schedule(
     return _with_messages(orders, stages, first_trainable_stage, TRAINING_END)
 
 
+@functools.cache
 def forward_schedule(pipeline: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:
     """One evaluation pass: forwards only, then the statistics are reduced."""
     assert pipeline >= 1 and microbatches >= 1
