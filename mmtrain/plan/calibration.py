@@ -11,14 +11,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
@@ -31,6 +32,9 @@ from mmtrain.processes.pool import usable_cores
 
 FORMAT = 2
 PACKAGES = ("mmtrain", "torch", "transformers", "timm")
+EXACTLY = ConfigDict(extra="forbid")  # a file has all fields and no others
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
 MAX_BYTES = 1_000_000  # of the file; a dozen kinds of layers take 5 kB
 
 
@@ -47,6 +51,8 @@ class Device:
 @dataclass(frozen=True, slots=True)
 class Key:
     """What a calibration depends on; two runs with equal keys may share one. Keys of a config are those `Measured`."""
+
+    __pydantic_config__ = EXACTLY
 
     device: str
     ranks: int
@@ -70,22 +76,26 @@ class LayerMeasures:
     runs beyond what was there when it began and, in forward, beyond what it keeps; weights are never counted.
     """
 
-    forward_seconds: float
-    backward_seconds: float  # 0 where nothing runs backward
-    recomputing_seconds: float  # the backward if the layer recomputes its activations, its second forward included
-    kept_bytes: int
-    kept_bytes_recomputing: int
-    forward_working_bytes: int
-    backward_working_bytes: int
-    recomputing_working_bytes: int  # the backward's if the layer recomputes, what it makes again included
+    __pydantic_config__ = EXACTLY
+
+    forward_seconds: Amount
+    backward_seconds: Amount  # 0 where nothing runs backward
+    recomputing_seconds: Amount  # the backward if the layer recomputes its activations, its second forward included
+    kept_bytes: Count
+    kept_bytes_recomputing: Count
+    forward_working_bytes: Count
+    backward_working_bytes: Count
+    recomputing_working_bytes: Count  # the backward's if the layer recomputes, what it makes again included
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """Seconds of something that takes `fixed` and `per_byte` for each byte."""
 
-    fixed: float
-    per_byte: float
+    __pydantic_config__ = EXACTLY
+
+    fixed: Amount
+    per_byte: Amount
 
     def __call__(self, size: float) -> float:
         """Seconds for `size` bytes."""
@@ -96,16 +106,18 @@ class Linear:
 class Calibration:
     """What was measured on a device. Messages count all bytes of one instruction, hidden states and integers."""
 
+    __pydantic_config__ = EXACTLY
+
     key: Key
     layers: Mapping[str, LayerMeasures]  # by name of the kind
-    compute_seconds: float  # overhead of one FORWARD or BACKWARD, beyond the sum of its layers
-    encode_seconds: float  # overhead of one ENCODE, with its LOAD, beyond the encoder's forward
+    compute_seconds: Amount  # overhead of one FORWARD or BACKWARD, beyond the sum of its layers
+    encode_seconds: Amount  # overhead of one ENCODE, with its LOAD, beyond the encoder's forward
     send: Linear | None  # of the sender, while it posts a message; None, here and below: was not measured
     receive: Linear | None  # of the receiver, for posting and taking one that has arrived
     transfer: Linear | None  # from the moment both sides have posted a message to its arrival
-    end_seconds: float  # a step's end: reductions, of gradients over `replicas`, and optimizer
-    replicas: int
-    matmul_flops_per_second: float  # of one rank, all `ranks` computing
+    end_seconds: Amount  # a step's end: reductions, of gradients over `replicas`, and optimizer
+    replicas: Annotated[Count, Field(gt=0)]
+    matmul_flops_per_second: Annotated[Amount, Field(gt=0)]  # of one rank, all `ranks` computing
 
     def save(self, file: Path | None = None) -> Path:
         """Write it, by default where `find` looks, and return the file. An existing one is replaced whole."""
@@ -193,25 +205,12 @@ def load_calibration(file: Path) -> Calibration:
         content = parse_json(read_limited(file, MAX_BYTES, "a calibration"))
         if content.pop("format", None) != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        layers = {name: _made(LayerMeasures, entry) for name, entry in content.pop("layers").items()}
-        parts = {name: content.pop(name) for name in ("send", "receive", "transfer")}
-        parts = {name: None if entry is None else _made(Linear, entry) for name, entry in parts.items()}
-        key = _made(Key, {k: tuple(v) if isinstance(v, list) else v for k, v in content.pop("key").items()})
-        found = _made(Calibration, {"key": key, "layers": layers, **parts, **content})
-        if not (found.matmul_flops_per_second and found.replicas):
-            raise ValueError("neither the rate of matrix products nor the number of replicas can be 0")
-        return found
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return TypeAdapter(Calibration).validate_python(content)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, ValidationError):
+            wrong = error.errors()[0]
+            said = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
         raise UserError(
             f"{file}: no calibration that this version of mmtrain reads ({said}); calibrate again"
         ) from error
-
-
-def _made(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """A dataclass of exactly these fields; numbers must be numbers, finite and not negative."""
-    numbers = [field.name for field in fields(kind) if field.type in ("int", "float")]
-    for name, value in values.items():
-        if name in numbers and not (type(value) in (int, float) and math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} is {value!r}")
-    return kind(**values)

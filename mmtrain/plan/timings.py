@@ -5,7 +5,7 @@ costs --assumed_timings, or calibrated with measurements--> Timings --cut--> sec
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from mmtrain.base.errors import UserError
 from mmtrain.plan.calibration import Calibration, LayerMeasures, Linear
@@ -89,6 +89,9 @@ def _ring(costs: RunCosts, replicas: int, device: Assumptions) -> float:
     return 2 * (replicas - 1) / replicas * gradient_bytes / device.bytes_per_second
 
 
+_MEASURED_BYTES = [field.name for field in fields(LayerMeasures) if "_bytes" in field.name]
+
+
 def calibrated(
     costs: RunCosts, calibration: Calibration, replicas: int, device: Assumptions
 ) -> tuple[RunCosts, Timings]:
@@ -110,15 +113,7 @@ def calibrated(
         return LayerSeconds(measured.forward_seconds, measured.backward_seconds, measured.recomputing_seconds)
 
     def cost(layer: LayerCost) -> LayerCost:
-        found = measures[layer.kind]
-        return replace(
-            layer,
-            kept_bytes=found.kept_bytes,
-            kept_bytes_recomputing=found.kept_bytes_recomputing,
-            forward_working_bytes=found.forward_working_bytes,
-            backward_working_bytes=found.backward_working_bytes,
-            recomputing_working_bytes=found.recomputing_working_bytes,
-        )
+        return replace(layer, **{name: getattr(measures[layer.kind], name) for name in _MEASURED_BYTES})
 
     front, *rest = (cost(layer) for layer in costs.layers)
     front_seconds, *rest_seconds = (seconds(measures[layer.kind]) for layer in costs.layers)
