@@ -20,8 +20,8 @@ from mmtrain.base.printing import harmless
 from mmtrain.base.small_files import shortened
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
-from mmtrain.pretrained.model_files import Shape, find_model_folder, foreign_files, read_json, tensor_shapes
-from mmtrain.pretrained.model_numbers import check_llm_numbers, is_whole
+from mmtrain.pretrained.families import check_llm_numbers
+from mmtrain.pretrained.model_files import Shape, find_model_folder, foreign_files, is_whole, read_json, tensor_shapes
 from mmtrain.pretrained.vision_files import hf_facts
 
 if TYPE_CHECKING:

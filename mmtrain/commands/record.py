@@ -18,7 +18,7 @@ from mmtrain.pretrained.families import check_family
 from mmtrain.pretrained.model_files import Shape, model_folder, read_json
 from mmtrain.pretrained.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
 from mmtrain.pretrained.shapes import llm_shape_from, vision_shape_from
-from mmtrain.pretrained.vision_files import hf_facts
+from mmtrain.pretrained.vision_files import hf_facts, is_timm_name
 
 if TYPE_CHECKING:
     import torch
@@ -93,21 +93,16 @@ def record_timm(name: str, record_as: str | None, aliases: tuple[str, ...]) -> R
 def record_hf_vision(path: str, record_as: str | None, aliases: tuple[str, ...]) -> Recorded:
     """Record a Hugging Face CLIP or SigLIP vision model from the config.json in its folder."""
     import torch
-    from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
-    classes = {
-        "clip": (CLIPVisionConfig, CLIPVisionModel),
-        "clip_vision_model": (CLIPVisionConfig, CLIPVisionModel),
-        "siglip": (SiglipVisionConfig, SiglipVisionModel),
-        "siglip_vision_model": (SiglipVisionConfig, SiglipVisionModel),
-    }
+    from mmtrain.model.vision import HF_MODELS
+
     folder = model_folder(path)
     config_json = read_json(folder / "config.json")
     family = config_json.get("model_type")
-    if family not in tuple(classes):  # by ==: it may be a list
-        raise UserError(f"{folder}: model_type {family} is not one of {', '.join(classes)}")
+    if family not in tuple(HF_MODELS):  # by ==: it may be a list
+        raise UserError(f"{folder}: model_type {family} is not one of {', '.join(HF_MODELS)}")
     hf_facts(config_json, str(folder))
-    config_class, model_class = classes[family]
+    config_class, model_class, _ = HF_MODELS[family]
     stock_config = config_class.from_pretrained(folder)
     stock_config._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
     with torch.device("meta"):
@@ -128,8 +123,9 @@ def record(options: argparse.Namespace) -> None:
         shape = llm_shape_from(recorded.config, recorded.parameters, recorded.id)
         summary = f"{len(shape.decoder)} decoder layers, hidden size {shape.hidden_size}"
     else:
-        is_timm = "/" not in options.vision and not Path(options.vision).is_dir()
-        recorded = (record_timm if is_timm else record_hf_vision)(options.vision, options.id, tuple(options.alias))
+        recorded = (record_timm if is_timm_name(options.vision) else record_hf_vision)(
+            options.vision, options.id, tuple(options.alias)
+        )
         shape = vision_shape_from(recorded.config, recorded.parameters, -1, recorded.id)
         summary = f"{shape.blocks_run} blocks, width {shape.width}, {shape.tokens_per_image} tokens per image"
     file = options.out / (recorded.id.lower().replace("/", "--") + ".json")

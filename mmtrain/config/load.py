@@ -75,7 +75,7 @@ def dump_config(config: RunConfig) -> str:
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _apply(content: dict, override: str) -> None:
+def _apply(content: dict[str, Any], override: str) -> None:
     """Set one `key.sub=value` in nested sections; an unknown key is set too, so that validation reports it."""
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))
@@ -97,7 +97,7 @@ def _apply(content: dict, override: str) -> None:
     content[path[-1]] = text if is_text else parse_yaml(text, shortened(f"override {override!r}"))
 
 
-def _drop_alternatives(content: dict, overridden: Sequence[str]) -> None:
+def _drop_alternatives(content: dict[str, Any], overridden: Sequence[str]) -> None:
     """`train.max_steps=20` on the command line says that the file's `train.epochs` is not meant."""
     for path, mark in marked(RunConfig, InsteadOf).items():
         pair = (".".join(path), mark.key)

@@ -25,7 +25,7 @@ LONGEST_KEY = 60  # characters of an unknown key that are compared and shown
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
-def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict) -> list[str]:
+def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict[str, Any]) -> list[str]:
     """One line per wrong key, in the order found, the first MOST_EXPLAINED of them; `given` is what was validated."""
     fields = dict(all_fields(model))
     lines: dict[Path | str, str] = {}

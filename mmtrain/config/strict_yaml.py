@@ -68,7 +68,7 @@ class _Loader(yaml.SafeLoader):
             kind = node.tag.rpartition(":")[2]
             raise _fault(f"{shortened(repr(node.value))} is no {kind}", node.start_mark) from None
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         lines: dict[str, int] = {}
         for key_node, _ in node.value:
             is_merge = key_node.tag == "tag:yaml.org,2002:merge"

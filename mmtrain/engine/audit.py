@@ -18,11 +18,12 @@ import torch
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.stream.images import image_transform, is_timm_name
+from mmtrain.data.stream.images import image_transform
 from mmtrain.engine.optimizer import NoOpOptimizer
 from mmtrain.model.stage import Chunk
 from mmtrain.plan.layout import Plan, RankPlan
 from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.vision_files import is_timm_name
 
 ROW_BYTES = 8192
 UNMEANT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # of config.json: they change nothing here

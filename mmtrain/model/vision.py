@@ -21,7 +21,7 @@ from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.stream.images import is_timm_name, refuse_wrong_activation, timm_config
+from mmtrain.data.stream.images import refuse_wrong_activation, timm_config
 from mmtrain.pretrained.model_files import (
     cached_snapshot,
     foreign_files,
@@ -30,8 +30,7 @@ from mmtrain.pretrained.model_files import (
     read_json,
     tensor_shapes,
 )
-from mmtrain.pretrained.model_numbers import check_vision_numbers
-from mmtrain.pretrained.vision_files import square, tokens_per_image
+from mmtrain.pretrained.vision_files import check_vision_numbers, is_timm_name, square, tokens_per_image
 
 WEIGHT_FILES = (
     "model.safetensors",

@@ -12,10 +12,11 @@ Global names are the same for every family, so a trainable pattern such as `llm.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from mmtrain.base.errors import UserError
-from mmtrain.pretrained.model_files import Shape
-from mmtrain.pretrained.model_numbers import MAX_EXPERTS, check_llm_numbers
+from mmtrain.config.limits import MAX_LAYERS
+from mmtrain.pretrained.model_files import Shape, check_numbers, impossible
 
 _BASE = r"(?:model\.|transformer\.|gpt_neox\.)(?:decoder\.)?"
 _LAYER = re.compile(_BASE + r"(?:layers|h)\.(\d+)\.(.+)")
@@ -44,12 +45,25 @@ _RECURRENT = {
     "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm",
     "zamba", "zamba2",
 }  # fmt: skip
+MAX_EXPERTS = 100_000
+# Smallest and largest by the names that families use for the same thing. The largest published values: hidden size
+# 20,480, 126 layers, 128 heads of 576, 262,400 tokens, 512 experts.
+LLM_BOUNDS = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), (1, 1_000_000)),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), (1, MAX_LAYERS)),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), (1, 10_000)),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), (0, 100_000)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (0, MAX_EXPERTS)),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), (0, MAX_EXPERTS)),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), (1, 1_000_000_000)),
+    "sliding_window": (0, 1_000_000_000),
+}
 WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text"}
 """Families whose last decoder layer cannot be run for supervised tokens alone, as model.parity.takes_rows finds."""
 _RECURRENT_LAYER = re.compile(r"linear|mamba|conv|recurrent|rwkv|ssm")
 
 
-def check_family(config_json: dict) -> None:
+def check_family(config_json: dict[str, Any]) -> None:
     """Refuse by name what cannot be staged or packed, from a model's raw `config.json`; raises UserError.
 
     Families that pass here may still differ from what mmtrain assumes: launch probes the run's own model for that.
@@ -90,7 +104,25 @@ def check_family(config_json: dict) -> None:
             )
 
 
-def layer_kinds(config_json: dict) -> list[str]:
+def check_llm_numbers(config_json: dict[str, Any]) -> None:
+    """Raises UserError for a causal LM's raw config.json whose numbers, flags or layer kinds no model can have."""
+    check_numbers(config_json, LLM_BOUNDS, "config.json")
+    for key in ("tie_word_embeddings", "use_sliding_window", "multi_query"):
+        if not isinstance(config_json.get(key), bool | None):
+            raise impossible("config.json", key, config_json[key], "true or false")
+    for key in ("layer_types", "layers_block_type", "block_types"):
+        kinds = config_json.get(key)
+        if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+            raise impossible("config.json", key, kinds, "a list of texts")
+    heads = config_json.get("num_attention_heads") or config_json.get("n_head")
+    groups, hidden = config_json.get("num_key_value_heads"), config_json.get("hidden_size") or config_json.get("n_embd")
+    if heads and groups and heads % groups:
+        raise UserError(f"config.json says {heads} attention heads in {groups} groups, which do not divide them")
+    if heads and hidden and not (config_json.get("head_dim") or config_json.get("qk_rope_head_dim")) and hidden % heads:
+        raise UserError(f"config.json says hidden size {hidden} and {heads} attention heads, which do not divide it")
+
+
+def layer_kinds(config_json: dict[str, Any]) -> list[str]:
     """The kind of every decoder layer as config.json lists it (`full_attention`, `conv`, ...); empty if it does not."""
     for key in ("layer_types", "layers_block_type", "block_types"):
         if config_json.get(key):

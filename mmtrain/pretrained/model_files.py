@@ -7,10 +7,12 @@ headers of its safetensors files, so a 70B checkpoint is described by reading a 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -95,7 +97,7 @@ def model_folder(path: str) -> Path:
     raise UserError(f"{path}: no such folder; give the folder of a model, or a hub id such as Qwen/Qwen2.5-7B-Instruct")
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; raises UserError naming the file, for what is damaged, too large or too deep, too."""
     try:
         content = parse_json(read_limited(path, MAX_JSON_BYTES, "a file of JSON"))
@@ -195,3 +197,31 @@ def read_header(file: Path) -> dict[str, Shape]:
             shown = f"{shortened(repr(name))} is a name of {len(name):,} characters, with {len(shape):,} dimensions"
             raise UserError(f"{file}: a damaged safetensors file ({shown}); download it again")
     return shapes
+
+
+def check_numbers(facts: dict[str, Any], bounds: Mapping[str, tuple[int, int]], source: str) -> None:
+    """Raises UserError for numbers of a model's config.json, in `source`, beyond these bounds, if they are there.
+
+    They are compared before anything is computed or made from them: 10^9 layers would be a list, a text a traceback,
+    and a head count that does not divide would only show when a rank builds the model.
+    """
+    for key, (least, most) in bounds.items():
+        value = facts.get(key)
+        if value is not None and not is_whole(value, least, most):
+            raise impossible(source, key, value, f"a whole number from {least} to {most:,}")
+
+
+def impossible(source: str, key: str, value: Any, needed: str) -> UserError:
+    """The error for what no model's config.json says."""
+    shown = "a very large number" if type(value) is int and abs(value) > 10**30 else shortened(repr(value))
+    return UserError(f"{source} says {key} {shown}, which no model has; needed is {needed}")
+
+
+def is_whole(value: Any, least: int, most: int) -> bool:
+    """Whether a value of JSON is a whole number in these bounds; true and 4.0 are none."""
+    return type(value) is int and least <= value <= most
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value of JSON is a number that is neither infinite nor NaN."""
+    return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mmtrain.pretrained.model_files import Shape, read_json
 
@@ -41,7 +42,7 @@ class Recorded:
     kind: str  # "llm" or "vision"
     id: str
     aliases: tuple[str, ...]  # other names of models with the same shapes
-    config: dict
+    config: dict[str, Any]
     parameters: dict[str, Shape]
 
 
@@ -61,7 +62,7 @@ def nearest_recorded(kind: str, name: str, count: int = 3) -> list[str]:
 
 def as_json(recorded: Recorded) -> str:
     """The file content of a record: one line per top-level key and per group of parameters."""
-    groups: list[dict] = []
+    groups: list[dict[str, Any]] = []
     for (layers, index), names in itertools.groupby(recorded.parameters, _layer):
         parameters = {name.removeprefix(f"{layers}{index}."): list(recorded.parameters[name]) for name in names}
         if not layers:
@@ -81,14 +82,14 @@ def _layer(name: str) -> tuple[str, int]:
     return (match[1], int(match[2])) if match else ("", -1)
 
 
-def _contents(kind: str) -> Iterator[dict]:
+def _contents(kind: str) -> Iterator[dict[str, Any]]:
     for file in sorted(FOLDER.glob("*.json")):
         content = read_json(file)
         if content["kind"] == kind:
             yield content
 
 
-def _expanded(content: dict) -> Recorded:
+def _expanded(content: dict[str, Any]) -> Recorded:
     parameters: dict[str, Shape] = {}
     for group in content["parameters"]:
         if "layer" not in group:

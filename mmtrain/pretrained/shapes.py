@@ -13,19 +13,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import shortened
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.pretrained.families import check_family, global_name, layer_kinds, parameters_on_disk
 from mmtrain.pretrained.model_files import Shape, find_model_folder, model_folder, read_json, tensor_shapes
-from mmtrain.pretrained.model_numbers import check_vision_numbers
 from mmtrain.pretrained.recorded_shapes import Recorded, find_recorded, nearest_recorded
 from mmtrain.pretrained.vision_files import (
     HF_FAMILIES,
+    check_vision_numbers,
     hf_facts,
     hf_image_size,
+    is_timm_name,
     square,
     timm_image_size,
     tokens_per_image,
@@ -134,7 +135,7 @@ def llm_shape(path: str) -> LlmShape:
     raise UserError(f"{folder}: neither config.json nor model.safetensors in this folder; is it a model's folder?")
 
 
-def llm_shape_from(config_json: dict, parameters: dict[str, Shape], source: str) -> LlmShape:
+def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], source: str) -> LlmShape:
     """LlmShape of a causal LM from its raw config.json and its parameters under their stock names."""
     check_family(config_json)
     layers = _first(config_json, "num_hidden_layers", "n_layer", "n_layers")
@@ -203,7 +204,7 @@ def _from_record(recorded: Recorded) -> LlmShape:
     return llm_shape_from(recorded.config, recorded.parameters, f"recorded {recorded.id}")
 
 
-def _same_size(config_json: dict, shape: LlmShape) -> bool:
+def _same_size(config_json: dict[str, Any], shape: LlmShape) -> bool:
     """Whether a folder's config.json agrees with a record; a fine-tune may keep the name but not the size."""
     actual = {
         "hidden_size": shape.hidden_size,
@@ -213,11 +214,11 @@ def _same_size(config_json: dict, shape: LlmShape) -> bool:
     return all(config_json.get(key, value) == value for key, value in actual.items())
 
 
-def _first(config_json: dict, *keys: str) -> int | None:
+def _first(config_json: dict[str, Any], *keys: str) -> int | None:
     return next((config_json[key] for key in keys if config_json.get(key) is not None), None)
 
 
-def _window(config_json: dict) -> int | None:
+def _window(config_json: dict[str, Any]) -> int | None:
     window = config_json.get("sliding_window")
     if not window or config_json.get("use_sliding_window") is False:
         return None
@@ -238,7 +239,7 @@ def vision_shape(name: str, select_layer: int) -> VisionShape:
     # Encoders with pickled weights only (openai/clip-vit-large-patch14-336) are planned from their record too.
     if recorded is not None and (folder is None or not any(folder.glob("model.safetensors*"))):
         return vision_shape_from(recorded.config, recorded.parameters, select_layer, f"recorded {recorded.id}")
-    if folder is None and ("/" in name or Path(name).expanduser().exists()):
+    if folder is None and not is_timm_name(name):
         model_folder(name)  # raises, telling a missing folder from a hub id that is not cached
     if folder is None:
         nearest = ", ".join(nearest_recorded("vision", name)) or "none"
@@ -260,7 +261,9 @@ def vision_shape(name: str, select_layer: int) -> VisionShape:
     return vision_shape_from(config_json, tensors, select_layer, str(folder))
 
 
-def vision_shape_from(config_json: dict, tensors: dict[str, Shape], select_layer: int, source: str) -> VisionShape:
+def vision_shape_from(
+    config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str
+) -> VisionShape:
     """VisionShape from the raw config.json of a timm or Hugging Face vision model and its parameters' stock names."""
     if "architecture" in config_json:
         return _timm_shape(config_json, tensors, select_layer, source)
@@ -292,7 +295,7 @@ def vision_shape_from(config_json: dict, tensors: dict[str, Shape], select_layer
     )
 
 
-def _timm_shape(config_json: dict, tensors: dict[str, Shape], select_layer: int, source: str) -> VisionShape:
+def _timm_shape(config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str) -> VisionShape:
     arguments = config_json.get("model_args") or {}
     architecture = shortened(str(config_json["architecture"]))
     width = tensors.get("patch_embed.proj.weight", (0,))[0]

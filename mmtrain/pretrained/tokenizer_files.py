@@ -74,7 +74,7 @@ def panics_told(name: str) -> Iterator[None]:
         raise UserError(f"{name}: its tokenizer fails ({reason}); its files are damaged: get them again") from None
 
 
-def _rules(part: Any) -> Iterator[dict]:
+def _rules(part: Any) -> Iterator[dict[str, Any]]:
     """A part's rules, those inside sequences one by one; parse_json bounds how deep they are nested."""
     if isinstance(part, list):
         for rule in part:
@@ -86,7 +86,7 @@ def _rules(part: Any) -> Iterator[dict]:
                 yield from _rules(inner)
 
 
-def _growth(rule: dict, file: Path) -> int:
+def _growth(rule: dict[str, Any], file: Path) -> int:
     """How many times as many characters a rule may make of a text."""
     kind, content = rule.get("type"), rule.get("content")
     if kind == "Replace" and isinstance(content, str):

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import shortened
-from mmtrain.pretrained.model_files import find_model_folder, read_json
-from mmtrain.pretrained.model_numbers import check_vision_numbers, is_finite, is_whole
+from mmtrain.config.limits import MAX_LAYERS
+from mmtrain.pretrained.model_files import check_numbers, find_model_folder, is_demo, is_finite, is_whole, read_json
 
 HF_FAMILIES = {
     "clip": "CLIPImageProcessor",
@@ -22,6 +22,16 @@ HF_FAMILIES = {
 }  # model_type -> the class of transformers that writes preprocessor_config.json
 DEFAULT_IMAGE_SIZE = 224  # of CLIPVisionConfig and SiglipVisionConfig
 BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
+VISION_BOUNDS = {
+    "hidden_size": (1, 1_000_000),
+    "num_hidden_layers": (1, MAX_LAYERS),
+    "num_attention_heads": (1, 10_000),
+    "num_heads": (1, 10_000),
+    "depth": (1, MAX_LAYERS),
+    "intermediate_size": (1, 1_000_000),
+    "image_size": (1, 30_000),
+    "patch_size": (1, 30_000),
+}
 
 
 class Preprocessing(NamedTuple):
@@ -32,7 +42,12 @@ class Preprocessing(NamedTuple):
     resample: int  # of PIL.Image.Resampling
 
 
-def timm_image_size(config_json: dict, source: str) -> int:
+def is_timm_name(name: str) -> bool:
+    """Whether `name` is looked up in timm's registry; folders, hub ids (owner/name) and `demo:vision` are not."""
+    return "/" not in name and not is_demo(name) and not Path(name).expanduser().exists()
+
+
+def timm_image_size(config_json: dict[str, Any], source: str) -> int:
     """Pixels a side that a timm folder's config.json, or a record of one, says; raises UserError unless square."""
     arguments, published = config_json.get("model_args") or {}, config_json.get("pretrained_cfg") or config_json
     size: Any = arguments.get("img_size") if isinstance(arguments, dict) else None
@@ -42,13 +57,13 @@ def timm_image_size(config_json: dict, source: str) -> int:
     return square(size, "images", source)
 
 
-def hf_image_size(config_json: dict, source: str) -> int:
+def hf_image_size(config_json: dict[str, Any], source: str) -> int:
     """Pixels a side that a CLIP's or SigLIP's config.json says; raises UserError unless it is one number."""
     size = hf_facts(config_json, source).get("image_size")
     return DEFAULT_IMAGE_SIZE if size is None else size
 
 
-def hf_facts(config_json: dict, source: str) -> dict:
+def hf_facts(config_json: dict[str, Any], source: str) -> dict[str, Any]:
     """The encoder's part of a CLIP's or SigLIP's config.json; raises UserError for numbers that no encoder has."""
     facts = config_json.get("vision_config", config_json)
     if not isinstance(facts, dict):
@@ -57,6 +72,14 @@ def hf_facts(config_json: dict, source: str) -> dict:
         square(facts["image_size"], "images", source)
     check_vision_numbers(facts, f"{source}: config.json")
     return facts
+
+
+def check_vision_numbers(facts: dict[str, Any], source: str) -> None:
+    """Raises UserError for the facts of a Hugging Face or timm encoder, in `source`, that no encoder can have."""
+    check_numbers(facts, VISION_BOUNDS, source)
+    heads, hidden = facts.get("num_attention_heads"), facts.get("hidden_size")
+    if heads and hidden and hidden % heads:
+        raise UserError(f"{source} says hidden size {hidden} and {heads} attention heads, which do not divide it")
 
 
 def square(size: Any, of: str, source: str) -> int:

@@ -15,7 +15,6 @@ import difflib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -27,8 +26,8 @@ from timm.models import PretrainedCfg
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import DECODE_ERRORS, Rejected, open_image
-from mmtrain.pretrained.model_files import is_demo, model_folder, read_json
-from mmtrain.pretrained.vision_files import hf_image_size, preprocessing, timm_image_size
+from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.vision_files import hf_image_size, is_timm_name, preprocessing, timm_image_size
 
 Fit = Literal["pad", "resize", "center_crop"]
 # Pixels. A thread of 1 x 65,000 is no large image, but its square is.
@@ -160,11 +159,6 @@ def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
         return timm_image_size(config, str(folder)), facts["mean"], facts["std"], facts["interpolation"]
     facts = preprocessing(folder)
     return hf_image_size(config, str(folder)), facts.mean, facts.std, Image.Resampling(facts.resample).name
-
-
-def is_timm_name(name: str) -> bool:
-    """Whether `name` is looked up in timm's registry; folders, hub ids (owner/name) and `demo:vision` are not."""
-    return "/" not in name and not is_demo(name) and not Path(name).expanduser().exists()
 
 
 def timm_config(name: str) -> PretrainedCfg:
