@@ -48,7 +48,7 @@ from mmtrain.base.printing import run_command, say
 from mmtrain.base.progress import Progress
 from mmtrain.commands.parser import command_parser, positive
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.data.prepare.intake import Intake, ShardLimit, read_llava_json
+from mmtrain.data.prepare.intake import Intake, read_llava_json
 from mmtrain.data.prepare.shard_resume import (
     STATE,
     SUMMARY,
@@ -61,7 +61,6 @@ from mmtrain.data.prepare.sharding import (
     FinishedShard,
     Rejection,
     ShardJob,
-    TextMeter,
     WrittenShard,
     shard_pool,
 )
@@ -168,8 +167,8 @@ def shard_dataset(options: argparse.Namespace) -> None:
         return
     # 0.29 x 100 is 28.999999999999996: without the addition the 29th of 29% would stop the run.
     allowed = math.floor(options.max_reject_rate * sum(files.values()) + 1e-6)
-    limit = ShardLimit(options.samples_per_shard, options.shard_bytes)
-    intake = Intake(files, images, limit, options.duplicate_ids == "keep", allowed)
+    keep = options.duplicate_ids == "keep"
+    intake = Intake(files, images, options.samples_per_shard, options.shard_bytes, keep, allowed)
     rejected_file = out / "rejected.jsonl"
     with contextlib.closing(UnfinishedRun(out, run, options.resume)) as unfinished:
         rejected_file.unlink(missing_ok=True)  # it is made again, from the first record on
@@ -203,10 +202,14 @@ def _write_all(outcome: Outcome, options: argparse.Namespace, unfinished: Unfini
         ahead = max(through - made, 0)
         progress.show(min(done + ahead, outcome.total - 1), made - lost + ahead, _lost(outcome))
 
+    count = None
+    if options.tokenizer is not None:
+        from mmtrain.data.samples.templates import TextCounter  # imports torch
+
+        count = TextCounter(options.tokenizer, options.template)
     limits = ImageLimits(options.max_pixels, options.max_side)
-    images, meter = options.images.resolve(), _text_meter(options)
     with (
-        shard_pool(images, options.out, limits, meter, options.workers, known) as run,
+        shard_pool(outcome.intake.images, options.out, limits, count, options.workers, known) as run,
         Progress("records", outcome.total, say, sys.stdout) as progress,
     ):
         for job, finished in run(iter(outcome.intake), tick):
@@ -217,16 +220,6 @@ def _write_all(outcome: Outcome, options: argparse.Namespace, unfinished: Unfini
                 made += len(job.candidates)
                 lost += len(finished.rejected)
         progress.show(done, made - lost, _lost(outcome))
-
-
-def _text_meter(options: argparse.Namespace) -> TextMeter | None:
-    """The tokenizer, loaded (seconds); raises UserError."""
-    if options.tokenizer is None:
-        return None
-    from mmtrain.data.samples.templates import TextCounter  # imports torch
-
-    fingerprint = text_fingerprint(model_folder(options.tokenizer), options.template)
-    return TextMeter(fingerprint, TextCounter(options.tokenizer, options.template))
 
 
 def _lost(outcome: Outcome) -> str:

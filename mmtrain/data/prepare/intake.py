@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tarfile import BLOCKSIZE, RECORDSIZE
 from typing import TextIO
@@ -139,33 +139,19 @@ class _Window:
                 return value
 
 
-@dataclass(frozen=True)
-class ShardLimit:
-    """When a shard is full; exactly one of the two is set."""
-
-    samples: int | None = None  # candidates: records with sound text
-    bytes: int | None = None  # of the tar, by the files' sizes before --max-side; a larger sample is alone in its tar
-
-
+@dataclass(eq=False)
 class Intake:
-    """The jobs of all shards, in the files' order."""
+    """The jobs of all shards, in the files' order; `samples_per_shard` or `shard_bytes` says when one is full."""
 
-    def __init__(
-        self, files: dict[Path, int], images: Path, limit: ShardLimit, keep_duplicates: bool, allowed_rejections: int
-    ) -> None:
-        """`files`: each with its number of records; `images`: their folder.
-
-        With `keep_duplicates` a repeated id gets a key of its own. Reading ends early, after more than
-        `allowed_rejections` for the text.
-        """
-        self.files = files
-        self.images = images
-        self.limit = limit
-        self.keep_duplicates = keep_duplicates
-        self.allowed_rejections = allowed_rejections
-        self.keys: dict[str, int] = {}  # of candidates -> the record's number, counted over all files
-        self.repeats: Counter[str] = Counter()  # of a key, so far
-        self.text_rejections = 0
+    files: dict[Path, int]  # each with its number of records
+    images: Path  # their folder
+    samples_per_shard: int | None  # candidates: records with sound text
+    shard_bytes: int | None  # of the tar, by the files' sizes before --max-side; a larger sample is alone in its tar
+    keep_duplicates: bool  # a repeated id gets a key of its own
+    allowed_rejections: int  # for the text; reading ends early, after more
+    keys: dict[str, int] = field(init=False, default_factory=dict)  # of candidates -> the record's number in all files
+    repeats: Counter[str] = field(init=False, default_factory=Counter)  # of a key, so far
+    text_rejections: int = field(init=False, default=0)
 
     def __iter__(self) -> Iterator[ShardJob]:
         number = first = record = 0
@@ -196,13 +182,13 @@ class Intake:
 
     @property
     def _full(self) -> int:
-        if self.limit.bytes is None:
-            return self.limit.samples
-        return self.limit.bytes // RECORDSIZE * RECORDSIZE - 2 * BLOCKSIZE  # the archive's end
+        if self.shard_bytes is None:
+            return self.samples_per_shard
+        return self.shard_bytes // RECORDSIZE * RECORDSIZE - 2 * BLOCKSIZE  # the archive's end
 
     def _size(self, candidate: Candidate) -> int:
         """What it adds to its shard, in the limit's unit."""
-        if self.limit.bytes is None:
+        if self.shard_bytes is None:
             return 1
         return tar_bytes([len(record_json(candidate.content)), *map(self._file_size, candidate.images)])
 

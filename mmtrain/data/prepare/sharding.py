@@ -19,10 +19,10 @@ import re
 import sys
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO
 
 from mmtrain.base.durable import UNFINISHED, whole_file
 from mmtrain.base.errors import UserError
@@ -38,6 +38,9 @@ from mmtrain.data.samples.records import (
 from mmtrain.data.samples.sample import Sample
 from mmtrain.data.shards.index import UNKNOWN_SIZE, Member, ShardIndex, TextLengths, write_index
 from mmtrain.processes.pool import Report, Run, worker_pool
+
+if TYPE_CHECKING:
+    from mmtrain.data.samples.templates import TextCounter
 
 _BUFFER = 1 << 20  # bytes
 
@@ -106,13 +109,6 @@ class FinishedShard:
 KeyedSample = tuple[str, dict, Sequence[tuple[str, bytes]]]  # key, KEY.json's content, (suffix, bytes) of each image
 
 
-class TextMeter(NamedTuple):
-    """Tells text lengths under one tokenizer and template."""
-
-    fingerprint: str  # index.text_fingerprint
-    count: Callable[[Sample], int]  # a templates.TextCounter: tokens without those of images; raises Rejected
-
-
 def sample_key(identifier: str) -> str:
     """The tar key of a record's id: the id itself where it is safe, else what is readable of it and a hash.
 
@@ -130,9 +126,9 @@ def tar_bytes(members: Iterable[int]) -> int:
     return sum(tarfile.BLOCKSIZE + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE for size in members)
 
 
-def shard_name(number: int, prefix: str = "shard") -> str:
+def shard_name(number: int) -> str:
     """File name of a data set's shard `number`, from 0."""
-    return f"{prefix}-{number:06d}.tar"
+    return f"shard-{number:06d}.tar"
 
 
 @contextlib.contextmanager
@@ -140,20 +136,21 @@ def shard_pool(
     images: Path,
     out: Path,
     limits: ImageLimits,
-    meter: TextMeter | None,
+    count: TextCounter | None,
     workers: int,
     finished: Mapping[int, FinishedShard],
 ) -> Iterator[Run[ShardJob, FinishedShard]]:
     """Gives `run(jobs, tick)`, as `worker_pool` does: shards in the folder `out`; reports are of candidates.
 
-    `images`: the folder that image names start from, absolute and without links. Jobs of `finished` (by number) ran
+    `images`: the folder that image names start from, absolute and without links; `count`: None leaves text lengths to
+    the first run. Jobs of `finished` (by number) ran
     before and are not done again; raises UserError where one was of other records.
     """
 
     def shard(job: ShardJob, report: Report) -> FinishedShard:
         known = finished.get(job.number)
         if known is None:
-            return _make_shard(job, images, out, limits, meter, report)
+            return _make_shard(job, images, out, limits, count, report)
         if (known.first, known.end) != (job.first, job.end):
             raise UserError(
                 f"{known.shard.file} holds records {known.first:,} to {known.end - 1:,}, and would now hold "
@@ -171,7 +168,7 @@ def shard_pool(
 
 
 def _make_shard(
-    job: ShardJob, images: Path, out: Path, limits: ImageLimits, meter: TextMeter | None, report: Report
+    job: ShardJob, images: Path, out: Path, limits: ImageLimits, count: TextCounter | None, report: Report
 ) -> FinishedShard:
     rejected: list[Rejection] = []
 
@@ -185,13 +182,11 @@ def _make_shard(
                 yield candidate.key, candidate.content, files
             report(1)
 
-    shard = write_shard(out / shard_name(job.number), samples(), meter)
+    shard = write_shard(out / shard_name(job.number), samples(), count)
     return FinishedShard(job.first, job.end, shard, tuple(rejected))
 
 
-def write_shards(
-    samples: Iterable[KeyedSample], folder: Path, samples_per_shard: int, prefix: str = "shard"
-) -> list[WrittenShard]:
+def write_shards(samples: Iterable[KeyedSample], folder: Path, samples_per_shard: int) -> list[WrittenShard]:
     """Write samples, in order, into folder/shard-000000.tar, shard-000001.tar, ...; the folder must exist.
 
     Keys must be unique. Memory is that of two samples. Raises what `write_shard` raises; complete shards stay.
@@ -199,15 +194,15 @@ def write_shards(
     samples = iter(samples)
     shards: list[WrittenShard] = []
     for first in samples:
-        path = folder / shard_name(len(shards), prefix)
+        path = folder / shard_name(len(shards))
         shards.append(write_shard(path, itertools.chain([first], itertools.islice(samples, samples_per_shard - 1))))
     return shards
 
 
-def write_shard(path: Path, samples: Iterable[KeyedSample], meter: TextMeter | None = None) -> WrittenShard:
+def write_shard(path: Path, samples: Iterable[KeyedSample], count: TextCounter | None = None) -> WrittenShard:
     """Write one tar (POSIX.1-2008 ustar; times, owners and modes fixed), which appears under `path` when complete.
 
-    Its index is written after it, with text lengths where there is a `meter`. The records are sound: such that
+    Its index is written after it, with text lengths where there is a `count`. The records are sound: such that
     `records.parse_record` takes them. Raises UserError if `path` exists, and if the disk does not take it; an exception
     from `samples` but OSError passes through. In each case what was written of it is removed.
     """
@@ -215,7 +210,7 @@ def write_shard(path: Path, samples: Iterable[KeyedSample], meter: TextMeter | N
         raise UserError(f"{path}: exists already; shards are never written over, choose a new folder or delete them")
     try:
         with whole_file(path) as unfinished, unfinished.open("wb", buffering=_BUFFER) as stream:
-            shard = _Shard(path, stream, meter)
+            shard = _Shard(path, stream, count)
             for key, record, files in samples:
                 shard.add(key, record, files)
             shard.end()
@@ -235,14 +230,14 @@ def write_shard(path: Path, samples: Iterable[KeyedSample], meter: TextMeter | N
 class _Shard:
     """A tar on its way into a stream, and the index of what went there."""
 
-    def __init__(self, path: Path, stream: BinaryIO, meter: TextMeter | None) -> None:
+    def __init__(self, path: Path, stream: BinaryIO, count: TextCounter | None) -> None:
         self.path = path
         self.stream = stream
-        self.meter = meter
+        self.count = count
         self.index = ShardIndex(tar_bytes=0, keys=[], members=[], image_sizes=[])
         self.lengths = TextLengths([])
-        if meter is not None:
-            self.index.texts[meter.fingerprint] = self.lengths
+        if count is not None:
+            self.index.texts[count.fingerprint] = self.lengths
         self.sha256 = hashlib.sha256()
 
     def add(self, key: str, record: dict, files: Sequence[tuple[str, bytes]]) -> None:
@@ -263,9 +258,9 @@ class _Shard:
         index.keys.append(key)
         index.members.append(tuple(members))
         index.image_sizes.append(tuple(sizes))
-        if self.meter is not None:
+        if self.count is not None:
             sample = Sample(key, str(self.path), parse_turns(record), (b"",) * len(files), members[0].offset)
-            self.lengths.add(None if place in index.faults else sample, self.meter.count)
+            self.lengths.add(None if place in index.faults else sample, self.count)
 
     def _member(self, key: str, suffix: str, content: bytes) -> Member:
         header = tarfile.TarInfo(f"{key}.{suffix}")  # its defaults: time 0, owner 0 without a name, mode 0644
@@ -293,7 +288,7 @@ class _Shard:
             samples=len(self.index.keys),
             images=len(sizes),
             image_pixels=sum(width * height for width, height in sizes),
-            text_tokens=None if self.meter is None else sum(self.lengths.tokens),
+            text_tokens=None if self.count is None else sum(self.lengths.tokens),
             bytes=self.index.tar_bytes,
             sha256=self.sha256.hexdigest(),
         )

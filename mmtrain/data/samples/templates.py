@@ -3,8 +3,8 @@
 Sample (turns, images) --template--> Document: input_ids (T,), labels (T,) shifted
 
 A template counts a sample's images and does not look at them, so text lengths are known without decoding
-(`TextCounter`). A sample that
-it cannot hold raises Rejected; a tokenizer or template that no sample could mend raises UserError.
+(`TextCounter`). A sample that it cannot hold raises Rejected; a tokenizer or template that no sample could mend raises
+UserError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
-from mmtrain.pretrained.tokenizer_files import panics_told, refuse_growing_rules
+from mmtrain.pretrained.tokenizer_files import panics_told, refuse_growing_rules, text_fingerprint
 
 
 class PlainTemplate:
@@ -227,6 +227,7 @@ class TextCounter:
 
     def __init__(self, tokenizer_path: str, template: str) -> None:
         """Raises UserError for a folder without tokenizer and for a template that the tokenizer does not fit."""
+        self.fingerprint = text_fingerprint(model_folder(tokenizer_path), template)
         # The tokens' number depends on neither: any number of tokens an image, any size of the embedding.
         self.template = TEMPLATES[template](load_tokenizer(tokenizer_path), 1, sys.maxsize)
 

@@ -112,11 +112,10 @@ def build_indexes(
     from mmtrain.data.samples.templates import TextCounter  # imports torch
 
     count = TextCounter(tokenizer_path, template)
-    fingerprint = text_fingerprint(model_folder(tokenizer_path), template)
 
     def index_shard(tar: Path, report: Report) -> UserError | None:
         try:
-            _index_shard(tar, fingerprint, rebuild, count, report)
+            _index_shard(tar, rebuild, count, report)
         except UserError as error:  # as a value: the other shards go on
             return error
         return None
@@ -141,7 +140,7 @@ def build_indexes(
     _raise_all(failures, len(tars))
 
 
-def _index_shard(tar: Path, fingerprint: str, rebuild: bool, count: TextCounter, report: Report) -> None:
+def _index_shard(tar: Path, rebuild: bool, count: TextCounter, report: Report) -> None:
     texts = None
     with contextlib.suppress(MissingIndex):
         texts = None if rebuild else indexed_texts(tar)
@@ -153,12 +152,12 @@ def _index_shard(tar: Path, fingerprint: str, rebuild: bool, count: TextCounter,
             report(1)
 
         index = scan_shard(tar, measure)
-    elif fingerprint in texts:  # another process was faster
+    elif count.fingerprint in texts:  # another process was faster
         return
     else:
         index = read_index(tar)
         lengths = measure_texts(tar, index, count, report)
-    index.texts[fingerprint] = lengths
+    index.texts[count.fingerprint] = lengths
     if rebuild:
         write_index(tar, index)
     else:

@@ -19,7 +19,7 @@ import webdataset
 from PIL import Image
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.prepare.sharding import TextMeter, WrittenShard, sample_key, tar_bytes, write_shard, write_shards
+from mmtrain.data.prepare.sharding import WrittenShard, sample_key, tar_bytes, write_shard, write_shards
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import Sample, read_sample
 from mmtrain.data.shards.index import index_path, read_index
@@ -101,8 +101,9 @@ def test_text_lengths_and_what_a_template_cannot_hold_stand_in_the_index(tmp_pat
             raise Rejected("template", "three images")
         return len(sample.turns[1][1]) + 1000 * len(sample.images)
 
+    count.fingerprint = "abc"
     broken = ("broken", sample("broken")[1], [("png", b"no picture")])
-    shard = write_shard(tmp_path / "s.tar", [*MIXED[:4], broken], TextMeter("abc", count))
+    shard = write_shard(tmp_path / "s.tar", [*MIXED[:4], broken], count)
     texts = read_index(tmp_path / "s.tar").texts
     assert texts.keys() == {"abc"} and texts["abc"].tokens == [2, 1004, 2006, 0, 0]
     assert texts["abc"].faults == {3: ("template", "three images")}
@@ -110,21 +111,21 @@ def test_text_lengths_and_what_a_template_cannot_hold_stand_in_the_index(tmp_pat
 
 
 def test_counts_are_those_of_the_files(tmp_path):
-    shards = write_shards(MIXED, tmp_path, samples_per_shard=4, prefix="part")
-    digest = hashlib.sha256((tmp_path / "part-000002.tar").read_bytes()).hexdigest()
-    assert shards[2] == WrittenShard("part-000002.tar", 2, 1, 7, None, 10240, digest)
+    shards = write_shards(MIXED, tmp_path, samples_per_shard=4)
+    digest = hashlib.sha256((tmp_path / "shard-000002.tar").read_bytes()).hexdigest()
+    assert shards[2] == WrittenShard("shard-000002.tar", 2, 1, 7, None, 10240, digest)
     assert [shard.samples for shard in shards] == [4, 4, 2]
     assert [shard.images for shard in shards] == [6, 6, 1]
     assert [shard.image_pixels for shard in shards] == [7 * (1 + 3 + 6), 7 * (1 + 3 + 6), 7]
     assert [shard.bytes for shard in shards] == [(tmp_path / shard.file).stat().st_size for shard in shards]
     assert asdict(shards[0]) == {
-        "file": "part-000000.tar",
+        "file": "shard-000000.tar",
         "samples": 4,
         "images": 6,
         "image_pixels": 70,
         "text_tokens": None,
         "bytes": shards[0].bytes,
-        "sha256": hashlib.sha256((tmp_path / "part-000000.tar").read_bytes()).hexdigest(),
+        "sha256": hashlib.sha256((tmp_path / "shard-000000.tar").read_bytes()).hexdigest(),
     }
     assert write_shards([], tmp_path, samples_per_shard=4) == []
 
