@@ -80,9 +80,10 @@ def even_cut(costs: StageCosts, stages: int) -> Cut:
 
 def smallest_cut(costs: StageCosts) -> Cut:
     """The cut, one stage a rank, whose largest rank needs the least memory, recomputing where that is allowed."""
+    costs = costs.without_memory()
 
     def size(stage: int, begin: int, end: int) -> int:
-        return costs.one_stage_need(stage, begin, end, smallest=True).total_bytes
+        return costs.one_stage_need(stage, begin, end).total_bytes
 
     _, cut = _search(costs.count, costs.setting.pipeline, size, max, costs.least_bytes)
     assert cut is not None

@@ -142,18 +142,14 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
     assert limit is not None
     pipeline, chunks = config.parallel.pipeline, config.parallel.chunks_per_rank
     by_hand = config.parallel.boundaries is not None
-    if by_hand:
-        cut = given_cut(config, search.costs)
-        needs = search.smallest_needs(cut)
-    else:
-        cut, needs = search.least_memory(1 if chunks == "auto" else chunks)
+    cut = given_cut(config, search.costs) if by_hand else search.smallest_cut(1 if chunks == "auto" else chunks)
     stated = config.parallel.device_memory_gib is not None
     source = "parallel.device_memory_gib" if stated else "the GPU's memory, less what CUDA and NCCL take"
     lines = [
         f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it left to "
         f"fragmentation; {'the given boundaries need' if by_hand else 'the smallest cut needs'}"
     ]
-    for rank, need in enumerate(needs):
+    for rank, need in enumerate(search.smallest_needs(cut)):
         stages = range(rank, len(cut) - 1, pipeline)
         layers = ", ".join(stage_of(cut, stage).summary for stage in stages)
         name = f"stage {rank}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"

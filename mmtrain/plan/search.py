@@ -312,17 +312,13 @@ class Search:
     def _may_run_ahead(self) -> bool:
         return self.pipeline > 1 and self.run_ahead != 0 and self.costs.costs.encoder.frozen
 
-    def least_memory(self, chunks: int) -> tuple[Cut, tuple[RankNeed, ...]]:
-        """For what fits nowhere: a cut that comes near, and its ranks' needs with what recomputation saves."""
-        cut = smallest_cut(self.costs) if chunks == 1 else self.improved(chunks, self.costs.timings.encode)[1]
-        return cut, self.smallest_needs(cut)
+    def smallest_cut(self, chunks: int) -> Cut:
+        """For what fits nowhere: a cut that comes near."""
+        return smallest_cut(self.costs) if chunks == 1 else self.improved(chunks, self.costs.timings.encode)[1]
 
     def smallest_needs(self, cut: Cut) -> tuple[RankNeed, ...]:
         """What each rank of a cut needs at least."""
-        return tuple(
-            self.costs.smallest(rank, spans_of(cut, rank, self.pipeline), found)
-            for rank, found in enumerate(self._placed(cut)[0].moments)
-        )
+        return Search(self.costs.without_memory(), 0).layout(cut).needs
 
     def with_encodes(self, cut: Cut) -> Layout:
         """A given cut with the encoder where it is best, as far as memory allows, or as the config asks."""

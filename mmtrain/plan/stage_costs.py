@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from mmtrain.config.schema import RunConfig
@@ -97,7 +97,7 @@ class StageCosts:
             self._run_begins.append(self._run_begins[-1] if same else i)
         self.stage = functools.cache(self._stage)
         self._one_stage_moments = functools.cache(self._find_one_stage_moments)
-        self._one_stage_needs: dict[tuple[int, int, Span, bool], RankNeed] = {}
+        self._one_stage_needs: dict[tuple[int, int, Span], RankNeed] = {}
 
     # ---- stages
 
@@ -203,13 +203,9 @@ class StageCosts:
             most.working,
         )
 
-    def smallest(self, rank: int, spans: Sequence[Span], found: Sequence[Moment]) -> RankNeed:
-        """The need with none or all decoder layers recomputing, whatever takes less, or with as many as asked for."""
-        if self.setting.recompute_layers != "auto":
-            return self.need(rank, spans, found)
-        layers = [self.decoder_layers(span) for span in spans]
-        counts = (_split(count, layers) for count in {0, sum(layers)})
-        return min((self.need_of(spans, count, found) for count in counts), key=lambda need: need.total_bytes)
+    def without_memory(self) -> StageCosts:
+        """The same where nothing fits, so that every rank recomputes whatever takes the least memory."""
+        return StageCosts(self.costs, self.timings, replace(self.setting, memory_bytes=0))
 
     def fits(self, need: RankNeed) -> bool:
         """Whether a rank may take so much."""
@@ -217,7 +213,7 @@ class StageCosts:
 
     # ---- one stage a rank
 
-    def one_stage_need(self, rank: int, begin: int, end: int, *, smallest: bool = False) -> RankNeed:
+    def one_stage_need(self, rank: int, begin: int, end: int) -> RankNeed:
         """The need of a rank of 1F1B that holds layers [begin, end) as its only stage.
 
         What its schedule keeps depends on the rest of the cut in one way only: whether anything before it trains.
@@ -227,10 +223,10 @@ class StageCosts:
         else:
             first = rank if begin <= self.first_trainable else 0
         span = self.same_span(begin, end)
-        key = rank, first, span, smallest
+        key = rank, first, span
         if key not in self._one_stage_needs:
             found = self._one_stage_moments(first)[rank]
-            self._one_stage_needs[key] = (self.smallest if smallest else self.need)(rank, [span], found)
+            self._one_stage_needs[key] = self.need(rank, [span], found)
         return self._one_stage_needs[key]
 
     def _find_one_stage_moments(self, first: int) -> tuple[tuple[Moment, ...], ...]:
