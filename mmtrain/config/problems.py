@@ -44,15 +44,15 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict[
             for missing in _required(declared, fields):
                 field = fields[missing]
                 name = (*path, *missing[len(path) :])
-                meaning = f": {field.description}" if field.description else ""
-                lines[name] = f"{'.'.join(name)}: missing; needs {_allowed(field.annotation, field.metadata)}{meaning}"
+                said = f"{'.'.join(name)}: missing; needs {_allowed(field.annotation, field.metadata)}"
+                lines[name] = f"{said}: {_meaning(field)}" if field.description else said
         else:
             # A union reports one error per alternative, a list one per element: one line for the key says it all.
             field = fields[declared]
             value, allowed = _value_at(given, path), _allowed(field.annotation, field.metadata)
-            meaning = f" ({field.description})" if field.description else ""
             hint = f"; write [{value}]" if isinstance(value, str) and " list of " in allowed else ""
-            lines[path] = f"{'.'.join(path)}: {_shown(value)} is not allowed; needs {allowed}{hint}{meaning}"
+            said = f"{'.'.join(path)}: {_shown(value)} is not allowed; needs {allowed}{hint}"
+            lines[path] = f"{said} ({_meaning(field)})" if field.description else said
     return list(lines.values())
 
 
@@ -98,6 +98,10 @@ def _required(path: Path, fields: dict[Path, FieldInfo]) -> list[Path]:
         and field.is_required()
     ]
     return below or [path]
+
+
+def _meaning(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())  # one line of what is wrapped in the schema
 
 
 def _value_at(given: Any, path: Path) -> Any:

@@ -46,7 +46,9 @@ Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
 class Section(BaseModel):
     """A group of keys: unknown keys are errors, no silent conversions, values cannot change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """The section with other values at these dotted keys, which are not checked."""
@@ -76,97 +78,77 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    name: Free[str] = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder name of this run below run.dir"
-    )
-    dir: Free[str] = Field("runs", description="folder that holds all runs")
-    seed: Kept[int] = Field(
-        0, ge=0, lt=2**63, description="seed of every random draw: projector initialisation, data order"
-    )
-    overwrite: Free[bool] = Field(False, description="true: delete an existing run folder of this name and start anew")
+    name: Free[str] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """folder name of this run below run.dir"""
+    dir: Free[str] = "runs"
+    """folder that holds all runs"""
+    seed: Kept[int] = Field(0, ge=0, lt=2**63)
+    """seed of every random draw: projector initialisation, data order"""
+    overwrite: Free[bool] = False
+    """true: delete an existing run folder of this name and start anew"""
 
 
 class LlmSection(Section):
-    path: Free[str] = Field(description="model folder, or a hub id whose files are in the local Hugging Face cache")
-    dtype: Kept[Dtype] = Field("bfloat16", description="storage and compute type of the frozen LLM")
+    path: Free[str]
+    """model folder, or a hub id whose files are in the local Hugging Face cache"""
+    dtype: Kept[Dtype] = "bfloat16"
+    """storage and compute type of the frozen LLM"""
 
 
 class VisionSection(Section):
-    name: Free[str] = Field(description="timm model name, or a folder holding a timm or Hugging Face vision model")
-    select_layer: Kept[int] = Field(
-        -2,
-        le=-1,
-        description="which encoder block's output feeds the projector: -1 the last, -2 (LLaVA) the one before",
-    )
-    dtype: Kept[Dtype | None] = Field(
-        None, description="storage and compute type of the encoder; null: that of the LLM"
-    )
+    name: Free[str]
+    """timm model name, or a folder holding a timm or Hugging Face vision model"""
+    select_layer: Kept[int] = Field(-2, le=-1)
+    """which encoder block's output feeds the projector: -1 the last, -2 (LLaVA) the one before"""
+    dtype: Kept[Dtype | None] = None
+    """storage and compute type of the encoder; null: that of the LLM"""
 
 
 class ProjectorSection(Section):
-    type: Fixed[Literal["linear", "mlp2x_gelu"]] = Field("mlp2x_gelu", description="projector architecture")
-    init_from: Free[str | None] = Field(
-        None,
-        description="begin with a trained projector instead of a random one: a run or checkpoint of mmtrain, its "
-        "projector.safetensors, LLaVA's mm_projector.bin, or a Hugging Face LLaVA folder; null: random, by run.seed",
-    )
+    type: Fixed[Literal["linear", "mlp2x_gelu"]] = "mlp2x_gelu"
+    """projector architecture"""
+    init_from: Free[str | None] = None
+    """begin with a trained projector instead of a random one: a run or checkpoint of mmtrain, its
+    projector.safetensors, LLaVA's mm_projector.bin, or a Hugging Face LLaVA folder; null: random, by run.seed"""
 
 
 class ModelSection(Section):
     llm: LlmSection
     vision: VisionSection
     projector: ProjectorSection = ProjectorSection()
-    trainable: Fixed[Measured[tuple[str, ...]]] = Field(
-        ("projector",),
-        min_length=1,
-        max_length=1000,
-        description="name patterns of what trains, e.g. projector, llm.layers.31, llm.layers.*.mlp.*, llm.head",
-    )
+    trainable: Fixed[Measured[tuple[str, ...]]] = Field(("projector",), min_length=1, max_length=1000)
+    """name patterns of what trains, e.g. projector, llm.layers.31, llm.layers.*.mlp.*, llm.head"""
 
 
 class ParallelSection(Section):
-    pipeline: Free[int] = Field(1, ge=1, le=MAX_LAYERS, description="pipeline ranks that share one copy of the model")
-    data: Free[int] = Field(1, ge=1, le=10_000, description="data-parallel replicas of the whole pipeline")
-    chunks_per_rank: Free[Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)]] = Field(
-        "auto",
-        description="stages that a pipeline rank holds: 1 is 1F1B, more interleave, which idles less and sends more; "
-        "auto: what the simulation favours within memory",
-    )
-    encoder_run_ahead: Free[Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)]] = Field(
-        "auto",
-        description="micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which "
-        "its rank would wait; auto: what the simulation favours; 0: none. It changes no result",
-    )
-    boundaries: Free[tuple[LayerIndex, ...] | None] = Field(
-        None,
-        description="decoder layer at which stage 1, 2, ... begins, e.g. [8, 16, 24]; null: the planner chooses",
-    )
-    device_memory_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = Field(
-        None,
-        description="memory a rank may use, GiB, 6% of it for fragmentation; leave 2.5 GiB of a GPU to CUDA and NCCL; "
-        "null: that of the GPUs here, less max(6%, 2.5 GiB), no limit without one",
-    )
-    device_tflops: Free[Annotated[Float, Field(gt=0)] | None] = Field(
-        None,
-        description="what a rank's device can do at its best in the LLM's dtype, dense, in 1e12 FLOP/s (H100 SXM, "
-        "bfloat16: 989); only model_flops_utilization uses it; null: the matmul rate of a calibration, if there is one",
-    )
-    recompute_layers: Free[Literal["auto"] | LayerIndex | tuple[LayerIndex, ...]] = Field(
-        "auto",
-        description="decoder layers per rank whose activations are recomputed in backward: one number, one per "
-        "pipeline rank, or auto (none if all fits in memory, else as few as needed); more than there are means all",
-    )
-    calibration: Free[str | None] = Field(
-        None,
-        description="file of measured costs to plan with; null: the one in the cache for this run on this device, else "
-        "assumed costs",
-    )
-    threads_per_rank: Free[Annotated[int, Field(ge=1, le=4096)] | None] = Field(
-        None, description="CPU threads of a rank; null: cores / local ranks"
-    )
-    timeout_seconds: Free[int] = Field(
-        600, ge=1, le=604800, description="a collective or message waiting longer than this fails"
-    )
+    pipeline: Free[int] = Field(1, ge=1, le=MAX_LAYERS)
+    """pipeline ranks that share one copy of the model"""
+    data: Free[int] = Field(1, ge=1, le=10_000)
+    """data-parallel replicas of the whole pipeline"""
+    chunks_per_rank: Free[Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)]] = "auto"
+    """stages that a pipeline rank holds: 1 is 1F1B, more interleave, which idles less and sends more; auto: what the
+    simulation favours within memory"""
+    encoder_run_ahead: Free[Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)]] = "auto"
+    """micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which its rank would
+    wait; auto: what the simulation favours; 0: none. It changes no result"""
+    boundaries: Free[tuple[LayerIndex, ...] | None] = None
+    """decoder layer at which stage 1, 2, ... begins, e.g. [8, 16, 24]; null: the planner chooses"""
+    device_memory_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = None
+    """memory a rank may use, GiB, 6% of it for fragmentation; leave 2.5 GiB of a GPU to CUDA and NCCL; null: that of
+    the GPUs here, less max(6%, 2.5 GiB), no limit without one"""
+    device_tflops: Free[Annotated[Float, Field(gt=0)] | None] = None
+    """what a rank's device can do at its best in the LLM's dtype, dense, in 1e12 FLOP/s (H100 SXM, bfloat16: 989); only
+    model_flops_utilization uses it; null: the matmul rate of a calibration, if there is one"""
+    recompute_layers: Free[Literal["auto"] | LayerIndex | tuple[LayerIndex, ...]] = "auto"
+    """decoder layers per rank whose activations are recomputed in backward: one number, one per pipeline rank, or auto
+    (none if all fits in memory, else as few as needed); more than there are means all"""
+    calibration: Free[str | None] = None
+    """file of measured costs to plan with; null: the one in the cache for this run on this device, else assumed
+    costs"""
+    threads_per_rank: Free[Annotated[int, Field(ge=1, le=4096)] | None] = None
+    """CPU threads of a rank; null: cores / local ranks"""
+    timeout_seconds: Free[int] = Field(600, ge=1, le=604800)
+    """a collective or message waiting longer than this fails"""
 
     @model_validator(mode="after")
     def _lists_fit_the_pipeline(self) -> Self:
@@ -200,82 +182,54 @@ class ParallelSection(Section):
 
 
 class DataSetSection(Section):
-    name: Kept[str] = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="stands before the keys of its samples: name/key"
-    )
-    shards: Free[Shards] = Field(description="webdataset tars: a path, a glob, a brace range, or a list")
-    weight: Kept[Float] = Field(
-        1.0,
-        gt=0,
-        le=1e6,
-        description="passes over it in an epoch: 2.5 is twice all of it and half of it once more, 0.1 a tenth",
-    )
+    name: Kept[str] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """stands before the keys of its samples: name/key"""
+    shards: Free[Shards]
+    """webdataset tars: a path, a glob, a brace range, or a list"""
+    weight: Kept[Float] = Field(1.0, gt=0, le=1e6)
+    """passes over it in an epoch: 2.5 is twice all of it and half of it once more, 0.1 a tenth"""
 
 
 class DataSection(Section):
-    shards: Free[Shards | None] = Field(
-        None,
-        description="webdataset tars: a path, a glob, a brace range, a pipe: URL (data.allow_pipe), or a list; "
-        "demo:train is the demo's; or set data.sets",
-    )
-    sets: Annotated[Kept[tuple[DataSetSection, ...] | None], InsteadOf("data.shards")] = Field(
-        None, description="several data sets instead of data.shards, each with name, shards and weight"
-    )
-    allow_pipe: Free[tuple[str, ...]] = Field(
-        (),
-        description="programs that pipe: URLs among the shards may run, e.g. [curl], whose output is kept in the "
-        "cache; only the command line may say it",
-    )
-    pack_length: Kept[Measured[int]] = Field(2048, ge=1, le=10_000_000, description="tokens in a pack")
-    max_images_per_pack: Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None] = Field(
-        None, description="images in a pack, to bound the encoder's memory; null: as many as its tokens hold"
-    )
-    template: Kept[Literal["plain", "chat"]] = Field(
-        "plain",
-        description="how a conversation becomes tokens. plain (LLaVA's stage 1): images, then the one answer, the "
-        "question dropped; chat: all turns through the model's own chat template, every answer supervised",
-    )
-    overlong: Kept[Literal["skip", "refuse"]] = Field(
-        "skip", description="what to do with a sample that does not fit into a pack; skipped ones are counted"
-    )
-    image_fit: Kept[Literal["pad", "resize", "center_crop"]] = Field(
-        "pad",
-        description="how an image becomes the encoder's square. pad (LLaVA-1.5): whole, on the mean colour; resize: "
-        "whole, stretched; center_crop: its middle (CLIP)",
-    )
-    max_image_pixels: Kept[PositiveInt] = Field(
-        MAX_IMAGE_PIXELS, description="a sample with a larger image is quarantined, judged by the header; WebP: half"
-    )
-    shuffle_shards: Kept[PositiveInt] = Field(
-        8,
-        description="shards whose samples are mixed with each other: more mix better, and read more files in turn; of "
-        "small shards as many as hold data.pack_window samples",
-    )
-    pack_window: Kept[int] = Field(
-        4096, ge=1, le=10_000_000, description="samples that are packed together: more fill packs better"
-    )
-    workers: Free[int] = Field(2, ge=0, le=1024, description="processes that decode ahead, on ranks that read data")
-    max_quarantine_rate: Free[Float] = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="a larger share of damaged samples among those read (of the first 1,000 at least) ends the run",
-    )
-    io_retry_seconds: Free[Float] = Field(
-        60.0,
-        ge=0,
-        le=1e7,
-        description="how long a read that fails is tried again, for storage that comes back, before the run ends",
-    )
-    ledger: Free[bool] = Field(
-        False, description="write samples.jsonl: for each step the keys of its samples in pack order"
-    )
-    expected_text_tokens: Free[Measured[int]] = Field(
-        80, ge=1, le=10_000_000, description="text tokens of a typical sample; only the planner's estimates use it"
-    )
-    expected_supervised_fraction: Free[Measured[Float]] = Field(
-        0.12, gt=0, le=1, description="share of a pack's tokens that carry a label; only the planner's estimates use it"
-    )
+    shards: Free[Shards | None] = None
+    """webdataset tars: a path, a glob, a brace range, a pipe: URL (data.allow_pipe), or a list; demo:train is the
+    demo's; or set data.sets"""
+    sets: Annotated[Kept[tuple[DataSetSection, ...] | None], InsteadOf("data.shards")] = None
+    """several data sets instead of data.shards, each with name, shards and weight"""
+    allow_pipe: Free[tuple[str, ...]] = ()
+    """programs that pipe: URLs among the shards may run, e.g. [curl], whose output is kept in the cache; only the
+    command line may say it"""
+    pack_length: Kept[Measured[int]] = Field(2048, ge=1, le=10_000_000)
+    """tokens in a pack"""
+    max_images_per_pack: Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None] = None
+    """images in a pack, to bound the encoder's memory; null: as many as its tokens hold"""
+    template: Kept[Literal["plain", "chat"]] = "plain"
+    """how a conversation becomes tokens. plain (LLaVA's stage 1): images, then the one answer, the question dropped;
+    chat: all turns through the model's own chat template, every answer supervised"""
+    overlong: Kept[Literal["skip", "refuse"]] = "skip"
+    """what to do with a sample that does not fit into a pack; skipped ones are counted"""
+    image_fit: Kept[Literal["pad", "resize", "center_crop"]] = "pad"
+    """how an image becomes the encoder's square. pad (LLaVA-1.5): whole, on the mean colour; resize: whole, stretched;
+    center_crop: its middle (CLIP)"""
+    max_image_pixels: Kept[PositiveInt] = MAX_IMAGE_PIXELS
+    """a sample with a larger image is quarantined, judged by the header; WebP: half"""
+    shuffle_shards: Kept[PositiveInt] = 8
+    """shards whose samples are mixed with each other: more mix better, and read more files in turn; of small shards as
+    many as hold data.pack_window samples"""
+    pack_window: Kept[int] = Field(4096, ge=1, le=10_000_000)
+    """samples that are packed together: more fill packs better"""
+    workers: Free[int] = Field(2, ge=0, le=1024)
+    """processes that decode ahead, on ranks that read data"""
+    max_quarantine_rate: Free[Float] = Field(0.01, ge=0, le=1)
+    """a larger share of damaged samples among those read (of the first 1,000 at least) ends the run"""
+    io_retry_seconds: Free[Float] = Field(60.0, ge=0, le=1e7)
+    """how long a read that fails is tried again, for storage that comes back, before the run ends"""
+    ledger: Free[bool] = False
+    """write samples.jsonl: for each step the keys of its samples in pack order"""
+    expected_text_tokens: Free[Measured[int]] = Field(80, ge=1, le=10_000_000)
+    """text tokens of a typical sample; only the planner's estimates use it"""
+    expected_supervised_fraction: Free[Measured[Float]] = Field(0.12, gt=0, le=1)
+    """share of a pack's tokens that carry a label; only the planner's estimates use it"""
 
     @model_validator(mode="after")
     def _data_sets_are_told_apart(self) -> Self:
@@ -288,63 +242,54 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    packs_per_step: Fixed[int] = Field(
-        ge=1, le=10_000_000, description="packs in one optimizer step, over all replicas"
-    )
-    packs_per_microbatch: Free[Measured[int]] = Field(
-        1, ge=1, le=100_000, description="packs that one pipeline forward handles"
-    )
-    max_steps: Kept[PositiveInt | None] = Field(None, description="optimizer steps of the run; or set train.epochs")
-    epochs: Annotated[Kept[PositiveInt | None], InsteadOf("train.max_steps")] = Field(
-        None, description="passes over the data instead; the last step is filled up from the pass that would follow"
-    )
-    max_bad_steps: Free[NonNegativeInt] = Field(
-        0,
-        description="steps with a NaN or infinite loss or gradient that a run leaves out, without an update, before it "
-        "stops; each is written to bad_steps.jsonl",
-    )
-    deterministic: Free[bool] = Field(
-        False,
-        description="true: GPUs use algorithms that give the same bits each time, slower ones among them; false: runs "
-        "on GPUs are equal to rounding. Runs on a CPU give the same bits either way",
-    )
+    packs_per_step: Fixed[int] = Field(ge=1, le=10_000_000)
+    """packs in one optimizer step, over all replicas"""
+    packs_per_microbatch: Free[Measured[int]] = Field(1, ge=1, le=100_000)
+    """packs that one pipeline forward handles"""
+    max_steps: Kept[PositiveInt | None] = None
+    """optimizer steps of the run; or set train.epochs"""
+    epochs: Annotated[Kept[PositiveInt | None], InsteadOf("train.max_steps")] = None
+    """passes over the data instead; the last step is filled up from the pass that would follow"""
+    max_bad_steps: Free[NonNegativeInt] = 0
+    """steps with a NaN or infinite loss or gradient that a run leaves out, without an update, before it stops; each is
+    written to bad_steps.jsonl"""
+    deterministic: Free[bool] = False
+    """true: GPUs use algorithms that give the same bits each time, slower ones among them; false: runs on GPUs are
+    equal to rounding. Runs on a CPU give the same bits either way"""
 
 
 class OptimizerSection(Section):
-    lr: Kept[Float] = Field(1e-3, ge=0, description="peak learning rate")
-    betas: Kept[tuple[Decay, Decay]] = Field((0.9, 0.999), description="AdamW's decay rates")
-    eps: Kept[Float] = Field(1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: Kept[Float] = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
-    warmup_fraction: Kept[Float] = Field(0.03, ge=0, le=1, description="share of steps of linear warm-up")
-    min_lr_fraction: Kept[Float] = Field(0.0, ge=0, le=1, description="end of the cosine, times lr")
-    clip_norm: Kept[Annotated[Float, Field(gt=0)] | None] = Field(
-        1.0, description="global gradient norm limit; null: none"
-    )
+    lr: Kept[Float] = Field(1e-3, ge=0)
+    """peak learning rate"""
+    betas: Kept[tuple[Decay, Decay]] = (0.9, 0.999)
+    """AdamW's decay rates"""
+    eps: Kept[Float] = Field(1e-8, gt=0)
+    """AdamW's epsilon"""
+    weight_decay: Kept[Float] = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay"""
+    warmup_fraction: Kept[Float] = Field(0.03, ge=0, le=1)
+    """share of steps of linear warm-up"""
+    min_lr_fraction: Kept[Float] = Field(0.0, ge=0, le=1)
+    """end of the cosine, times lr"""
+    clip_norm: Kept[Annotated[Float, Field(gt=0)] | None] = 1.0
+    """global gradient norm limit; null: none"""
 
 
 class EvalSection(Section):
-    shards: Free[Shards | None] = Field(
-        None, description="held-out webdataset tars, read with data's template and pack_length; or set eval.fraction"
-    )
-    fraction: Annotated[Kept[Fraction | None], InsteadOf("eval.shards", is_needed=False)] = Field(
-        None,
-        description="hold out this share of the training data instead, chosen by a hash of each sample's key: the same "
-        "ones in every run (records that share an image have keys of their own); both null: no evaluation",
-    )
-    every_steps: Free[PositiveInt | None] = Field(
-        None, description="steps between two evaluations; null: only before the first and after the last step"
-    )
-    max_samples: Free[PositiveInt | None] = Field(
-        None, description="evaluate the first so many samples only; null: all, and all stay in memory"
-    )
-    show_answers: Free[int] = Field(
-        6, ge=0, le=10_000, description="held-out questions to answer, word by word, at the end of the run; 0: none"
-    )
-    permuted_control: Free[bool] = Field(
-        True,
-        description="at the end evaluate once more with the images permuted among the samples, as a control: answers "
-        "that stay right do not come from the images",
-    )
+    shards: Free[Shards | None] = None
+    """held-out webdataset tars, read with data's template and pack_length; or set eval.fraction"""
+    fraction: Annotated[Kept[Fraction | None], InsteadOf("eval.shards", is_needed=False)] = None
+    """hold out this share of the training data instead, chosen by a hash of each sample's key: the same ones in every
+    run (records that share an image have keys of their own); both null: no evaluation"""
+    every_steps: Free[PositiveInt | None] = None
+    """steps between two evaluations; null: only before the first and after the last step"""
+    max_samples: Free[PositiveInt | None] = None
+    """evaluate the first so many samples only; null: all, and all stay in memory"""
+    show_answers: Free[int] = Field(6, ge=0, le=10_000)
+    """held-out questions to answer, word by word, at the end of the run; 0: none"""
+    permuted_control: Free[bool] = True
+    """at the end evaluate once more with the images permuted among the samples, as a control: answers that stay right
+    do not come from the images"""
 
     @property
     def is_on(self) -> bool:
@@ -353,20 +298,18 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    every_steps: Free[PositiveInt | None] = Field(
-        None, description="save after every so many steps; null: by time alone"
-    )
-    every_minutes: Free[Annotated[Float, Field(gt=0, le=1e7)] | None] = Field(
-        10.0, description="save when the last save is this long ago; null: by steps alone. The end is always saved"
-    )
-    keep_last: Free[PositiveInt | None] = Field(3, description="keep the newest so many checkpoints; null: all")
-    keep_best: Free[Literal["loss", "token_accuracy", "exact_match"] | None] = Field(
-        None, description="keep the checkpoint that is best by this score of the evaluations, too, and save at each"
-    )
-    asynchronous: Free[bool] = Field(True, description="write in the background: a step waits only for a save before")
-    max_failures: Free[PositiveInt] = Field(
-        3, description="saves in a row that may fail (a full disk, say) before the run stops"
-    )
+    every_steps: Free[PositiveInt | None] = None
+    """save after every so many steps; null: by time alone"""
+    every_minutes: Free[Annotated[Float, Field(gt=0, le=1e7)] | None] = 10.0
+    """save when the last save is this long ago; null: by steps alone. The end is always saved"""
+    keep_last: Free[PositiveInt | None] = 3
+    """keep the newest so many checkpoints; null: all"""
+    keep_best: Free[Literal["loss", "token_accuracy", "exact_match"] | None] = None
+    """keep the checkpoint that is best by this score of the evaluations, too, and save at each"""
+    asynchronous: Free[bool] = True
+    """write in the background: a step waits only for a save before"""
+    max_failures: Free[PositiveInt] = 3
+    """saves in a row that may fail (a full disk, say) before the run stops"""
 
 
 class RunConfig(Section):
