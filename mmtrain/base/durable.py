@@ -129,6 +129,8 @@ def lock(file: IO[bytes], *, shared: bool = False, wait: bool = True, needed: bo
     """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if needed or isinstance(error, BlockingIOError):
+    except BlockingIOError:
+        raise BlockingIOError(errno.EAGAIN, "another process uses it") from None
+    except OSError:
+        if needed:
             raise

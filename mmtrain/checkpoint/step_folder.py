@@ -13,7 +13,6 @@ which the manifest shows. Nothing is pickled. No torch here: the launcher decide
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hashlib
 import json
@@ -39,7 +38,6 @@ FORMAT = 1
 CHECKPOINTS = "checkpoints"
 TENSORS, OPTIMIZER, STATE, MANIFEST = "projector.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 NAME = re.compile(r"step-(\d{8,})")
-BLOCK = 1 << 20  # bytes hashed at a time
 
 
 Count = Annotated[int, Field(ge=0)]
@@ -285,25 +283,11 @@ def remove(path: Path) -> None:
     """
     doomed = unfinished_folder(path)
     shutil.rmtree(doomed, ignore_errors=True)  # what an earlier try has left
-    with _unread(path / MANIFEST):
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(FileNotFoundError):  # what is no whole checkpoint is held by nobody
+            lock(opened.enter_context((path / MANIFEST).open("r+b")), wait=False)
         path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-@contextlib.contextmanager
-def _unread(manifest: Path) -> Iterator[None]:
-    """In the block no reader holds the step folder of this manifest; raises BlockingIOError if one does already."""
-    try:
-        file = manifest.open("r+b")
-    except FileNotFoundError:  # what is no whole checkpoint is held by nobody
-        yield
-        return
-    with file:
-        try:
-            lock(file, wait=False)
-        except BlockingIOError:
-            raise BlockingIOError(errno.EAGAIN, "another program reads it") from None
-        yield
 
 
 def _hold(path: Path) -> BinaryIO | None:
@@ -328,11 +312,6 @@ def _manifest(entries: Mapping[str, Any]) -> str:
 
 def _size_and_sha256(path: Path, expected: int | None = None) -> tuple[int, str | None]:
     """A file's bytes, and their SHA-256; None for that of a file of another size than expected, which is not read."""
-    digest = hashlib.sha256()
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if expected not in (None, size):
-            return size, None
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return size, digest.hexdigest()
+        return size, hashlib.file_digest(file, "sha256").hexdigest() if expected in (None, size) else None

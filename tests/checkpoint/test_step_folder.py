@@ -439,7 +439,7 @@ def test_readers_of_a_run_that_is_saving_get_a_whole_checkpoint_which_stays_unti
 
 def test_what_a_reader_has_held_is_deleted_after_it(run):
     found = find(run)
-    with pytest.raises(BlockingIOError, match="another program reads it"):
+    with pytest.raises(BlockingIOError, match="another process uses it"):
         remove(found.path)
     assert why_damaged(found.path) is None
     elsewhere = pickle.loads(pickle.dumps(found))  # as ranks get it: they rely on the launcher, which holds it
