@@ -23,7 +23,7 @@ from mmtrain.checkpoint.step_folder import (
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.export.hf import ExportedModel, export_hf
-from mmtrain.export.verify import Comparison, compare_logits, expected_logits, stock_model
+from mmtrain.export.verify import Comparison, compare_logits
 from mmtrain.model.projector import make_projector
 from mmtrain.model.vision import save_timm_folder
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
@@ -83,7 +83,7 @@ def compared(
     checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, count: int
 ) -> Comparison:
     """The stock model's logits beside mmtrain's, as --verify compares them."""
-    return compare_logits(expected_logits(checkpoint, folder, exported, dtype, count), stock_model(folder))
+    return compare_logits(checkpoint, folder, exported, dtype, count)[0]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

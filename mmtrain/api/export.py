@@ -74,7 +74,7 @@ def _export_model(
 ) -> None:
     from mmtrain.export.hf import export_hf
     from mmtrain.export.tensors import new_folder
-    from mmtrain.export.verify import PROMPTS, batch_fault, compare_logits, expected_logits, stock_model
+    from mmtrain.export.verify import PROMPTS, batch_fault, compare_logits
 
     with new_folder(out) as folder:
         exported = export_hf(checkpoint, folder, dtype, shard_bytes, show)
@@ -83,11 +83,9 @@ def _export_model(
             say(exported.unmarked)
         if verify is not None:
             say("comparing with mmtrain's own logits: both models are loaded, in float32, one after the other")
-            expected = expected_logits(checkpoint, folder, exported, dtype, verify)
-            model = stock_model(folder)
-            found = compare_logits(expected, model)
+            found, model = compare_logits(checkpoint, folder, exported, dtype, verify)
             line = (
-                f"logits of {found.tokens:,} answer tokens in {found.samples} samples: largest difference "
+                f"logits of {found.tokens:,} answer tokens in {len(found.samples)} samples: largest difference "
                 f"{found.difference:.1e} (largest logit {found.largest:.1f}), the same token said at "
                 f"{found.agreeing:,} of {found.tokens:,}"
             )
@@ -97,13 +95,13 @@ def _export_model(
                 )
             say(line)
             plain = checkpoint.config.data.template == "plain"
-            if fault := batch_fault(folder, model, expected.samples, plain):
+            if fault := batch_fault(folder, model, found.samples, plain):
                 raise DifferentError(
                     f"batches are answered wrongly: {fault}; nothing was exported. Without --verify the folder is "
                     "written all the same: ask it one prompt at a time"
                 )
             say(f"{PROMPTS} prompts of different lengths are answered in one batch as one at a time")
-            if not expected.frozen_as_trained:
+            if not found.frozen_as_trained:
                 versions = checkpoint.state["versions"]
                 say(
                     "whether LLM and encoder are those that the run was trained with is open: it had transformers "

@@ -19,7 +19,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, Document, Fault
 from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.data.stream.catalog import Catalog, DataSet, Reader, load_catalog
+from mmtrain.data.stream.catalog import Catalog, DataSet, Reader, data_sets, load_catalog
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import Capacity, pack_best_fit
 from mmtrain.data.stream.packs import Pack, PackedBatch
@@ -63,7 +63,8 @@ class HeldOut:
         self.capacity = packed.processor.capacity
         self.faults: list[Fault] = []
         with _naming_the_source(config):
-            catalog, numbers = self._samples()
+            catalog, numbers = evaluated_samples(config, packed.catalog)
+            numbers = numbers[: config.eval.max_samples]
             if not numbers:
                 raise UserError(f"none of {len(catalog):,} samples is held out; raise the fraction, or set eval.shards")
             reader = Reader(catalog, config.data.io_retry_seconds)
@@ -116,15 +117,6 @@ class HeldOut:
             return None
         return found
 
-    def _samples(self) -> tuple[Catalog, list[int]]:
-        """The catalog that holds the held-out samples, and their numbers in it."""
-        packed, section = self.packed, self.packed.config.eval
-        if section.fraction is not None:
-            return packed.catalog, packed.catalog.held_out[: section.max_samples]
-        shards = expand_shards(section.shards, "eval.shards", allow_pipe=packed.config.data.allow_pipe)
-        catalog = load_catalog(packed.config, [DataSet(shards)])
-        return catalog, list(range(len(catalog)))[: section.max_samples]
-
     def share(self, packs: Sequence[Pack]) -> list[list[Pack]]:
         """This replica's contiguous part of `packs` in micro-batches, the last ones filled up with empty packs.
 
@@ -151,6 +143,21 @@ class HeldOut:
         asked = [document for document in self.documents if any(label != IGNORE for label in document.labels)]
         count = min(count, len(asked))
         return [asked[i * len(asked) // count] for i in range(count)]
+
+
+def evaluated_samples(config: RunConfig, trained_on: Catalog | None = None) -> tuple[Catalog, Sequence[int]]:
+    """A catalog, and the numbers in it of the samples that are held out: of all, where the run holds out none.
+
+    `trained_on` is the catalog of the run's own data, made here without it.
+    """
+    data, section = config.data, config.eval
+    if section.shards is not None:
+        catalog = load_catalog(
+            config, [DataSet(expand_shards(section.shards, "eval.shards", allow_pipe=data.allow_pipe))]
+        )
+    else:
+        catalog = load_catalog(config, data_sets(data), section.fraction) if trained_on is None else trained_on
+    return catalog, range(len(catalog)) if section.fraction is None else catalog.held_out
 
 
 @contextlib.contextmanager
@@ -185,8 +192,8 @@ def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
         size = len(places)
         shifts = (max(1, shift) % size for shift in (size // 2, size // 2 + 1, size // 3, 1))
         candidates = [[images[place] for place in places[shift:] + places[:shift]] for shift in shifts]
-        others = [sum(images[p] != new for p, new in zip(places, shifted, strict=True)) for shifted in candidates]
-        for place, new in zip(places, candidates[others.index(max(others))], strict=True):
+        best = max(candidates, key=lambda given: sum(images[p] != new for p, new in zip(places, given, strict=True)))
+        for place, new in zip(places, best, strict=True):
             given[place] = new
     following = iter(given)
     permuted = []

@@ -25,7 +25,6 @@ import timm
 import torch
 import transformers
 from PIL import Image
-from torch import nn
 from transformers import AutoProcessor, BatchFeature, LlavaForConditionalGeneration, ProcessorMixin, pipeline
 
 from mmtrain.base.errors import UserError
@@ -33,11 +32,11 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
-from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.data.stream.catalog import DataSet, Reader, data_sets, load_catalog
+from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.engine.audit import fingerprint, model_fingerprint
+from mmtrain.evaluation.held_out import evaluated_samples
 from mmtrain.export.hf import ExportedModel, kept_in_float32
 from mmtrain.export.language import MODEL
 from mmtrain.export.projector_file import trained_tensors
@@ -56,11 +55,12 @@ NEW_TOKENS = 12
 class Comparison:
     """The exported model's logits beside mmtrain's."""
 
-    samples: int
+    samples: tuple[Sample, ...]
     tokens: int  # positions compared: those that predict an answer's tokens
     difference: float  # the largest of all logits
     largest: float  # logit, in magnitude
     agreeing: int  # positions of which both say the same token
+    frozen_as_trained: bool  # whether the frozen weights are known to be those of training, bit for bit
 
     @property
     def passed(self) -> bool:
@@ -68,46 +68,23 @@ class Comparison:
         return self.difference <= BOUND * max(1.0, self.largest)
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What mmtrain's own model computes, for an export to be compared with."""
-
-    samples: tuple[Sample, ...]
-    batches: tuple[PackedBatch, ...]  # one sample each, unpadded
-    logits: tuple[torch.Tensor, ...]  # (S, V) at the S supervised positions of each
-    frozen_as_trained: bool  # whether the frozen weights are known to be those of training, bit for bit
-
-
-def expected_logits(
+def compare_logits(
     checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, count: int
-) -> Expected:
-    """mmtrain's logits on the first `count` held-out samples of the run (of its training data, if it holds out none).
+) -> tuple[Comparison, LlavaForConditionalGeneration]:
+    """Logits on the first `count` held-out samples of the run (of its training data, if it holds out none).
 
-    Raises UserError for other frozen weights than the run's, and for data that are not here.
+    Returns them beside mmtrain's own, and the stock model in float32. Raises UserError for other frozen weights than
+    the run's, for data that are not here, and for a folder that does not load without a remark.
     """
     samples, batches = zip(*read_samples(checkpoint.config, count), strict=True)
     chunk = whole_model(checkpoint)
     frozen_as_trained = _compare_frozen(checkpoint, chunk, folder)
-    logits = _own_logits(chunk, batches, dtype, _own_names(exported.kept_in_float32))
-    return Expected(samples, batches, tuple(logits), frozen_as_trained)
-
-
-def stock_model(folder: Path) -> LlavaForConditionalGeneration:
-    """The exported model in float32; raises UserError where it does not load without a remark."""
-    with quiet():
-        model, report = LlavaForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=None, local_files_only=True, output_loading_info=True
-        )
-    if faults := {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}:
-        raise UserError(f"LlavaForConditionalGeneration loads the exported folder with remarks: {faults}")
-    return model.eval()
-
-
-def compare_logits(expected: Expected, model: LlavaForConditionalGeneration) -> Comparison:
-    """Compare a stock model's logits with what is expected."""
+    expected = _own_logits(chunk, batches, dtype, _own_names(exported.kept_in_float32))
+    del chunk  # memory for one of the two is enough
+    model = _stock_model(folder)
     difference = largest = 0.0
     tokens = agreeing = 0
-    for batch, own in zip(expected.batches, expected.logits, strict=True):
+    for batch, own in zip(batches, expected, strict=True):
         ids = batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, model.config.image_token_id)
         with torch.no_grad():
             found = model(input_ids=ids, pixel_values=batch.images, attention_mask=torch.ones_like(ids)).logits
@@ -117,20 +94,24 @@ def compare_logits(expected: Expected, model: LlavaForConditionalGeneration) -> 
         differences = (found[:, : own.shape[1]] - own).abs()
         difference = max(difference, float(differences.nan_to_num(nan=math.inf).max()))
         largest = max(largest, float(own.abs().max()))
-    return Comparison(len(expected.batches), tokens, difference, largest, agreeing)
+    return Comparison(samples, tokens, difference, largest, agreeing, frozen_as_trained), model
+
+
+def _stock_model(folder: Path) -> LlavaForConditionalGeneration:
+    with quiet():
+        model, report = LlavaForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=None, local_files_only=True, output_loading_info=True
+        )
+    if faults := {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}:
+        raise UserError(f"LlavaForConditionalGeneration loads the exported folder with remarks: {faults}")
+    return model.eval()
 
 
 def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatch]]:
     """The first `count` samples that evaluation would read, and each as a batch; damaged ones are passed over."""
     make_demo_data(config)
     processor = Processor(config)
-    section = config.eval
-    if section.shards is not None:
-        shards = expand_shards(section.shards, "eval.shards", allow_pipe=config.data.allow_pipe)
-        catalog = load_catalog(config, [DataSet(shards)])
-    else:
-        catalog = load_catalog(config, data_sets(config.data), section.fraction)
-    numbers = range(len(catalog)) if section.fraction is None else catalog.held_out
+    catalog, numbers = evaluated_samples(config)
     reader = Reader(catalog, config.data.io_retry_seconds)
     samples: list[tuple[Sample, PackedBatch]] = []
     for number in numbers:
@@ -233,19 +214,14 @@ def _own_logits(
 ) -> list[torch.Tensor]:
     """mmtrain's logits (S, V) at the S supervised positions of each batch, with weights rounded to `dtype`."""
     for name, parameter in chunk.global_parameters():
-        if name not in exact:
-            _round(parameter, dtype)
+        for part in parameter.data.view(-1).split(1 << 24):  # no second copy of a large matrix
+            part.copy_(part if name in exact else part.to(dtype))
     logits = []
     with torch.no_grad():
         for batch in batches:
             hidden = chunk(chunk.start(batch), batch.position_ids)
             logits.append(chunk.language.logits(hidden[batch.labels != IGNORE]))
     return logits
-
-
-def _round(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    for part in parameter.data.view(-1).split(1 << 24):  # no second copy of a large matrix
-        part.copy_(part.to(dtype))
 
 
 def _messages(sample: Sample, plain: bool, words: int) -> list[dict[str, Any]]:

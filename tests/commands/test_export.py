@@ -129,6 +129,8 @@ def test_verify_refuses_a_model_that_computes_something_else(checkpoint, tmp_pat
 
     def swapped(*arguments):
         language = right(*arguments)
+        if arguments[2] == 0:  # rows needed: the trial of the family, whose weights are its own
+            return language
         first, second = (f"language_model.model.layers.{i}.mlp.up_proj.weight" for i in (2, 3))
         tensors = {**language.tensors, first: language.tensors[second], second: language.tensors[first]}
         return hf.ExportedLanguage(language.config, tensors, language.added_rows, language.left_out)
