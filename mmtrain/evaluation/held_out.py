@@ -152,9 +152,8 @@ def evaluated_samples(config: RunConfig, trained_on: Catalog | None = None) -> t
     """
     data, section = config.data, config.eval
     if section.shards is not None:
-        catalog = load_catalog(
-            config, [DataSet(expand_shards(section.shards, "eval.shards", allow_pipe=data.allow_pipe))]
-        )
+        shards = expand_shards(section.shards, "eval.shards", allow_pipe=data.allow_pipe)
+        catalog = load_catalog(config, [DataSet(shards)])
     else:
         catalog = load_catalog(config, data_sets(data), section.fraction) if trained_on is None else trained_on
     return catalog, range(len(catalog)) if section.fraction is None else catalog.held_out
