@@ -45,7 +45,7 @@ USE_TORCH = "processes.fork_server  processes.rendezvous"  # the first imports w
 TORCH_FREE_MODULES = """
 data.samples.records  data.samples.sample
 data.stream.order  data.stream.catalog
-data.report.survey  data.report.fill
+data.report.survey
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose
 engine.utilization  engine.trace  evaluation.scores  evaluation.console  model.projector_files  model.probe
 """

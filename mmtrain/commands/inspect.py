@@ -28,8 +28,7 @@ from mmtrain.base.printing import harmless, note, run_command, tell
 from mmtrain.base.progress import Progress
 from mmtrain.commands.parser import command_parser, positive
 from mmtrain.data.report.charts import TERMINAL_BINS, print_distribution, print_table, write_png
-from mmtrain.data.report.fill import Fill, best_nearby, epoch_fill
-from mmtrain.data.report.survey import Survey, histogram, quantile, survey
+from mmtrain.data.report.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
 from mmtrain.data.samples.records import REASONS
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import MissingIndex, index_path

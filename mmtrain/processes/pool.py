@@ -59,7 +59,7 @@ def worker_pool(work: Callable[[Job, Report], Result], workers: int) -> Iterator
             through.value += samples
 
     parent = os.getpid()
-    pool = ProcessPoolExecutor(workers, context, _begin, (functools.partial(_do, work, report), parent))
+    pool = ProcessPoolExecutor(workers, context, _begin, (lambda job: work(job, report), parent))
     try:
         with _interrupts_later():
             pool.submit(int)  # forks all workers: later, they would copy the locks of a progress bar's thread
@@ -142,11 +142,5 @@ def _begin(work: Callable[[Any], Any], parent: int) -> None:
 
 
 def _in_worker(job: Any) -> Any:
-    return _work(job)
-
-
-def _do(work: Callable[[Job, Report], Result], report: Report, job: Job) -> Result | None:
-    try:
-        return work(job, report)
-    except _Stopped:
-        return None
+    with contextlib.suppress(_Stopped):
+        return _work(job)

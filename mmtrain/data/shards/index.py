@@ -265,7 +265,6 @@ def _crc32(header: dict, content: bytes) -> int:
 
 
 def _to_columns(index: ShardIndex) -> dict:
-    assert len(index.keys) == len(index.members) == len(index.image_sizes), "one entry per sample"
     members = [member for sample in index.members for member in sample]
     widths, heights = ([size[axis] for sample in index.image_sizes for size in sample] for axis in (0, 1))
     columns = zip(*members, strict=True) if members else [()] * 4
@@ -331,10 +330,7 @@ def _of_kind(kind: type[Checked], value: object) -> Checked:
 
 
 def _from_columns(header: _Header, value: object) -> IndexColumns:
-    """The arrays of an index, after which nothing in it can lead a reader astray; raises ValueError naming a field.
-
-    A checksum guards against accidents only: whoever makes an index up gives it a right one.
-    """
+    """The arrays of an index, checked: who makes one up gives it a right checksum. Raises ValueError naming a field."""
     content = _of_kind(_Content, value)
     members, images, texts = content.members, content.images, content.texts
     total, samples = len(members.suffix), header.samples

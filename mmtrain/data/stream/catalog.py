@@ -285,17 +285,18 @@ class Reader:
 
     def _read(self, shard: Path, member: Member) -> bytes:
         """A member's bytes, read again and again while the system fails to."""
-        return read_again(lambda: self._read_once(shard, member), shard, self.retry_seconds, lambda error: True)
 
-    def _read_once(self, shard: Path, member: Member) -> bytes:
-        try:
-            content = self._pread(shard, member)
-            if len(content) < member.size:
-                raise OSError(f"its {member.suffix} member at byte {member.offset:,} is cut off by the file's end")
-        except OSError:
-            self._close(shard)  # a file that came back, or another server's copy, has to be opened again
-            raise
-        return content
+        def read() -> bytes:
+            try:
+                content = self._pread(shard, member)
+                if len(content) < member.size:
+                    raise OSError(f"its {member.suffix} member at byte {member.offset:,} is cut off by the file's end")
+            except OSError:
+                self._close(shard)  # a file that came back, or another server's copy, has to be opened again
+                raise
+            return content
+
+        return read_again(read, shard, self.retry_seconds, lambda error: True)
 
     def _pread(self, shard: Path, member: Member) -> bytes:
         file = self._files.get(shard)

@@ -3,7 +3,7 @@
 1. index    its place, checksums and length are known before the run starts (`index`, `catalog`)
 2. order    `order`: (seed, epoch) -> one global list of packs, the same for any number of replicas and workers
 3. share    step s takes packs [s*G, (s+1)*G); replica r the r-th contiguous part of them
-4. read     `reader`: by offset, checksum compared; a damaged sample leaves a gap in its pack
+4. read     `Reader`: by offset, checksum compared; a damaged sample leaves a gap in its pack
 5. text     the template: turns -> input_ids and labels; a length that is not the planned one ends the run
 6. images   `make_batch`: decoded and resized
 7. ahead    with workers, steps 4-6 run in other processes, each making every n-th micro-batch

@@ -201,7 +201,7 @@ class PackOrder:
     def packs(self, first: int, count: int) -> list[PlannedPack]:
         """Packs [first, first + count) of the list. Raises UserError where an epoch holds none."""
         while self._first_packs[-1] <= first:
-            self._count_next_epoch()
+            self._first_packs.append(self._first_packs[-1] + len(self.epoch_plan(len(self._first_packs) - 1)))
         epoch = bisect_right(self._first_packs, first) - 1
         found: list[PlannedPack] = []
         while len(found) < count:
@@ -226,16 +226,12 @@ class PackOrder:
     def first_pack(self, epoch: int) -> int:
         """Number of an epoch's first pack. Raises UserError where an epoch before it holds none."""
         while len(self._first_packs) <= epoch:
-            self._count_next_epoch()
+            self._first_packs.append(self._first_packs[-1] + len(self.epoch_plan(len(self._first_packs) - 1)))
         return self._first_packs[epoch]
 
     def steps(self, epochs: int, packs_per_step: int) -> int:
         """Steps that train every sample of these epochs; the last one is filled from the epoch after them."""
         return -(-self.first_pack(epochs) // packs_per_step)
-
-    def _count_next_epoch(self) -> None:
-        epoch = len(self._first_packs) - 1
-        self._first_packs.append(self._first_packs[-1] + len(self.epoch_plan(epoch)))
 
     def _refuse_empty(self, plan: EpochPlan, epoch: int) -> None:
         if len(plan):

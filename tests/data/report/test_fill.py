@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mmtrain.data.report import fill as fill_module
-from mmtrain.data.report.fill import Fill, best_nearby, epoch_fill, nearby_lengths
+from mmtrain.data.report import survey as fill_module
+from mmtrain.data.report.survey import Fill, best_nearby, epoch_fill, nearby_lengths
 from mmtrain.data.stream.order import Capacity, SampleSet
 
 
