@@ -52,7 +52,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     Its files then have the permissions of the umask. One process at a time: what another has left under the unfinished
     name is removed. Raises OSError, and removes what was written.
     """
-    unfinished = unfinished_folder(path)
+    unfinished = _unfinished(path)
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir()
@@ -77,9 +77,16 @@ def _finish(file: Path, mode: int) -> None:
     flush(file)
 
 
-def unfinished_folder(path: Path) -> Path:
-    """The name of a folder that is not whole yet, or not any more."""
-    return path.with_name(f"{path.name}.unfinished{UNFINISHED}")
+def remove_folder(path: Path) -> None:
+    """Delete a folder; no moment shows a part of it under its name. Raises OSError."""
+    doomed = _unfinished(path)
+    shutil.rmtree(doomed, ignore_errors=True)  # what an earlier try has left
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _unfinished(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.unfinished{UNFINISHED}")
 
 
 def flush(path: Path) -> None:

@@ -1,6 +1,6 @@
-"""A checkpoint's life, a module each.
+"""A checkpoint's life, and the files to read for each part of it.
 
-what it is on disk     step_folder
-a run writes it        write, into the folder that run_folder makes
-a run goes on from it  choose (the launcher decides) --> load (each rank gets what it trains) --> run_folder.go_back
+what it is            step_folder.py; what its tensors are: engine/optimizer.py
+a run writes it       train.py --> write.py --> step_folder.py
+a run goes on from it launching/training.py --> choose.py --> train.py --> load.py --> run_folder.py, `go_back`
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,10 @@ def _choose(
     `path` names a checkpoint of this run, or one of another run, from which this one then branches; None takes the
     run's newest whole one. Raises UserError where none can be used, and for keys that have changed but by `allowed`.
     """
-    known = {".".join(key) for key, _ in all_fields(RunConfig)}
+    known = [key for key, _ in all_fields(RunConfig)]
     for name in allowed:
-        if name not in known:
-            near = ".".join(nearest_key(tuple(name.split(".")), [tuple(key.split(".")) for key in known]))
+        if (key := tuple(name.split("."))) not in known:
+            near = ".".join(nearest_key(key, known))
             raise UserError(f"--allow-change {name}: no key or section of a configuration; the nearest is {near}")
     if path is not None:
         start = find(path.expanduser(), say)
@@ -200,14 +200,13 @@ def _allows(name: str, key: str) -> bool:
     return key == name or key.startswith(name + ".")
 
 
-def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(value: Any, *path: str) -> dict[str, Any]:
     """Values by dotted key; the elements of a list of sections by their number."""
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            value = {str(number): element for number, element in enumerate(value)}
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {".".join(path): value}
+    return {key: leaf for name, inner in value.items() for key, leaf in _flat(inner, *path, str(name)).items()}
 
 
 def _shown(value: Any) -> str:

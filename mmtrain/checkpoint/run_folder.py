@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mmtrain.base.durable import UNFINISHED, flush, flush_folder, held, write_whole
+from mmtrain.base.durable import UNFINISHED, flush, flush_folder, held, remove_folder, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines, parse_line
 from mmtrain.base.printing import say
@@ -73,13 +71,7 @@ def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool, say: Callabl
     folder = run_folder(config)
     contents = contents_of_a_run(folder)
     if contents and config.run.overwrite:
-        # Under its own name no moment shows half of it, and another node may be opening its log here.
-        whole = folder.resolve()
-        for left in whole.parent.glob(f".{whole.name}.{'[0-9a-f]' * 8}"):  # of a launcher that was killed here
-            shutil.rmtree(left)
-        discarded = whole.with_name(f".{whole.name}.{secrets.token_hex(4)}")
-        whole.rename(discarded)
-        shutil.rmtree(discarded)
+        remove_folder(folder.resolve())  # whole at once: another node may be opening its log there
     with _named(f"make {folder}"):
         folder.resolve().mkdir(parents=True, exist_ok=True)  # behind a link, where it is one
         flush_folder(folder.resolve().parent)

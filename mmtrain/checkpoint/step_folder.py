@@ -27,7 +27,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # as pydantic needs it before Python 3.12
 
-from mmtrain.base.durable import UNFINISHED, flush_folder, lock, unfinished_folder, whole_folder
+from mmtrain.base.durable import UNFINISHED, flush_folder, lock, remove_folder, whole_folder
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import say
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
@@ -281,13 +281,10 @@ def remove(path: Path) -> None:
 
     Raises BlockingIOError where another program reads it, which `find` has told to, and OSError where it cannot go.
     """
-    doomed = unfinished_folder(path)
-    shutil.rmtree(doomed, ignore_errors=True)  # what an earlier try has left
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(FileNotFoundError):  # what is no whole checkpoint is held by nobody
             lock(opened.enter_context((path / MANIFEST).open("r+b")), wait=False)
-        path.rename(doomed)
-    shutil.rmtree(doomed)
+        remove_folder(path)
 
 
 def _hold(path: Path) -> BinaryIO | None:
