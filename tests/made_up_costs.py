@@ -93,7 +93,7 @@ def _layer(draw: random.Random, index: int, decoder: int, trains: bool, keeps: b
         trainable_names=("p",) if trains else (),
         trainable=draw.randrange(1, 3) * trains,
         flops=Flops(1, 1, 1),
-        wasted=Flops(),
+        needed_flops=Flops(1, 1, 1),
         weight_bytes=draw.randrange(1, 20),
         state_bytes=draw.randrange(20) * trains,
         kept_bytes=kept,

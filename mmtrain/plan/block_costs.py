@@ -37,9 +37,6 @@ class Flops:
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.forward + other.forward, self.dgrad + other.dgrad, self.wgrad + other.wgrad)
 
-    def __sub__(self, other: Flops) -> Flops:
-        return Flops(self.forward - other.forward, self.dgrad - other.dgrad, self.wgrad - other.wgrad)
-
     def __mul__(self, times: int) -> Flops:
         return Flops(self.forward * times, self.dgrad * times, self.wgrad * times)
 
@@ -57,7 +54,7 @@ class Part:
     saved_for_wgrad: float = 0.0  # bytes kept if it is trained
 
 
-class Place(IntEnum):
+class Sublayer(IntEnum):
     """Order of work inside a transformer block."""
 
     INPUT_NORM = 0
@@ -74,7 +71,7 @@ class Place(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A transformer block. Its parameters are recognised by their stock names below `prefix` (see `place_of`)."""
+    """A transformer block. Its parameters are recognised by their stock names below `prefix` (see `sublayer_of`)."""
 
     parameters: Sequence[ParameterShape]
     prefix: str
@@ -94,7 +91,9 @@ class Block:
     def mlp_width(self) -> float:
         """Inner features of its MLPs that a token passes, each MLP counted."""
         matrices = (p for p in self.parameters if len(p.shape) > 1)
-        return sum(self.inner_width(p) for p in matrices if place_of(p.name.removeprefix(self.prefix)) == Place.MLP_OUT)
+        return sum(
+            self.inner_width(p) for p in matrices if sublayer_of(p.name.removeprefix(self.prefix)) == Sublayer.MLP_OUT
+        )
 
 
 def keys_seen(document: float, last: float, window: int | None) -> float:
@@ -134,29 +133,29 @@ def block_parts(
     query, key = block.heads * block.head_dim, block.kv_heads * block.head_dim
     parts = [
         Part(
-            Place.ATTENTION,
+            Sublayer.ATTENTION,
             4 * query * context * rows,  # scores, and values weighted by them
             dgrad_factor=2.0,
             # query, key, value, result and the softmax's log-sum (fp32): fused attention keeps no scores
             saved_for_dgrad=size * (2 * query * rows + 2 * key * tokens) + 4 * block.heads * rows,
         )
     ]
-    shared_inputs: dict[tuple[Place, int, float], bool] = {}  # what several matrices read is kept once
-    mlps: dict[str, dict[Place, float]] = {}  # inner widths, by module
+    shared_inputs: dict[tuple[Sublayer, int, float], bool] = {}  # what several matrices read is kept once
+    mlps: dict[str, dict[Sublayer, float]] = {}  # inner widths, by module
     for parameter in block.parameters:
         local = parameter.name.removeprefix(block.prefix)
-        place, is_trained = place_of(local), parameter.name in trained
+        place, is_trained = sublayer_of(local), parameter.name in trained
         seen = rows
         if parameter.name.endswith("bias"):
             parts.append(Part(place, trained=is_trained))
             continue
         if len(parameter.shape) == 1:
             elements = parameter.numel
-            if place == Place.INNER_NORM and elements == block.head_dim:  # one norm for all heads
+            if place == Sublayer.INNER_NORM and elements == block.head_dim:  # one norm for all heads
                 elements *= block.heads if "q" in local else block.kv_heads
-            if place == Place.INNER_NORM and not local.split(".")[-2].startswith("q"):
+            if place == Sublayer.INNER_NORM and not local.split(".")[-2].startswith("q"):
                 seen = tokens
-            elif place == Place.INPUT_NORM and rows < tokens:  # once for the keys, once for the rows
+            elif place == Sublayer.INPUT_NORM and rows < tokens:  # once for the keys, once for the rows
                 seen = tokens + rows
             # A norm keeps its input in fp32 and one factor per row; training its weight keeps the normed input too.
             kept, kept_trained = seen * (4 * elements + 4), seen * size * elements
@@ -167,26 +166,26 @@ def block_parts(
         inner = block.inner_width(parameter)
         matrix = 2 * inner * block.width  # FLOPs of one token
         wasted = Flops()
-        if rows < tokens and place in (Place.PROJECT_IN, Place.PROJECT_LATENT):
+        if rows < tokens and place in (Sublayer.PROJECT_IN, Sublayer.PROJECT_LATENT):
             seen, wasted = _projected(local, matrix, query / (query + 2 * key), tokens, rows)
-        if place in (Place.PROJECT_OUT, Place.MLP_OUT):
-            own_input = rows * size * (query if place == Place.PROJECT_OUT else inner)
+        if place in (Sublayer.PROJECT_OUT, Sublayer.MLP_OUT):
+            own_input = rows * size * (query if place == Sublayer.PROJECT_OUT else inner)
         else:
             own_input = 0.0
-            reads = (place, parameter.shape[-1] if place == Place.PROJECT_LATENT else block.width * copies, seen)
+            reads = (place, parameter.shape[-1] if place == Sublayer.PROJECT_LATENT else block.width * copies, seen)
             shared_inputs[reads] = shared_inputs.get(reads, False) or is_trained
         parts.append(Part(place, matrix * seen, 1.0, is_trained, wasted, 0.0, own_input))
-        if place in (Place.MLP_IN, Place.MLP_OUT):
+        if place in (Sublayer.MLP_IN, Sublayer.MLP_OUT):
             mlp = mlps.setdefault(local.removesuffix(".weight").rpartition(".")[0], {})
             mlp[place] = mlp.get(place, 0.0) + inner
-        if routed and place == Place.MLP_OUT:  # an expert's result is kept for the gradient of its routing weight
-            parts.append(Part(Place.OUTPUT_NORM, saved_for_dgrad=rows * size * block.width * copies))
+        if routed and place == Sublayer.MLP_OUT:  # an expert's result is kept for the gradient of its routing weight
+            parts.append(Part(Sublayer.OUTPUT_NORM, saved_for_dgrad=rows * size * block.width * copies))
     for (place, elements, seen), is_trained in shared_inputs.items():
         parts.append(Part(place, trained=is_trained, saved_for_wgrad=seen * size * elements))
     for mlp in mlps.values():
-        up, down = mlp.get(Place.MLP_IN, 0.0), mlp.get(Place.MLP_OUT, 0.0)
+        up, down = mlp.get(Sublayer.MLP_IN, 0.0), mlp.get(Sublayer.MLP_OUT, 0.0)
         gated = up > 1.5 * down  # gate and up against down: the activated gate is kept too, for the product
-        parts.append(Part(Place.MLP_OUT, saved_for_dgrad=rows * size * (up + down * gated)))
+        parts.append(Part(Sublayer.MLP_OUT, saved_for_dgrad=rows * size * (up + down * gated)))
     return parts
 
 
@@ -217,7 +216,7 @@ _MIDDLE_EXACT = {"ln_2", "norm2", "layer_norm2", "ls1"}
 _OUTPUT = ("post_feedforward", "post_mlp", "ls2")
 
 
-def place_of(local_name: str) -> Place:
+def sublayer_of(local_name: str) -> Sublayer:
     """Where a parameter acts inside its block, from its stock name below the block (`self_attn.q_proj.weight`).
 
     A name that is not known is placed at the block's beginning: if it trains, FLOPs can only be overestimated.
@@ -226,14 +225,14 @@ def place_of(local_name: str) -> Place:
     first, last = modules[0], modules[-1].removesuffix("_bias")
     if "norm" in first or first.startswith(("ln_", "ls")):
         if first.startswith(_MIDDLE) or first in _MIDDLE_EXACT:
-            return Place.MIDDLE_NORM
-        return Place.OUTPUT_NORM if first.startswith(_OUTPUT) else Place.INPUT_NORM
+            return Sublayer.MIDDLE_NORM
+        return Sublayer.OUTPUT_NORM if first.startswith(_OUTPUT) else Sublayer.INPUT_NORM
     if "attn" in first or "attention" in first:
         if last in _OUT:
-            return Place.PROJECT_OUT
+            return Sublayer.PROJECT_OUT
         if "norm" in last or last == "sinks":
-            return Place.INNER_NORM
-        return Place.PROJECT_LATENT if last in _LATENT else Place.PROJECT_IN
+            return Sublayer.INNER_NORM
+        return Sublayer.PROJECT_LATENT if last in _LATENT else Sublayer.PROJECT_IN
     if first in ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2") or "expert" in first:
-        return Place.MLP_OUT if last in _DOWN else Place.MLP_IN
-    return Place.INPUT_NORM
+        return Sublayer.MLP_OUT if last in _DOWN else Sublayer.MLP_IN
+    return Sublayer.INPUT_NORM

@@ -80,7 +80,7 @@ class LayerCost:
     trainable_names: tuple[str, ...]
     trainable: int  # elements
     flops: Flops
-    wasted: Flops  # part of `flops` that is thrown away
+    needed_flops: Flops  # part of `flops` whose result is used
     weight_bytes: int
     state_bytes: int  # master weights, gradients and optimizer moments
     kept_bytes: int  # from forward to backward
@@ -145,7 +145,7 @@ def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> F
     MLP for supervised tokens only, and so the head; gradients of inputs behind what trains, weight gradients of that.
     """
     costs = _Run(models, trainable, work).costs(rows_alone=True)
-    return sum((layer.flops - layer.wasted for layer in costs.layers), Flops(costs.encoder.forward))
+    return sum((layer.needed_flops for layer in costs.layers), Flops(costs.encoder.forward))
 
 
 _VISION_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers)\.(\d+)\.")
@@ -228,7 +228,7 @@ class _Run:
             (widest if kept == 0 else widest // 2, widest, made + widest),
         )
         its_input = round(size * llm.hidden_size * work.tokens)
-        return replace(layer, wasted=flops - needed, kept_bytes_recomputing=min(kept, its_input))
+        return replace(layer, needed_flops=needed, kept_bytes_recomputing=min(kept, its_input))
 
     def layer(
         self,
@@ -250,7 +250,7 @@ class _Run:
             trainable_names=tuple(p.name for p, _ in trained),
             trainable=sum(p.numel for p, _ in trained),
             flops=flops,
-            wasted=Flops(),
+            needed_flops=flops,
             weight_bytes=sum(size * p.numel for parameters, size in stored for p in parameters),
             state_bytes=sum((3 if size == FP32 else 4) * FP32 * p.numel for p, size in trained),
             kept_bytes=kept_bytes,

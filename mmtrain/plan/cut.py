@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.plan.stage_costs import Span, StageCosts
+from mmtrain.plan.stage_costs import LayerRange, StageCosts
 
 Cut = tuple[int, ...]  # one border more than stages
 
@@ -20,7 +20,7 @@ def given_cut(config: RunConfig, costs: StageCosts) -> Cut:
     return (0, *(boundary + 1 for boundary in config.parallel.boundaries or ()), costs.count)
 
 
-def spans_of(cut: Cut, rank: int, pipeline: int) -> tuple[Span, ...]:
+def ranges_of(cut: Cut, rank: int, pipeline: int) -> tuple[LayerRange, ...]:
     """The stages of a rank, as layers [begin, end)."""
     return tuple((cut[s], cut[s + 1]) for s in range(rank, len(cut) - 1, pipeline))
 

@@ -52,11 +52,6 @@ class Peak(NamedTuple):
     activations: int  # kept for backwards, messages, features, batches
     working: int  # of the instruction that runs
 
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.activations + self.working
-
 
 def moments(schedule: Schedule, buffers: Buffers, *, polls: bool) -> tuple[tuple[Moment, ...], ...]:
     """Per pipeline rank, every moment of a training step that takes more than all others in something.

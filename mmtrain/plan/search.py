@@ -23,15 +23,15 @@ from mmtrain.plan.cut import (
     best_cut,
     even_cut,
     first_trainable_stage,
+    ranges_of,
     smallest_cut,
-    spans_of,
     uniform_cut,
 )
 from mmtrain.plan.memory import Moment, moments
 from mmtrain.plan.run_ahead import best_encodes
 from mmtrain.plan.schedule import Schedule, training_schedule
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
-from mmtrain.plan.stage_costs import RankNeed, Span, StageCosts
+from mmtrain.plan.stage_costs import LayerRange, RankNeed, StageCosts
 
 MOST_CHUNKS = 4
 CHUNK_GAIN = 0.01
@@ -108,7 +108,7 @@ class Search:
         self.pipeline = costs.setting.pipeline
         self.microbatches = costs.setting.microbatches_per_step
         self._shapes: dict[tuple[int, int], _Shape] = {}
-        self._needs: dict[tuple[tuple[int, int], int, tuple[Span, ...]], RankNeed] = {}
+        self._needs: dict[tuple[tuple[int, int], int, tuple[LayerRange, ...]], RankNeed] = {}
         self._left = SIMULATED_INSTRUCTIONS
 
     # ---- one layout
@@ -133,10 +133,10 @@ class Search:
             self._shapes[form] = _Shape(*form, schedule, Program(schedule), found)
         shape, needs = self._shapes[form], []
         for rank in range(self.pipeline):
-            spans = tuple(self.costs.same_span(*span) for span in spans_of(cut, rank, self.pipeline))
-            key = form, rank, spans
+            ranges = tuple(self.costs.same_range(*layer_range) for layer_range in ranges_of(cut, rank, self.pipeline))
+            key = form, rank, ranges
             if key not in self._needs:
-                self._needs[key] = self.costs.need(rank, spans, shape.moments[rank])
+                self._needs[key] = self.costs.need(rank, ranges, shape.moments[rank])
             needs.append(self._needs[key])
         return shape, tuple(needs)
 
@@ -342,10 +342,10 @@ class Search:
         shape = self.pipeline, self.microbatches, layout.first_trainable_stage, layout.chunks_per_rank
         schedule, encodes, simulation = best_encodes(*shape, layout.seconds, most, exactly=exactly)
         found = moments(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)[0]
-        seconds, spans = layout.seconds, spans_of(layout.cut, 0, self.pipeline)
-        need = self.costs.need_of(spans, layout.needs[0].recompute_layers, found)
+        seconds, ranges = layout.seconds, ranges_of(layout.cut, 0, self.pipeline)
+        need = self.costs.need_of(ranges, layout.needs[0].recompute_layers, found)
         if exactly is not None and not self.costs.fits(need):
-            need = self.costs.need(0, spans, found)
+            need = self.costs.need(0, ranges, found)
             seconds = self._stage_seconds((need, *layout.needs[1:]), seconds.encode)
             simulation = simulate(Program(schedule), seconds)
         return replace(

@@ -31,7 +31,7 @@ class StageSeconds:
     end: float = 0.0  # reductions and optimizer
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """What a rank did from `begin` to `end`, seconds from the step's begin."""
 
     rank: int
@@ -46,7 +46,7 @@ class Simulation:
 
     seconds: float
     idle: tuple[float, ...]  # share of the step in which each pipeline rank waits for a message or the other ranks
-    spans: tuple[Span, ...]  # in each rank's order of work, without what took no time
+    spans: tuple[TimeSpan, ...]  # in each rank's order of work, without what took no time
 
     @property
     def mean_idle(self) -> float:
@@ -87,7 +87,7 @@ def simulate(
     posted: dict[int, float] = {}  # of one side, until the other has posted, too
     arrived: dict[int, float] = {}
     channel_free: dict[int, float] = defaultdict(float)
-    history: list[Span] = []
+    history: list[TimeSpan] = []
     forward, backward = seconds.forward, seconds.backward
     for step, message, channel in program.steps:
         rank, x, _ = step
@@ -117,9 +117,9 @@ def simulate(
         if work:
             busy[rank] += work
             if spans:
-                history.append(Span(rank, x, begin, begin + work))
+                history.append(TimeSpan(rank, x, begin, begin + work))
     total = max(clock) + seconds.end
     idle = tuple(1 - (b + seconds.end) / total if total else 0.0 for b in busy)
     if spans and seconds.end:
-        history += [Span(rank, Instruction(Op.OPTIMIZER_STEP), max(clock), total) for rank in range(program.ranks)]
+        history += [TimeSpan(rank, Instruction(Op.OPTIMIZER_STEP), max(clock), total) for rank in range(program.ranks)]
     return Simulation(total, idle, tuple(history))

@@ -25,7 +25,7 @@ RESERVED_SHARE = 0.06
 RESERVED_GPU_BYTES = 5 * 2**29
 """Least of a GPU's memory that is left: its context, cuBLAS and up to nine communicators take 1.5 to 2.5 GiB."""
 
-Span = tuple[int, int]  # layers [begin, end)
+LayerRange = tuple[int, int]  # layers [begin, end)
 
 
 def limit_on_gpu(memory_bytes: int) -> int:
@@ -97,12 +97,12 @@ class StageCosts:
             self._run_begins.append(self._run_begins[-1] if same else i)
         self.stage = functools.cache(self._stage)
         self._one_stage_moments = functools.cache(self._find_one_stage_moments)
-        self._one_stage_needs: dict[tuple[int, int, Span], RankNeed] = {}
+        self._one_stage_needs: dict[tuple[int, int, LayerRange], RankNeed] = {}
 
     # ---- stages
 
-    def same_span(self, begin: int, end: int) -> Span:
-        """The first span of layers that takes exactly what [begin, end) takes: most decoder layers are alike."""
+    def same_range(self, begin: int, end: int) -> LayerRange:
+        """The first layer_range of layers that takes exactly what [begin, end) takes: most decoder layers are alike."""
         first = self._run_begins[begin]
         if first == begin or end >= self.count - 1 or self._run_begins[end - 1] != first:
             return begin, end
@@ -114,9 +114,9 @@ class StageCosts:
             return (*self.layers[begin : end - 1], self.costs.whole_last)
         return self.layers[begin:end]
 
-    def decoder_layers(self, span: Span) -> int:
+    def decoder_layers(self, layer_range: LayerRange) -> int:
         """How many of the layers are decoder layers."""
-        return max(0, min(span[1], self.count - 1) - max(span[0], 1))
+        return max(0, min(layer_range[1], self.count - 1) - max(layer_range[0], 1))
 
     def least_seconds(self, begin: int, end: int) -> float:
         """Seconds of layers [begin, end) if nothing is recomputed; infinite if their weights alone do not fit.
@@ -136,11 +136,11 @@ class StageCosts:
         """Weights and optimizer state of layers [begin, end)."""
         return self._weight_bytes([(begin, end)]) + self._state[end] - self._state[begin]
 
-    def _weight_bytes(self, spans: Iterable[Span]) -> int:
-        spans = list(spans)
-        both_ends = any(begin == 0 for begin, _ in spans) and any(end == self.count for _, end in spans)
+    def _weight_bytes(self, ranges: Iterable[LayerRange]) -> int:
+        ranges = list(ranges)
+        both_ends = any(begin == 0 for begin, _ in ranges) and any(end == self.count for _, end in ranges)
         shared = self.costs.shared_ends_bytes if both_ends else 0
-        return sum(self._weights[end] - self._weights[begin] for begin, end in spans) - shared
+        return sum(self._weights[end] - self._weights[begin] for begin, end in ranges) - shared
 
     def _stage(self, begin: int, end: int, recompute: int) -> Stage:
         """Layers [begin, end) of which the first `recompute` decoder layers recompute their activations."""
@@ -170,35 +170,37 @@ class StageCosts:
 
     # ---- ranks
 
-    def need(self, rank: int, spans: Sequence[Span], found: Sequence[Moment]) -> RankNeed:
+    def need(self, rank: int, ranges: Sequence[LayerRange], found: Sequence[Moment]) -> RankNeed:
         """What a rank with these stages takes, at the moments of its schedule.
 
         With "auto" recompute the fewest layers that fit, or, where nothing does, as many as take the least memory.
         """
-        layers = [self.decoder_layers(span) for span in spans]
+        layers = [self.decoder_layers(layer_range) for layer_range in ranges]
         if self.setting.recompute_layers == "auto":
             # Stages without backward keep nothing that could be recomputed.
-            layers = [n if span[1] > self.first_trainable else 0 for n, span in zip(layers, spans, strict=True)]
+            layers = [
+                n if layer_range[1] > self.first_trainable else 0 for n, layer_range in zip(layers, ranges, strict=True)
+            ]
             needs = []
             for count in range(sum(layers) + 1):
-                needs.append(self.need_of(spans, _split(count, layers), found))
+                needs.append(self.need_of(ranges, _split(count, layers), found))
                 if self.fits(needs[-1]):
                     return needs[-1]
             return min(needs, key=lambda need: need.total_bytes)
-        return self.need_of(spans, _split(self.setting.recompute_layers[rank], layers), found)
+        return self.need_of(ranges, _split(self.setting.recompute_layers[rank], layers), found)
 
-    def need_of(self, spans: Sequence[Span], recompute: Sequence[int], found: Sequence[Moment]) -> RankNeed:
+    def need_of(self, ranges: Sequence[LayerRange], recompute: Sequence[int], found: Sequence[Moment]) -> RankNeed:
         """The same where so many decoder layers of each stage recompute, the first ones."""
-        stages = tuple(self.stage(*span, count) for span, count in zip(spans, recompute, strict=True))
-        end_working = FP32 * sum(self._trainable[end] - self._trainable[begin] for begin, end in spans)  # AdamW's root
+        stages = tuple(self.stage(*layer_range, count) for layer_range, count in zip(ranges, recompute, strict=True))
+        end_working = FP32 * sum(self._trainable[end] - self._trainable[begin] for begin, end in ranges)  # AdamW's root
         most = peak(found, [stage.bytes for stage in stages], self.costs.encoder.working_bytes, end_working)
         seconds = sum(stage.forward + stage.backward for stage in stages)
         return RankNeed(
             stages,
             tuple(recompute),
-            seconds + (self.timings.encode if spans[0][0] == 0 else 0.0),
-            self._weight_bytes(spans),
-            sum(self._state[end] - self._state[begin] for begin, end in spans),
+            seconds + (self.timings.encode if ranges[0][0] == 0 else 0.0),
+            self._weight_bytes(ranges),
+            sum(self._state[end] - self._state[begin] for begin, end in ranges),
             most.activations,
             most.working,
         )
@@ -222,11 +224,11 @@ class StageCosts:
             first = rank + 1
         else:
             first = rank if begin <= self.first_trainable else 0
-        span = self.same_span(begin, end)
-        key = rank, first, span
+        layer_range = self.same_range(begin, end)
+        key = rank, first, layer_range
         if key not in self._one_stage_needs:
             found = self._one_stage_moments(first)[rank]
-            self._one_stage_needs[key] = self.need(rank, [span], found)
+            self._one_stage_needs[key] = self.need(rank, [layer_range], found)
         return self._one_stage_needs[key]
 
     def _find_one_stage_moments(self, first: int) -> tuple[tuple[Moment, ...], ...]:

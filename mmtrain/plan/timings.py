@@ -106,26 +106,26 @@ def calibrated(
             f"the calibration on {calibration.key.device} does not have {', '.join(missing)}: it was made by another "
             "version of mmtrain; calibrate again, or delete it"
         )
-    measures = calibration.layers
-    of_encoder = measures["encoder"]
+    measures = dict(calibration.layers)
+    of_encoder, of_front = measures["encoder"], measures["front"]
+    if not costs.encoder.frozen:  # its backward belongs to stage 0's
+        backward = of_front.backward_seconds + of_encoder.backward_seconds
+        measures["front"] = replace(
+            of_front,
+            backward_seconds=backward,
+            recomputing_seconds=backward,
+            kept_bytes=of_front.kept_bytes + of_encoder.kept_bytes,
+            kept_bytes_recomputing=of_front.kept_bytes_recomputing + of_encoder.kept_bytes,
+            backward_working_bytes=max(of_front.backward_working_bytes, of_encoder.backward_working_bytes),
+        )
 
-    def seconds(measured: LayerMeasures) -> LayerSeconds:
-        return LayerSeconds(measured.forward_seconds, measured.backward_seconds, measured.recomputing_seconds)
+    def seconds(layer: LayerCost) -> LayerSeconds:
+        found = measures[layer.kind]
+        return LayerSeconds(found.forward_seconds, found.backward_seconds, found.recomputing_seconds)
 
     def cost(layer: LayerCost) -> LayerCost:
         return replace(layer, **{name: getattr(measures[layer.kind], name) for name in _MEASURED_BYTES})
 
-    front, *rest = (cost(layer) for layer in costs.layers)
-    front_seconds, *rest_seconds = (seconds(measures[layer.kind]) for layer in costs.layers)
-    if not costs.encoder.frozen:  # its backward belongs to stage 0's
-        front = replace(
-            front,
-            kept_bytes=front.kept_bytes + of_encoder.kept_bytes,
-            kept_bytes_recomputing=front.kept_bytes_recomputing + of_encoder.kept_bytes,
-            backward_working_bytes=max(front.backward_working_bytes, of_encoder.backward_working_bytes),
-        )
-        backward = front_seconds.backward + of_encoder.backward_seconds
-        front_seconds = LayerSeconds(front_seconds.forward, backward, backward)
     message = costs.hidden_bytes + costs.integer_bytes / 2  # on average: gradients come without integers
     assumed = assumed_timings(costs, replicas, device)
     more_replicas = assumed.end - _ring(costs, calibration.replicas, device)
@@ -136,15 +136,15 @@ def calibrated(
     return (
         replace(
             costs,
-            layers=(front, *rest),
+            layers=tuple(cost(layer) for layer in costs.layers),
             whole_last=cost(costs.whole_last),
             encoder=replace(costs.encoder, working_bytes=of_encoder.forward_working_bytes),
         ),
         Timings(
             device=calibration.key.device,
             measured_messages=calibration.transfer is not None,
-            layers=(front_seconds, *rest_seconds),
-            whole_last=seconds(measures[costs.whole_last.kind]),
+            layers=tuple(seconds(layer) for layer in costs.layers),
+            whole_last=seconds(costs.whole_last),
             encode=of_encoder.forward_seconds + calibration.encode_seconds,
             call=calibration.compute_seconds,
             send=of_message(calibration.send, assumed.send),

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from mmtrain.config.schema import RunConfig
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.last_layer import LastLayer, Rows
-from mmtrain.plan.block_costs import Block, Flops, Place, block_parts, keys_seen, place_of, total
+from mmtrain.plan.block_costs import Block, Flops, Sublayer, block_parts, keys_seen, sublayer_of, total
 from mmtrain.plan.costs import (
     LOGITS_PER_CHUNK,
     LayerCost,
@@ -194,8 +194,8 @@ def test_a_token_pays_for_its_own_experts_only_but_all_are_stored() -> None:
     model = one_layer("qwen3_moe", **MOE)
     experts = [(n, p) for n, p in model.named_parameters() if ".experts." in n]
     assert sum(p.numel() for _, p in experts) == 8 * 3 * 256 * 128
-    router = [Place.MLP_IN, 2 * 8 * 256 * TOKENS]
-    mlp = [[p.place, p.flops] for p in block_of(model) if p.place in (Place.MLP_IN, Place.MLP_OUT) and p.flops]
+    router = [Sublayer.MLP_IN, 2 * 8 * 256 * TOKENS]
+    mlp = [[p.place, p.flops] for p in block_of(model) if p.place in (Sublayer.MLP_IN, Sublayer.MLP_OUT) and p.flops]
     assert router in mlp
     mlp.remove(router)
     assert sum(flops for _, flops in mlp) == 2 * (2 * 3 * 256 * 128) * TOKENS  # 2 experts
@@ -272,11 +272,11 @@ def test_parameters_stand_where_their_blocks_use_them() -> None:
         "mlp.down_proj.weight",
         "post_feedforward_layernorm.weight",
     ]
-    places = [place_of(name) for name in order]
+    places = [sublayer_of(name) for name in order]
     assert places == sorted(places) and len(set(places)) == len(places)
-    assert place_of("norm2.weight") == place_of("layer_norm2.bias") == Place.MIDDLE_NORM
-    assert place_of("attn.proj.weight") == place_of("self_attn.out_proj.bias") == Place.PROJECT_OUT
-    assert place_of("mlp.experts.down_proj_bias") == Place.MLP_OUT
+    assert sublayer_of("norm2.weight") == sublayer_of("layer_norm2.bias") == Sublayer.MIDDLE_NORM
+    assert sublayer_of("attn.proj.weight") == sublayer_of("self_attn.out_proj.bias") == Sublayer.PROJECT_OUT
+    assert sublayer_of("mlp.experts.down_proj_bias") == Sublayer.MLP_OUT
 
 
 # ---- bytes that autograd saves

@@ -387,7 +387,7 @@ def test_a_family_whose_last_layer_runs_for_all_tokens_is_planned_so(tiny, make_
     assert costs.layers[-2] == costs.whole_last and not any(kind.on_rows for kind in costs.kinds)
     assert llama.layers[-2].flops.total < llama.whole_last.flops.total and any(kind.on_rows for kind in llama.kinds)
     minimal = minimal_flops(models_of(config), config.model.trainable, costs.work).total
-    assert minimal < sum(layer.flops.total - layer.wasted.total for layer in costs.layers) + costs.encoder.forward
+    assert minimal < sum(layer.needed_flops.total for layer in costs.layers) + costs.encoder.forward
 
 
 def test_packs_longer_than_a_table_of_learned_positions_are_refused(tiny, make_tiny, tmp_path) -> None:

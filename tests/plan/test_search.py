@@ -17,8 +17,8 @@ from mmtrain.plan.cut import (
     best_cut,
     even_cut,
     first_trainable_stage,
+    ranges_of,
     smallest_cut,
-    spans_of,
     uniform_cut,
 )
 from mmtrain.plan.memory import moments, peak
@@ -159,7 +159,7 @@ def test_the_smallest_cut_has_the_least_memory_of_all() -> None:
             first, needs = first_trainable_stage(costs, cut), []
             schedule = training_schedule(3, 4, first)
             for rank, found in enumerate(moments(schedule, costs.buffers, polls=True)):
-                needs.append(costs.need(rank, spans_of(cut, rank, 3), found).total_bytes)
+                needs.append(costs.need(rank, ranges_of(cut, rank, 3), found).total_bytes)
             return max(needs)
 
         assert largest(smallest_cut(costs)) == min(largest(other) for other in all_cuts(6, 3))
@@ -223,9 +223,9 @@ def checked(costs: StageCosts, layout: Layout) -> None:
             found[rank],
             [stage.bytes for stage in need.stages],
             costs.costs.encoder.working_bytes,
-            4 * sum(x.trainable for span in spans_of(layout.cut, rank, pipeline) for x in costs.layers_of(*span)),
+            4 * sum(x.trainable for span in ranges_of(layout.cut, rank, pipeline) for x in costs.layers_of(*span)),
         )
-        assert need.weight_bytes + need.state_bytes + most.total == need.total_bytes <= usable(costs)
+        assert need.weight_bytes + need.state_bytes + sum(most) == need.total_bytes <= usable(costs)
 
 
 def test_a_plan_never_exceeds_its_limit_and_is_never_slower_than_the_uniform_cut() -> None:
