@@ -39,8 +39,9 @@ class MessageCosts:
         place = plan.ranks[rank].pipeline
         self._receives = place % 2 == 1
         self._sends = not self._receives and place + 1 < plan.pipeline
-        self._stage = place - 1 if self._receives else place  # the pair's sender
-        self._echoes = (self._sends or self._receives) and plan.first_trainable_stage <= self._stage
+        self._stage = place  # the first of this rank
+        sender = place - 1 if self._receives else place
+        self._echoes = (self._sends or self._receives) and plan.first_trainable_stage <= sender
         self._message = [torch.zeros((2, *hidden.shape[:2]), dtype=torch.int64), torch.zeros_like(hidden)]
 
     def round(self) -> dict[str, float]:
@@ -58,21 +59,20 @@ class MessageCosts:
 
     def _stretch(self, *, with_messages: bool) -> float:
         """Seconds of several computes; with messages, all are posted first and taken last, when they have long come."""
-        channels, stage = self._channels, self._stage
-        keys = [("activation", stage + 1, k) for k in range(MESSAGES)]
-        awaited = [(key, self._buffers()) for key in keys if with_messages and self._receives]
+        channels = self._channels
+        receives = [self._buffers() for _ in range(MESSAGES) if with_messages and self._receives]
         dist.barrier()
         self._synchronize()
         began = time.perf_counter()
-        for key, buffers in awaited:
-            channels.post_receive("activation", stage, stage + 1, key, buffers)
-        for _ in keys:
+        for number, buffers in enumerate(receives):
+            channels.post_receive("activation", self._stage, number, buffers)
+        for _ in range(MESSAGES):
             if with_messages and self._sends:
-                channels.send("activation", stage, stage + 1, self._message)
+                channels.send("activation", self._stage, self._message)
             self._compute()
         self._compute()
-        for key, _ in awaited:
-            channels.take(key)
+        for number in range(len(receives)):
+            channels.take("activation", self._stage, number)
         self._synchronize()
         seconds = time.perf_counter() - began
         channels.wait_for_sends()
@@ -80,18 +80,16 @@ class MessageCosts:
 
     def _echo(self) -> float:
         """Seconds of one message one way, posting and taking included."""
-        channels, stage = self._channels, self._stage
-        there, back = ("activation", stage + 1, 0), ("gradient", stage, 0)
+        channels = self._channels
+        mine, other = ("activation", "gradient") if self._sends else ("gradient", "activation")
         began = time.perf_counter()
         for _ in range(ECHOES):
+            channels.post_receive(other, self._stage, 0, self._buffers())
             if self._sends:
-                channels.post_receive("gradient", stage + 1, stage, back, self._buffers())
-                channels.send("activation", stage, stage + 1, self._message)
-                channels.take(back)
-            else:
-                channels.post_receive("activation", stage, stage + 1, there, self._buffers())
-                channels.take(there)
-                channels.send("gradient", stage + 1, stage, self._message)
+                channels.send(mine, self._stage, self._message)
+            channels.take(other, self._stage, 0)
+            if self._receives:
+                channels.send(mine, self._stage, self._message)
             self._synchronize()
         seconds = time.perf_counter() - began
         channels.wait_for_sends()

@@ -83,19 +83,19 @@ def _round(
     number: int,
 ) -> None:
     """One message over every flow; raises RuntimeError for one that is not what was sent."""
-    for kind, source, target in flows:
+    for kind, _, target in flows:
         if target % plan.pipeline == mine:
             buffer = torch.empty(elements, device=matrix.device)
-            channels.post_receive(kind, source, target, (kind, target, number), [buffer])
+            channels.post_receive(kind, target, number, [buffer])
     work = matrix @ matrix
-    for kind, source, target in flows:
+    for kind, source, _ in flows:
         if source % plan.pipeline == mine:
             content = torch.full((elements,), _content(kind, source, number), device=matrix.device)
-            channels.send(kind, source, target, [content])
+            channels.send(kind, source, [content])
             work = work @ matrix
     for kind, source, target in flows:
         if target % plan.pipeline == mine:
-            (found,) = channels.take((kind, target, number))
+            (found,) = channels.take(kind, target, number)
             wanted = _content(kind, source, number)
             if not bool((found == wanted).all()):
                 raise RuntimeError(

@@ -8,9 +8,9 @@ to host: through the default group where the others are NCCL's, in the order the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,38 +18,34 @@ import torch.distributed as dist
 from mmtrain.engine.process_groups import channel_group
 from mmtrain.plan.layout import Plan
 
-Key = tuple[str, int, int]  # (kind, stage, micro-batch) of a message that is awaited
+STEP = {"activation": 1, "gradient": -1}  # from the stage that sends to the one that receives
 
 
-@dataclass
-class _Channel:
+class _Channel(NamedTuple):
     """One direction between this rank and a neighbour."""
 
     group: dist.ProcessGroup
     peer: int
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
-        return [dist.isend(tensor, self.peer, group=self._group_of(tensor)) for tensor in tensors]
-
-    def receive(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
-        return [dist.irecv(tensor, self.peer, group=self._group_of(tensor)) for tensor in tensors]
-
-    def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
-        """The default group for a tensor on the host where the channel's is NCCL's."""
-        return None if tensor.device.type == "cpu" and dist.get_backend(self.group) == "nccl" else self.group
+    def post(self, operation: Callable[..., dist.Work], tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """`dist.isend` or `dist.irecv`; on the host through the default group where the channel's is NCCL's."""
+        by_nccl = dist.get_backend(self.group) == "nccl"
+        groups = (None if by_nccl and tensor.device.type == "cpu" else self.group for tensor in tensors)
+        return [operation(tensor, self.peer, group=group) for tensor, group in zip(tensors, groups, strict=True)]
 
 
 class Channels:
     """All channels of one rank; every rank of the job constructs this at the same time.
 
     Sends are asynchronous: their tensors are kept until `wait_for_sends`, which ends a step. Receives are posted ahead
-    and taken by key.
+    and taken later. A stage that is named is here; an activation goes to the stage after the one that sends it, a
+    gradient to the one before.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, timeout: timedelta) -> None:
         """Open this rank's channels and connect them; a message that waits longer than `timeout` fails."""
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
-        self._awaited: dict[Key, tuple[list[dist.Work], list[torch.Tensor]]] = {}
+        self._awaited: dict[tuple[str, int, int], tuple[list[dist.Work], list[torch.Tensor]]] = {}
         self._pipeline = plan.pipeline
         self._channels: dict[tuple[str, int, int], _Channel] = {}  # by (kind, source, destination), pipeline ranks
         places = {(other.pipeline, other.data): other.rank for other in plan.ranks}
@@ -69,26 +65,27 @@ class Channels:
         # NCCL connects at the first message and blocks until the peer does too: connect now, in one order for all.
         for (_, source, _), channel in self._channels.items():
             probe = [torch.zeros(1, device=device)]
-            for work in channel.send(probe) if source == plan.ranks[rank].pipeline else channel.receive(probe):
+            operation = dist.isend if source == plan.ranks[rank].pipeline else dist.irecv
+            for work in channel.post(operation, probe):
                 work.wait()
 
-    def send(self, kind: str, source: int, target: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Send contiguous tensors from stage `source`, which is here, to stage `target` beside it."""
+    def _channel(self, kind: str, source: int) -> _Channel:
+        return self._channels[kind, source % self._pipeline, (source + STEP[kind]) % self._pipeline]
+
+    def send(self, kind: str, stage: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Send contiguous tensors from `stage`."""
         # What has left the device is let go; gloo's work cannot be polled.
         self._sends = [(work, sent) for work, sent in self._sends if not (sent.is_cuda and work.is_completed())]
-        works = self._channel(kind, source, target).send(tensors)
-        self._sends += zip(works, tensors, strict=True)
+        self._sends += zip(self._channel(kind, stage).post(dist.isend, tensors), tensors, strict=True)
 
-    def post_receive(self, kind: str, source: int, target: int, key: Key, tensors: list[torch.Tensor]) -> None:
-        """Begin to receive into `tensors` what stage `source` sends to stage `target`, which is here."""
-        self._awaited[key] = (self._channel(kind, source, target).receive(tensors), tensors)
+    def post_receive(self, kind: str, stage: int, microbatch: int, tensors: list[torch.Tensor]) -> None:
+        """Begin to receive into `tensors` what is sent to `stage`."""
+        works = self._channel(kind, stage - STEP[kind]).post(dist.irecv, tensors)
+        self._awaited[kind, stage, microbatch] = works, tensors
 
-    def _channel(self, kind: str, source: int, target: int) -> _Channel:
-        return self._channels[kind, source % self._pipeline, target % self._pipeline]
-
-    def take(self, key: Key) -> list[torch.Tensor]:
+    def take(self, kind: str, stage: int, microbatch: int) -> list[torch.Tensor]:
         """The tensors of a posted receive, once they have arrived."""
-        works, tensors = self._awaited.pop(key)
+        works, tensors = self._awaited.pop((kind, stage, microbatch))
         for work in works:
             work.wait()
         return tensors

@@ -27,7 +27,7 @@ from mmtrain.base.errors import NonFiniteError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.bad_steps import report_bad_step
-from mmtrain.engine.channels import Channels, Key
+from mmtrain.engine.channels import Channels
 from mmtrain.engine.deepspeed_pipeline import DeepSpeedPipeline
 from mmtrain.engine.optimizer import MasterWeights, adamw_state, clip_coefficient, learning_rate, load_trained
 from mmtrain.engine.single_stage import warm_up
@@ -197,8 +197,8 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
             self._EXECUTE[instruction.op](self, instruction.stage, instruction.microbatch)
             self.clock.done()
 
-    def _take(self, key: Key) -> list[torch.Tensor]:
-        tensors = self._channels.take(key)
+    def _take(self, kind: str, stage: int, microbatch: int) -> list[torch.Tensor]:
+        tensors = self._channels.take(kind, stage, microbatch)
         self.clock.waited()
         return tensors
 
@@ -242,8 +242,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
     def _receive_activation(self, stage: int, microbatch: int) -> None:
         integers = torch.empty((2, *self._shape[:2]), dtype=torch.int64)
         hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
-        key = ("activation", stage, microbatch)
-        self._channels.post_receive("activation", stage - 1, stage, key, [integers, hidden])
+        self._channels.post_receive("activation", stage, microbatch, [integers, hidden])
 
     def _forward(self, stage: int, microbatch: int) -> None:
         chunk = self.chunks[stage]
@@ -255,7 +254,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
                 hidden = chunk.start(batch, features)
                 integers = torch.stack([batch.position_ids, batch.labels])
             else:
-                integers, hidden = self._take(("activation", stage, microbatch))
+                integers, hidden = self._take("activation", stage, microbatch)
                 hidden.requires_grad_(trains and stage > first)
             position_ids, labels = integers
             if stage < self._last_stage:
@@ -279,17 +278,17 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
     def _send_activation(self, stage: int, microbatch: int) -> None:
         key = (stage, microbatch)
         hidden = self._output.pop(key)
-        self._channels.send("activation", stage, stage + 1, [self._integers.pop(key), hidden.detach().contiguous()])
+        self._channels.send("activation", stage, [self._integers.pop(key), hidden.detach().contiguous()])
         if self._training and stage >= self.plan.first_trainable_stage:
             self._output[key] = get_gradient_edge(hidden)  # backward needs the graph behind it, not the values
 
     def _receive_gradient(self, stage: int, microbatch: int) -> None:
         gradient = torch.empty(self._shape, dtype=self._dtype, device=self.device)
-        self._channels.post_receive("gradient", stage + 1, stage, ("gradient", stage, microbatch), [gradient])
+        self._channels.post_receive("gradient", stage, microbatch, [gradient])
 
     def _backward(self, stage: int, microbatch: int) -> None:
         output = self._output.pop((stage, microbatch))
-        upstream = None if stage == self._last_stage else self._take(("gradient", stage, microbatch))[0]
+        upstream = None if stage == self._last_stage else self._take("gradient", stage, microbatch)[0]
         torch.autograd.backward(output, upstream)
         if stage > self.plan.first_trainable_stage:
             gradient = self._input.pop((stage, microbatch)).grad
@@ -298,7 +297,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
 
     def _send_gradient(self, stage: int, microbatch: int) -> None:
         gradient = self._input_gradient.pop((stage, microbatch))
-        self._channels.send("gradient", stage, stage - 1, [gradient.contiguous()])
+        self._channels.send("gradient", stage, [gradient.contiguous()])
 
     def _reduce_gradients(self, stage: int, microbatch: int) -> None:
         replicas = self.grid.get_data_parallel_group() if self.plan.data > 1 else None
