@@ -8,6 +8,7 @@ Nothing of torch, forks, signals or process groups happens in the process that c
 from __future__ import annotations
 
 import collections
+import json
 import signal
 import subprocess
 import sys
@@ -92,8 +93,13 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """What runs, every key resolved; raises UserError where the folder has no configuration."""
+        """Every key of its configuration, resolved; raises UserError where the folder has none."""
         return load_config(self.folder / "config.yaml")
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """Who holds, trains and runs what, as JSON values."""
+        return json.loads((self.folder / "plan.json").read_text())
 
     def metrics(self, *kinds: str) -> list[dict[str, Any]]:
         """Records of metrics.jsonl of these kinds, in order: train, eval, eval_permuted, checkpoint, epoch, end."""

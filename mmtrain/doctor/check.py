@@ -29,6 +29,7 @@ from mmtrain.processes.gpus import Gpu
 from mmtrain.processes.parent import die_with_parent
 
 MARK = "MMTRAIN_DOCTOR_CHECK"
+CHILD = "import sys; from mmtrain.doctor.check import main; main(sys.argv[1], sys.argv[2])"
 FOUND = "found.json"
 LOG = "log.txt"
 SECONDS_TO_END = 10  # for processes that were killed
@@ -83,7 +84,7 @@ class LeftOutError(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """`function` is "module:name"; `remedy` helps where it fails; `seconds` is how long it may take."""
+    """`function` is "module:name" or "module:name:argument:..."; `remedy` helps where it fails; `seconds` is its limit."""
 
     name: str
     function: str
@@ -117,7 +118,7 @@ def run_check(check: Check, here: Here, limit: float) -> Outcome:
     mark, began = uuid.uuid4().hex, time.monotonic()
     with (here.folder / LOG).open("w") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "mmtrain.doctor.check", check.function, here.folder],
+            [sys.executable, "-c", CHILD, check.function, here.folder],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -176,13 +177,14 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def main(function: str, folder: Path) -> None:
-    """Be the process of a check: call its function and leave what it found in FOLDER/found.json."""
+def main(function: str, path: str) -> None:
+    """Be the process of a check: call its function and leave what it found in the folder's found.json."""
     die_with_parent()
-    module, _, name = function.partition(":")
+    module, name, *arguments = function.split(":")
+    folder = Path(path)
     here = Here.load(folder / "here.json")
     try:
-        seen = getattr(importlib.import_module(f"mmtrain.doctor.{module}"), name)(here)
+        seen = getattr(importlib.import_module(f"mmtrain.doctor.{module}"), name)(here, *arguments)
         found = {"outcome": "ok", "text": seen.text, "remedy": "", "facts": dict(seen.facts)}
     except LeftOutError as reason:
         found = {"outcome": "left out", "text": str(reason), "remedy": "", "facts": {}}
@@ -197,11 +199,3 @@ def main(function: str, folder: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # what a broken driver does at exit is no result
-
-
-if __name__ == "__main__":
-    from mmtrain.doctor import (
-        check,  # once more, under the name by which checks know it: errors are caught by their class
-    )
-
-    check.main(sys.argv[1], Path(sys.argv[2]))

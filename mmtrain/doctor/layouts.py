@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from mmtrain.config.load import load_config
 from mmtrain.doctor.check import FailedError, Here, Seen
-from mmtrain.doctor.runs import SAME, demo, launcher, pipeline_1, worst
+from mmtrain.doctor.runs import SAME, demo, launcher, losses, pipeline_1, worst
 from mmtrain.plan.deadlocks import Ordering, find_deadlock
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import training_schedule
@@ -76,45 +76,16 @@ def on_ranks(here: Here, ranks: int, target: Callable[[Rank], None]) -> None:
         raise FailedError(failure.message.splitlines()[0])
 
 
-def layout(pipeline: int, chunks: int, data: int, here: Here) -> Seen:
+def layout(here: Here, pipeline: str, chunks: str, data: str) -> Seen:
     """The demo on a layout against the demo at pipeline 1: losses of every step."""
+    expected = losses(pipeline_1(here))
     name = f"pp{pipeline}x{chunks}-dp{data}"
-    expected = pipeline_1(here)
-    run = demo(
-        here,
-        name,
-        f"parallel.pipeline={pipeline}",
-        f"parallel.chunks_per_rank={chunks}",
-        f"parallel.data={data}",
-    )
-    off = worst(run.losses, expected.losses)
-    facts = {"losses": run.losses, "pipeline_1": expected.losses, "worst": off, "boundaries": run.plan["boundaries"]}
-    text = f"{len(run.losses)} steps on {here.device}: {off:.1e} off pipeline 1"
+    keys = {"pipeline": pipeline, "chunks_per_rank": chunks, "data": data}
+    run = demo(here, name, *(f"parallel.{key}={value}" for key, value in keys.items()))
+    found = losses(run)
+    off = worst(found, expected)
+    facts = {"losses": found, "pipeline_1": expected, "worst": off, "boundaries": run.plan["boundaries"]}
+    text = f"{len(found)} steps on {here.device}: {off:.1e} off pipeline 1"
     if not off <= SAME:
         raise FailedError(f"{text}, {SAME:.0e} is rounding", facts=facts)
     return Seen(text, facts)
-
-
-def pipeline_2(here: Here) -> Seen:
-    """Two ranks, a stage each."""
-    return layout(2, 1, 1, here)
-
-
-def interleaved(here: Here) -> Seen:
-    """Two ranks, two stages each."""
-    return layout(2, 2, 1, here)
-
-
-def data_2(here: Here) -> Seen:
-    """Two replicas."""
-    return layout(1, 1, 2, here)
-
-
-def data_4(here: Here) -> Seen:
-    """Four replicas."""
-    return layout(1, 1, 4, here)
-
-
-def data_8(here: Here) -> Seen:
-    """Eight replicas."""
-    return layout(1, 1, 8, here)

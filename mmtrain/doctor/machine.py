@@ -26,6 +26,7 @@ from mmtrain.launching.machine import FEWEST_OPEN_FILES
 from mmtrain.launching.starters import TORCHRUN_VARIABLES
 from mmtrain.plan.refusals import check_environment
 from mmtrain.processes.gpus import ask_machine, has_driver, refuse_unusable
+from mmtrain.processes.pool import usable_cores
 
 MOSTLY_FREE = 0.9  # share of a GPU's memory that nobody should hold before a run
 SHARED_MEMORY_BYTES = 2**30  # data workers hand on their images there, NCCL its buffers
@@ -57,7 +58,7 @@ TRAPS = (
 def describe_machine() -> dict[str, Any]:
     """Where, and with what, something is measured."""
     return {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
         "load_average_before": os.getloadavg()[0],

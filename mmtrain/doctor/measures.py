@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mmtrain.base.printing import bytes_text, say
-from mmtrain.doctor.check import FailedError, Here, Seen
+from mmtrain.doctor.check import FailedError, Here, LeftOutError, Seen
 from mmtrain.doctor.layouts import on_ranks
 from mmtrain.doctor.runs import demo, launch, launcher
 from mmtrain.processes.parent import die_with_parent
@@ -20,6 +20,7 @@ from mmtrain.processes.parent import die_with_parent
 MEMORY_TOLERANCE, WORKSPACE_BYTES = 0.1, 64 * 2**20
 CALIBRATED_STEPS = 12
 CALIBRATION_FACTOR = 2.0  # a step's launches overlap with its work, a calibrated piece's do not
+BENCH = Path(__file__).parents[2] / "tools" / "bench" / "bench.py"  # of a checkout
 BENCH_BYTES = 40 * 2**30  # of a GPU: the 7B model, both rivals and their activations
 
 
@@ -45,7 +46,7 @@ def calibration(here: Here) -> Seen:
     launch([*launcher(here, "calibrating", *alike), "--calibrate"])
     run = demo(here, "calibrated", *alike)
     planned = run.plan["step_seconds"]
-    measured = statistics.median(record["seconds"] for record in run.records("train")[1:])
+    measured = statistics.median(record["seconds"] for record in run.metrics("train")[1:])
     text = f"a step planned {planned * 1e3:,.1f} ms, measured {measured * 1e3:,.1f} ms"
     facts = {"planned_seconds": planned, "measured_seconds": measured, "load_average": os.getloadavg()[0]}
     if not 1 / CALIBRATION_FACTOR <= planned / measured <= CALIBRATION_FACTOR:
@@ -55,13 +56,15 @@ def calibration(here: Here) -> Seen:
 
 def bench(here: Here) -> Seen:
     """`bench.py gpu`, a few steps: whether it runs, and that contestants compute the same."""
+    if not BENCH.is_file():
+        raise LeftOutError(f"needs a checkout: there is no {BENCH}")
     file = here.folder / "bench.json"
-    options = ["--quick", "--json", file, "--folder", here.folder]
+    options = ["--quick", "--json", str(file), "--folder", str(here.folder)]
     if not here.gpus:
         options += ["--device", "cpu", "--shape", "tiny", "--dtype", "float32", "equal"]
     elif here.gpus[0].free_bytes < BENCH_BYTES:
         options += ["--shape", "ratios"]
-    command = [sys.executable, Path(__file__).parents[2] / "tools" / "bench" / "bench.py", "gpu", *options]
+    command = [sys.executable, BENCH, "gpu", *options]
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, preexec_fn=die_with_parent)
     say(*ran.stdout.splitlines(), *ran.stderr.splitlines())
     if ran.returncode != 0:

@@ -1,6 +1,6 @@
-"""Random models with the cost ratios of LLaVA-1.5-7B: on disk, as mmtrain reads them, and as stock LLaVA.
+"""Random models with the cost ratios of LLaVA-1.5-7B on disk, as mmtrain reads them; benchmarks take them, too.
 
-Shape --save_parts--> folder/llm (llama), folder/vision (CLIP) --stock_llava--> LlavaForConditionalGeneration
+Shape --save_parts--> folder/llm (llama), folder/vision (CLIP)
 
 What a benchmark of a small model must keep is what costs what. In LLaVA-1.5-7B the LM head on every position is 2% of
 the LLM's forward, the encoder 4%, and the last of 32 decoder layers 3%. A tiny model with its usual vocabulary would
@@ -9,26 +9,16 @@ spend a fifth on its head, one of 12 layers 8% on its last, and flatter whoever 
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.utils import logging as transformers_logging
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.model.projector import make_projector
 
 SELECT_LAYER = -2  # LLaVA's: the output of the last block but one
 LEARNING_RATE = 1e-4
@@ -120,41 +110,6 @@ def save_vision(model: CLIPVisionModel, folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
-def stock_llava(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> LlavaForConditionalGeneration:
-    """Stock LLaVA over the parts in `folder` and the projector that mmtrain draws from `seed`; only that trains."""
-    llm = LlamaForCausalLM.from_pretrained(folder / "llm", dtype=dtype, attn_implementation="sdpa")
-    vision = CLIPVisionModel.from_pretrained(folder / "vision", dtype=dtype, attn_implementation="sdpa")
-    model = random_llava(shape, dtype, torch.device("cpu"), seed)
-    model.model.language_model.load_state_dict(llm.model.state_dict())
-    model.lm_head.load_state_dict(llm.lm_head.state_dict())
-    model.model.vision_tower.load_state_dict(vision.state_dict())
-    return model
-
-
-def random_llava(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> LlavaForConditionalGeneration:
-    """Stock LLaVA with random weights made on `device`; its projector, fp32, is the one that mmtrain draws."""
-    config = LlavaConfig(
-        vision_config=clip_config(shape),
-        text_config=llama_config(shape),
-        image_token_index=shape.image_token,
-        vision_feature_layer=SELECT_LAYER,
-        vision_feature_select_strategy="default",
-    )
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = LlavaForConditionalGeneration._from_config(config, dtype=dtype, attn_implementation="sdpa")
-    projector = make_projector("mlp2x_gelu", shape.vision_width, shape.width, seed)
-    model.model.multi_modal_projector.float().load_state_dict(projector.state_dict())
-    model.requires_grad_(False)
-    model.model.multi_modal_projector.requires_grad_(True)
-    return model.eval()
-
-
-def with_shared_weights(model: LlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
-    """A copy with a projector of its own and the very tensors of everything frozen."""
-    return copy.deepcopy(model, {id(p): p for p in model.parameters() if not p.requires_grad})
-
-
 def run_config(
     shape: Shape,
     folder: Path,
@@ -193,16 +148,3 @@ def run_config(
         "optimizer": {"lr": LEARNING_RATE, "warmup_fraction": 0.0, "min_lr_fraction": 1.0, "clip_norm": None},
     }
     return RunConfig.model_validate(tree)
-
-
-Decode = Callable[[bytes], torch.Tensor]
-
-
-def noise_image(shape: Shape) -> Decode:
-    """What stands for an image decoder: (3, S, S) uint8 noise, a function of the bytes."""
-
-    def decode(content: bytes) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(int(content))
-        return torch.randint(0, 256, (3, shape.image_size, shape.image_size), dtype=torch.uint8, generator=generator)
-
-    return decode

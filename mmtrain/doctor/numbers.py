@@ -16,7 +16,7 @@ from mmtrain.checkpoint.step_folder import TENSORS, step_path
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.doctor.check import FailedError, Here, Seen
-from mmtrain.doctor.runs import STEPS, demo, launch, launcher, pipeline_1, worst
+from mmtrain.doctor.runs import STEPS, demo, launch, launcher, losses, pipeline_1, worst
 
 if TYPE_CHECKING:
     import torch
@@ -126,48 +126,38 @@ def run_stage(
     return {name: tensor.cpu() for name, tensor in (found | named).items()}
 
 
-def recorded(precision: str, here: Here) -> Seen:
+def recorded(here: Here, precision: str) -> Seen:
     """The demo at pipeline 1 against the losses that the record has."""
     record = json.loads(here.record.read_text())
     name, overrides = PRECISIONS[precision]
     run = demo(here, name, "parallel.pipeline=1", *overrides)
-    found = run.losses
+    found = losses(run)
     expected, device = record["losses"][precision], "cuda" if here.gpus else "cpu"
     off, tolerance = worst(found, expected), record["tolerances"][precision][device]
     text = f"{precision} on {here.device}: {len(found)} steps, loss {found[0]:.4f} to {found[-1]:.4f}, {off:.1e} off"
     if not off <= tolerance:
         raise FailedError(f"{text} the record, {tolerance:g} is rounding", facts={"losses": found, "record": expected})
-    ways = [way for record in run.records("attention") for way in record["ways"]]
+    ways = [way for record in run.metrics("attention") for way in record["ways"]]
     facts = {"losses": found, "record": expected, "worst": off, "tolerance": tolerance, "attention": ways}
     slow = [way["reason"] for way in ways if way["slow"]]
     return Seen(f"{text}; attention is slow: {slow[0]}" if slow and precision == "bfloat16" else text, facts)
 
 
-def recorded_float32(here: Here) -> Seen:
-    """See `recorded`."""
-    return recorded("float32", here)
-
-
-def recorded_bfloat16(here: Here) -> Seen:
-    """See `recorded`."""
-    return recorded("bfloat16", here)
-
-
 def remake_record(here: Here) -> Seen:
     """The record anew, as facts; for who has changed what the demo computes."""
-    losses = {
-        precision: demo(here, name, "parallel.pipeline=1", *overrides).losses
+    found = {
+        precision: losses(demo(here, name, "parallel.pipeline=1", *overrides))
         for precision, (name, overrides) in PRECISIONS.items()
     }
     record = {
-        "what": f"losses of {STEPS} steps of configs/llava_pp4.yaml at pipeline 1, in nats per supervised token",
+        "what": f"losses of {STEPS} steps of demo:llava_pp4 at pipeline 1, in nats per supervised token",
         "made_by": "mmtrain doctor --remake-record",
         "made_on": f"{platform.machine()} CPU",
         "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
         "tolerances": RECORD_TOLERANCES,
-        "losses": losses,
+        "losses": found,
     }
-    return Seen(f"{STEPS} steps in {' and '.join(losses)}", record)
+    return Seen(f"{STEPS} steps in {' and '.join(found)}", record)
 
 
 def same_step_twice(here: Here) -> Seen:
@@ -177,7 +167,7 @@ def same_step_twice(here: Here) -> Seen:
         runs = [demo(here, f"pp1-deterministic-{i}", *overrides) for i in (1, 2)]
     else:
         runs = [pipeline_1(here), demo(here, "pp1-again", "parallel.pipeline=1")]
-    seen = [[(record["loss"], record["grad_norm"]) for record in run.records("train")] for run in runs]
+    seen = [[(record["loss"], record["grad_norm"]) for record in run.metrics("train")] for run in runs]
     if seen[0] != seen[1]:
         step = next(i for i, (one, other) in enumerate(zip(*seen, strict=True)) if one != other)
         raise FailedError(f"two equal runs differ from step {step} on", facts={"steps": seen})

@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.calibration.allocations import bytes_used, tensor_bytes
-from mmtrain.doctor.gpu_facts import memory_of
 from mmtrain.doctor.models import DTYPES, SHAPES, run_config, save_parts
 from mmtrain.engine.channels import Channels
 from mmtrain.engine.engine import FrozenPipelineEngine
@@ -149,3 +149,18 @@ def measure_memory(folder: Path, rank: Rank) -> None:
     (folder / "memory.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def memory_of(step: Callable[[], object], device: torch.device) -> dict[str, int] | None:
+    """Bytes of a step at its fullest: allocated by tensors, reserved by torch, held on the device by all processes."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "held_bytes": total - free,
+    }

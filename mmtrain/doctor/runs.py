@@ -1,19 +1,12 @@
-"""Short runs of the demo by the real launcher, for checks that compare runs; each is made once in a doctor's life.
-
-name, overrides --mmtrain train demo:llava_pp4--> Run: what its folder says
-"""
+"""Short runs of the demo by the real launcher, for checks that compare runs; each is made once in a doctor's life."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from mmtrain.api.run import Run
 from mmtrain.base.printing import say
 from mmtrain.doctor.check import FailedError, Here
 from mmtrain.processes.parent import die_with_parent
@@ -28,29 +21,6 @@ SHORT = (
     "parallel.threads_per_rank=1",
 )
 SAME = 1e-4  # relative: losses of two layouts on one kind of device
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that has ended well."""
-
-    folder: Path
-    seconds: float  # of the whole command; 0 where another check made it
-
-    def records(self, kind: str) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl."""
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-    @property
-    def losses(self) -> list[float]:
-        """In nats per supervised token, by step."""
-        return [record["loss"] for record in self.records("train")]
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """plan.json."""
-        return json.loads((self.folder / "plan.json").read_text())
 
 
 def launcher(here: Here, name: str, *overrides: str) -> list[str]:
@@ -71,16 +41,20 @@ def launch(arguments: Sequence[str]) -> str:
 
 def demo(here: Here, name: str, *overrides: str) -> Run:
     """A run of the demo; the one of this name, if a check before has made it."""
-    began, folder = time.monotonic(), here.runs / name
-    if _has_ended(folder):
-        return Run(folder, 0.0)
-    launch(launcher(here, name, *overrides))
-    return Run(folder, time.monotonic() - began)
+    run = Run(here.runs / name)
+    if not run.metrics("end"):
+        launch(launcher(here, name, *overrides))
+    return run
 
 
 def pipeline_1(here: Here) -> Run:
     """The run that others are compared with."""
     return demo(here, "pp1", "parallel.pipeline=1")
+
+
+def losses(run: Run) -> list[float]:
+    """In nats per supervised token, by step."""
+    return [record["loss"] for record in run.metrics("train")]
 
 
 def worst(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -89,7 +63,3 @@ def worst(found: Sequence[float], expected: Sequence[float]) -> float:
         return float("inf")
     differences = [abs(ours / theirs - 1) for ours, theirs in zip(found, expected, strict=True)]
     return max(d if d == d else float("inf") for d in differences)
-
-
-def _has_ended(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").exists() and bool(Run(folder, 0.0).records("end"))

@@ -13,9 +13,10 @@ from conftest import TOOLS
 from processes import running, wait_for
 
 from mmtrain.doctor import attention as doctor_attention
+from mmtrain.doctor import measures as doctor_measures
 from mmtrain.doctor import numbers as doctor_numbers
-from mmtrain.doctor.check import FailedError, Here
-from mmtrain.doctor.layouts import pipeline_2
+from mmtrain.doctor.check import FailedError, Here, LeftOutError
+from mmtrain.doctor.layouts import layout
 from mmtrain.doctor.machine import gpu_links, traps
 from mmtrain.doctor.runs import STEPS
 
@@ -121,13 +122,13 @@ def test_the_demo_computes_the_losses_on_record_and_messages_between_ranks_arriv
 def test_losses_that_are_not_those_on_record_or_of_pipeline_1_are_seen(tmp_path, planted):
     wrong = [*LOSSES[:-1], LOSSES[-1] * planted]
     well = here_with_runs(tmp_path / "well", pp1=LOSSES, pp2x1_dp1=LOSSES)
-    assert "0.0e+00 off" in doctor_numbers.recorded_float32(well).text and "0.0e+00 off" in pipeline_2(well).text
+    assert "0.0e+00 off" in doctor_numbers.recorded(well, "float32").text and "0.0e+00 off" in layout(well, *"211").text
     with pytest.raises(FailedError, match="off the record"):
-        doctor_numbers.recorded_float32(here_with_runs(tmp_path / "record", pp1=wrong))
+        doctor_numbers.recorded(here_with_runs(tmp_path / "record", pp1=wrong), "float32")
     with pytest.raises(FailedError, match="off pipeline 1"):
-        pipeline_2(here_with_runs(tmp_path / "layout", pp1=LOSSES, pp2x1_dp1=wrong))
+        layout(here_with_runs(tmp_path / "layout", pp1=LOSSES, pp2x1_dp1=wrong), *"211")
     with pytest.raises(FailedError, match="inf off"):
-        pipeline_2(here_with_runs(tmp_path / "short", pp1=LOSSES, pp2x1_dp1=LOSSES[:-1]))
+        layout(here_with_runs(tmp_path / "short", pp1=LOSSES, pp2x1_dp1=LOSSES[:-1]), *"211")
 
 
 def test_attention_that_looks_into_the_next_document_or_has_wrong_gradients_is_seen(tmp_path, monkeypatch):
@@ -199,3 +200,9 @@ def test_variables_that_break_what_runs_rely_on_are_named_and_others_are_not():
         "NCCL_P2P_DISABLE",
         "RANK",
     ]
+
+
+def test_the_benchmark_is_left_out_where_there_is_no_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor_measures, "BENCH", tmp_path / "bench.py")
+    with pytest.raises(LeftOutError, match="needs a checkout"):
+        doctor_measures.bench(Here(tmp_path, tmp_path, RECORD))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from check_deadlocks import Found, Layout, layouts, try_layout
 from schedule_check import check_schedule
 
 from mmtrain.base.errors import UserError
@@ -14,7 +15,16 @@ from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.deadlocks import Ordering, Stuck, find_deadlock
 from mmtrain.plan.refusals import check_environment
-from mmtrain.plan.schedule import Instruction, Op, Schedule, in_common_order, training_schedule
+from mmtrain.plan.schedule import (
+    Encodes,
+    Instruction,
+    Op,
+    Schedule,
+    forward_schedule,
+    immediate_encodes,
+    in_common_order,
+    training_schedule,
+)
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "llava15_7b_pp4.yaml"
 SETTING = {
@@ -23,6 +33,55 @@ SETTING = {
     Ordering.HOST_WAITS: (("TORCH_NCCL_BLOCKING_WAIT", "1"),),
     Ordering.DEVICE_WIDE_WAITS: (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),),
 }
+
+
+class Layout(NamedTuple):
+    """A pipeline to try."""
+
+    pipeline: int
+    chunks_per_rank: int
+    microbatches: int
+    first_trainable_stage: int
+    encode_ahead: int
+
+    @property
+    def steps(self) -> tuple[Schedule, Schedule, Schedule]:
+        """A training step, an evaluation, a training step."""
+        shape = self.pipeline, self.microbatches, self.first_trainable_stage, self.chunks_per_rank
+        training = training_schedule(*shape)
+        if self.encode_ahead:  # each where the one before it would be, the rest at the end
+            before = list(immediate_encodes(training[0]).before)
+            training = training_schedule(*shape, Encodes(self.encode_ahead, tuple(before)))
+        return training, forward_schedule(self.pipeline, self.microbatches, self.chunks_per_rank), training
+
+
+class Found(NamedTuple):
+    """How a layout fares: the orderings under which it hangs, as planned and in one order common to all ranks."""
+
+    layout: Layout
+    hangs: tuple[Ordering, ...]
+    hangs_in_common_order: tuple[Ordering, ...]
+
+
+def layouts(pipelines: Iterable[int], chunks: Iterable[int], microbatches: Sequence[int]) -> Iterator[Layout]:
+    """The grid: first trainable stage 0, the middle one and the last, without run-ahead and one micro-batch ahead."""
+    for p in pipelines:
+        for v in chunks:
+            for m in microbatches:
+                for first in sorted({0, p * v // 2, p * v - 1}):
+                    for ahead in (0, 1):
+                        yield Layout(p, v, m, first, ahead)
+
+
+def try_layout(layout: Layout) -> Found:
+    """Every ordering on one layout."""
+    steps = layout.steps
+    common = [in_common_order(schedule) for schedule in steps]
+    return Found(
+        layout,
+        tuple(ordering for ordering in Ordering if find_deadlock(steps, ordering)),
+        tuple(ordering for ordering in Ordering if find_deadlock(common, ordering)),
+    )
 
 
 def config_of(pipeline: int) -> RunConfig:
@@ -73,7 +132,7 @@ def test_the_common_order_of_two_ranks_is_the_hand_written_one():
 
 @pytest.fixture(scope="module")
 def part_of_the_grid() -> list[Found]:
-    """All small layouts with odd micro-batches, and every 97th of those that tools/check_deadlocks.py tries."""
+    """All small layouts with odd micro-batches, and every 97th of up to 8 ranks, 4 stages a rank and 16 micro-batches."""
     small = list(layouts((1, 2, 3), (1, 2), (1, 3)))
     whole = list(layouts(range(1, 9), range(1, 5), range(1, 17)))
     return [try_layout(layout) for layout in dict.fromkeys([*small, *whole[::97], Layout(6, 2, 8, 0, 0)])]

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_contestant import Contestant
+from bench_gpu_facts import device_state, host_waits, launches
 from bench_mmtrain import Mmtrain
+from bench_models import random_llava, with_shared_weights
 from bench_peer_ranks import MMTRAIN, MULTIPLIED_LAYERS, SCRIPT, SEED, TUNED
 from bench_row import Settings, Work, make_config, run_row
 from bench_stock import Stock
@@ -26,7 +28,6 @@ from transformers import CLIPVisionModel, LlamaForCausalLM, LlavaForConditionalG
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
-from mmtrain.doctor.gpu_facts import device_state, host_waits, launches, memory_of
 from mmtrain.doctor.models import (
     DTYPES,
     SELECT_LAYER,
@@ -34,11 +35,10 @@ from mmtrain.doctor.models import (
     Shape,
     clip_config,
     llama_config,
-    random_llava,
     save_parts,
     save_vision,
-    with_shared_weights,
 )
+from mmtrain.doctor.rank import memory_of
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.attention import ATTENTION
 from mmtrain.model.bookends import absent_modules, replace

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from bench_models import Decode
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.images import ImageTransform
 from mmtrain.data.stream.packs import Pack, PackedBatch, make_batch
-from mmtrain.doctor.models import Decode, Shape
+from mmtrain.doctor.models import Shape
 
 BEGIN, PADDING, FIRST_WORD = 1, 0, 3
 WINDOW = 16  # samples among which the last of a pack is looked for

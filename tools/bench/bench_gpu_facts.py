@@ -1,6 +1,6 @@
-"""What bench_gpu.py tells beside speed: the device's state, and what a step asks of host, device and memory.
+"""What bench_gpu.py tells beside speed: the device's state, and what a step asks of host and device.
 
-nvidia-smi --device_state--> clocks, power, driver; a step --host_waits, launches, memory_of--> counts and bytes
+nvidia-smi --device_state--> clocks, power, driver; a step --host_waits, launches--> counts
 
 On a CPU there is nothing to count: None. Each count takes a step of its own, since counting slows it down.
 """
@@ -82,18 +82,3 @@ def kernels(events: Iterable[Any]) -> int:
         and not getattr(event, "is_user_annotation", False)
         for event in events
     )
-
-
-def memory_of(step: Callable[[], object], device: torch.device) -> dict[str, int] | None:
-    """Bytes of a step at its fullest: allocated by tensors, reserved by torch, held on the device by all processes."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return {
-        "allocated_bytes": torch.cuda.max_memory_allocated(device),
-        "reserved_bytes": torch.cuda.max_memory_reserved(device),
-        "held_bytes": total - free,
-    }
