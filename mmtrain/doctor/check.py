@@ -84,7 +84,7 @@ class LeftOutError(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """`function` is "module:name" or "module:name:argument:..."; `remedy` helps where it fails; `seconds` is its limit."""
+    """`function` is "module:name" or "module:name:argument..."; `remedy` is for a failure, `seconds` its limit."""
 
     name: str
     function: str
