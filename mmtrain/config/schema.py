@@ -1,7 +1,7 @@
 """Run configuration: strict, frozen, typed YAML.
 
-Every key is declared here with its meaning; an unknown or mistyped key is an error that names the key's path, the value
-seen, what is allowed and the nearest valid key. Nothing here imports torch, so any YAML can be checked on a laptop.
+All that is to be said of a key is said here, once: type, bounds, default, meaning, and the marks of `config.keys`.
+Messages, overrides, resuming, calibrations and `mmtrain.load_config` read it from here. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -94,10 +94,8 @@ def check_family(config_json: dict[str, Any]) -> None:
             "use a family whose layers all attend (llama, qwen2, qwen3, gemma2, ...)"
         )
     for key in ("quantization_config", "compression_config"):
-        if config_json.get(key):
-            method = (
-                config_json[key].get("quant_method", "unknown") if isinstance(config_json[key], dict) else "unknown"
-            )
+        if found := config_json.get(key):
+            method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
             raise UserError(
                 f"{family}: this checkpoint is quantised ({method}), and gradients must flow through its layers; "
                 "use the bf16 release of the same model"

@@ -79,22 +79,26 @@ def find_model_folder(path: str) -> Path | None:
 
 
 def model_folder(path: str) -> Path:
-    """The folder of a model given as a path or as a hub id in the local cache, without touching the network.
-
-    Raises UserError that tells a folder that does not exist from a hub id that is not cached.
-    """
+    """The folder of a model given as a path or as a hub id in the local cache; raises UserError where there is none."""
     folder = find_model_folder(path)
-    if folder is not None:
-        return folder
+    if folder is None:
+        raise no_model(path)
+    return folder
+
+
+def no_model(path: str) -> UserError:
+    """The error for a model that is not here, which tells a folder that is missing from a hub id not in the cache."""
     if Path(path).expanduser().exists():
-        raise UserError(f"{path}: is a file; give the model's folder (the one that holds config.json)")
+        return UserError(f"{path}: is a file; give the model's folder (the one that holds config.json)")
     # `models/vicuna` has the form of a hub id too; where `models` is a folder here, a folder was meant.
     if HUB_ID.fullmatch(path) and ("/" not in path or not Path(path).parent.is_dir()):
-        raise UserError(
+        return UserError(
             f"{path}: no folder of this name, and this hub id is not in the local cache {hub_cache()}; "
             f"download it first: hf download {path}"
         )
-    raise UserError(f"{path}: no such folder; give the folder of a model, or a hub id such as Qwen/Qwen2.5-7B-Instruct")
+    return UserError(
+        f"{path}: no such folder; give the folder of a model, or a hub id such as Qwen/Qwen2.5-7B-Instruct"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

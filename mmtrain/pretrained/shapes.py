@@ -19,7 +19,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import shortened
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.pretrained.families import check_family, global_name, layer_kinds, parameters_on_disk
-from mmtrain.pretrained.model_files import Shape, find_model_folder, model_folder, read_json, tensor_shapes
+from mmtrain.pretrained.model_files import Shape, find_model_folder, no_model, read_json, tensor_shapes
 from mmtrain.pretrained.recorded_shapes import Recorded, find_recorded, nearest_recorded
 from mmtrain.pretrained.vision_files import (
     HF_FAMILIES,
@@ -83,13 +83,7 @@ class VisionShape:
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether a trainable pattern names this parameter or a module around it; `*` in a pattern crosses dots."""
-    return any(
-        name == pattern
-        or name.startswith(pattern + ".")
-        or fnmatchcase(name, pattern)
-        or fnmatchcase(name, pattern + ".*")
-        for pattern in patterns
-    )
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") for pattern in patterns)
 
 
 def projector_parameters(type: str, vision_width: int, llm_width: int) -> tuple[ParameterShape, ...]:
@@ -109,9 +103,8 @@ def llm_shape(path: str) -> LlmShape:
     """
     folder = find_model_folder(path)
     if folder is None:
-        recorded = find_recorded("llm", path)
-        if recorded is None:
-            model_folder(path)  # raises, telling a missing folder from a hub id that is not cached
+        if (recorded := find_recorded("llm", path)) is None:
+            raise no_model(path)
         return _from_record(recorded)
     config_file = folder / "config.json"
     config_json = read_json(config_file) if config_file.is_file() else {}
@@ -240,7 +233,7 @@ def vision_shape(name: str, select_layer: int) -> VisionShape:
     if recorded is not None and (folder is None or not any(folder.glob("model.safetensors*"))):
         return vision_shape_from(recorded.config, recorded.parameters, select_layer, f"recorded {recorded.id}")
     if folder is None and not is_timm_name(name):
-        model_folder(name)  # raises, telling a missing folder from a hub id that is not cached
+        raise no_model(name)
     if folder is None:
         nearest = ", ".join(nearest_recorded("vision", name)) or "none"
         raise UserError(
