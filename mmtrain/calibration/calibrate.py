@@ -179,7 +179,7 @@ class Calibrator:
             if name == "front":
                 (encode,) = bytes_used(stage.encode, device=self._device)
                 features = stage.features.untyped_storage().nbytes()
-                kept = 0 if stage.chunk.encoder_is_frozen else encode.end - features
+                kept = 0 if stage.chunk.front.encoder_is_frozen else encode.end - features
                 found[ENCODE] = {"kept": kept, "forward": encode.peak - encode.end, "backward": 0}
             work = (stage.forward, stage.release_output, stage.backward)
             forward, sent, backward = bytes_used(*work, device=self._device)

@@ -88,7 +88,7 @@ class SingleStage:
     def prepare(self) -> None:
         """What is neither forward nor backward: recomputation is set, since several may share a chunk."""
         self.chunk.language.recompute(self.recompute)
-        if self.chunk.front is not None and not self.chunk.encoder_is_frozen:
+        if self.chunk.front is not None and not self.chunk.front.encoder_is_frozen:
             self.features = self.encode()  # its graph is used up by each backward
 
     def encode(self) -> torch.Tensor | None:

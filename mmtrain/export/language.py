@@ -114,11 +114,8 @@ def _with_rows(source: TensorSource, rows: int) -> TensorSource:
     def read() -> torch.Tensor:
         matrix = source.read()
         larger = torch.empty((rows, *rest), dtype=source.dtype)
-        total = torch.zeros(rest, dtype=torch.float64)
-        for first in range(0, have, _ROWS_AT_ONCE):
-            part = matrix[first : first + _ROWS_AT_ONCE]
-            larger[first : first + len(part)] = part
-            total += part.sum(0, dtype=torch.float64)
+        larger[:have] = matrix
+        total = sum(part.sum(0, dtype=torch.float64) for part in matrix.split(_ROWS_AT_ONCE))
         larger[have:] = (total / have).to(source.dtype)
         return larger
 

@@ -19,7 +19,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -101,12 +100,14 @@ class TensorWriter:
             place = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        digest = hashlib.sha256()
+        start = len(text).to_bytes(8, "little") + text
+        digest = hashlib.sha256(start)
         with file.open("wb") as stream:
-            _put(stream, digest, len(text).to_bytes(8, "little") + text)
+            stream.write(start)
             for name, source in tensors.items():
                 for block in _blocks(name, source, self.dtype_of(name, source)):
-                    _put(stream, digest, block)
+                    stream.write(block)
+                    digest.update(block)
                     self.done += block.nbytes
                     self.show(self.done)
             stream.flush()
@@ -170,11 +171,6 @@ def _blocks(name: str, source: TensorSource, dtype: torch.dtype) -> Iterator[mem
                 "export with --dtype bfloat16 or float32"
             )
         yield cast.view(torch.uint8).numpy().data
-
-
-def _put(stream: BinaryIO, digest: hashlib._Hash, block: bytes | memoryview) -> None:
-    stream.write(block)
-    digest.update(block)
 
 
 @contextlib.contextmanager

@@ -91,9 +91,9 @@ def read_projector(path: str, kind: str, vision_width: int, llm_width: int) -> d
 
 
 def _read(files: ProjectorFiles) -> dict[str, torch.Tensor]:
-    if files.pickled is not None:
-        return read_pickled(files.pickled)
     source = files.source
+    if not files.shapes:
+        return read_pickled(source)
     places = tensor_files(source) if source.is_dir() else dict.fromkeys(files.shapes, source)
     try:
         lazy = open_tensors({name: places[name] for name in files.shapes})

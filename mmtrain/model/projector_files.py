@@ -46,7 +46,6 @@ class ProjectorFiles:
 
     source: Path  # the file, or a folder of safetensors files
     shapes: Mapping[str, Shape]  # by name on disk, of the projector's tensors alone; none of a pickled file
-    pickled: Path | None = None
     checkpoint: StepFolder | None = None  # that it lies in, held until the tensors are read
 
 
@@ -135,7 +134,7 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
         raise UserError(
             f"{KEY}: {path} lies in {run}, which run.overwrite=true deletes before it is read; choose another run.name"
         )
-    if files.pickled is None:
+    if files.shapes:
         names = local_names(files.shapes, files.source)
         vision = vision_shape(config.model.vision.name, config.model.vision.select_layer)
         shapes = {local: files.shapes[name] for local, name in names.items()}
@@ -145,7 +144,7 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
 
 def _in_file(file: Path) -> ProjectorFiles:
     if file.suffix in PICKLED:
-        return ProjectorFiles(file, {}, pickled=file)
+        return ProjectorFiles(file, {})
     if file.suffix != ".safetensors":
         raise UserError(f"{KEY}: {file}: neither .safetensors nor {', '.join(sorted(PICKLED))}; {NEEDED}")
     if file.name == TENSORS and (file.parent / MANIFEST).exists():

@@ -94,12 +94,6 @@ class Chunk(nn.Module):
                 yield f"projector.{name}", parameter
         yield from self.language.global_parameters()
 
-    @property
-    def encoder_is_frozen(self) -> bool:
-        """Stage 0: whether nothing of the vision encoder trains, so that `encode` may run ahead of all else."""
-        assert self.front is not None, "only stage 0 has an encoder"
-        return self.front.encoder_is_frozen
-
     def encode(self, batch: PackedBatch) -> torch.Tensor | None:
         """Stage 0: features (N, T, W) of a micro-batch's images; None where there is nothing to encode."""
         assert self.front is not None, "only stage 0 has an encoder"

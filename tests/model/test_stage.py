@@ -74,9 +74,9 @@ def test_encoding_ahead_changes_no_bit_of_the_first_stages_output_and_gradients(
     chunk = front_of(tmp_path, trainable)
     batch = as_batch([[make_document(0, images=images), make_document(1, images=images // 2)]], 64)
     features = chunk.encode(batch)
-    assert chunk.encoder_is_frozen == (trainable == ("projector",))
-    assert (features is None) == (images == 0 and chunk.encoder_is_frozen)
-    assert features is None or features.requires_grad != chunk.encoder_is_frozen
+    assert chunk.front.encoder_is_frozen == (trainable == ("projector",))
+    assert (features is None) == (images == 0 and chunk.front.encoder_is_frozen)
+    assert features is None or features.requires_grad != chunk.front.encoder_is_frozen
     at_once, ahead = chunk.start(batch), chunk.start(batch, features)
     assert torch.equal(at_once, ahead)
     expected, found = gradients_of(chunk, at_once), gradients_of(chunk, ahead)
