@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from mmtrain.evaluation.held_out import HeldOut
 from mmtrain.evaluation.scores import Scores
 from mmtrain.model.flash import say_ways
 from mmtrain.model.stage import build_chunk
-from mmtrain.plan.calibration import Device, cpu_device, gpu_device
+from mmtrain.plan.calibration import cpu_device, gpu_device
 from mmtrain.plan.layout import Plan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import Instruction
@@ -50,197 +50,218 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     Raises UserError for unusable models, data or checkpoints, AuditError when something frozen changed or something
     trainable did not move, NonFiniteError for NaN or infinity.
     """
-    mine = plan.ranks[rank.rank]
-    device = torch.device(rank.device)
-    use_algorithms(config.train.deterministic)
-    rank.progress.at(0, "joining the process group")
-    join_process_group(device, config.parallel.timeout_seconds)
-    start = _from_rank_0(start)
-    first_step = 0 if start is None else start.checkpoint.step
+    run = _Run(config, plan, rank, start)
+    run.open_data()  # before weights: what is wrong with them should not show after an hour of loading
+    run.load_models()
+    run.take_up_checkpoint()
+    run.open_records(trace_steps)
+    with run.saver:
+        run.begin_steps()
+        steps = run.make_steps()
+        # The result first: nothing that can fail from here on may cost the trained weights.
+        run.save(steps)
+        run.saver.finish()
+    if steps < run.max_steps:
+        return run.leave(f"stopped after step {steps} of {run.max_steps}; it is saved")
+    run.prove()
+    if run.evaluator is not None:
+        run.show_what_it_can()
+        if run.engine.requested_stop:
+            return run.leave("stopped in the last evaluation, after all steps; they are saved")
+    if rank.rank == 0 and (best := run.saver.best) is not None:
+        run.console.line(f"best checkpoint by {config.checkpoint.keep_best}: step {best[0]}, {best[1]:.4f}")
+    run.metrics.write(kind="end", step=steps)
+    return run.leave()
 
-    # Data first: what is wrong with them should not show after an hour of loading weights.
-    packed, held_out = None, None
-    if mine.pipeline == 0:
-        rank.progress.at(first_step, "opening the data")
-        packed = PackedBatches(config, replica=mine.data, replicas=plan.data, first_step=first_step)
-        if config.eval.is_on:
-            rank.progress.at(first_step, "reading the held-out samples")
-            held_out = HeldOut(packed)
-    rank.progress.at(first_step, "comparing the data with the other ranks")
-    data, max_steps = _agree_on_data(packed, plan)
-    readers = replica_group(plan, rank.rank, config.parallel.timeout_seconds)
-    about = run_state(config, plan, torch.get_num_threads(), device) | {"max_steps": max_steps}
-    as_given = config
-    config = config.changed({"train.max_steps": max_steps})
-    console = Console(rank.console, max_steps, first_step)
-    if packed is not None:
-        console.line(packed.summary)
 
-    # What this rank holds: its stages, with real or no-op optimizer, checked against the plan.
-    rank.progress.at(first_step, "loading weights")
-    console.line(f"loading weights on {plan.pipeline * plan.data} ranks")
-    to_build = config if start is None else _without_init_from(config)
-    chunks = {stage.stage: build_chunk(to_build, stage, device=device) for stage in mine.stages}
+class _Run:
+    """One rank's part of a run, an act a method, in their order; what acts share are attributes."""
 
-    def before_instruction(step: int, instruction: Instruction) -> None:
-        rank.progress.at(step, instruction)
-        if rank.stop.asked:
-            engine.request(stop=True)
+    def __init__(self, config: RunConfig, plan: Plan, rank: Rank, start: Start | None) -> None:
+        """Join the process group, and learn from rank 0, whose files other machines need not see, where to begin."""
+        self.config, self.plan, self.rank = config, plan, rank
+        self.mine = plan.ranks[rank.rank]
+        self.device = torch.device(rank.device)
+        use_algorithms(config.train.deterministic)
+        rank.progress.at(0, "joining the process group")
+        join_process_group(self.device, config.parallel.timeout_seconds)
+        shared = [start]
+        dist.broadcast_object_list(shared, 0)
+        self.start = shared[0]
+        self.first_step = 0 if self.start is None else self.start.checkpoint.step
+        self.loss: float | None = None  # of the latest step
 
-    def refuse_if_short() -> None:
-        if device.type == "cuda":
-            refuse_short_memory(mine, f"{device} ({torch.cuda.get_device_name(device)})", _memory(device))
+    # ---- set up
 
-    rank.progress.at(first_step, "building the engine")
-    refuse_if_short()  # the engine warms up, and would run out of memory without a word on why
-    engine = FrozenPipelineEngine(
-        config, plan, chunks, before_instruction, first_step=first_step, bad_steps_file=rank.folder / BAD_STEPS
-    )
-    refuse_if_short()  # master weights, communicators and libraries' workspaces are there now
-    audit = RankAudit(mine, chunks, engine.optimizer, engine.trainable)
-    starts = [None] * dist.get_world_size()
-    dist.all_gather_object(starts, audit.start())
-    check_replicas(starts)
-    about |= {"frozen_fingerprint": model_fingerprint(starts)}
-    if rank.rank == 0:
-        about |= {"settings_fingerprint": settings_fingerprint(config)}
+    def open_data(self) -> None:
+        """Open the data on the ranks that read them; all learn their fingerprint and the run's steps from these.
 
-    # Where it goes on: known to be the same run, the trained tensors as they were; only then the records are cut back.
-    counts = None
-    if start is not None:
-        rank.progress.at(first_step, "loading the checkpoint")
-        if rank.rank == 0:
-            start.refuse_other_contents(data, about["frozen_fingerprint"], about["settings_fingerprint"], max_steps)
+        Raises UserError where they have different data: each would train on its own idea of a step.
+        """
+        config, rank, plan = self.config, self.rank, self.plan
+        self.packed: PackedBatches | None = None
+        self.held_out: HeldOut | None = None
+        if self.mine.pipeline == 0:
+            rank.progress.at(self.first_step, "opening the data")
+            self.packed = PackedBatches(config, replica=self.mine.data, replicas=plan.data, first_step=self.first_step)
+            if config.eval.is_on:
+                rank.progress.at(self.first_step, "reading the held-out samples")
+                self.held_out = HeldOut(self.packed)
+        rank.progress.at(self.first_step, "comparing the data with the other ranks")
+        seen: list[tuple[str, int] | None] = [None] * rank.world_size
+        mine = None if self.packed is None else (self.packed.catalog.fingerprint, self.packed.max_steps)
+        dist.all_gather_object(seen, mine)
+        readers = [other.rank for other in plan.ranks if other.pipeline == 0]
+        for other in readers:
+            if seen[other] != seen[readers[0]]:
+                raise UserError(
+                    f"data.shards: ranks {readers[0]} and {other} have different data: the shards, or their indexes, "
+                    "must be the same on every machine"
+                )
+        self.data, self.max_steps = seen[readers[0]]
+        self.readers = replica_group(plan, rank.rank, config.parallel.timeout_seconds)
+        self.as_given, self.config = config, config.changed({"train.max_steps": self.max_steps})
+        self.console = Console(rank.console, self.max_steps, self.first_step)
+        if self.packed is not None:
+            self.console.line(self.packed.summary)
+
+    def load_models(self) -> None:
+        """Build this rank's stages and its engine, with a real or no-op optimizer, and compare replicas."""
+        config, rank, plan = self.config, self.rank, self.plan
+        rank.progress.at(self.first_step, "loading weights")
+        self.console.line(f"loading weights on {plan.pipeline * plan.data} ranks")
+        to_build = config if self.start is None else _without_init_from(config)
+        self.chunks = {stage.stage: build_chunk(to_build, stage, device=self.device) for stage in self.mine.stages}
+        rank.progress.at(self.first_step, "building the engine")
+        self._refuse_short_memory()  # the engine warms up, and would run out of memory without a word on why
+        self.engine = FrozenPipelineEngine(
+            *(config, plan, self.chunks, self._before_instruction),
+            first_step=self.first_step,
+            bad_steps_file=rank.folder / BAD_STEPS,
+        )
+        self._refuse_short_memory()  # master weights, communicators and libraries' workspaces are there now
+        self.audit = RankAudit(self.mine, self.chunks, self.engine.optimizer, self.engine.trainable)
+        starts = [None] * dist.get_world_size()
+        dist.all_gather_object(starts, self.audit.start())
+        check_replicas(starts)
+        self.about: dict[str, Any] = {  # what every checkpoint says of the run
+            **run_state(self.as_given, plan, torch.get_num_threads(), self.device),
+            "max_steps": self.max_steps,
+            "frozen_fingerprint": model_fingerprint(starts),
+            "settings_fingerprint": settings_fingerprint(config) if rank.rank == 0 else None,
+            "branched_from": None if self.start is None else self.start.branched_from,
+        }
+
+    def _before_instruction(self, step: int, instruction: Instruction) -> None:
+        self.rank.progress.at(step, instruction)
+        if self.rank.stop.asked:
+            self.engine.request(stop=True)
+
+    def _refuse_short_memory(self) -> None:
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            used = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+            name = f"{self.device} ({torch.cuda.get_device_name(self.device)})"
+            refuse_short_memory(self.mine, name, GpuMemory(total, free, *used))
+
+    def take_up_checkpoint(self) -> None:
+        """Where the run goes on: known to be the same one, the trained tensors as they were; only then cut records."""
+        self.counts = None  # what the account of the data goes on with
+        start, about, engine = self.start, self.about, self.engine
+        if start is None:
+            return
+        self.rank.progress.at(self.first_step, "loading the checkpoint")
+        if self.rank.rank == 0:
+            fingerprints = about["frozen_fingerprint"], about["settings_fingerprint"]
+            start.refuse_other_contents(self.data, *fingerprints, self.max_steps)
         engine.load_trained(*load(start.checkpoint, engine.trainable))
         state = start.checkpoint.state
         engine.saw_gradient |= {name for name in engine.trainable if state["trained"][name]["had_gradient"]}
         engine.bad_steps = state["bad_steps"]
-        audit.begin_with(state["trained"])
-        counts = state["data"]["counts"] if state["data"]["fingerprint"] == data else None
-        if rank.rank == 0:
+        self.audit.begin_with(state["trained"])
+        self.counts = state["data"]["counts"] if state["data"]["fingerprint"] == self.data else None
+        if self.rank.rank == 0:
             if start.is_own:
-                go_back(rank.folder, start.checkpoint, console.line)
-            describe_run(rank.folder, as_given, plan)
-    metrics = JsonLines(rank.folder / METRICS if rank.rank == 0 else None)
-    account = None
-    if packed is not None:
-        left_out = held_out.faults if held_out is not None else []
-        account = ReadAccount(config, packed, readers, rank.folder, console.line, left_out, counts)
-    evaluator = None
-    if config.eval.is_on:
-        evaluator = Evaluator(engine, held_out, rank.progress, console.evaluating)
-        console.line(evaluator.extent.summary)
-    about |= {"branched_from": None if start is None else start.branched_from}
+                go_back(self.rank.folder, start.checkpoint, self.console.line)
+            describe_run(self.rank.folder, self.as_given, self.plan)
 
-    def report(saved: Saved) -> None:
-        metrics.write(**saved.record())
+    def open_records(self, trace_steps: int) -> None:
+        """Everything that writes down what the steps do."""
+        config, rank, console = self.config, self.rank, self.console
+        self.metrics = JsonLines(rank.folder / METRICS if rank.rank == 0 else None)
+        self.account: ReadAccount | None = None
+        self.batches: Generator[PackedBatch] | None = None
+        if self.packed is not None:
+            left_out = [] if self.held_out is None else self.held_out.faults
+            self.account = ReadAccount(
+                config, self.packed, self.readers, rank.folder, console.line, left_out, self.counts
+            )
+            self.batches = self.account.watch(iter(self.packed))
+        self.evaluator: Evaluator | None = None
+        if config.eval.is_on:
+            self.evaluator = Evaluator(self.engine, self.held_out, rank.progress, console.evaluating)
+            console.line(self.evaluator.extent.summary)
+        saved_step = self.first_step if self.start is not None and self.start.is_own else None
+        self.saver = Checkpointer(rank.folder, config.checkpoint, self.mine.data == 0, self._report, saved_step)
+        on_gpu = self.device.type == "cuda"
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+        device = gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
+        self.utilization = Utilization(config, peak_flops(config, device) if rank.rank == 0 else None)
+        self.tracer = Tracer(rank.folder / TRACE, self.plan, trace_steps, _gather) if trace_steps else None
+        ways = _gather({way for chunk in self.chunks.values() for way in chunk.attention_ways(self.device)})
+        if ways is not None:
+            records, lines = say_ways(ways)
+            self.metrics.write(kind="attention", step=self.first_step, ways=records)
+            for line in lines:
+                console.line(line)
+
+    def _report(self, saved: Saved) -> None:
+        self.metrics.write(**saved.record())
         text = f"saved {saved.path}" if saved.error is None else f"checkpoint not saved: {saved.error}"
         print(text)  # into the log
-        console.line(text)
+        self.console.line(text)
 
-    saved_step = first_step if start is not None and start.is_own else None
-    saver = Checkpointer(rank.folder, config.checkpoint, mine.data == 0, report, saved_step)
-    batches = None if account is None else account.watch(iter(packed))
-    peak = peak_flops(config, _described(config, device)) if rank.rank == 0 else None
-    utilization = Utilization(config, peak)
-    tracer = Tracer(rank.folder / TRACE, plan, trace_steps, _gather) if trace_steps else None
-    ways = _gather({way for chunk in chunks.values() for way in chunk.attention_ways(device)})
-    if ways is not None:
-        records, lines = say_ways(ways)
-        metrics.write(kind="attention", step=first_step, ways=records)
-        for line in lines:
-            console.line(line)
-    run = _Run(
-        *(rank, config, engine, audit, saver, account, batches, evaluator),
-        *(metrics, console, utilization, tracer, data, about),
-    )
+    # ---- steps
 
-    # The steps. Every rank runs its own list of instructions; the result of a step is the same on all of them.
-    evaluate_every = config.eval.every_steps or max_steps
-    with saver:
-        if start is not None:
-            run.go_on(start)
-        for step in range(first_step, max_steps):
-            if evaluator is not None and step % evaluate_every == 0:
-                run.evaluate(step)
-                if engine.requested_stop:
-                    return run.stop(step)
-            if saver.time_is_up:
-                engine.request(save=True)
-            run.train(step)
-            done = step + 1
-            if engine.requested_stop and done < max_steps:
-                return run.stop(done)
-            evaluates = evaluator is not None and done % evaluate_every == 0
-            if done < max_steps and (engine.requested_save or saver.is_due(done, evaluates)):
-                run.save(done)
-            saver.poll()
-
-        # The result first: nothing that can fail from here on may cost the trained weights.
-        run.save(max_steps)
-        saver.finish()
-    if account is not None:
-        for record in account.finish(max_steps):
-            metrics.write(**record)
-
-    # The proof that only what should train did.
-    rank.progress.at(max_steps, "auditing")
-    records = _gather(audit.finish(engine.saw_gradient))
-    if records is not None:
-        found = write_audit(rank.folder / AUDIT, plan, records, learns=config.optimizer.lr > 0)
-        console.line(f"audit passed: {found} ({rank.folder / AUDIT})")
-
-    # What it can do now, whether it needs to look for that, and what it says.
-    if evaluator is not None:
-        scores = run.evaluate(max_steps)
-        if config.eval.permuted_control and scores is not None:
-            run.control(scores)
-        if config.eval.show_answers and not engine.requested_stop:
-            console.line("answering held-out questions: one forward of the pipeline for each token")
-            answers = write_answers(evaluator, config.eval.show_answers)
-            if answers:
-                console.answers(answers)
-        if engine.requested_stop:
-            return run.leave("stopped in the last evaluation, after all steps; they are saved")
-    if rank.rank == 0 and (best := saver.best) is not None:
-        console.line(f"best checkpoint by {config.checkpoint.keep_best}: step {best[0]}, {best[1]:.4f}")
-    metrics.write(kind="end", step=max_steps)
-    return run.leave()
-
-
-@dataclass
-class _Run:
-    """What all acts of a run share on one rank, and what each of its steps consists of."""
-
-    rank: Rank
-    config: RunConfig  # train.max_steps is known
-    engine: FrozenPipelineEngine
-    audit: RankAudit
-    saver: Checkpointer
-    account: ReadAccount | None
-    batches: Generator[PackedBatch] | None
-    evaluator: Evaluator | None
-    metrics: JsonLines
-    console: Console
-    utilization: Utilization
-    tracer: Tracer | None
-    data: str  # fingerprint
-    about: dict[str, Any]  # what every checkpoint says of the run
-    loss: float | None = None  # of the latest step
-
-    def go_on(self, start: Start) -> None:
+    def begin_steps(self) -> None:
         """Say where the run goes on; one that branches from another begins with a checkpoint of its own."""
-        step, path = start.checkpoint.step, start.checkpoint.path
-        changed = differences(start.checkpoint.state, self.about)
-        self.console.line(f"going on after step {step} of {self.config.train.max_steps}, from {path}")
+        if self.start is None:
+            return
+        step, path = self.first_step, self.start.checkpoint.path
+        changed = differences(self.start.checkpoint.state, self.about)
+        self.console.line(f"going on after step {step} of {self.max_steps}, from {path}")
         if changed:
             self.console.line(f"other than when it was saved, so equal to rounding only: {', '.join(changed)}")
-        if not start.is_own:
+        if not self.start.is_own:
             self.save(step)
             self.saver.finish()
         self.metrics.write(kind="resume", step=step, checkpoint=str(path), changed=changed)
 
-    def train(self, step: int) -> None:
+    def make_steps(self) -> int:
+        """Make steps until all are made, or a signal asks to stop; how many are made.
+
+        Every rank runs its own list of instructions; the result of a step is the same on all of them.
+        """
+        engine, saver, max_steps = self.engine, self.saver, self.max_steps
+        evaluate_every = self.config.eval.every_steps or max_steps
+        for step in range(self.first_step, max_steps):
+            if self.evaluator is not None and step % evaluate_every == 0:
+                self.evaluate(step)
+                if engine.requested_stop:
+                    return step
+            if saver.time_is_up:
+                engine.request(save=True)
+            self.make_step(step)
+            done = step + 1
+            if engine.requested_stop and done < max_steps:
+                return done
+            evaluates = self.evaluator is not None and done % evaluate_every == 0
+            if done < max_steps and (engine.requested_save or saver.is_due(done, evaluates)):
+                self.save(done)
+            saver.poll()
+        return max_steps
+
+    def make_step(self, step: int) -> None:
         """Make one step and record it."""
         start = time.perf_counter()
         result = self.engine.train_step(self.batches)
@@ -260,14 +281,7 @@ class _Run:
             for record in self.account.end_step(step, result.samples, result.quarantined):
                 self.metrics.write(**record)
         if self.tracer is not None and self.tracer.is_complete:
-            self.write_trace()
-
-    def write_trace(self) -> None:
-        """Write the steps that are recorded, if there are any not yet written, together with all ranks."""
-        self.rank.progress.at(self.engine.step_index, "writing the trace")
-        said = self.tracer.finish()
-        if said is not None:
-            self.console.line(said)
+            self._write_trace()
 
     def save(self, step: int) -> None:
         """Begin to save the state after `step` updates."""
@@ -289,6 +303,30 @@ class _Run:
             self.saver.scored(step, asdict(scores))
         return scores
 
+    # ---- end
+
+    def prove(self) -> None:
+        """Close the account of the data, and prove that only what should train did."""
+        if self.account is not None:
+            for record in self.account.finish(self.max_steps):
+                self.metrics.write(**record)
+        self.rank.progress.at(self.max_steps, "auditing")
+        records = _gather(self.audit.finish(self.engine.saw_gradient))
+        if records is not None:
+            file = self.rank.folder / AUDIT
+            found = write_audit(file, self.plan, records, learns=self.config.optimizer.lr > 0)
+            self.console.line(f"audit passed: {found} ({file})")
+
+    def show_what_it_can(self) -> None:
+        """Evaluate, see whether the model needs to look at the images for that, and show answers; until a signal."""
+        scores = self.evaluate(self.max_steps)
+        if self.config.eval.permuted_control and scores is not None:
+            self.control(scores)
+        if self.config.eval.show_answers and not self.engine.requested_stop:
+            self.console.line("answering held-out questions: one forward of the pipeline for each token")
+            if answers := write_answers(self.evaluator, self.config.eval.show_answers):
+                self.console.answers(answers)
+
     def control(self, scores: Scores) -> None:
         """Evaluate with the images permuted among the samples, and record that beside the true `scores`."""
         extent = self.evaluator.extent
@@ -297,20 +335,14 @@ class _Run:
             return
         control = self.evaluator.scores(permuted=True)
         if control is not None:
-            step, permuted = self.config.train.max_steps, extent.permuted
-            self.metrics.write(kind="eval_permuted", step=step, **asdict(control), permuted_samples=permuted)
+            permuted = extent.permuted
+            self.metrics.write(kind="eval_permuted", step=self.max_steps, **asdict(control), permuted_samples=permuted)
             self.console.control(control, scores, permuted)
-
-    def stop(self, step: int) -> str:
-        """Save and end after `step` updates, as a signal has asked; what to tell the user."""
-        self.save(step)
-        self.saver.finish()
-        return self.leave(f"stopped after step {step} of {self.config.train.max_steps}; it is saved")
 
     def leave(self, message: str | None = None) -> str | None:
         """Close everything, together with all ranks; returns the message."""
         if self.tracer is not None:
-            self.write_trace()
+            self._write_trace()
         if (summary := self.utilization.summary()) is not None:
             self.console.line(summary)
         if self.batches is not None:
@@ -320,6 +352,13 @@ class _Run:
         dist.barrier()
         dist.destroy_process_group()
         return message
+
+    def _write_trace(self) -> None:
+        """Write the steps that are recorded, if there are any not yet written, together with all ranks."""
+        self.rank.progress.at(self.engine.step_index, "writing the trace")
+        said = self.tracer.finish()
+        if said is not None:
+            self.console.line(said)
 
 
 def use_algorithms(deterministic: bool) -> None:
@@ -334,30 +373,11 @@ def use_algorithms(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def _from_rank_0(start: Start | None) -> Start | None:
-    """What rank 0 was given: the launcher of another machine need not see the run's files."""
-    shared = [start]
-    dist.broadcast_object_list(shared, 0)
-    return shared[0]
-
-
 def _gather(value: Any) -> list[Any] | None:
     """What every rank gives, by global rank, on rank 0; None on the others."""
     found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, found)
     return found
-
-
-def _described(config: RunConfig, device: torch.device) -> Device:
-    """A rank's device as calibrations name it, which mmtrain.launch looks for when it plans."""
-    if device.type == "cuda":
-        return gpu_device(torch.cuda.get_device_name(device))
-    return cpu_device(config, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
-
-
-def _memory(device: torch.device) -> GpuMemory:
-    free, total = torch.cuda.mem_get_info(device)
-    return GpuMemory(total, free, torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
 
 
 def _without_init_from(config: RunConfig) -> RunConfig:
@@ -366,21 +386,3 @@ def _without_init_from(config: RunConfig) -> RunConfig:
     if not all(matches(parameter.name, config.model.trainable) for parameter in parameters):
         return config
     return config.changed({"model.projector.init_from": None})
-
-
-def _agree_on_data(packed: PackedBatches | None, plan: Plan) -> tuple[str, int]:
-    """The data's fingerprint and the run's steps, which only ranks that read data know.
-
-    Raises UserError where they have different data: each would train on its own idea of a step.
-    """
-    readers = [rank.rank for rank in plan.ranks if rank.pipeline == 0]
-    seen: list[tuple[str, int] | None] = [None] * dist.get_world_size()
-    mine = None if packed is None else (packed.catalog.fingerprint, packed.max_steps)
-    dist.all_gather_object(seen, mine)
-    for rank in readers:
-        if seen[rank] != seen[readers[0]]:
-            raise UserError(
-                f"data.shards: ranks {readers[0]} and {rank} have different data: the shards, or their indexes, must "
-                "be the same on every machine"
-            )
-    return seen[readers[0]]
