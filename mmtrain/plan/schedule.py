@@ -125,11 +125,8 @@ def training_schedule(
     """
     stages = pipeline * chunks_per_rank
     assert microbatches >= 1 and 0 <= first_trainable_stage < stages
-    if chunks_per_rank == 1:
-        orders = _one_stage_orders(pipeline, microbatches, first_trainable_stage)
-    else:
-        orders = _interleaved_orders(pipeline, microbatches, first_trainable_stage, chunks_per_rank)
-    orders[0] = _with_encodes(orders[0], microbatches, encodes)
+    first_rank, *others = _training_orders(pipeline, microbatches, first_trainable_stage, chunks_per_rank)
+    orders = [_with_encodes(first_rank, microbatches, encodes), *others]
     return _with_messages(orders, stages, first_trainable_stage, TRAINING_END)
 
 
@@ -143,22 +140,6 @@ def forward_schedule(pipeline: int, microbatches: int, chunks_per_rank: int = 1)
     return _with_messages(orders, stages, stages, EVALUATION_END)
 
 
-def _one_stage_orders(pipeline: int, microbatches: int, first_trainable_stage: int) -> list[list[Instruction]]:
-    orders = []
-    for rank in range(pipeline):
-        forwards = [Instruction(Op.FORWARD, rank, k) for k in range(microbatches)]
-        if rank < first_trainable_stage:
-            orders.append(forwards)
-            continue
-        warmup = min(microbatches, pipeline - rank - 1)
-        order = forwards[:warmup]
-        for k in range(microbatches):
-            order += forwards[warmup + k : warmup + k + 1]
-            order.append(Instruction(Op.BACKWARD, rank, k))
-        orders.append(order)
-    return orders
-
-
 def _in_groups(rank: int, pipeline: int, stages: int, microbatches: int, op: Op, first: int = 0) -> list[Instruction]:
     """A rank's computes of one kind, stages from `first` on: groups of `pipeline` micro-batches, stage by stage."""
     mine = range(rank, stages, pipeline)
@@ -170,17 +151,21 @@ def _in_groups(rank: int, pipeline: int, stages: int, microbatches: int, op: Op,
     return order
 
 
-def _interleaved_orders(pipeline: int, microbatches: int, first: int, chunks: int) -> list[list[Instruction]]:
+@functools.lru_cache(maxsize=256)  # the search asks again for each place of the encoder
+def _training_orders(pipeline: int, microbatches: int, first: int, chunks: int) -> list[list[Instruction]]:
     """Records a run in which every compute takes one tick and every rank does the first of its rules that it can.
 
     1. A backward, once warmed up; but after a backward a forward, if one may run. 2. A forward, if fewer computes are
-    kept for backward than the rank's limit. Recorded, not written as a formula: Megatron's closed form holds for
-    multiples of `pipeline` micro-batches only, and not where a rank mixes frozen and trained stages.
+    kept for backward than the rank's limit. With one stage a rank that is 1F1B. Recorded, not written as a formula:
+    Megatron's closed form holds for multiples of `pipeline` micro-batches only, and not where a rank mixes frozen and
+    trained stages.
     """
     stages = pipeline * chunks
     forwards = [_in_groups(rank, pipeline, stages, microbatches, Op.FORWARD) for rank in range(pipeline)]
     backwards = [_in_groups(rank, pipeline, stages, microbatches, Op.BACKWARD, first) for rank in range(pipeline)]
-    limit = [2 * (pipeline - rank - 1) + (chunks - 1) * pipeline + 1 for rank in range(pipeline)]
+    # One more than the forwards that 1F1B and Megatron's interleaved 1F1B begin with.
+    each = 1 if chunks == 1 else 2
+    limit = [each * (pipeline - rank - 1) + (chunks - 1) * pipeline + 1 for rank in range(pipeline)]
     orders: list[list[Instruction]] = [[] for _ in range(pipeline)]
     kept = [0] * pipeline
     done: dict[Instruction, int] = {}  # the tick after which it is done
