@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
@@ -108,13 +109,13 @@ class RankAudit:
 
     def start(self) -> dict[str, Any]:
         """What this rank begins with, for `check_replicas` and `model_fingerprint`."""
-        frozen, trainable = _combined(self.before, self.frozen), _combined(self.before, self.masters)
+        parameters = [name for name, tensor in self.frozen.items() if isinstance(tensor, torch.nn.Parameter)]
         return {
             "rank": self.plan.rank,
             "pipeline": self.plan.pipeline,
-            "frozen": frozen,
-            "trainable": trainable,
-            "frozen_parameters": [self.before[name] for name, tensor in self.frozen.items() if _is_parameter(tensor)],
+            "frozen": _combined(self.before, self.frozen),
+            "trainable": _combined(self.before, self.masters),
+            "frozen_parameters": [self.before[name] for name in parameters],
         }
 
     def notes(self, saw_gradient: Collection[str]) -> dict[str, dict[str, Any]]:
@@ -175,10 +176,6 @@ def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
-
-
 def model_fingerprint(starts: Sequence[dict[str, Any]]) -> str:
     """Of all frozen parameters, whatever the layout: a tied matrix that two ranks hold counts once."""
     parameters = {fingerprint for start in starts for fingerprint in start["frozen_parameters"]}
@@ -234,7 +231,7 @@ def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, le
         "failures": failures,
         "ranks": records,
     }
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    write_whole(path, json.dumps(content, indent=2) + "\n")
     if failures:
         raise AuditError(f"{len(failures)} failure(s), all in {path}: " + "; ".join(failures[:5]))
     return f"{moved} of {len(tensors)} trainable tensors moved, frozen weights unchanged on all ranks"

@@ -28,11 +28,11 @@ class NoOpOptimizer(torch.optim.Optimizer):
     exists, since it would be left without updates in silence.
     """
 
-    def __init__(self, module: torch.nn.Module, lr: float = 0.0) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         if trainable:
             raise ValueError(f"NoOpOptimizer on a rank that trains {len(trainable)} parameters, first {trainable[0]}")
-        super().__init__([{"params": [], "lr": lr}], {"lr": lr})
+        super().__init__([{"params": [], "lr": 0.0}], {"lr": 0.0})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Run the closure, if any; there is nothing to update."""
@@ -135,11 +135,11 @@ def load_trained(
         for name, master in masters.by_name.items():
             master.copy_(weights[name])
             if state:
-                moments = {part: torch.empty_like(master) for part in ("exp_avg", "exp_avg_sq")}
-                for part, moment in moments.items():
-                    moment.copy_(state[f"{name}/{part}"])
                 # The step stays on the CPU, where AdamW keeps it: on a GPU each update would wait for it.
-                optimizer.state[master] = {"step": state[f"{name}/step"].to("cpu", copy=True), **moments}
+                devices = {"exp_avg": master.device, "exp_avg_sq": master.device, "step": "cpu"}
+                optimizer.state[master] = {
+                    part: state[f"{name}/{part}"].to(device, copy=True) for part, device in devices.items()
+                }
     masters.write_back()
 
 
