@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.shards.archive import ArchiveFile, read_headers
+from mmtrain.data.shards.archive import read_headers
 from mmtrain.data.shards.index import Member, MissingIndex, read_index
 
 _CHUNK = 1 << 20  # bytes
@@ -92,20 +92,15 @@ def _structure_faults(tar: Path, indexed: dict[int, tuple[str, Member]], tar_byt
         with tar.open("rb") as stream:
             for found in read_headers(tar, stream):
                 reached = found.offset
+                seen = f"{found.name!r}, {found.size:,} bytes"
                 key, member = missing.pop(found.offset, ("", None))
                 if member is None:
-                    faults.append((found.offset, f"{found.name!r}, {found.size:,} bytes, is not in the index"))
-                elif not _is(found, key, member):
-                    wanted = f"{key}.{member.suffix}"
-                    faults.append(
-                        (found.offset, f"its header says {found.name!r}, {found.size:,} bytes; indexed as {wanted!r}")
-                    )
+                    faults.append((found.offset, f"{seen}, is not in the index"))
+                    continue
+                name, wanted = found.name[: len(key)] + found.name[len(key) :].lower(), f"{key}.{member.suffix}"
+                if (name, found.size) != (wanted, member.size):
+                    faults.append((found.offset, f"its header says {seen}; indexed as {wanted!r}"))
     except (UserError, OSError) as error:
         at = next((offset for offset in sorted(missing) if offset > reached), tar_bytes)
         return [*faults, (at, str(error).removeprefix(f"{tar}: "))]
     return [*faults, *((offset, "no header leads to it") for offset in missing)]
-
-
-def _is(found: ArchiveFile, key: str, member: Member) -> bool:
-    stem, suffix = found.name[: len(key) + 1], found.name[len(key) + 1 :]
-    return stem == f"{key}." and suffix.lower() == member.suffix and found.size == member.size

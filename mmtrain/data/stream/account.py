@@ -41,7 +41,6 @@ class _Taken:
     keys: list[str] = field(default_factory=list)
     faults: list[tuple[int, Fault]] = field(default_factory=list)  # epoch, fault
     trained: Counter[int] = field(default_factory=Counter)  # by epoch
-    quarantined: Counter[int] = field(default_factory=Counter)
 
 
 class ReadAccount:
@@ -107,9 +106,7 @@ class ReadAccount:
                 taken.keys += batch.keys
             for epoch, samples in zip(batch.epochs, batch.samples_of_packs, strict=True):
                 taken.trained[epoch] += samples
-            for row, fault in batch.faults:
-                taken.faults.append((batch.epochs[row], fault))
-                taken.quarantined[batch.epochs[row]] += 1
+            taken.faults += [(batch.epochs[row], fault) for row, fault in batch.faults]
 
     def end_step(self, step: int, samples: int, quarantined: int) -> list[dict[str, Any]]:
         """Close a step in which all replicas together trained on `samples` and quarantined `quarantined`.
@@ -183,7 +180,7 @@ class ReadAccount:
             dist.gather_object(taken, replicas or None, dst=0, group=self.group)
         for one in replicas:
             self._trained += one.trained
-            self._quarantined += one.quarantined
+            self._quarantined.update(epoch for epoch, _ in one.faults)
         return replicas
 
     def _close_epoch(self, plan: EpochPlan, packs: int) -> dict[str, Any]:

@@ -201,7 +201,7 @@ class PackOrder:
     def packs(self, first: int, count: int) -> list[PlannedPack]:
         """Packs [first, first + count) of the list. Raises UserError where an epoch holds none."""
         while self._first_packs[-1] <= first:
-            self._first_packs.append(self._first_packs[-1] + len(self.epoch_plan(len(self._first_packs) - 1)))
+            self.first_pack(len(self._first_packs))
         epoch = bisect_right(self._first_packs, first) - 1
         found: list[PlannedPack] = []
         while len(found) < count:
