@@ -89,15 +89,19 @@ def without_nan(value: Any) -> Any:
 
 
 def recorded(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """The records of these kinds in a file of JSON lines, none if it is not there; what is no record is passed over."""
+    """The records of these kinds (none named: of all) in a file of JSON lines; none where there is no file.
+
+    What is no record, as the part of a line that a killed machine leaves, is passed over.
+    """
     if not file.is_file():
         return
     with file.open("rb") as lines:
         for line in iter(functools.partial(lines.readline, MAX_JSON_BYTES), b""):
-            if any(f'"{kind}"'.encode() in line for kind in kinds):  # parsing all lines of a long run takes seconds
-                record = parse_line(line)
-                if isinstance(record, dict) and record.get("kind") in kinds:
-                    yield record
+            if kinds and not any(f'"{kind}"'.encode() in line for kind in kinds):
+                continue  # parsing all lines of a long run takes seconds
+            record = parse_line(line)
+            if isinstance(record, dict) and (not kinds or record.get("kind") in kinds):
+                yield record
 
 
 def parse_line(line: bytes) -> Any:

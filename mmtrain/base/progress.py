@@ -12,7 +12,7 @@ from typing import Any, Self, TextIO
 SECONDS_BETWEEN_LINES = 5.0
 
 
-class Progress:
+class ProgressBar:
     """`total` things to do, and how many samples (or whatever is `counted`) a second that makes."""
 
     def __init__(
@@ -51,13 +51,13 @@ class Progress:
             self.bar.stop()
 
 
-class ByteProgress:
+class ByteBars:
     """Progress of several things that are read or written, one after the other, in MB."""
 
     def __init__(self, say: Callable[[str], None], stream: TextIO) -> None:
-        self._open = lambda what, total: Progress(f"MB {what}", math.ceil(total / 1e6), say, stream, counted="MB")
+        self._open = lambda what, total: ProgressBar(f"MB {what}", math.ceil(total / 1e6), say, stream, counted="MB")
         self._what = ""
-        self._progress: Progress | None = None
+        self._progress: ProgressBar | None = None
 
     def show(self, what: str, done: int, total: int) -> None:
         """`done` of the `total` bytes of `what` went through."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.base.printing import bytes_text
-from mmtrain.base.progress import Progress
+from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import bytes_used
 from mmtrain.calibration.message_costs import MessageCosts
 from mmtrain.calibration.solution import (
@@ -295,7 +295,7 @@ def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path | None, 
     rank.tell(f"calibrating on {device.name}: loading layers")
     calibrator = Calibrator(config, models, plan, torch.device(rank.device), calibration_key(config, models, device))
     rounds = calibrator.warm_up(SECONDS)
-    with Progress("rounds", rounds, rank.tell, rank.console, "measurements") as progress:
+    with ProgressBar("rounds", rounds, rank.tell, rank.console, "measurements") as progress:
         for done in range(rounds):
             rank.progress.at(done, "calibrating")
             calibrator.round()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mmtrain.api.generate import Conversation, llava_folder, load, read_image
 from mmtrain.base.printing import note, run_command, show_words
-from mmtrain.base.progress import ByteProgress
+from mmtrain.base.progress import ByteBars
 from mmtrain.commands.parser import command_parser, positive
 
 EXAMPLES = """\
@@ -64,7 +64,7 @@ def question_after_question(conversation: Conversation) -> None:
 def chat(options: argparse.Namespace) -> None:
     """Do what the options ask for; raises UserError."""
     images = [read_image(file) for file in options.image]
-    with ByteProgress(note, sys.stderr) as progress:
+    with ByteBars(note, sys.stderr) as progress:
 
         def show(what: str, done: int, total: int) -> None:
             if total >= SHOWN_BYTES:

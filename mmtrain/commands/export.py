@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mmtrain.api.export import DifferentError, export
 from mmtrain.base.printing import run_command, show_error, tell
-from mmtrain.base.progress import ByteProgress
+from mmtrain.base.progress import ByteBars
 from mmtrain.commands.parser import command_parser, positive
 
 EXAMPLES = """\
@@ -47,7 +47,7 @@ EXIT_DIFFERENT = 1
 def run_export(options: argparse.Namespace) -> int:
     """Write what the options ask for; the exit code. Raises UserError."""
     try:
-        with ByteProgress(tell, sys.stdout) as progress:
+        with ByteBars(tell, sys.stdout) as progress:
             export(
                 options.checkpoint,
                 options.format,

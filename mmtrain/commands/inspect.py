@@ -25,7 +25,7 @@ import numpy as np
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, note, run_command, tell
-from mmtrain.base.progress import Progress
+from mmtrain.base.progress import ProgressBar
 from mmtrain.commands.parser import command_parser, positive
 from mmtrain.data.report.charts import TERMINAL_BINS, print_distribution, print_table, write_png
 from mmtrain.data.report.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
@@ -220,7 +220,7 @@ def _verify(tars: Sequence[Path], inform: Callable[[str], None], stream: TextIO,
         found = f", {len(damages):,} damaged" if damages else ""
         return f"{compared / 1e6 / max(time.monotonic() - started, 1e-9):,.0f} MB/s{found}"
 
-    with Progress("shards", len(tars), inform, stream) as progress:
+    with ProgressBar("shards", len(tars), inform, stream) as progress:
         for tar in tars:
             damages += verify_shard(tar, count)
             done += 1

@@ -45,7 +45,7 @@ from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import run_command, say
-from mmtrain.base.progress import Progress
+from mmtrain.base.progress import ProgressBar
 from mmtrain.commands.parser import command_parser, positive
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.prepare.intake import Intake, read_llava_json
@@ -210,7 +210,7 @@ def _write_all(outcome: Outcome, options: argparse.Namespace, unfinished: Unfini
     limits = ImageLimits(options.max_pixels, options.max_side)
     with (
         shard_pool(outcome.intake.images, options.out, limits, count, options.workers, known) as run,
-        Progress("records", outcome.total, say, sys.stdout) as progress,
+        ProgressBar("records", outcome.total, say, sys.stdout) as progress,
     ):
         for job, finished in run(iter(outcome.intake), tick):
             outcome.add(job, finished)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.json_lines import JsonLines
+from mmtrain.base.json_lines import JsonLines, recorded
 
 
 def test_each_write_appends_one_json_object(tmp_path):
@@ -36,7 +36,7 @@ def test_nan_and_infinities_are_strings_that_float_reads_back(tmp_path):
 def test_a_disk_that_fills_up_leaves_whole_lines_and_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     script = (
-        "import resource, sys, pathlib; from mmtrain.base.json_lines import JsonLines\n"
+        "import resource, sys, pathlib; from mmtrain.base.json_lines import JsonLines, recorded\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "metrics = JsonLines(pathlib.Path(sys.argv[1]))\n"
         "for step in range(1000): metrics.write(step=step, text='x' * 30)\n"
@@ -79,7 +79,7 @@ def test_a_folder_that_cannot_be_written_any_more_is_named_at_the_next_line(tmp_
     (tmp_path / "run").mkdir()
     tmp_path.chmod(0o755)
     script = (
-        "import os, pathlib; from mmtrain.base.json_lines import JsonLines\n"
+        "import os, pathlib; from mmtrain.base.json_lines import JsonLines, recorded\n"
         "metrics = JsonLines(pathlib.Path('run', 'metrics.jsonl'))\n"
         "metrics.write(step=0)\n"
         f"os.chmod('run', {mode})\n"
@@ -90,3 +90,15 @@ def test_a_folder_that_cannot_be_written_any_more_is_named_at_the_next_line(tmp_
     assert "UserError: run cannot be written any more" in ran.stderr.splitlines()[-1]
     (tmp_path / "run").chmod(0o755)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_records_are_read_by_their_kind_and_torn_lines_are_passed_over(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    assert list(recorded(file, "train")) == []
+    with JsonLines(file) as lines:
+        lines.write(kind="train", step=0, note="eval")
+        lines.write(kind="eval", step=1)
+    with file.open("a") as stream:
+        stream.write('["eval"]\n{"kind": "eval", "ste')
+    assert [record["step"] for record in recorded(file, "eval")] == [1]
+    assert [record["step"] for record in recorded(file)] == [0, 1]

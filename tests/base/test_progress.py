@@ -5,14 +5,14 @@ import pty
 import re
 
 from mmtrain.base import progress
-from mmtrain.base.progress import ByteProgress, Progress
+from mmtrain.base.progress import ByteBars, ProgressBar
 
 
 def test_without_a_terminal_lines_come_every_few_seconds_and_at_the_end(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     lines = []
-    with Progress("shards", 2000, lines.append) as bar:
+    with ProgressBar("shards", 2000, lines.append) as bar:
         for second in range(1, 13):
             now[0] = 100.0 + second
             bar.show(100 * second, 1000 * second, "1 failed" if second > 9 else "")
@@ -29,7 +29,7 @@ def test_a_rate_below_one_is_not_zero(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     lines = []
-    with Progress("repetitions", 3, lines.append, counted="steps") as bar:
+    with ProgressBar("repetitions", 3, lines.append, counted="steps") as bar:
         for done, now[0] in enumerate((6.0, 12.0, 60.0)):
             bar.show(done + 1, done)
     assert lines == [
@@ -43,7 +43,7 @@ def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     leader, follower = pty.openpty()
     lines = []
-    with open(follower, "w") as terminal, Progress("shards", 3, lines.append, terminal) as bar:  # noqa: PTH123 - a number
+    with open(follower, "w") as terminal, ProgressBar("shards", 3, lines.append, terminal) as bar:  # noqa: PTH123 - a number
         bar.show(2, 50, "1 failed")
         bar.show(3, 70, "1 failed")
     written = ""
@@ -58,7 +58,7 @@ def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch):
 
 def test_of_several_things_each_has_its_megabytes():
     lines = []
-    with ByteProgress(lines.append, io.StringIO()) as progress:
+    with ByteBars(lines.append, io.StringIO()) as progress:
         progress.show("written", 10**6, 1_500_000)
         progress.show("written", 1_500_000, 1_500_000)
         progress.show("read again", 7, 7)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from bench_ballast import ballast
 from bench_timing import usual_speed
 
-from mmtrain.base.progress import Progress
+from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import bytes_used, tensor_bytes
 from mmtrain.calibration.calibrate import Calibrator
 from mmtrain.config.schema import RunConfig
@@ -186,7 +186,7 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     key = calibration_key(config, models, cpu_device(config))
     calibrator = Calibrator(config, models, make_plan(config), DEVICE, key)
     calibrator.warm_up(0.0)
-    with Progress("rounds", settings.calibration_rounds, rank.tell, rank.console, "measurements") as progress:
+    with ProgressBar("rounds", settings.calibration_rounds, rank.tell, rank.console, "measurements") as progress:
         for done in range(settings.calibration_rounds):
             calibrator.round()
             progress.show(done + 1, sum(map(len, calibrator.seconds.values())))
@@ -246,7 +246,7 @@ def _race(
     probe = Probe()
     probe()
     probes: dict[str, list[list[float]]] = {name: [] for name, _ in turns}
-    with Progress("repetitions", settings.repetitions, rank.tell, rank.console, "steps") as progress:
+    with ProgressBar("repetitions", settings.repetitions, rank.tell, rank.console, "steps") as progress:
         for repetition in range(settings.repetitions):
             before = probe()
             for name, work in reversed(turns) if repetition % 2 else turns:

@@ -21,7 +21,7 @@ from bench_models import noise_image
 from bench_race import TOLERANCES, race, synchronise
 from bench_samples import PaddedBatch, equal_steps, packed, padded, ragged_steps
 
-from mmtrain.base.progress import Progress
+from mmtrain.base.progress import ProgressBar
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.packs import PackedBatch
@@ -141,7 +141,7 @@ def run_row(
             progress.show(turn, turn * tokens_per_turn, name)
 
     total = (settings.repetitions + 1) * len(contestants)
-    with Progress(f"{row} turns", total, rank.tell, rank.console, "tokens") as progress:
+    with ProgressBar(f"{row} turns", total, rank.tell, rank.console, "tokens") as progress:
         tolerance = TOLERANCES[settings.dtype]
         found = race(contestants, settings.repetitions, tolerance, device, others, show)
     found["step_of_turn"] = [(turn + 1) % settings.steps for turn in range(settings.repetitions)]  # 0: the warm-up

@@ -21,7 +21,7 @@ from bench_timing import Times, alternate
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
-from mmtrain.base.progress import Progress
+from mmtrain.base.progress import ProgressBar
 from mmtrain.checkpoint.write import Checkpointer, Saved, Tensors, run_state
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.loader import PackedBatches
@@ -128,7 +128,7 @@ def _race(
             mode: stack.enter_context(JsonLines(rank.folder / mode / "metrics.jsonl" if rank.rank == 0 else None))
             for mode in MODES
         }
-        progress = Progress("blocks", options.repetitions * len(MODES), rank.tell, rank.console, "steps")
+        progress = ProgressBar("blocks", options.repetitions * len(MODES), rank.tell, rank.console, "steps")
         stack.enter_context(progress)
 
         def block(mode: str) -> float:

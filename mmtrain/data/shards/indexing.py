@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TextIO
 
 from mmtrain.base.durable import lock
 from mmtrain.base.errors import UserError
-from mmtrain.base.progress import Progress
+from mmtrain.base.progress import ProgressBar
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_JSON_BYTES, Rejected, open_image
 from mmtrain.data.samples.sample import Sample, image_number, image_suffixes, read_sample
 from mmtrain.data.shards.archive import read_headers
@@ -130,7 +130,7 @@ def build_indexes(
 
     with (
         worker_pool(index_shard, min(workers, len(tars))) as run,
-        Progress("shards", len(tars), say, stream) as progress,
+        ProgressBar("shards", len(tars), say, stream) as progress,
     ):
         for _, error in run(tars, show):
             done += 1
