@@ -109,6 +109,13 @@ def test_values_cannot_change_after_loading(minimal):
         load_config(minimal).run.seed = 3
 
 
+def test_values_at_dotted_keys_are_changed_in_a_copy(minimal):
+    config = load_config(minimal)
+    changed = config.changed({"model.llm.dtype": "float32", "train.max_steps": 3})
+    assert (changed.model.llm.dtype, changed.train.max_steps) == ("float32", 3)
+    assert config == load_config(minimal) == changed.changed({"model.llm.dtype": "bfloat16", "train.max_steps": 10})
+
+
 def test_overrides_apply_in_order_and_are_read_as_yaml(minimal):
     config = load_config(
         minimal,
