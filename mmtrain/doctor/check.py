@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.processes.gpus import Gpu
@@ -58,7 +60,7 @@ class Here:
     def load(cls, file: Path) -> Here:
         """What `save` wrote."""
         content = json.loads(file.read_text())
-        gpus = tuple(map(Gpu.from_json, content.pop("gpus")))
+        gpus = TypeAdapter(tuple[Gpu, ...]).validate_python(content.pop("gpus"))
         return cls(**{name: Path(path) for name, path in content.items()}, gpus=gpus)
 
 

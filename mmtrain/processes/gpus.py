@@ -17,7 +17,9 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from mmtrain.base.errors import UserError
 from mmtrain.processes.parent import die_with_parent
@@ -41,11 +43,6 @@ class Gpu:
     free_bytes: int
     capability: tuple[int, int]  # compute capability, e.g. (9, 0)
     uuid: str
-
-    @classmethod
-    def from_json(cls, facts: dict[str, Any]) -> Self:
-        """Of what JSON keeps of `dataclasses.asdict`."""
-        return cls(**facts | {"capability": tuple(facts["capability"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +98,7 @@ def ask_machine(timeout_seconds: float = SECONDS) -> Machine:
             f"asking for the GPUs failed ({cause}); see whether nvidia-smi and `python -c 'import torch; "
             f"torch.cuda.init()'` work, or {ON_THE_CPU}"
         )
-    facts = json.loads(found[-1])
-    known = facts["driver_cuda"]
-    facts["gpus"] = tuple(map(Gpu.from_json, facts["gpus"]))
-    facts["architectures"] = tuple(facts["architectures"])
-    facts["driver_cuda"] = None if known is None else tuple(known)
-    return Machine(**facts)
+    return TypeAdapter(Machine).validate_json(found[-1])
 
 
 def refuse_unusable(machine: Machine) -> None:
