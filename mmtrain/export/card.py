@@ -53,9 +53,8 @@ def write_card(
 ) -> None:
     """Write README.md; `unmarked` says why the chat template marks no answers, where it does not."""
     bases = [name for name in (about.llm, about.vision) if HUB_ID.fullmatch(name) and "/" in name]
-    front = {"library_name": "transformers", "pipeline_tag": "image-text-to-text"} | (
-        {"base_model": bases} if bases else {}
-    )
+    front = {"library_name": "transformers", "pipeline_tag": "image-text-to-text"}
+    front |= {"base_model": bases} if bases else {}
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {shown_name(Path(about.llm).name)} that sees through {shown_name(Path(about.vision).name)}",

@@ -53,8 +53,6 @@ class ExportedModel:
     bytes: int  # of the tensors
     tensors: int
     files: int
-    image_token_id: int
-    added_rows: int
     kept_in_float32: frozenset[str]  # names of tensors that were not cast
     unmarked: str | None  # why the chat template does not mark answers; None where it does
 
@@ -108,9 +106,7 @@ def export_hf(
     progress("read again", 0, size)
     check_written(folder, files, lambda done: progress("read again", done, size))
     write_card(folder, about, stored_as, encoder, language, processor, unmarked)
-    return ExportedModel(
-        total, len(tensors), len(files), processor.image_token_id, language.added_rows, frozenset(kept), unmarked
-    )
+    return ExportedModel(total, len(tensors), len(files), frozenset(kept), unmarked)
 
 
 def _config(

@@ -71,8 +71,8 @@ def without_spare_row(request, tiny, make_tiny, tmp_path_factory):
 
 def test_a_full_embedding_gains_a_row_and_all_else_stays(without_spare_row):
     checkpoint, exported, out, size, tied = without_spare_row
-    assert (exported.added_rows, exported.image_token_id) == (1, size)
     model = load_stock(out)
+    assert model.config.image_token_id == size
     own = AutoModelForCausalLM.from_pretrained(checkpoint.config.model.llm.path)
     for matrix, before in (
         (model.get_input_embeddings().weight, own.get_input_embeddings().weight),
@@ -87,27 +87,26 @@ def test_a_full_embedding_gains_a_row_and_all_else_stays(without_spare_row):
 
 
 def test_the_new_row_is_never_said_whatever_the_hidden_state(without_spare_row):
-    _, exported, out, size, _ = without_spare_row
+    _, _, out, size, _ = without_spare_row
     model = load_stock(out)
     generator = torch.Generator().manual_seed(0)
     for scale in (1e-2, 1.0, 100.0):
         # Among them the states for which a row of zeros would win: all other logits below 0.
         hidden = torch.randn(20_000, model.lm_head.in_features, generator=generator) * scale
         hidden = torch.cat([hidden, -model.lm_head.weight[:size].mean(0, keepdim=True) * scale])
-        assert not (model.lm_head(hidden).argmax(-1) == exported.image_token_id).any()
+        assert not (model.lm_head(hidden).argmax(-1) == model.config.image_token_id).any()
     ids = torch.randint(0, size, (16, 4), generator=generator)
     torch.manual_seed(0)
     said = model.generate(ids, do_sample=True, temperature=5.0, max_new_tokens=60)[:, 4:]
-    assert not (said == exported.image_token_id).any()
+    assert not (said == model.config.image_token_id).any()
     assert len(said.unique()) > 100, "the temperature makes everything else likely"
 
 
 def test_a_spare_row_is_used_before_one_is_added(checkpoint, tmp_path):
-    exported = export(checkpoint, tmp_path / "out")
-    assert exported.added_rows == 0
-    text = json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]
+    export(checkpoint, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
     own = json.loads((Path(checkpoint.config.model.llm.path) / "config.json").read_text())
-    assert exported.image_token_id < text["vocab_size"] == own["vocab_size"]
+    assert config["image_token_index"] < config["text_config"]["vocab_size"] == own["vocab_size"]
     assert "gained" not in (tmp_path / "out" / "README.md").read_text()
 
 
