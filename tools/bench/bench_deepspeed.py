@@ -60,6 +60,7 @@ class DeepSpeedPipeline:
         microbatches: int,
         batches: Iterator[PaddedBatch],
     ) -> None:
+        deepspeed.init_distributed(verbose=False)  # takes the default group as it is
         module = PipelineModule(
             [LayerSpec(Layer, layer) for layer in layers],
             num_stages=stages,

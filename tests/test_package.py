@@ -1,0 +1,58 @@
+"""What `pip install .` brings is all that a user needs: commands, the demo, licences, types; no checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "configs", "mmtrain")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder with nothing but the installed package, made from a copy: building leaves files behind."""
+    pytest.importorskip("setuptools", "77")
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+    for name in SHIPPED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", target, source], check=True, timeout=120, cwd=target)
+    return target
+
+
+def run(installed: Path, folder: Path, *arguments: object) -> str:
+    """What the installed command prints, run in `folder`."""
+    command = [sys.executable, installed / "bin" / "mmtrain", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_files_that_are_not_python_come_with_it(installed):
+    package = installed / "mmtrain"
+    config = (ROOT / "configs" / "llava_pp4.yaml").read_bytes()
+    assert (package / "demo" / "llava_pp4.yaml").read_bytes() == config and (package / "py.typed").exists()
+    shipped = {path.relative_to(ROOT) for path in (ROOT / "mmtrain").rglob("*.json")}
+    assert shipped <= {path.relative_to(installed) for path in package.rglob("*.json")}
+    assert {path.name for path in installed.glob("*.dist-info/licenses/*")} == {"LICENSE", "NOTICE"}
+
+
+def test_it_plans_and_shards_and_trains_the_demo(installed, tmp_path):
+    assert "mmtrain train demo:llava_pp4" in run(installed, tmp_path, "--help")
+    assert "demo:vision -> projector -> demo:llm" in run(installed, tmp_path, "plan", "demo:llava_pp4")
+    record = {"id": "a", "conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "That."}]}
+    (tmp_path / "a.json").write_text(json.dumps([record]))
+    assert "1 samples" in run(installed, tmp_path, "shard", "--json", "a.json", "--images", ".", "--out", "shards")
+    short = ("parallel.pipeline=1", "train.max_steps=2", "eval.shards=null", "parallel.threads_per_rank=1")
+    assert "results: runs/llava_pp4" in run(installed, tmp_path, "train", "demo:llava_pp4", *short)
