@@ -187,7 +187,9 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
             schedule = in_common_order(schedule)
             self._posts_ahead[self._training] = True
         self._run(schedule[self.stage_id])
-        self._wait_for_sends()
+        self.clock.start(None)
+        self._channels.wait_for_sends()
+        self.clock.waited()
 
     def _run(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
@@ -201,11 +203,6 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         tensors = self._channels.take(kind, stage, microbatch)
         self.clock.waited()
         return tensors
-
-    def _wait_for_sends(self) -> None:
-        self.clock.start(None)
-        self._channels.wait_for_sends()
-        self.clock.waited()
 
     # ---- instructions
 
