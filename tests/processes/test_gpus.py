@@ -166,7 +166,7 @@ def test_neither_the_launcher_nor_anything_it_or_a_rank_forks_starts_cuda(tiny, 
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
 
     planned = launch("--plan", "parallel.pipeline=2", "run.name=planned")
-    assert planned.returncode == 0 and "80.0 GiB per rank" in planned.stdout, planned.stderr
+    assert planned.returncode == 0 and "80.0 GiB per rank" in " ".join(planned.stdout.split()), planned.stderr
     too_many = launch("parallel.pipeline=3")
     assert too_many.returncode == 2 and "has 2 GPUs" in too_many.stderr
     unwritable = launch("--calibrate", "parallel.pipeline=2", f"parallel.calibration={tmp_path}")
