@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
 import multiprocessing.forkserver
 import os
@@ -143,10 +142,9 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
             rdzv_endpoint=job.endpoint if job.nodes > 1 else THIS_MACHINE,
             rdzv_configs={"rank": job.node, "timeout": job.timeout_seconds},
         )
-        entry = functools.partial(run_rank, target, job, records)
         try:
             with _stopped_ranks_continued(records):
-                ends = elastic_launch(config, _call)(entry)
+                ends = elastic_launch(config, run_rank)(target, job, records)
         except ChildFailedError as error:
             exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
             lives = any(_runs(child, b"multiprocessing.forkserver") for child in _children())
@@ -169,11 +167,6 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
             console.drain()
     stopped = next(iter(ends.values()))
     return None if stopped is None else Failure(STOPPED, stopped)
-
-
-def _call(entry: Callable[[], str | None]) -> str | None:
-    """The agent wants a function with a name."""
-    return entry()
 
 
 @contextlib.contextmanager
