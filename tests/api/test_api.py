@@ -21,7 +21,8 @@ import mmtrain
 
 
 def short(tiny: Path, folder: Path, *more: str):
-    keys = ["parallel.pipeline=1", "train.max_steps=3", "eval.fraction=0.2", f"run.dir={folder}", *more]
+    keys = ["parallel.pipeline=1", "parallel.threads_per_rank=1", "train.max_steps=3", f"run.dir={folder}"]
+    keys += ["eval.fraction=0.2", "eval.show_answers=0", *more]
     return mmtrain.load_config(tiny / "config.yaml", keys)
 
 
