@@ -198,7 +198,7 @@ def encoding_ahead(plan: Plan, ahead: int) -> Plan:
     if ahead == 0:
         return plan
     encodes = replace(immediate_encodes(plan.schedule[0]), ahead=ahead)
-    shape = plan.pipeline, plan.microbatches_per_step, plan.first_trainable_stage, plan.chunks_per_rank
+    shape = plan.pipeline, plan.microbatches_per_step, plan.first_trainable_stage, plan.stages_per_rank
     return replace(plan, schedule=training_schedule(*shape, encodes), encode_ahead=ahead)
 
 

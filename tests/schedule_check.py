@@ -21,7 +21,7 @@ from mmtrain.plan.schedule import (
 
 
 def check_schedule(
-    schedule: Schedule, microbatches: int, first_trainable_stage: int | None, *, chunks_per_rank: int = 1
+    schedule: Schedule, microbatches: int, first_trainable_stage: int | None, *, stages_per_rank: int = 1
 ) -> None:
     """Raises ValueError, naming rank and instruction, unless the schedule is one that every rank can finish.
 
@@ -31,12 +31,12 @@ def check_schedule(
     same order; nothing is sent before it is computed; all ranks reach their end with sends asynchronous and a message
     arriving once both sides have posted it; every rank ends with the same collectives.
     """
-    ranks, stages = len(schedule), len(schedule) * chunks_per_rank
+    ranks, stages = len(schedule), len(schedule) * stages_per_rank
     first_backward = stages if first_trainable_stage is None else first_trainable_stage
     end = EVALUATION_END if first_trainable_stage is None else TRAINING_END
     for rank, instructions in enumerate(schedule):
         _check_places(rank, instructions, ranks, stages, end)
-    _check_encodes(schedule[0], microbatches, may_run_ahead=first_trainable_stage is not None)
+    _check_encodes(schedule[0], microbatches, may_prefetch=first_trainable_stage is not None)
     _check_computes(schedule, microbatches, stages, first_backward)
     _check_channels(schedule, ranks, stages, first_backward)
     _check_progress(schedule, ranks, stages)
@@ -60,13 +60,13 @@ def _check_places(rank: int, instructions: Sequence[Instruction], ranks: int, st
             raise ValueError(f"{_place(rank, i, instruction)}: only stage 0 reads data")
 
 
-def _check_encodes(instructions: Sequence[Instruction], microbatches: int, *, may_run_ahead: bool) -> None:
+def _check_encodes(instructions: Sequence[Instruction], microbatches: int, *, may_prefetch: bool) -> None:
     """LOAD and ENCODE come in pairs, micro-batch after micro-batch, and always before stage 0's FORWARD."""
     found = [i for i, x in enumerate(instructions) if x.op is Op.ENCODE]
     if [i for i, x in enumerate(instructions) if x.op is Op.LOAD] != [i - 1 for i in found]:
         raise ValueError("rank 0: LOAD and ENCODE must come in pairs, LOAD first")
     ahead = instructions[found[0]].microbatch if found else 0
-    if ahead and not may_run_ahead:
+    if ahead and not may_prefetch:
         raise ValueError(f"rank 0 has {ahead} micro-batches encoded before an evaluation begins")
     expected = list(range(ahead, ahead + microbatches))
     for op, pairs in ((Op.LOAD, [i - 1 for i in found]), (Op.ENCODE, found)):

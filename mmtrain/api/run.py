@@ -23,8 +23,9 @@ from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import say
 from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, step_folders
-from mmtrain.config.load import dump_config, load_config
+from mmtrain.config.load import dump_config, restore_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.config.strict_yaml import read_yaml
 
 WRONG_INPUT = 2  # exit code of the launcher for what the user can mend
 LINES_KEPT = 200  # of what the launcher has printed: its message is among the last
@@ -94,7 +95,8 @@ class Run:
     @property
     def config(self) -> RunConfig:
         """Every key of its configuration, resolved; raises UserError where the folder has none."""
-        return load_config(self.folder / "config.yaml")
+        file = self.folder / "config.yaml"
+        return restore_config(read_yaml(file), str(file))
 
     @property
     def plan(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def run_state(config: RunConfig, plan: Plan, threads: int, device: torch.device)
         },
         "topology": {
             "pipeline": plan.pipeline,
-            "chunks_per_rank": plan.chunks_per_rank,
+            "stages_per_rank": plan.stages_per_rank,
             "data": plan.data,
             "boundaries": list(plan.boundaries),
             "packs_per_microbatch": config.train.packs_per_microbatch,

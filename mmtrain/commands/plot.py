@@ -33,7 +33,7 @@ examples:
     mmtrain train demo:llava_pp4 --trace
     mmtrain plot --plan demo:llava_pp4 --trace runs/llava_pp4 --out schedule.png
   another step of the trace, another layout of the plan:
-    mmtrain plot --plan demo:llava_pp4 parallel.chunks_per_rank=2 --trace runs/v2 --step 2
+    mmtrain plot --plan demo:llava_pp4 parallel.stages_per_rank=2 --trace runs/v2 --step 2
 
 exit codes:
   0    the picture is written
@@ -89,7 +89,7 @@ class Timeline:
     idle: tuple[float, ...]  # share of the step, by rank
 
     @property
-    def chunks_per_rank(self) -> int:
+    def stages_per_rank(self) -> int:
         """Stages that a rank holds."""
         return 1 + max((bar.stage // self.ranks for bar in self.bars), default=0)
 
@@ -194,7 +194,7 @@ def draw(timelines: Sequence[Timeline], file: Path) -> None:
     used = {bar.work for timeline in timelines for bar in timeline.bars}
     keys = [Patch(facecolor=COLOURS[work][-1], label=NAMES[work]) for work in COLOURS if work in used]
     keys.append(Patch(facecolor=IDLE, label="idle"))
-    if max(timeline.chunks_per_rank for timeline in timelines) > 1:
+    if max(timeline.stages_per_rank for timeline in timelines) > 1:
         keys.append(Patch(facecolor="none", label="darker: a later stage of the rank"))
     figure.legend(handles=keys, loc="outside lower center", ncols=WIDEST_LEGEND, frameon=False, fontsize=10)
     try:
@@ -205,7 +205,7 @@ def draw(timelines: Sequence[Timeline], file: Path) -> None:
 
 def _draw_panel(axes: Any, timeline: Timeline, longest: float) -> None:
     pixels = 0.88 * PIXELS / longest  # of a unit of time
-    chunks = timeline.chunks_per_rank
+    chunks = timeline.stages_per_rank
     widths = [bar.end - bar.begin for bar in timeline.bars if bar.work in (Work.FORWARD, Work.BACKWARD)]
     edge = 0.6 if widths and min(widths) * pixels > EDGE_PIXELS else 0.0
     for rank in range(timeline.ranks):
@@ -295,7 +295,7 @@ def plot_schedule(options: argparse.Namespace) -> None:
     draw(timelines, options.out)
     for timeline in timelines:
         tell(f"{timeline.title} ({', '.join(f'rank {r}: {share:.1%}' for r, share in enumerate(timeline.idle))})")
-    layouts = {(timeline.ranks, timeline.chunks_per_rank) for timeline in timelines}
+    layouts = {(timeline.ranks, timeline.stages_per_rank) for timeline in timelines}
     if len(layouts) > 1:
         tell("note: the plan and the trace are of different layouts")
     tell(f"written to {options.out}")

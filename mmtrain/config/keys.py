@@ -3,7 +3,7 @@
     packs_per_microbatch: Free[Measured[int]] = Field(1, ge=1, description="packs that one pipeline forward handles")
 
 Free, Kept or Fixed, which every key is: whether a run that goes on from a checkpoint may change it. Measured: costs
-that were measured under another value say nothing. InsteadOf: of two keys one is set.
+that were measured under another value say nothing. InsteadOf: of two keys one is set. RenamedFrom: its old name.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ class InsteadOf:
 
     key: str
     is_needed: bool = True  # one of them is
+
+
+@dataclass(frozen=True)
+class RenamedFrom:
+    """What this key of the section was called: refused with the new name in a YAML, translated in a checkpoint."""
+
+    name: str
 
 
 Free = Annotated[T, OnResume.FREE]

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import shortened
-from mmtrain.config.keys import InsteadOf, all_fields, marked, section_of
+from mmtrain.config.keys import InsteadOf, RenamedFrom, all_fields, marked, section_of
 from mmtrain.config.problems import explain
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import parse_yaml, read_yaml
@@ -54,16 +54,27 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def restore_config(content: dict[str, Any], source: str) -> RunConfig:
-    """The configuration of which `model_dump(mode="json")` made this; keys that mmtrain did not have then get defaults.
+    """The configuration of which `model_dump(mode="json")` made this, by an earlier version, too.
 
-    `data.allow_pipe` is empty: no file says which programs may run. Raises UserError, naming the source, where it has
-    keys or values that this version does not know.
+    Keys that were renamed since are translated, keys that mmtrain did not have then get defaults. `data.allow_pipe` is
+    empty: no file says which programs may run. Raises UserError, naming the source, where it has keys or values that
+    this version does not know.
     """
     try:
-        return RunConfig.model_validate(_tuples(content)).changed({"data.allow_pipe": ()})
+        return RunConfig.model_validate(_tuples(_with_new_names(content))).changed({"data.allow_pipe": ()})
     except ValidationError as error:
         problems = explain(RunConfig, error.errors(include_url=False), content)
     raise UserError("\n  ".join([f"{source}: a configuration that this version of mmtrain does not know", *problems]))
+
+
+def _with_new_names(content: dict[str, Any]) -> dict[str, Any]:
+    """The same with what renamed keys are called now; the content itself stays as it is."""
+    content = dict(content)
+    for (section, name), mark in marked(RunConfig, RenamedFrom).items():
+        keys = content.get(section)
+        if isinstance(keys, dict) and mark.name in keys:
+            content[section] = {name if key == mark.name else key: value for key, value in keys.items()}
+    return content
 
 
 def dump_config(config: RunConfig) -> str:

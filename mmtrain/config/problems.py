@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from mmtrain.config.keys import ELEMENT, Path, all_fields, declared_path, section_of
+from mmtrain.config.keys import ELEMENT, Path, RenamedFrom, all_fields, declared_path, section_of
 
 _NOUNS = {int: "an integer", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
@@ -67,6 +67,9 @@ def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) ->
 
 def _unknown_key(path: Path, value: Any, fields: dict[Path, FieldInfo]) -> str:
     path = tuple(part if len(part) <= LONGEST_KEY else part[: LONGEST_KEY - 3] + "..." for part in path)
+    for new, field in fields.items():
+        if any(isinstance(mark, RenamedFrom) and (*new[:-1], mark.name) == path for mark in field.metadata):
+            return f"{'.'.join(path)}: the key is called {'.'.join(new)} now; rename it"
     near = nearest_key(path, list(fields))
     siblings = [candidate[-1] for candidate in fields if candidate[:-1] == declared_path(path[:-1])]
     where = ".".join(path[:-1]) or "the top level"

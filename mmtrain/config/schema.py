@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from mmtrain.config.keys import Fixed, Free, InsteadOf, Kept, Measured
+from mmtrain.config.keys import Fixed, Free, InsteadOf, Kept, Measured, RenamedFrom
 from mmtrain.config.limits import MAX_IMAGE_PIXELS, MAX_LAYERS
 
 
@@ -125,10 +125,14 @@ class ParallelSection(Section):
     """pipeline ranks that share one copy of the model"""
     data: Free[int] = Field(1, ge=1, le=10_000)
     """data-parallel replicas of the whole pipeline"""
-    chunks_per_rank: Free[Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)]] = "auto"
+    stages_per_rank: Annotated[
+        Free[Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)]], RenamedFrom("chunks_per_rank")
+    ] = "auto"
     """stages that a pipeline rank holds: 1 is 1F1B, more interleave, which idles less and sends more; auto: what the
     simulation favours within memory"""
-    encoder_run_ahead: Free[Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)]] = "auto"
+    encoder_prefetch: Annotated[
+        Free[Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)]], RenamedFrom("encoder_run_ahead")
+    ] = "auto"
     """micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which its rank would
     wait; auto: what the simulation favours; 0: none. It changes no result"""
     boundaries: Free[tuple[LayerIndex, ...] | None] = None
@@ -152,17 +156,17 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _lists_fit_the_pipeline(self) -> Self:
-        cuts, chunks = self.boundaries, self.chunks_per_rank
+        cuts, chunks = self.boundaries, self.stages_per_rank
         if self.pipeline == 1 and chunks != "auto" and chunks > 1:
             raise _wrong_together(
-                f"parallel.chunks_per_rank: {chunks} stages on one rank; with parallel.pipeline 1 there is nothing to "
+                f"parallel.stages_per_rank: {chunks} stages on one rank; with parallel.pipeline 1 there is nothing to "
                 "interleave: leave it out"
             )
         if cuts is not None:
             stages = len(cuts) + 1
             wrong = stages % self.pipeline or (self.pipeline == 1 and stages > 1)
             if wrong or (chunks != "auto" and stages != self.pipeline * chunks):
-                each = f" and chunks_per_rank {chunks}" if chunks not in ("auto", 1) else ""
+                each = f" and stages_per_rank {chunks}" if chunks not in ("auto", 1) else ""
                 needed = self.pipeline * (1 if chunks == "auto" else chunks) - 1
                 raise _wrong_together(
                     f"parallel.boundaries: {list(cuts)} has {len(cuts)} entries; parallel.pipeline {self.pipeline}"

@@ -44,9 +44,9 @@ def channels(here: Here) -> Seen:
     from mmtrain.doctor.rank import exchange
 
     ranks = min(len(here.gpus), MOST_CHANNEL_RANKS) if here.gpus else 2
-    config, *overrides = launcher(here, "channels", f"parallel.pipeline={ranks}", "parallel.chunks_per_rank=2")
+    config, *overrides = launcher(here, "channels", f"parallel.pipeline={ranks}", "parallel.stages_per_rank=2")
     if ranks > 3:  # two stages each, for front, four decoder layers and head
-        overrides.append("parallel.chunks_per_rank=1")
+        overrides.append("parallel.stages_per_rank=1")
     plan = make_plan(load_config(config, overrides))
     on_ranks(here, ranks, functools.partial(exchange, plan, here.folder))
     found = [json.loads((here.folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
@@ -80,7 +80,7 @@ def layout(here: Here, pipeline: str, chunks: str, data: str) -> Seen:
     """The demo on a layout against the demo at pipeline 1: losses of every step."""
     expected = losses(pipeline_1(here))
     name = f"pp{pipeline}x{chunks}-dp{data}"
-    keys = {"pipeline": pipeline, "chunks_per_rank": chunks, "data": data}
+    keys = {"pipeline": pipeline, "stages_per_rank": chunks, "data": data}
     run = demo(here, name, *(f"parallel.{key}={value}" for key, value in keys.items()))
     found = losses(run)
     off = worst(found, expected)

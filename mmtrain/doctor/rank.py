@@ -44,7 +44,7 @@ def exchange(plan: Plan, folder: Path, rank: Rank) -> None:
     join_process_group(device, TIMEOUT_SECONDS)
     channels = Channels(plan, rank.rank, device, timedelta(seconds=TIMEOUT_SECONDS))
     mine = plan.ranks[rank.rank].pipeline
-    flows = [("activation", s, s + 1) for s in range(plan.pipeline * plan.chunks_per_rank - 1)]
+    flows = [("activation", s, s + 1) for s in range(plan.pipeline * plan.stages_per_rank - 1)]
     flows += [("gradient", target, source) for _, source, target in flows]
     matrix = torch.randn(WORK_WIDTH[device.type], WORK_WIDTH[device.type], device=device)
     seconds: dict[int, float] = {}

@@ -50,7 +50,7 @@ class Channels:
         self._channels: dict[tuple[str, int, int], _Channel] = {}  # by (kind, source, destination), pipeline ranks
         places = {(other.pipeline, other.data): other.rank for other in plan.ranks}
         flows: dict[tuple[str, int, int], None] = {}  # a set in order: the same on every rank
-        for stage in range(plan.pipeline * plan.chunks_per_rank - 1):
+        for stage in range(plan.pipeline * plan.stages_per_rank - 1):
             near, far = stage % plan.pipeline, (stage + 1) % plan.pipeline
             flows["activation", near, far] = None
             if stage >= plan.first_trainable_stage:

@@ -92,7 +92,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._wants_save = False
         self._wants_stop = False
         self._training = True
-        self._last_stage = plan.pipeline * plan.chunks_per_rank - 1
+        self._last_stage = plan.pipeline * plan.stages_per_rank - 1
         self._ahead: dict[int, _Input] = {}  # of the next step, by its micro-batches
         warms_up = self.device.type == "cuda" if warms_up is None else warms_up
         if warms_up:
@@ -167,7 +167,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._batches = batches
         self._training = False
         self._inputs = {}  # what is encoded for the next training step stays as it is
-        self._run_schedule(forward_schedule(self.plan.pipeline, microbatches, self.plan.chunks_per_rank))
+        self._run_schedule(forward_schedule(self.plan.pipeline, microbatches, self.plan.stages_per_rank))
         return self._statistics
 
     def _begin_step(self) -> None:

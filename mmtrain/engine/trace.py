@@ -119,7 +119,7 @@ def write_trace(file: Path, plan: Plan, ranks: Sequence[Sequence[TracedStep]]) -
         "run": plan.run,
         "pipeline": plan.pipeline,
         "data": plan.data,
-        "chunks_per_rank": plan.chunks_per_rank,
+        "stages_per_rank": plan.stages_per_rank,
         "microbatches_per_step": plan.microbatches_per_step,
         "steps": [recorded.step for recorded in ranks[0]],
     }

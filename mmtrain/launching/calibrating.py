@@ -47,7 +47,7 @@ def calibrate(config: RunConfig, ranks: int) -> int:
     plan = plan_here(config, gpus, ranks)
     say("", *render(plan).split("\n"))
     say(
-        f"planned without it: stages begin at decoder layers {list(assumed.boundaries)}, {assumed.chunks_per_rank} a "
+        f"planned without it: stages begin at decoder layers {list(assumed.boundaries)}, {assumed.stages_per_rank} a "
         f"rank, {assumed.encode_ahead} micro-batches encoded ahead; {_against(config, gpus, ranks, assumed, plan)}"
     )
     return 0
@@ -79,8 +79,8 @@ def _against(config: RunConfig, gpus: Sequence[Gpu], ranks: int, assumed: Plan, 
     """What a layout that was planned with assumed costs is worth by those of a calibrated plan."""
     by_hand = {
         "parallel.boundaries": assumed.boundaries or None,
-        "parallel.chunks_per_rank": assumed.chunks_per_rank,
-        "parallel.encoder_run_ahead": 0,  # what counts is the schedule that was planned
+        "parallel.stages_per_rank": assumed.stages_per_rank,
+        "parallel.encoder_prefetch": 0,  # what counts is the schedule that was planned
     }
     try:
         measured = plan_here(config.changed(by_hand), gpus, ranks).seconds

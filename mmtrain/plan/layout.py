@@ -78,7 +78,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class UniformCut:
-    """What cutting the decoder layers evenly would give: front and head on top, one stage a rank, no run-ahead."""
+    """What cutting the decoder layers evenly would give: front and head on top, one stage a rank, no prefetch."""
 
     boundaries: tuple[int, ...]
     fits: bool
@@ -96,7 +96,7 @@ class Plan:
     vision: str
     trainable: tuple[str, ...]  # patterns
     pipeline: int
-    chunks_per_rank: int
+    stages_per_rank: int
     data: int
     decoder_layers: int
     boundaries: tuple[int, ...]  # decoder layer at which stage 1, 2, ... begins
@@ -111,8 +111,8 @@ class Plan:
     idle_share: float  # of a step, over all ranks
     minimal_flops_share: float  # of what a step computes: what every exact way of training must compute
     uniform: UniformCut | None  # None with one rank, or with fewer decoder layers than ranks
-    fewer_chunks_time_ratio: float | None  # a step of the best plan with fewer chunks a rank over this one's
-    no_run_ahead_time_ratio: float | None  # of this plan without run-ahead over this one's
+    fewer_chunks_time_ratio: float | None  # a step of the best plan with fewer stages a rank over this one's
+    no_prefetch_time_ratio: float | None  # of this plan without prefetch over this one's
     seconds: StageSeconds  # what was simulated; see `costs`
     ranks: tuple[RankPlan, ...]
     schedule: Schedule  # per pipeline rank

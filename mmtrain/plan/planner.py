@@ -16,7 +16,7 @@ from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models, minimal_flops
 from mmtrain.plan.cut import given_cut, uniform_cut
 from mmtrain.plan.layout import Plan, RankPlan, StagePlan, UniformCut, stage_of
-from mmtrain.plan.refusals import check_layout, check_run_ahead, check_trainable, does_not_fit
+from mmtrain.plan.refusals import check_layout, check_prefetch, check_trainable, does_not_fit
 from mmtrain.plan.search import Layout, Search
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
 from mmtrain.pretrained.shapes import llm_shape, matches, projector_parameters, vision_shape
@@ -44,11 +44,11 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     check_preprocessing(config.model.vision.name)
     check_layout(config, models)
     check_trainable(config, models)
-    check_run_ahead(config, models)
+    check_prefetch(config, models)
     costs = stage_costs(config, models, limit, device)
-    search = Search(costs, config.parallel.encoder_run_ahead)
+    search = Search(costs, config.parallel.encoder_prefetch)
     if config.parallel.boundaries is None:
-        found = search.find(config.parallel.chunks_per_rank)
+        found = search.find(config.parallel.stages_per_rank)
     else:
         layout = search.with_encodes(given_cut(config, costs))
         found = (layout,) if search.fits(layout) else ()
@@ -69,14 +69,14 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
     if device is not None:
         messages = "" if costs.timings.measured_messages or pipeline == 1 else "; messages assumed"
         described = f"calibrated on {device}{messages}"
-    without = search.layout(cut)  # run-ahead
+    without = search.layout(cut)  # prefetch
     return Plan(
         run=config.run.name,
         llm=config.model.llm.path,
         vision=config.model.vision.name,
         trainable=config.model.trainable,
         pipeline=pipeline,
-        chunks_per_rank=layout.chunks_per_rank,
+        stages_per_rank=layout.stages_per_rank,
         data=config.parallel.data,
         decoder_layers=costs.count - 2,
         boundaries=tuple(border - 1 for border in cut[1:-1]),
@@ -92,7 +92,7 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         minimal_flops_share=needed / computed,
         uniform=_uniform(search, seconds),
         fewer_chunks_time_ratio=found[1].simulation.seconds / seconds if len(found) > 1 else None,
-        no_run_ahead_time_ratio=None if without.schedule == layout.schedule else without.simulation.seconds / seconds,
+        no_prefetch_time_ratio=None if without.schedule == layout.schedule else without.simulation.seconds / seconds,
         seconds=layout.seconds,
         ranks=ranks,
         schedule=layout.schedule,

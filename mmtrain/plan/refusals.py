@@ -36,14 +36,14 @@ _HANGS = {
 def check_layout(config: RunConfig, models: Models) -> None:
     """Raises UserError for more stages than layers, boundaries past the last layer, unfit packs."""
     decoder = len(models.llm.decoder)
-    pipeline, chunks = config.parallel.pipeline, config.parallel.chunks_per_rank
+    pipeline, chunks = config.parallel.pipeline, config.parallel.stages_per_rank
     model = config.model.llm.path
     placed = f"there are only {decoder + 2} layers to place: front, {decoder} decoder layers of {model}, head"
     if pipeline > decoder + 2:
         raise UserError(f"parallel.pipeline: {pipeline} stages, but {placed}; at most {decoder + 2} stages")
     if chunks != "auto" and pipeline * chunks > decoder + 2:
         raise UserError(
-            f"parallel.chunks_per_rank: {pipeline} ranks of {chunks} stages, but {placed}; at most "
+            f"parallel.stages_per_rank: {pipeline} ranks of {chunks} stages, but {placed}; at most "
             f"{(decoder + 2) // pipeline}"
         )
     boundaries = config.parallel.boundaries
@@ -68,21 +68,21 @@ def check_layout(config: RunConfig, models: Models) -> None:
         )
 
 
-def check_run_ahead(config: RunConfig, models: Models) -> None:
+def check_prefetch(config: RunConfig, models: Models) -> None:
     """Raises UserError for an encoder that is told to run ahead though it trains, or further than a step is long."""
-    ahead = config.parallel.encoder_run_ahead
+    ahead = config.parallel.encoder_prefetch
     if ahead in ("auto", 0):
         return
     trained = next((p.name for p in models.vision.parameters if matches(p.name, config.model.trainable)), None)
     if trained is not None:
         raise UserError(
-            f"parallel.encoder_run_ahead: {ahead}, but {trained} trains: an encoder that trains cannot run ahead of "
+            f"parallel.encoder_prefetch: {ahead}, but {trained} trains: an encoder that trains cannot run ahead of "
             "its own update; use auto or 0"
         )
     microbatches = config.train.packs_per_step // (config.parallel.data * config.train.packs_per_microbatch)
     if ahead > microbatches:
         raise UserError(
-            f"parallel.encoder_run_ahead: {ahead}, but a step of one replica has {microbatches} micro-batches: at most "
+            f"parallel.encoder_prefetch: {ahead}, but a step of one replica has {microbatches} micro-batches: at most "
             f"{microbatches}"
         )
 
@@ -140,7 +140,7 @@ def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
 def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int | None, device: Device | None) -> str:
     """The message for a plan beyond the memory limit: what each rank needs, and what was planned and would fit."""
     assert limit is not None
-    pipeline, chunks = config.parallel.pipeline, config.parallel.chunks_per_rank
+    pipeline, chunks = config.parallel.pipeline, config.parallel.stages_per_rank
     by_hand = config.parallel.boundaries is not None
     cut = given_cut(config, search.costs) if by_hand else search.smallest_cut(1 if chunks == "auto" else chunks)
     stated = config.parallel.device_memory_gib is not None
@@ -243,12 +243,12 @@ class _Trial:
         changed = self.config.changed({**changes, "parallel.calibration": None})
         costs = stage_costs(changed, self.models, self.limit, self.device)
         parallel = changed.parallel
-        search = Search(costs, parallel.encoder_run_ahead)
+        search = Search(costs, parallel.encoder_prefetch)
         if parallel.boundaries is not None:
             return search.fits(search.with_encodes(given_cut(changed, costs)))
-        if parallel.encoder_run_ahead in ("auto", 0) and parallel.chunks_per_rank in ("auto", 1):
+        if parallel.encoder_prefetch in ("auto", 0) and parallel.stages_per_rank in ("auto", 1):
             return best_cut(costs) is not None
-        return bool(search.find(parallel.chunks_per_rank))
+        return bool(search.find(parallel.stages_per_rank))
 
 
 def _left_to_the_planner(config: RunConfig) -> list[dict[str, Any]]:
@@ -259,8 +259,8 @@ def _left_to_the_planner(config: RunConfig) -> list[dict[str, Any]]:
         change
         for by_hand, change in (
             (parallel.recompute_layers != "auto", {"parallel.recompute_layers": "auto"}),
-            (parallel.chunks_per_rank not in ("auto", 1), {"parallel.chunks_per_rank": 1, **cut}),
-            (parallel.encoder_run_ahead not in ("auto", 0), {"parallel.encoder_run_ahead": "auto"}),
+            (parallel.stages_per_rank not in ("auto", 1), {"parallel.stages_per_rank": 1, **cut}),
+            (parallel.encoder_prefetch not in ("auto", 0), {"parallel.encoder_prefetch": "auto"}),
         )
         if by_hand
     ]
@@ -270,7 +270,7 @@ def _more_stages(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
     freed: dict[str, Any] = {} if config.parallel.boundaries is None else {"parallel.boundaries": None}
     if isinstance(config.parallel.recompute_layers, tuple):
         freed["parallel.recompute_layers"] = "auto"
-    chunks = config.parallel.chunks_per_rank if isinstance(config.parallel.chunks_per_rank, int) else 1
+    chunks = config.parallel.stages_per_rank if isinstance(config.parallel.stages_per_rank, int) else 1
     for pipeline in range(config.parallel.pipeline + 1, (len(models.llm.decoder) + 2) // chunks + 1):
         yield {"parallel.pipeline": pipeline, **freed}
 

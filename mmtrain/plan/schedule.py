@@ -1,6 +1,6 @@
 """The order of work of every rank in one step, as lists of instructions: what the engine runs and is simulated.
 
-A rank holds `chunks_per_rank` stages: stage `s` lives on pipeline rank `s % pipeline`. With one stage a rank, training
+A rank holds `stages_per_rank` stages: stage `s` lives on pipeline rank `s % pipeline`. With one stage a rank, training
 is 1F1B: rank r first runs `pipeline - r - 1` forwards, then one forward and one backward in turn, so it never keeps
 more than `pipeline - r` micro-batches for backward. With several it is interleaved 1F1B: micro-batches go round the
 ranks in groups of `pipeline`, and the idle share falls from (p - 1) / (m + p - 1) towards (p - 1) / (v m + p - 1) for v
@@ -114,7 +114,7 @@ def training_schedule(
     pipeline: int,
     microbatches: int,
     first_trainable_stage: int,
-    chunks_per_rank: int = 1,
+    stages_per_rank: int = 1,
     encodes: Encodes | None = None,
 ) -> Schedule:
     """One training step, one list of instructions per pipeline rank.
@@ -123,18 +123,18 @@ def training_schedule(
     `encodes` None: each micro-batch is encoded right before stage 0's forward of it. Sources of the orders:
     PipeDream-flush and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
     """
-    stages = pipeline * chunks_per_rank
+    stages = pipeline * stages_per_rank
     assert microbatches >= 1 and 0 <= first_trainable_stage < stages
-    first_rank, *others = _training_orders(pipeline, microbatches, first_trainable_stage, chunks_per_rank)
+    first_rank, *others = _training_orders(pipeline, microbatches, first_trainable_stage, stages_per_rank)
     orders = [_with_encodes(first_rank, microbatches, encodes), *others]
     return _with_messages(orders, stages, first_trainable_stage, TRAINING_END)
 
 
 @functools.cache
-def forward_schedule(pipeline: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:
+def forward_schedule(pipeline: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """One evaluation pass: forwards only, then the statistics are reduced."""
     assert pipeline >= 1 and microbatches >= 1
-    stages = pipeline * chunks_per_rank
+    stages = pipeline * stages_per_rank
     orders = [_in_groups(rank, pipeline, stages, microbatches, Op.FORWARD) for rank in range(pipeline)]
     orders[0] = _with_encodes(orders[0], microbatches, None)
     return _with_messages(orders, stages, stages, EVALUATION_END)
@@ -229,7 +229,7 @@ def _with_encodes(order: list[Instruction], microbatches: int, encodes: Encodes 
 
 
 def immediate_encodes(instructions: Sequence[Instruction]) -> Encodes:
-    """No run-ahead: each micro-batch is encoded right before stage 0's forward of it."""
+    """No prefetch: each micro-batch is encoded right before stage 0's forward of it."""
     computes = [x for x in instructions if x.op in COMPUTES]
     return Encodes(0, (*(int(x.op is Op.FORWARD and x.stage == 0) for x in computes), 0))
 

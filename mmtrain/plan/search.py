@@ -1,7 +1,7 @@
-"""The layout whose simulated step is shortest: cut x chunks per rank x recomputation x where the encoder runs.
+"""The layout whose simulated step is shortest: cut x stages per rank x recomputation x where the encoder runs.
 
 seeds (the best cut by its slowest rank, the uniform one, the even one) --move a layer to another stage while that is
-faster--> a cut for each number of chunks --encoder run-ahead--> the fastest, unless fewer chunks are as fast
+faster--> a cut for each number of chunks --encoder prefetch--> the fastest, unless fewer chunks are as fast
 
 Where there are few cuts, all are tried.
 
@@ -28,14 +28,14 @@ from mmtrain.plan.cut import (
     uniform_cut,
 )
 from mmtrain.plan.memory import Moment, moments
-from mmtrain.plan.run_ahead import best_encodes
+from mmtrain.plan.prefetch import best_encodes
 from mmtrain.plan.schedule import Schedule, training_schedule
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 from mmtrain.plan.stage_costs import LayerRange, RankNeed, StageCosts
 
 MOST_CHUNKS = 4
 CHUNK_GAIN = 0.01
-"""Share of a step that more chunks a rank must save: they cost messages, which may be dearer than assumed."""
+"""Share of a step that more stages a rank must save: they cost messages, which may be dearer than assumed."""
 SIMULATED_INSTRUCTIONS = 500_000
 """Of all moves together, a quarter of a second; the largest layouts then end at a cut that one more move might better.
 
@@ -54,7 +54,7 @@ MOST_TRIALS = 16
 class _Shape(NamedTuple):
     """What depends on a layout's form alone."""
 
-    chunks_per_rank: int
+    stages_per_rank: int
     first_trainable_stage: int
     schedule: Schedule
     program: Program
@@ -82,7 +82,7 @@ class Layout:
     """A layout with all that follows from it."""
 
     cut: Cut
-    chunks_per_rank: int
+    stages_per_rank: int
     first_trainable_stage: int
     needs: tuple[RankNeed, ...]  # per pipeline rank
     seconds: StageSeconds
@@ -101,10 +101,10 @@ class Layout:
 class Search:
     """Looks for layouts with the costs of one run; everything that is costly to make is made once."""
 
-    def __init__(self, costs: StageCosts, run_ahead: Literal["auto"] | int) -> None:
-        """`run_ahead`: how many micro-batches a step begins with encoded; auto: whatever is fastest."""
+    def __init__(self, costs: StageCosts, prefetch: Literal["auto"] | int) -> None:
+        """`prefetch`: how many micro-batches a step begins with encoded; auto: whatever is fastest."""
         self.costs = costs
-        self.run_ahead = run_ahead
+        self.prefetch = prefetch
         self.pipeline = costs.setting.pipeline
         self.microbatches = costs.setting.microbatches_per_step
         self._shapes: dict[tuple[int, int], _Shape] = {}
@@ -218,7 +218,7 @@ class Search:
     # ---- everything
 
     def find(self, chunks: Literal["auto"] | int) -> tuple[Layout, ...]:
-        """The fastest layout that fits, of a number of chunks a rank or of any; empty if none was found.
+        """The fastest layout that fits, of a number of stages a rank or of any; empty if none was found.
 
         Where it has several chunks, the best one with fewer that was found before follows.
         """
@@ -228,7 +228,7 @@ class Search:
             self._left = SIMULATED_INSTRUCTIONS * count // sum(counts)
             best: Layout | None = None
             limit = found[-1].simulation.seconds * (1 - CHUNK_GAIN) if found else math.inf
-            one_chunk = found[0].cut if found and found[0].chunks_per_rank == 1 else None
+            one_chunk = found[0].cut if found and found[0].stages_per_rank == 1 else None
             for cut in self._cuts(count, one_chunk, limit):
                 if self._without_encoder(cut) >= limit:
                     continue
@@ -240,9 +240,9 @@ class Search:
         return tuple(found[:-3:-1])
 
     def _without_encoder(self, cut: Cut) -> float:
-        """Seconds if the encoder took none of rank 0's: run-ahead makes no step shorter than that."""
+        """Seconds if the encoder took none of rank 0's: prefetch makes no step shorter than that."""
         shape, needs = self._placed(cut)
-        encode = 0.0 if self._may_run_ahead() else self.costs.timings.encode
+        encode = 0.0 if self._may_prefetch() else self.costs.timings.encode
         return simulate(shape.program, self._stage_seconds(needs, encode)).seconds
 
     def _possible_chunks(self) -> tuple[int, ...]:
@@ -255,7 +255,7 @@ class Search:
         """The best cuts found that fit, with the encoder before each forward, and with it in idle slots."""
         found = []
         encode = self.costs.timings.encode
-        counted = (encode, 0.0) if self._may_run_ahead() else (encode,)
+        counted = (encode, 0.0) if self._may_prefetch() else (encode,)
         share = self._left // len(counted)
         for seconds in counted:
             self._left = share
@@ -307,10 +307,10 @@ class Search:
                 best, known = (score, cut), True
         return best
 
-    # ---- run-ahead
+    # ---- prefetch
 
-    def _may_run_ahead(self) -> bool:
-        return self.pipeline > 1 and self.run_ahead != 0 and self.costs.costs.encoder.frozen
+    def _may_prefetch(self) -> bool:
+        return self.pipeline > 1 and self.prefetch != 0 and self.costs.costs.encoder.frozen
 
     def smallest_cut(self, chunks: int) -> Cut:
         """For what fits nowhere: a cut that comes near."""
@@ -323,23 +323,23 @@ class Search:
     def with_encodes(self, cut: Cut) -> Layout:
         """A given cut with the encoder where it is best, as far as memory allows, or as the config asks."""
         layout = self.layout(cut)
-        if self.run_ahead == 0 or not self.costs.costs.encoder.frozen:
+        if self.prefetch == 0 or not self.costs.costs.encoder.frozen:
             return layout
         buffered = max(1, self.costs.buffers.features + self.costs.buffers.batch)
-        most = self.microbatches if self.run_ahead == "auto" else self.run_ahead
-        if self.run_ahead == "auto" and self.costs.usable_bytes < math.inf:
+        most = self.microbatches if self.prefetch == "auto" else self.prefetch
+        if self.prefetch == "auto" and self.costs.usable_bytes < math.inf:
             room = self.costs.usable_bytes - layout.needs[0].total_bytes
             most = min(most, max(0, math.floor(room / buffered)))
         while True:
-            found = self._run_ahead(layout, most)
-            if self.run_ahead != "auto" or most == 0 or self.costs.fits(found.needs[0]):
+            found = self._prefetch(layout, most)
+            if self.prefetch != "auto" or most == 0 or self.costs.fits(found.needs[0]):
                 return found
             most //= 2
 
-    def _run_ahead(self, layout: Layout, most: int) -> Layout:
+    def _prefetch(self, layout: Layout, most: int) -> Layout:
         """The layout with at most `most` micro-batches encoded ahead; recomputes more only where that is asked for."""
-        exactly = None if self.run_ahead == "auto" else self.run_ahead
-        shape = self.pipeline, self.microbatches, layout.first_trainable_stage, layout.chunks_per_rank
+        exactly = None if self.prefetch == "auto" else self.prefetch
+        shape = self.pipeline, self.microbatches, layout.first_trainable_stage, layout.stages_per_rank
         schedule, encodes, simulation = best_encodes(*shape, layout.seconds, most, exactly=exactly)
         found = moments(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)[0]
         seconds, ranges = layout.seconds, ranges_of(layout.cut, 0, self.pipeline)

@@ -100,11 +100,11 @@ def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         yield f"costs: {plan.costs}"
     if plan.fewer_chunks_time_ratio is not None:
         longer = plan.fewer_chunks_time_ratio - 1
-        yield f"{plan.chunks_per_rank} chunks a rank, interleaved: with fewer a step takes {longer:.1%} longer"
-    if plan.no_run_ahead_time_ratio is not None:
+        yield f"{plan.stages_per_rank} stages a rank, interleaved: with fewer a step takes {longer:.1%} longer"
+    if plan.no_prefetch_time_ratio is not None:
         batches = "micro-batch" if plan.encode_ahead == 1 else "micro-batches"
         ahead = f"a step begins with {plan.encode_ahead} {batches} encoded" if plan.encode_ahead else "inside a step"
-        yield f"encoder run-ahead: {ahead}; without, a step takes {plan.no_run_ahead_time_ratio - 1:.1%} longer"
+        yield f"encoder prefetch: {ahead}; without, a step takes {plan.no_prefetch_time_ratio - 1:.1%} longer"
     uniform = plan.uniform
     if uniform is None:
         return

@@ -146,7 +146,7 @@ def train_with_a_slow_loader_and_a_slow_last_stage(config):
 
 
 def test_every_rank_tells_the_same_of_slow_ones(parts):
-    config = make_config(parts, parallel__pipeline=2, parallel__encoder_run_ahead=0)
+    config = make_config(parts, parallel__pipeline=2, parallel__encoder_prefetch=0)
     seen = run_ranks(2, train_with_a_slow_loader_and_a_slow_last_stage, config)
     for one, other in zip(*seen, strict=True):
         for a, b in zip(one, other, strict=True):

@@ -17,7 +17,7 @@ from mmtrain.engine.trace import Interval, TracedStep, Tracer, Work, refuse_unfi
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import Instruction, Op
 
-LAYOUT = ("parallel.pipeline=2", "parallel.boundaries=[2, 4, 6]", "parallel.encoder_run_ahead=1")
+LAYOUT = ("parallel.pipeline=2", "parallel.boundaries=[2, 4, 6]", "parallel.encoder_prefetch=1")
 RUN = (*LAYOUT, "train.max_steps=4", "parallel.threads_per_rank=1", "parallel.device_tflops=0.05")
 TRACED = [1, 2]
 
@@ -47,7 +47,7 @@ def complete_events(content):
 
 def test_every_instruction_of_the_plan_is_there_once_a_step_in_the_plans_order(run, plan):
     events = complete_events(content_of(run[0] / "trace.json"))
-    assert len(plan.schedule) == 2 and plan.chunks_per_rank == 2
+    assert len(plan.schedule) == 2 and plan.stages_per_rank == 2
     for rank, instructions in enumerate(plan.schedule):
         for step in TRACED:
             mine = [e for e in events if e["tid"] == rank and e["args"]["step"] == step and e["cat"] != "wait"]
@@ -85,7 +85,7 @@ def test_the_file_has_the_form_that_viewers_load(run):
     content = content_of(run[0] / "trace.json")
     assert content["displayTimeUnit"] == "ms"
     assert content["otherData"] == {
-        **{"run": "tiny", "pipeline": 2, "data": 1, "chunks_per_rank": 2, "microbatches_per_step": 8, "steps": TRACED}
+        **{"run": "tiny", "pipeline": 2, "data": 1, "stages_per_rank": 2, "microbatches_per_step": 8, "steps": TRACED}
     }
     for event in complete_events(content):
         assert list(event) == ["ph", "name", "cat", "pid", "tid", "ts", "dur", "args"]

@@ -52,7 +52,7 @@ run: {name: test}
 model:
   llm: {path: lmsys/vicuna-7b-v1.5}
   vision: {name: vit_large_patch14_clip_quickgelu_336.openai}
-parallel: {pipeline: 4, chunks_per_rank: 1, encoder_run_ahead: 0}
+parallel: {pipeline: 4, stages_per_rank: 1, encoder_prefetch: 0}
 data: {shards: none.tar}
 train: {packs_per_step: 16, max_steps: 1}
 """
@@ -118,7 +118,7 @@ def test_a_calibration_is_for_one_run_and_one_device(tmp_path, cache, override) 
 def test_a_calibration_does_not_depend_on_the_layout(tmp_path, cache) -> None:
     calibration = made_up(make_config(tmp_path))
     calibration.save()
-    for override in ("parallel.boundaries=[8, 16, 24]", "train.packs_per_step=32", "parallel.chunks_per_rank=2"):
+    for override in ("parallel.boundaries=[8, 16, 24]", "train.packs_per_step=32", "parallel.stages_per_rank=2"):
         changed = make_config(tmp_path, override)
         assert find_calibration(changed, models_of(changed), DEVICE) == calibration
 

@@ -39,7 +39,7 @@ class Layout(NamedTuple):
     """A pipeline to try."""
 
     pipeline: int
-    chunks_per_rank: int
+    stages_per_rank: int
     microbatches: int
     first_trainable_stage: int
     encode_ahead: int
@@ -47,12 +47,12 @@ class Layout(NamedTuple):
     @property
     def steps(self) -> tuple[Schedule, Schedule, Schedule]:
         """A training step, an evaluation, a training step."""
-        shape = self.pipeline, self.microbatches, self.first_trainable_stage, self.chunks_per_rank
+        shape = self.pipeline, self.microbatches, self.first_trainable_stage, self.stages_per_rank
         training = training_schedule(*shape)
         if self.encode_ahead:  # each where the one before it would be, the rest at the end
             before = list(immediate_encodes(training[0]).before)
             training = training_schedule(*shape, Encodes(self.encode_ahead, tuple(before)))
-        return training, forward_schedule(self.pipeline, self.microbatches, self.chunks_per_rank), training
+        return training, forward_schedule(self.pipeline, self.microbatches, self.stages_per_rank), training
 
 
 class Found(NamedTuple):
@@ -64,7 +64,7 @@ class Found(NamedTuple):
 
 
 def layouts(pipelines: Iterable[int], chunks: Iterable[int], microbatches: Sequence[int]) -> Iterator[Layout]:
-    """The grid: first trainable stage 0, the middle one and the last, without run-ahead and one micro-batch ahead."""
+    """The grid: first trainable stage 0, the middle one and the last, without prefetch and one micro-batch ahead."""
     for p in pipelines:
         for v in chunks:
             for m in microbatches:
@@ -169,7 +169,7 @@ def test_settings_that_cannot_hang_are_not_refused():
 def test_the_common_order_does_the_same_work(pipeline: int, chunks: int, microbatches: int, first: int):
     plain = training_schedule(pipeline, microbatches, first, chunks)
     ordered = in_common_order(plain)
-    check_schedule(ordered, microbatches, first, chunks_per_rank=chunks)
+    check_schedule(ordered, microbatches, first, stages_per_rank=chunks)
     for before, after in zip(plain, ordered, strict=True):
         receives = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
         assert [x for x in before if x.op not in receives] == [x for x in after if x.op not in receives]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from mmtrain.plan.memory import Buffers, Peak, StageBytes, moments, peak
-from mmtrain.plan.run_ahead import best_encodes
+from mmtrain.plan.prefetch import best_encodes
 from mmtrain.plan.schedule import COMPUTES, Op, Schedule, needed_before, sent_after, training_schedule
 from mmtrain.plan.simulate import StageSeconds
 

@@ -38,7 +38,7 @@ run: {{name: test}}
 model:
   llm: {{path: {VICUNA}}}
   vision: {{name: {CLIP}}}
-parallel: {{pipeline: 4, chunks_per_rank: 1}}
+parallel: {{pipeline: 4, stages_per_rank: 1}}
 data: {{shards: none.tar}}
 train: {{packs_per_step: 16, max_steps: 1}}
 """
@@ -65,7 +65,7 @@ def test_every_shipped_config_plans(file: Path) -> None:
     table = render(plan)
     llm = llm_shape(config.model.llm.path)
     stages = sorted((s for r in plan.ranks if r.data == 0 for s in r.stages), key=lambda stage: stage.stage)
-    assert [stage.stage for stage in stages] == list(range(plan.pipeline * plan.chunks_per_rank))
+    assert [stage.stage for stage in stages] == list(range(plan.pipeline * plan.stages_per_rank))
     layers = [name for stage in stages for name in stage.layers]
     assert layers == ["front", *(f"llm.layers.{i}" for i in range(len(llm.decoder))), "head"]
     assert [rank.rank for rank in plan.ranks] == list(range(plan.pipeline * plan.data))
@@ -76,7 +76,7 @@ def test_every_shipped_config_plans(file: Path) -> None:
     assert all(0 <= rank.idle_share < 1 for rank in replica)
     assert plan.microbatches_per_step * plan.data * plan.packs_per_microbatch == config.train.packs_per_step
     check_schedule(
-        plan.schedule, plan.microbatches_per_step, plan.first_trainable_stage, chunks_per_rank=plan.chunks_per_rank
+        plan.schedule, plan.microbatches_per_step, plan.first_trainable_stage, stages_per_rank=plan.stages_per_rank
     )
     if plan.memory_limit_bytes:
         assert max(rank.total_bytes for rank in plan.ranks) <= plan.memory_limit_bytes * (1 - RESERVED_SHARE)
@@ -88,7 +88,7 @@ def test_every_shipped_config_plans(file: Path) -> None:
 
 
 def test_a_plan_is_the_same_every_time(config_file) -> None:
-    overrides = ["parallel.chunks_per_rank=auto", "parallel.device_memory_gib=12"]
+    overrides = ["parallel.stages_per_rank=auto", "parallel.device_memory_gib=12"]
     assert plan_of(config_file, *overrides) == plan_of(config_file, *overrides)
 
 
@@ -122,7 +122,7 @@ def test_plan_json_has_the_keys_that_scripts_rely_on(config_file) -> None:
     for key in ("first_trainable_stage", "microbatches_per_step", "boundaries", "memory_limit_bytes", "decoder_layers"):
         assert key in content
     assert content["costs"] == "assumed" and content["step_seconds"] is None
-    assert len(content["seconds"]["forward"]) == 4 and content["chunks_per_rank"] == 1
+    assert len(content["seconds"]["forward"]) == 4 and content["stages_per_rank"] == 1
     assert "schedule" not in content
 
 
@@ -270,21 +270,21 @@ def test_tied_embeddings_are_held_by_both_ends_and_once_by_a_single_rank(tiny, m
             assert rank.weight_bytes == sum(p.numel() * p.element_size() for _, p in chunk.global_parameters())
 
 
-def test_run_ahead_that_is_asked_for_is_planned(config_file) -> None:
-    plan = plan_of(config_file, "parallel.encoder_run_ahead=3")
+def test_prefetch_that_is_asked_for_is_planned(config_file) -> None:
+    plan = plan_of(config_file, "parallel.encoder_prefetch=3")
     assert plan.encode_ahead == 3 and "begins with 3 micro-batches encoded" in sentences(plan)
-    none = plan_of(config_file, "parallel.encoder_run_ahead=0")
-    assert none.encode_ahead == 0 and none.no_run_ahead_time_ratio is None
-    more = plan_of(config_file, "parallel.encoder_run_ahead=16")
+    none = plan_of(config_file, "parallel.encoder_prefetch=0")
+    assert none.encode_ahead == 0 and none.no_prefetch_time_ratio is None
+    more = plan_of(config_file, "parallel.encoder_prefetch=16")
     assert more.ranks[0].activation_bytes > none.ranks[0].activation_bytes + 12 * 3 * 576 * 1024 * 2, "features wait"
 
 
 def test_interleaving_by_hand_is_kept(config_file) -> None:
-    plan = plan_of(config_file, "parallel.chunks_per_rank=2", "parallel.boundaries=[4, 8, 12, 16, 20, 24, 28]")
-    assert plan.chunks_per_rank == 2 and plan.boundaries == (4, 8, 12, 16, 20, 24, 28)
+    plan = plan_of(config_file, "parallel.stages_per_rank=2", "parallel.boundaries=[4, 8, 12, 16, 20, 24, 28]")
+    assert plan.stages_per_rank == 2 and plan.boundaries == (4, 8, 12, 16, 20, 24, 28)
     recomputing = plan_of(
         config_file,
-        "parallel.chunks_per_rank=2",
+        "parallel.stages_per_rank=2",
         "parallel.boundaries=[4, 8, 12, 16, 20, 24, 28]",
         "parallel.recompute_layers=[0, 5, 0, 0]",
     )
@@ -306,13 +306,13 @@ def test_the_table_says_who_holds_and_trains_what(config_file) -> None:
     text = sentences(plan)
     assert "pipeline 4 x data 2 = 8 ranks" in text and "24.0 GiB per rank" in text
     assert "TFLOP per replica, of which any exact training needs 100.0%; slowest rank 0-1 with 26.8% of" in text
-    assert "encoder run-ahead: a step begins with" in text and "costs: assumed" in text
+    assert "encoder prefetch: a step begins with" in text and "costs: assumed" in text
     assert sum(line.split()[:1] == ["0-1"] for line in lines) == 1, "replicas share a row"
 
 
 def test_a_plan_with_several_chunks_a_rank_says_which_and_why(config_file) -> None:
-    plan = plan_of(config_file, "parallel.chunks_per_rank=auto", "parallel.device_memory_gib=80")
-    assert plan.chunks_per_rank == 2 and plan.fewer_chunks_time_ratio > 1.05
+    plan = plan_of(config_file, "parallel.stages_per_rank=auto", "parallel.device_memory_gib=80")
+    assert plan.stages_per_rank == 2 and plan.fewer_chunks_time_ratio > 1.05
     lines = [line.split() for line in render(plan).splitlines()]
     first = next(i for i, line in enumerate(lines) if line[:4] == ["0", "0", "front,", "0-1"])
     assert lines[first + 1] == ["4", "15-19"], "a line a stage"
@@ -328,7 +328,7 @@ def test_the_table_compares_with_a_uniform_cut(config_file) -> None:
     assert plan.uniform.boundaries == (8, 16, 24)
     assert plan.uniform.step_time_ratio > 1.1
     assert f"step {plan.uniform.step_time_ratio:.2f} times as long" in sentences(plan)
-    settings = ["parallel.boundaries=[8, 16, 24]", "parallel.encoder_run_ahead=0"]
+    settings = ["parallel.boundaries=[8, 16, 24]", "parallel.encoder_prefetch=0"]
     by_hand = plan_of(config_file, "model.trainable=[llm.layers.16]", *settings)
     assert by_hand.uniform.step_time_ratio == 1 and "this is the uniform cut" in sentences(by_hand)
     assert by_hand.idle_share == pytest.approx(plan.uniform.idle_share)
@@ -357,14 +357,14 @@ def test_more_stages_than_layers_are_refused(config_file) -> None:
 
 
 def test_more_chunks_than_layers_are_refused(config_file) -> None:
-    message = refusal(config_file, "parallel.pipeline=8", "parallel.chunks_per_rank=5")
+    message = refusal(config_file, "parallel.pipeline=8", "parallel.stages_per_rank=5")
     assert "8 ranks of 5 stages" in message and "32 decoder layers" in message and message.endswith("at most 4")
 
 
-def test_an_encoder_that_cannot_run_ahead_is_refused(config_file) -> None:
-    message = refusal(config_file, "parallel.encoder_run_ahead=17")
+def test_an_encoder_that_cannot_prefetch_is_refused(config_file) -> None:
+    message = refusal(config_file, "parallel.encoder_prefetch=17")
     assert "17" in message and "16 micro-batches" in message
-    message = refusal(config_file, "parallel.encoder_run_ahead=1", "model.trainable=[projector, vision.blocks.22]")
+    message = refusal(config_file, "parallel.encoder_prefetch=1", "model.trainable=[projector, vision.blocks.22]")
     assert "vision.blocks.22" in message and "use auto or 0" in message
     assert plan_of(config_file, "model.trainable=[projector, vision.blocks.22]").encode_ahead == 0
 
@@ -451,7 +451,7 @@ def test_what_is_said_to_fit_does_fit(config_file, overrides) -> None:
 
 
 def test_more_ranks_with_several_stages_each_are_looked_for_as_far_as_there_are_layers(config_file) -> None:
-    message = refusal(config_file, "parallel.device_memory_gib=1", "parallel.chunks_per_rank=2")
+    message = refusal(config_file, "parallel.device_memory_gib=1", "parallel.stages_per_rank=2")
     assert "This run does not fit" in message
 
 

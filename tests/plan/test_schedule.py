@@ -8,7 +8,7 @@ import random
 import pytest
 from schedule_check import check_schedule, most_buffered
 
-from mmtrain.plan.run_ahead import best_encodes
+from mmtrain.plan.prefetch import best_encodes
 from mmtrain.plan.schedule import (
     COMPUTES,
     Encodes,
@@ -138,7 +138,7 @@ def test_encodes_stand_where_they_are_told_and_reach_into_the_next_step() -> Non
 
 
 def schedules(pipeline: int):
-    """Every shape of p ranks: (micro-batches, chunks a rank, first trainable stage)."""
+    """Every shape of p ranks: (micro-batches, stages a rank, first trainable stage)."""
     for microbatches, chunks in itertools.product(range(1, 17), (1, 2, 3)):
         if pipeline > 1 or chunks == 1:
             for first in range(pipeline * chunks):
@@ -152,7 +152,7 @@ def test_every_schedule_passes_the_checker_and_keeps_its_promises(pipeline: int)
         if chunks > 1 and first > 0 and draw.random() < 0.75:
             continue  # of first trainable stages a quarter, to stay within seconds
         schedule = training_schedule(pipeline, microbatches, first, chunks)
-        check_schedule(schedule, microbatches, first, chunks_per_rank=chunks)
+        check_schedule(schedule, microbatches, first, stages_per_rank=chunks)
         for rank, instructions in enumerate(schedule):
             ops = [x.op for x in instructions]
             trained = sum(stage >= first for stage in range(rank, pipeline * chunks, pipeline))
@@ -165,7 +165,7 @@ def test_every_schedule_passes_the_checker_and_keeps_its_promises(pipeline: int)
                 assert most_in_flight(instructions) <= (pipeline - rank if rank >= first else 0)
     for microbatches, chunks in {(m, v) for m, v, _ in schedules(pipeline)}:
         schedule = forward_schedule(pipeline, microbatches, chunks)
-        check_schedule(schedule, microbatches, None, chunks_per_rank=chunks)
+        check_schedule(schedule, microbatches, None, stages_per_rank=chunks)
 
 
 @pytest.mark.parametrize("pipeline", range(2, 7))
@@ -183,7 +183,7 @@ def test_every_schedule_with_an_encoder_that_runs_ahead_passes_the_checker(pipel
         )
         for exactly in (None, most):
             schedule, encodes, _ = best_encodes(pipeline, microbatches, first, chunks, seconds, most, exactly=exactly)
-            check_schedule(schedule, microbatches, first, chunks_per_rank=chunks)
+            check_schedule(schedule, microbatches, first, stages_per_rank=chunks)
             assert most_buffered(schedule) <= max(most, 1), "a micro-batch is encoded before its forward in any case"
             assert exactly is None or encodes.ahead == exactly
             ahead += encodes.ahead > 0
@@ -308,7 +308,7 @@ def test_the_checker_refuses_gradient_work_upstream_of_the_first_trainable_stage
         check_schedule(with_gradient_message, 1, 1)
 
 
-def test_the_checker_understands_several_chunks_per_rank() -> None:
+def test_the_checker_understands_several_stages_per_rank() -> None:
     """Four stages on two ranks, written by hand: stages 0 and 2 on rank 0, 1 and 3 on rank 1, one micro-batch."""
 
     def lists(*ranks: str) -> Schedule:
@@ -325,10 +325,10 @@ def test_the_checker_understands_several_chunks_per_rank() -> None:
         return tuple((*(Instruction(ops[x[0]], int(x[1]), 0) for x in r.split()), *end) for r in ranks)
 
     good = lists("L0 E0 F0 a0 A2 F2 a2 G2 B2 g2 G0 B0", "A1 F1 a1 A3 F3 B3 g3 G1 B1 g1")
-    check_schedule(good, 1, 0, chunks_per_rank=2)
+    check_schedule(good, 1, 0, stages_per_rank=2)
     with pytest.raises(ValueError, match=r"deadlock"):
         late_forward = lists("L0 E0 F0 a0 G2 A2 F2 B2 a2 g2 G0 B0", "A1 F1 a1 A3 F3 B3 g3 G1 B1 g1")
-        check_schedule(late_forward, 1, 0, chunks_per_rank=2)
+        check_schedule(late_forward, 1, 0, stages_per_rank=2)
     with pytest.raises(ValueError, match=r"this stage is not on this rank"):
         check_schedule(good, 1, 0)
 

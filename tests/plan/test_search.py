@@ -209,9 +209,9 @@ def test_the_search_comes_close_to_the_best_of_all_cuts(monkeypatch, few_cuts: i
 
 def checked(costs: StageCosts, layout: Layout) -> None:
     """What a layout says of itself is so: its lists finish, take the seconds, and fit into memory."""
-    pipeline, chunks, first = costs.setting.pipeline, layout.chunks_per_rank, layout.first_trainable_stage
+    pipeline, chunks, first = costs.setting.pipeline, layout.stages_per_rank, layout.first_trainable_stage
     microbatches = costs.setting.microbatches_per_step
-    check_schedule(layout.schedule, microbatches, first, chunks_per_rank=chunks)
+    check_schedule(layout.schedule, microbatches, first, stages_per_rank=chunks)
     assert layout.simulation == simulate(Program(layout.schedule), layout.seconds)
     found = moments(layout.schedule, costs.buffers, polls=costs.setting.polls_sends)
     for rank, need in enumerate(layout.needs):
@@ -256,7 +256,7 @@ def test_a_plan_never_exceeds_its_limit_and_is_never_slower_than_the_uniform_cut
         if search.fits(uniform):
             assert layout.simulation.seconds <= uniform.simulation.seconds
         planned += 1
-        interleaved += layout.chunks_per_rank > 1
+        interleaved += layout.stages_per_rank > 1
         ahead += layout.encode_ahead > 0
         recomputing += any(layout.recompute_layers)
     assert min(planned, interleaved, ahead, recomputing, tight) >= 5, (planned, interleaved, ahead, recomputing, tight)
@@ -271,7 +271,7 @@ def test_a_large_search_simulates_no_more_than_it_may(monkeypatch) -> None:
         simulated += len(program.steps)
         return simulate(program, *arguments, **options)
 
-    for module in ("search", "run_ahead"):
+    for module in ("search", "prefetch"):
         monkeypatch.setattr(f"mmtrain.plan.{module}.simulate", counting)
     costs = made_up_costs(random.Random(7), 80, pipeline=8, microbatches=32, first=0)
     assert Search(costs, "auto").find("auto")
@@ -284,16 +284,16 @@ def test_a_layout_is_found_however_many_micro_batches_a_step_has(monkeypatch, la
     monkeypatch.setattr("mmtrain.plan.search.SIMULATED_INSTRUCTIONS", 1000)
     costs = made_up_costs(random.Random(7), layers, pipeline=4, microbatches=350, first=0)
     (layout, *_) = Search(costs, 0).find(chunks)
-    assert layout.chunks_per_rank == (1 if chunks == "auto" else 2), "1F1B idles for less than 1%"
+    assert layout.stages_per_rank == (1 if chunks == "auto" else 2), "1F1B idles for less than 1%"
 
 
 def test_more_chunks_are_taken_where_they_idle_less_and_not_for_nothing() -> None:
     layers = [1.0] * 16
     idle = Search(equal_costs(layers, pipeline=4, microbatches=4), 0).find("auto")
-    assert idle[0].chunks_per_rank == 4 and idle[0].simulation.idle == pytest.approx([3 / (4 * 4 + 3)] * 4)
+    assert idle[0].stages_per_rank == 4 and idle[0].simulation.idle == pytest.approx([3 / (4 * 4 + 3)] * 4)
     assert idle[1].simulation.seconds > idle[0].simulation.seconds
     busy = Search(equal_costs(layers[:8], pipeline=2, microbatches=100), 0).find("auto")
-    assert busy[0].chunks_per_rank == 1 and len(busy) == 1
+    assert busy[0].stages_per_rank == 1 and len(busy) == 1
     assert Search(equal_costs(layers, pipeline=1, microbatches=4), 0).find("auto")[0].cut == (0, 16)
 
 
@@ -305,7 +305,7 @@ def test_chunks_that_are_asked_for_are_kept() -> None:
 
 
 def test_an_encoder_gets_into_idle_slots_and_the_cut_counts_on_it() -> None:
-    """p = 2, 8 layers of 1, an encoder of 2: without run-ahead rank 0 holds less than rank 1, with it as much."""
+    """p = 2, 8 layers of 1, an encoder of 2: without prefetch rank 0 holds less than rank 1, with it as much."""
     costs = equal_costs([1.0] * 8, pipeline=2, microbatches=4, encode=2.0)
     (without,), (ahead,) = Search(costs, 0).find(1), Search(costs, "auto").find(1)
     assert without.encode_ahead == 0 and ahead.encode_ahead > 0
@@ -322,7 +322,7 @@ def test_the_search_is_a_function_of_its_costs_alone() -> None:
 
 
 def test_what_recomputes_is_what_is_kept_longest() -> None:
-    """Two chunks a rank, room for all but one decoder layer: the first chunk's first decoder layer recomputes."""
+    """Two stages a rank, room for all but one decoder layer: the first chunk's first decoder layer recomputes."""
     draw = random.Random(6)
     costs = made_up_costs(draw, 10, pipeline=2, microbatches=4, first=0)
     cut = (0, 3, 6, 9, 12)

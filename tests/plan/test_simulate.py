@@ -9,7 +9,7 @@ import random
 import pytest
 from schedule_check import most_buffered
 
-from mmtrain.plan.run_ahead import best_encodes
+from mmtrain.plan.prefetch import best_encodes
 from mmtrain.plan.schedule import Instruction, Op, training_schedule
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 

@@ -108,13 +108,13 @@ def test_a_gain_is_that_of_each_pair_whose_steps_both_count(bench_plan, capsys):
     found = {"layouts": [], "pairs": [pair], "calibration_rounds": [1.0, None, 1.0]}
     found["factors"] = {"x": [1.0, 0.5, 1.0, None, 1.0], "y": [1.0, 0.5, 1.0, 1.0, None]}
     result = bench_plan.report("layouts", found)
-    (gain,) = result["run_ahead"]
+    (gain,) = result["prefetch"]
     assert gain["predicted_gain"] == pytest.approx(0.08) and gain["measured_gain"] == pytest.approx([0.1, 0.05, 0.1])
     assert gain["difference"] == pytest.approx(0.02) and result["never_slower"]
     assert "3/5" in capsys.readouterr().out
 
     found["factors"] = {"x": [1.0] * 5, "y": [None] * 5}
-    assert bench_plan.report("layouts", found)["run_ahead"][0]["kept_pairs"] == 0
+    assert bench_plan.report("layouts", found)["prefetch"][0]["kept_pairs"] == 0
     assert "all noisy" in capsys.readouterr().out
 
 
@@ -125,9 +125,9 @@ def test_the_layouts_cover_what_the_issue_asks_for(bench_plan):
     assert len({layout.name for layout in layouts}) == len(layouts) >= 12
     assert {layout.pipeline for layout in layouts} == {1, 2} and {layout.chunks for layout in layouts} == {1, 2}
     assert min(x.microbatches for x in layouts) == 2 and max(x.microbatches for x in layouts) == 16
-    assert any(x.recompute for x in layouts) and any(x.run_ahead for x in layouts)
+    assert any(x.recompute for x in layouts) and any(x.prefetch for x in layouts)
     assert {layout.pipeline for layout in four.layouts} == {4} and not four.pairs
-    assert all(pair.microbatches == 4 and pair.pipeline == 2 and pair.run_ahead for pair in judged.pairs)
+    assert all(pair.microbatches == 4 and pair.pipeline == 2 and pair.prefetch for pair in judged.pairs)
 
 
 @pytest.mark.nightly
@@ -143,8 +143,8 @@ def test_every_layout_is_predicted_and_measured_in_one_run(tmp_path):
         assert len(layout["measured_idle"][0]) == len(layout["predicted_bytes"]) == 2
         assert all(0 <= share <= 1 for share in row["predicted_idle"] + row["measured_idle"])
         assert row["memory_error"] == pytest.approx([0, 0], abs=0.2), row["name"]
-    assert {layout["chunks_per_rank"] for layout in found["layouts"]} == {1, 2}
-    (pair,) = found["run_ahead"]
+    assert {layout["stages_per_rank"] for layout in found["layouts"]} == {1, 2}
+    (pair,) = found["prefetch"]
     assert (
         pair["kept_pairs"] == pair["pairs"] == 2
         and "whole model" in ran.stdout

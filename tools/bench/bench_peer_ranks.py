@@ -77,7 +77,7 @@ def two_ranks(settings: Settings, row: str, parts: Path, rank: Rank) -> None:
         "microbatches_per_step": count,
         "decoder_layers": shape.layers,
         "calibrated": config.parallel.calibration is not None,
-        "chunks_per_rank": plan.chunks_per_rank,
+        "stages_per_rank": plan.stages_per_rank,
         "microbatches_encoded_ahead": plan.encode_ahead,
         "first_decoder_layer_of_later_stages": boundaries,
     }

@@ -2,7 +2,7 @@
 
     layouts     pipeline 1 and 2, one and two stages a rank, 2 to 16 micro-batches, good and bad cuts, recomputation,
                 the encoder running ahead; every prediction is the planner's own (make_plan with the calibration)
-    run-ahead   the same cut with the encoder ahead and without, in pairs: the gain against the simulated one
+    prefetch   the same cut with the encoder ahead and without, in pairs: the gain against the simulated one
     four        pipeline 4: reported; no target applies where a machine has fewer cores
 
 Calibration and layouts share the same processes and minutes: each repetition runs one step of every layout and two
@@ -52,13 +52,13 @@ examples:
   does it run at all? a minute, numbers without meaning:
     python tools/bench/bench.py plan --quick
 """
-ROWS = ("layouts", "run-ahead", "four")
+ROWS = ("layouts", "prefetch", "four")
 TARGETS = {
     "mean_step_error": 0.05,
     "worst_step_error": 0.10,
     "worst_memory_error": 0.10,
     "mean_idle_difference": 0.02,
-    "run_ahead_difference": 0.04,
+    "prefetch_difference": 0.04,
 }
 NOISE = 0.1
 
@@ -125,13 +125,13 @@ def jobs_of(options: argparse.Namespace) -> list[Settings]:
         Layout("interleaved", 2, 4, (1, 4, 6), 2),
         Layout("interleaved", 2, 8, (2, 4, 6), 2),
         Layout("interleaved, bad cut", 2, 4, (3, 4, 5), 2),
-        Layout("run-ahead", 2, 4, (3,), run_ahead="auto"),
-        Layout("run-ahead, interleaved", 2, 8, (1, 4, 6), 2, run_ahead="auto"),
+        Layout("prefetch", 2, 4, (3,), prefetch="auto"),
+        Layout("prefetch, interleaved", 2, 8, (1, 4, 6), 2, prefetch="auto"),
     )
     pairs = (
-        Layout("run-ahead", 2, 4, (3,), run_ahead="auto"),
-        Layout("run-ahead, even cut", 2, 4, (4,), run_ahead="auto"),
-        Layout("run-ahead, interleaved", 2, 4, (1, 4, 6), 2, run_ahead="auto"),
+        Layout("prefetch", 2, 4, (3,), prefetch="auto"),
+        Layout("prefetch, even cut", 2, 4, (4,), prefetch="auto"),
+        Layout("prefetch, interleaved", 2, 4, (1, 4, 6), 2, prefetch="auto"),
     )
     four = (
         Layout("even cut", 4, 4, (2, 4, 6)),
@@ -151,7 +151,7 @@ def jobs_of(options: argparse.Namespace) -> list[Settings]:
     layouts, pairs, four = named
     jobs = [
         Settings(
-            "layouts", *size, 2, layouts if "layouts" in asked else (), pairs if "run-ahead" in asked else (), *repeats
+            "layouts", *size, 2, layouts if "layouts" in asked else (), pairs if "prefetch" in asked else (), *repeats
         ),
         Settings("four", *size, 4, four if "four" in asked else (), (), *repeats),
     ]
@@ -200,7 +200,7 @@ def report(job: str, found: Mapping[str, Any]) -> dict[str, Any]:
         _print_summary(job, result["summary"])
     if found["pairs"]:
         gains = [_gain(pair, [factors[of["name"]] for of in pair.values()]) for pair in found["pairs"]]
-        result["run_ahead"] = gains
+        result["prefetch"] = gains
         result["never_slower"] = all(gain["measured_gain"][0] >= 0 for gain in gains if gain["kept_pairs"])
         _print_pairs(gains)
     return result
@@ -253,7 +253,7 @@ def _summary(judged: Sequence[Mapping[str, Any]], layouts: int) -> dict[str, Any
 
 
 def _gain(pair: Mapping[str, Any], factors: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """What run-ahead saves of a step, by simulation and in every pair of which both steps count."""
+    """What prefetch saves of a step, by simulation and in every pair of which both steps count."""
     ahead, none = pair["ahead"], pair["none"]
     times = zip(ahead["measured_seconds"], none["measured_seconds"], *factors, strict=True)
     gains = [1 - (a * of_a) / (n * of_n) for a, n, of_a, of_n in times if of_a and of_n]
@@ -312,7 +312,7 @@ def _print_summary(job: str, summary: Mapping[str, Any]) -> None:
 
 
 def _print_pairs(gains: Sequence[Mapping[str, Any]]) -> None:
-    say("", f"the encoder running ahead: share of a step saved (target: within {TARGETS['run_ahead_difference']:.0%})")
+    say("", f"the encoder running ahead: share of a step saved (target: within {TARGETS['prefetch_difference']:.0%})")
     rows = []
     for gain in gains:
         seen = ("all noisy", "")

@@ -58,7 +58,7 @@ class Layout:
     boundaries: tuple[int, ...] | None = None  # None: the planner's choice
     chunks: int = 1
     recompute: tuple[int, ...] | int = 0
-    run_ahead: str | int = 0
+    prefetch: str | int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Settings:
     samples_per_pack: int
     world: int
     layouts: tuple[Layout, ...]
-    pairs: tuple[Layout, ...]  # each against itself without run-ahead
+    pairs: tuple[Layout, ...]  # each against itself without prefetch
     repetitions: int
     calibration_rounds: int  # before, from which the layouts are planned that are run
     noise: float  # how far the probes of a turn may be apart
@@ -96,16 +96,16 @@ def layout_config(settings: Settings, layout: Layout, folder: Path, calibration:
     tree["parallel"] |= {
         "data": replicas,
         "boundaries": layout.boundaries,
-        "chunks_per_rank": layout.chunks,
+        "stages_per_rank": layout.chunks,
         "recompute_layers": layout.recompute,
-        "encoder_run_ahead": layout.run_ahead,
+        "encoder_prefetch": layout.prefetch,
     }
     return RunConfig.model_validate(tree)
 
 
-def without_run_ahead(layout: Layout) -> Layout:
+def without_prefetch(layout: Layout) -> Layout:
     """The same cut, every micro-batch encoded right before its forward."""
-    return replace(layout, name=f"{layout.name}, none", run_ahead=0)
+    return replace(layout, name=f"{layout.name}, none", prefetch=0)
 
 
 class Runner:
@@ -194,7 +194,7 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
 
     weights: dict[str, torch.Tensor] = {}
     runners: dict[str, Runner] = {}
-    for layout in (*settings.layouts, *(x for pair in settings.pairs for x in (pair, without_run_ahead(pair)))):
+    for layout in (*settings.layouts, *(x for pair in settings.pairs for x in (pair, without_prefetch(pair)))):
         rank.progress.at(0, layout.name)
         if layout.name not in runners:
             runners[layout.name] = Runner(layout_config(settings, layout, folder, file), models, weights)
@@ -214,7 +214,7 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
         "factors": factors,
         "layouts": [described[layout.name] for layout in settings.layouts],
         "pairs": [
-            {"ahead": described[layout.name], "none": described[without_run_ahead(layout).name]}
+            {"ahead": described[layout.name], "none": described[without_prefetch(layout).name]}
             for layout in settings.pairs
         ],
     }
@@ -275,7 +275,7 @@ def describe(settings: Settings, runner: Runner, name: str) -> dict[str, Any]:
         "name": name,
         "pipeline": plan.pipeline,
         "replicas": plan.data,
-        "chunks_per_rank": plan.chunks_per_rank,
+        "stages_per_rank": plan.stages_per_rank,
         "microbatches": plan.microbatches_per_step,
         "boundaries": plan.boundaries,
         "recompute_layers": [sum(s.recompute_layers for s in rank.stages) for rank in plan.ranks],

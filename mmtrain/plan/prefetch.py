@@ -24,7 +24,7 @@ def best_encodes(
     pipeline: int,
     microbatches: int,
     first_trainable_stage: int,
-    chunks_per_rank: int,
+    stages_per_rank: int,
     seconds: StageSeconds,
     most_ahead: int,
     *,
@@ -35,7 +35,7 @@ def best_encodes(
     Without a gain of GAIN, or with `most_ahead` 0, each micro-batch is encoded right before its forward. `exactly`
     asks for steps that begin with so many encoded, whether that is faster or not.
     """
-    shape = pipeline, microbatches, first_trainable_stage, chunks_per_rank
+    shape = pipeline, microbatches, first_trainable_stage, stages_per_rank
     schedule = training_schedule(*shape)
     program = Program(schedule)
     found = schedule, immediate_encodes(schedule[0]), simulate(program, seconds)
