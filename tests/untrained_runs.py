@@ -25,7 +25,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.export.hf import ExportedModel, export_hf
 from mmtrain.export.verify import Comparison, compare_logits
 from mmtrain.model.projector import make_projector
-from mmtrain.model.vision import save_timm_folder
+from mmtrain.model.timm_folder import save_timm_folder
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 

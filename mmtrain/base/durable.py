@@ -39,6 +39,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         raise
 
 
+def leftovers(name: str) -> str:
+    """A glob pattern: what killed processes have left of files of this name, or of names like this pattern."""
+    return f"{name}.{'[0-9a-f]' * 8}{UNFINISHED}"
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, text in UTF-8, as `whole_file` does."""
     with whole_file(path) as unfinished:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mmtrain.base.durable import UNFINISHED, flush, flush_folder, held, remove_folder, write_whole
+from mmtrain.base.durable import flush, flush_folder, held, leftovers, remove_folder, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines, parse_line
 from mmtrain.base.printing import say
@@ -26,7 +26,12 @@ METRICS, BAD_STEPS = "metrics.jsonl", "bad_steps.jsonl"
 RECORDS = (METRICS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
 DISCARDED = "discarded.jsonl"
 AUDIT = "audit.json"
-BEFORE_THE_FIRST_STEP = ("log*.txt", "quarantine.jsonl", f"*{UNFINISHED}")  # what a start that fails may leave
+BEFORE_THE_FIRST_STEP = (
+    "log*.txt",
+    "quarantine.jsonl",
+    leftovers(CONFIG),
+    leftovers(PLAN),
+)  # what a start that fails may leave
 
 
 def run_folder(config: RunConfig) -> Path:

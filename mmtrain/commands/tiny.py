@@ -36,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 from mmtrain.base.printing import run_command, tell
 from mmtrain.commands.parser import command_parser
 from mmtrain.data.prepare.sharding import KeyedSample, write_shard
-from mmtrain.model.vision import save_timm_folder
+from mmtrain.model.timm_folder import save_timm_folder
 
 COLOURS = {
     "red": (214, 40, 40),

@@ -91,6 +91,14 @@ def test_overwrite_deletes_nothing_but_runs(tiny, tmp_path):
     assert (tmp_path / "tiny" / "thesis.tex").exists()
 
 
+def test_a_file_of_somebody_else_that_is_called_like_an_unfinished_one_stays(tiny, tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "thesis.tmp").write_text("years of work")
+    with pytest.raises(UserError, match=r"holds thesis\.tmp, but no config\.yaml"):
+        prepare(tiny, tmp_path)
+    assert (tmp_path / "tiny" / "thesis.tmp").exists()
+
+
 def test_what_a_start_that_failed_at_once_left_is_replaced(tiny, tmp_path):
     folder = prepare(tiny, tmp_path)
     for name in ("log.txt", "log-node1.txt", "config.yaml.0123abcd.tmp"):

@@ -20,7 +20,7 @@ from torch import nn
 from mmtrain.base.printing import tell
 from mmtrain.demo.pictures import SIZE, Scans, paint
 from mmtrain.demo.scene import COLOURS, DIGITS, Scene, draw_scene
-from mmtrain.model.vision import save_timm_folder
+from mmtrain.model.timm_folder import save_timm_folder
 
 ARCHITECTURE = "vit_tiny_patch16_224"
 PATCH = 16

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from mmtrain.base.durable import UNFINISHED, whole_file
+from mmtrain.base.durable import leftovers, whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.records import (
     IMAGE_SUFFIXES,
@@ -163,7 +163,7 @@ def shard_pool(
         with worker_pool(shard, workers) as run:
             yield run
     finally:
-        for file in out.glob(f"*{UNFINISHED}"):  # of workers that were killed
+        for file in out.glob(leftovers("shard-*")):  # of workers that were killed
             file.unlink()
 
 

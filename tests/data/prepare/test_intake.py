@@ -66,7 +66,7 @@ def test_memory_is_that_of_a_window_and_not_of_the_file(tmp_path):
         (b"", "is empty"),
         (b"  \n", "is empty"),
         (b"id,image\n1,a.jpg\n", "begins with 'i'; needed is a JSON array"),
-        (gzip.compress(b"[]"), "is not UTF-8 text .*unpack it"),
+        (gzip.compress(b"[]", mtime=0), "is not UTF-8 text .*unpack it"),
         ('[{"id": "ü"}]'.encode("utf-16"), "is not UTF-8 text"),
         (b'{\n "images": []\n}', "line 1 is not valid JSON"),
         (b'{"id": 1}\n\n{"id": 2', "line 3 is not valid JSON"),
