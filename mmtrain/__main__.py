@@ -33,7 +33,7 @@ Train the connector of a vision-language model, the LLM frozen and in stages.
 commands; mmtrain COMMAND --help tells more and has examples:
 {chr(10).join(f"  {name:9}  {purpose}" for name, (_, purpose) in COMMANDS.items())}
 
-begin with the demo, which brings its models and data with it:
+begin with the demo, which needs no download (pip install 'mmtrain[demo]'):
   mmtrain train demo:llava_pp4
 """
 

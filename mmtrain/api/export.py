@@ -41,6 +41,10 @@ def export(
     """
     if verify is not None and format != "hf":
         raise UserError("--verify runs the exported model, and only --format hf exports one; leave it out")
+    if format not in ("safetensors", "llava", "hf"):
+        raise UserError(f"format {format!r}: there are safetensors, llava and hf")
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise UserError(f"dtype {dtype!r}: there are float32, bfloat16 and float16")
     out = Path(out)
     checkpoint = find(run.folder if isinstance(run, Run) else Path(run), say)
     say(f"{checkpoint.path}: {checkpoint.step:,} steps")
@@ -54,10 +58,8 @@ def export(
         _export_model(checkpoint, out, tensors, int(max_shard_gb * 1e9), verify, say, show)
     elif format == "llava":
         export_llava(checkpoint, out, tensors)
-    elif format == "safetensors":
-        export_projector_file(checkpoint, out, tensors)
     else:
-        raise UserError(f"format {format!r}: there are safetensors, llava and hf")
+        export_projector_file(checkpoint, out, tensors)
     size = sum(file.stat().st_size for file in out.expanduser().iterdir())
     say(f"exported {out} ({_size(size)}, {str(tensors).removeprefix('torch.')}), read again and compared")
     return out

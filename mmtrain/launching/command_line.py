@@ -25,7 +25,7 @@ with the same samples in the same steps. What was recorded after that checkpoint
 
 EXAMPLES = """\
 examples:
-  train the demo, whose models and data come with mmtrain, on the CPU:
+  train the demo on the CPU (pip install 'mmtrain[demo]'; nothing is downloaded):
     mmtrain train demo:llava_pp4
   see the plan for a layout; needs no GPU, no weights, starts nothing:
     mmtrain plan configs/qwen25_72b_pp8_dp2.yaml

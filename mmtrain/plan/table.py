@@ -95,7 +95,7 @@ def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         f"work; idle {plan.idle_share:.1%}"
     )
     if plan.step_seconds is None:
-        yield "costs: assumed, from FLOPs and bytes, which gives shares and ratios but no seconds; --calibrate measures"
+        yield "costs: assumed, from FLOPs and bytes: shares and ratios, no seconds; mmtrain calibrate measures those"
     else:
         yield f"costs: {plan.costs}"
     if plan.fewer_chunks_time_ratio is not None:

@@ -97,6 +97,8 @@ def test_an_export_is_made_and_says_what_it_did_to_the_log(finished, tmp_path, c
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     with pytest.raises(mmtrain.UserError, match="exists and is not empty"):
         mmtrain.export(finished.folder, "llava", folder)
+    with pytest.raises(mmtrain.UserError, match="there are float32, bfloat16 and float16"):
+        mmtrain.export(finished, "safetensors", tmp_path / "whole", dtype="int32")
     with pytest.raises(mmtrain.UserError, match="there are safetensors, llava and hf"):
         mmtrain.export(finished, "onnx", tmp_path / "other")
 

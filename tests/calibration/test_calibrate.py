@@ -37,7 +37,7 @@ def calibrated(tiny, tmp_path_factory):
     command = [sys.executable, "-m", "mmtrain.launch", tiny / "config.yaml", "--calibrate", *overrides]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     ran = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=200, env=environment, cwd=cache
+        list(map(str, command)), capture_output=True, text=True, timeout=200, env=environment, cwd=tiny
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return cache, load_config(tiny / "config.yaml", overrides), ran.stdout

@@ -102,8 +102,8 @@ class Processor:
         if len(document.input_ids) != planned:
             raise UserError(
                 f"{sample.where}: {len(document.input_ids)} tokens, where the index of its shard says {planned}: the "
-                "index was made by another version of the tokenizer's library; index the shard again: python "
-                f"mmtrain index {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
+                "index was made by another version of the tokenizer's library; index the shard again: mmtrain "
+                f"index {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
                 f"--template {self.config.data.template}"
             )
         return document
