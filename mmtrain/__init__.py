@@ -18,8 +18,6 @@ Importing this imports nothing of it: each name brings its module when it is fir
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,17 +42,6 @@ _PLACES = {
     "make_plan": ("mmtrain.launching.machine", "plan_for_here"),
     "train": ("mmtrain.api.run", "train"),
 }
-
-
-class _Package(types.ModuleType):
-    """A package of which `train` and `export` stay functions when its modules of these names are imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _PLACES and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.export.processor import ExportedProcessor, write_processor
+from mmtrain.exporting.processor import ExportedProcessor, write_processor
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whole runs without a launcher's start-up: `mmtrain.train.main` on forked ranks, from where `--resume` would begin."""
+"""Whole runs without a launcher's start-up: `training.loop.main` on forked ranks, from where `--resume` would begin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmtrain.plan.planner import make_plan
 from mmtrain.processes.rank import Rank
 from mmtrain.processes.rank_records import Progress
 from mmtrain.processes.stop import StopRequest
-from mmtrain.train import main
+from mmtrain.training.loop import main
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ checkpoint
 model
 engine
 calibration  evaluation
-export
-train
+exporting
+training
 launching
 launch
 api
@@ -50,7 +50,7 @@ checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose
 engine.utilization  engine.trace  evaluation.scores  evaluation.console  model.projector_files  model.probe
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}
-ONLY_IMPORTER = {"deepspeed": "engine.deepspeed_pipeline", "mmtrain.train": "launching.training"}
+ONLY_IMPORTER = {"deepspeed": "engine.deepspeed_pipeline", "mmtrain.training.loop": "launching.training"}
 
 
 def module_names() -> list[str]:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "mmtrain").rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
 
 READER = "mmtrain/model/weights.py"  # for model.projector.init_from and mmtrain convert
-WRITER = "mmtrain/export/llava.py"  # `--format llava`: mm_projector.bin is a pickle
+WRITER = "mmtrain/exporting/llava.py"  # `--format llava`: mm_projector.bin is a pickle
 ALLOWED = {("torch.load", READER), ("torch.save", WRITER)}
 
 MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -22,8 +22,8 @@ from mmtrain.checkpoint.step_folder import (
 )
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.export.hf import ExportedModel, export_hf
-from mmtrain.export.verify import Comparison, compare_logits
+from mmtrain.exporting.hf import ExportedModel, export_hf
+from mmtrain.exporting.verify import Comparison, compare_logits
 from mmtrain.model.projector import make_projector
 from mmtrain.model.timm_folder import save_timm_folder
 from mmtrain.pretrained.shapes import llm_shape, vision_shape

@@ -50,8 +50,8 @@ def export(
     say(f"{checkpoint.path}: {checkpoint.step:,} steps")
     import torch  # after the cheap refusals: it takes seconds
 
-    from mmtrain.export.llava import export_llava
-    from mmtrain.export.projector_file import export_projector_file
+    from mmtrain.exporting.llava import export_llava
+    from mmtrain.exporting.projector_file import export_projector_file
 
     tensors = getattr(torch, dtype or (checkpoint.config.model.llm.dtype if format == "hf" else "float32"))
     if format == "hf":
@@ -74,9 +74,9 @@ def _export_model(
     say: Callable[[str], None],
     show: Callable[[str, int, int], None],
 ) -> None:
-    from mmtrain.export.hf import export_hf
-    from mmtrain.export.tensors import new_folder
-    from mmtrain.export.verify import PROMPTS, batch_fault, compare_logits
+    from mmtrain.exporting.hf import export_hf
+    from mmtrain.exporting.tensors import new_folder
+    from mmtrain.exporting.verify import PROMPTS, batch_fault, compare_logits
 
     with new_folder(out) as folder:
         exported = export_hf(checkpoint, folder, dtype, shard_bytes, show)

@@ -120,8 +120,8 @@ def exported(
     checkpoint: StepFolder, say: Callable[[str], None], show: Callable[[str, int, int], None] = lambda *_: None
 ) -> Path:
     """A checkpoint's LLaVA folder in the cache, which is made once; raises UserError where it cannot be exported."""
-    from mmtrain.export.hf import export_hf
-    from mmtrain.export.tensors import new_folder
+    from mmtrain.exporting.hf import export_hf
+    from mmtrain.exporting.tensors import new_folder
     from mmtrain.model.stage import DTYPES
 
     key = hashlib.sha256(f"{checkpoint.fingerprint} {mmtrain.__version__}".encode()).hexdigest()[:20]

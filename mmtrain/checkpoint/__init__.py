@@ -2,5 +2,5 @@
 
 what it is            step_folder.py; what its tensors are: engine/optimizer.py
 a run writes it       train.py --> write.py --> step_folder.py
-a run goes on from it launching/training.py --> choose.py --> train.py --> load.py --> run_folder.py, `go_back`
+a run goes on from it launching/training.py --> choose.py --> loop.py --> load.py --> run_folder.py, `go_back`
 """

@@ -128,7 +128,7 @@ def _train(
     if several_nodes:
         rank.progress.at(0, "comparing plans with rank 0")
         agree(config, plan, trace_steps, rank.rank)
-    from mmtrain.train import main
+    from mmtrain.training.loop import main
 
     return main(config, plan, rank, start if rank.rank == 0 else None, trace_steps)
 

@@ -224,7 +224,7 @@ OTHERS = {
     "mmtrain/processes/rank.py",
     "mmtrain/checkpoint/write.py",
     "mmtrain/model/probe.py",
-    "mmtrain/train.py",
+    "mmtrain/training/loop.py",
     "mmtrain/processes/rendezvous.py",
     "mmtrain/processes/gpus.py",
 }

@@ -19,8 +19,8 @@ from mmtrain.commands import export as export_command
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.catalog import is_held_out
 from mmtrain.engine.audit import fingerprint, model_fingerprint
-from mmtrain.export import hf
-from mmtrain.export.verify import read_samples
+from mmtrain.exporting import hf
+from mmtrain.exporting.verify import read_samples
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.layout import StagePlan
 

@@ -19,7 +19,7 @@ from mmtrain.model.projector import make_projector, read_projector
 from mmtrain.model.projector_files import find_projector, refuse_unfit_init_from
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.planner import make_plan
-from mmtrain.train import _without_init_from
+from mmtrain.training.loop import _without_init_from
 
 VISION, LLM = 12, 20
 Tensors = dict[str, torch.Tensor]

@@ -20,7 +20,7 @@ def open_account(tiny, folder, *overrides):
 
 
 def run_steps(account, stream, steps):
-    """What the engine does with the stream, and train.py with the account; the account's records."""
+    """What the engine does with the stream, and the training loop with the account; the account's records."""
     records = []
     for step in range(steps):
         taken = list(itertools.islice(stream, 5))

@@ -24,7 +24,7 @@ from transformers import (
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
-from mmtrain.export.vision import ExportedEncoder, encoder_for_export
+from mmtrain.exporting.vision import ExportedEncoder, encoder_for_export
 from mmtrain.model.vision import load_vision
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llava_pp4.yaml"

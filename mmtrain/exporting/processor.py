@@ -33,8 +33,8 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import TEMPLATES, PlainTemplate, Template, load_tokenizer, with_image_token
 from mmtrain.data.stream.images import ImageTransform, image_transform
-from mmtrain.export.chat_template import documents_of, exported_chat_template
-from mmtrain.export.vision import ExportedEncoder
+from mmtrain.exporting.chat_template import documents_of, exported_chat_template
+from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import llm_shape
 from mmtrain.pretrained.vision_files import tokens_per_image

@@ -37,9 +37,9 @@ from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.engine.audit import fingerprint, model_fingerprint
 from mmtrain.evaluation.held_out import evaluated_samples
-from mmtrain.export.hf import ExportedModel, kept_in_float32
-from mmtrain.export.language import MODEL
-from mmtrain.export.projector_file import trained_tensors
+from mmtrain.exporting.hf import ExportedModel, kept_in_float32
+from mmtrain.exporting.language import MODEL
+from mmtrain.exporting.projector_file import trained_tensors
 from mmtrain.model.language import quiet
 from mmtrain.model.stage import DTYPES, Chunk, build_chunk
 from mmtrain.plan.layout import StagePlan

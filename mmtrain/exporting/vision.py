@@ -30,8 +30,8 @@ from transformers import SiglipVisionConfig
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.export.projector_file import WHAT_WORKS
-from mmtrain.export.tensors import TensorSource, in_memory, stored
+from mmtrain.exporting.projector_file import WHAT_WORKS
+from mmtrain.exporting.tensors import TensorSource, in_memory, stored
 from mmtrain.model.vision import HF_MODELS, timm_model
 from mmtrain.model.weights import tensor_files
 from mmtrain.pretrained.model_files import model_folder, read_json

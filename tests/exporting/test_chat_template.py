@@ -18,7 +18,7 @@ from transformers import AutoProcessor, AutoTokenizer
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
-from mmtrain.export.chat_template import mark_answers
+from mmtrain.exporting.chat_template import mark_answers
 
 CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
 OWN_MARKS = """{% for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}

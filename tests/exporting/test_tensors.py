@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mmtrain.base.errors import UserError
-from mmtrain.export import tensors as module
-from mmtrain.export.tensors import (
+from mmtrain.exporting import tensors as module
+from mmtrain.exporting.tensors import (
     INDEX,
     TensorSource,
     TensorWriter,

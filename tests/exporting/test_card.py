@@ -14,8 +14,8 @@ from markdown_it.token import Token
 from step_states import VERSIONS
 from untrained_runs import config_of, export, make_checkpoint
 
-from mmtrain.export import hf
-from mmtrain.export.projector_file import origin
+from mmtrain.exporting import hf
+from mmtrain.exporting.projector_file import origin
 
 NAMES = [
     "a: b --- # !!python object:os.system 'q' \"d\"",
@@ -87,7 +87,7 @@ def test_scores_are_found_among_lines_that_are_no_records_and_a_loss_that_is_no_
 
 
 def test_models_of_the_hub_are_named_in_the_metadata_and_read_back(tiny, tmp_path, monkeypatch):
-    from mmtrain.export.card import write_card  # as the export calls it, with names that the machine need not have
+    from mmtrain.exporting.card import write_card  # as the export calls it, with names that the machine need not have
 
     calls = []
     monkeypatch.setattr(hf, "write_card", lambda *arguments: calls.append(arguments))

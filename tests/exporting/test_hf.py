@@ -15,7 +15,7 @@ from untrained_runs import compared, config_of, export, load_stock, make_checkpo
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.export.tensors import INDEX
+from mmtrain.exporting.tensors import INDEX
 from mmtrain.model.language import quiet
 
 TOWERS = {

@@ -18,7 +18,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.export.tensors import TensorSource, TensorWriter, check_written, new_folder, stored
+from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, new_folder, stored
 from mmtrain.pretrained.model_files import read_header
 
 TENSORS = "projector.safetensors"

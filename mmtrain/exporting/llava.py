@@ -21,8 +21,8 @@ import torch
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.export.projector_file import PROJECTOR, Origin, origin, trained_tensors
-from mmtrain.export.tensors import new_folder, require_space
+from mmtrain.exporting.projector_file import PROJECTOR, Origin, origin, trained_tensors
+from mmtrain.exporting.tensors import new_folder, require_space
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import vision_shape
 

@@ -13,10 +13,10 @@ import yaml
 from mmtrain.base.printing import harmless
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.templates import PlainTemplate
-from mmtrain.export.language import ExportedLanguage
-from mmtrain.export.processor import ExportedProcessor
-from mmtrain.export.projector_file import Origin
-from mmtrain.export.vision import ExportedEncoder
+from mmtrain.exporting.language import ExportedLanguage
+from mmtrain.exporting.processor import ExportedProcessor
+from mmtrain.exporting.projector_file import Origin
+from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.pretrained.model_files import HUB_ID
 
 LOADING = """\

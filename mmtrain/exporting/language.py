@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mmtrain.base.errors import UserError
-from mmtrain.export.projector_file import WHAT_WORKS
-from mmtrain.export.tensors import TensorSource, stored
+from mmtrain.exporting.projector_file import WHAT_WORKS
+from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.model.language import causal_config, missing_prefix
 from mmtrain.model.weights import tensor_files
 from mmtrain.pretrained.families import global_name

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmtrain.train import use_algorithms
+from mmtrain.training.loop import use_algorithms
 
 STEPS = 4
 

@@ -29,8 +29,8 @@ from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.data.stream.images import ImageTransform, decode_image
-from mmtrain.export.card import processor_notes
-from mmtrain.export.processor import check_processor, image_processor_config, write_processor
+from mmtrain.exporting.card import processor_notes
+from mmtrain.exporting.processor import check_processor, image_processor_config, write_processor
 
 
 @pytest.fixture(scope="module", params=STYLES)

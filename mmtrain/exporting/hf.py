@@ -27,13 +27,13 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedM
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.export.card import write_card
-from mmtrain.export.chat_template import mark_answers
-from mmtrain.export.language import ExportedLanguage, language_for_export
-from mmtrain.export.processor import ExportedProcessor, check_processor, write_processor
-from mmtrain.export.projector_file import PROJECTOR, WHAT_WORKS, origin, trained_tensors
-from mmtrain.export.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
-from mmtrain.export.vision import ExportedEncoder, encoder_for_export
+from mmtrain.exporting.card import write_card
+from mmtrain.exporting.chat_template import mark_answers
+from mmtrain.exporting.language import ExportedLanguage, language_for_export
+from mmtrain.exporting.processor import ExportedProcessor, check_processor, write_processor
+from mmtrain.exporting.projector_file import PROJECTOR, WHAT_WORKS, origin, trained_tensors
+from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
+from mmtrain.exporting.vision import ExportedEncoder, encoder_for_export
 from mmtrain.model.language import causal_config, quiet
 from mmtrain.model.tiny import tiny_model
 from mmtrain.pretrained.model_files import model_folder

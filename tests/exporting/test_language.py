@@ -13,9 +13,9 @@ from untrained_runs import compared, config_of, export, load_stock, make_checkpo
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.export.hf import refuse_loading_faults, refuse_unfit_family
-from mmtrain.export.language import language_for_export
-from mmtrain.export.tensors import in_memory
+from mmtrain.exporting.hf import refuse_loading_faults, refuse_unfit_family
+from mmtrain.exporting.language import language_for_export
+from mmtrain.exporting.tensors import in_memory
 
 UNFIT = {
     "gemma2": ({}, "logits differ"),
