@@ -15,7 +15,7 @@ from mmtrain.checkpoint.run_folder import prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, find, step_path, why_damaged
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
 from mmtrain.processes.rank import Rank
 from mmtrain.processes.rank_records import Progress

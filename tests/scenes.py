@@ -29,7 +29,7 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.projector import make_projector
 from mmtrain.model.stage import build_chunk
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import Instruction, Op, immediate_encodes, training_schedule
 

@@ -46,7 +46,7 @@ from mmtrain.engine.step_clock import Reading
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
-from mmtrain.plan.layout import Plan, StagePlan
+from mmtrain.plan.plan import Plan, StagePlan
 from mmtrain.plan.planner import models_of
 from mmtrain.processes.rank import Rank
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.engine.channels import Channels
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 
 MESSAGES = 3  # in a stretch
 ECHOES = 4  # there and back, in a row

@@ -19,7 +19,7 @@ from mmtrain.base.printing import say
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, remove_unfinished, step_folders, step_of
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 
 CONFIG, PLAN = "config.yaml", "plan.json"
 METRICS, BAD_STEPS = "metrics.jsonl", "bad_steps.jsonl"

@@ -42,7 +42,7 @@ from mmtrain.checkpoint.step_folder import (
     why_damaged,
 )
 from mmtrain.config.schema import CheckpointSection, RunConfig
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 
 PACKAGES = ("torch", "transformers", "timm", "deepspeed", "mmtrain")
 Tensors = Mapping[str, torch.Tensor]

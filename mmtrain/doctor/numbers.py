@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from mmtrain.data.stream.packs import PackedBatch
-    from mmtrain.plan.layout import StagePlan
+    from mmtrain.plan.plan import StagePlan
 
 BFLOAT16 = "model.llm.dtype=bfloat16"
 PRECISIONS = {"float32": ("pp1", ()), "bfloat16": ("pp1-bfloat16", (BFLOAT16,))}

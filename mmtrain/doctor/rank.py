@@ -21,7 +21,7 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import expected_batch
 from mmtrain.model.stage import build_chunk
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.processes.rank import Rank
 

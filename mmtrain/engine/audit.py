@@ -22,7 +22,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
 from mmtrain.engine.optimizer import NoOpOptimizer
 from mmtrain.model.stage import Chunk
-from mmtrain.plan.layout import Plan, RankPlan
+from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.vision_files import is_timm_name
 

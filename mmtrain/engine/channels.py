@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.engine.process_groups import channel_group
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 
 STEP = {"activation": 1, "gradient": -1}  # from the stage that sends to the one that receives
 

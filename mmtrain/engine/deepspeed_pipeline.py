@@ -25,7 +25,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.optimizer import make_optimizer
 from mmtrain.model.stage import Chunk
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 
 REFUSED = {
     "use `train_step`, which runs the plan's instructions": (

@@ -35,7 +35,7 @@ from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Chunk
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule, in_common_order
 
 

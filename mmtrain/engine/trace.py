@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mmtrain.base.durable import whole_file
 from mmtrain.base.errors import UserError
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import Instruction, Op
 
 TRACE = "trace.json"

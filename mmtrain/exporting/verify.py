@@ -42,7 +42,7 @@ from mmtrain.exporting.language import MODEL
 from mmtrain.exporting.projector_file import trained_tensors
 from mmtrain.model.language import quiet
 from mmtrain.model.stage import DTYPES, Chunk, build_chunk
-from mmtrain.plan.layout import StagePlan
+from mmtrain.plan.plan import StagePlan
 from mmtrain.pretrained.model_files import read_json
 from mmtrain.pretrained.shapes import llm_shape
 

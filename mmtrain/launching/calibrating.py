@@ -16,7 +16,7 @@ from mmtrain.base.printing import say, show_error
 from mmtrain.config.schema import RunConfig
 from mmtrain.launching.machine import device_here, job_here, plan_here
 from mmtrain.plan.calibration import Device, cached_file, calibration_key
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import models_of
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.table import render

@@ -11,7 +11,7 @@ from pathlib import Path
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.refusals import check_environment
 from mmtrain.processes.gpus import Gpu, visible_gpus

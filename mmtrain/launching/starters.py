@@ -11,7 +11,7 @@ from typing import Any
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # (rank, number of processes) as others name them who start several: Open MPI, MPICH and Intel MPI, and cluster managers

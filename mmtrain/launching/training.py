@@ -26,7 +26,7 @@ from mmtrain.launching.machine import job_here, plan_here
 from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
 from mmtrain.model.probe import probe
 from mmtrain.model.projector_files import refuse_unfit_init_from
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.table import render
 from mmtrain.processes.gpus import visible_gpus

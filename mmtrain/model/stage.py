@@ -28,7 +28,7 @@ from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum, su
 from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import make_projector, read_projector
 from mmtrain.model.vision import VisionTower, load_vision
-from mmtrain.plan.layout import StagePlan
+from mmtrain.plan.plan import StagePlan
 from mmtrain.pretrained.shapes import matches
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -15,7 +15,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.cut import best_cut, given_cut
-from mmtrain.plan.layout import RankPlan, stage_of
+from mmtrain.plan.plan import RankPlan, stage_of
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu, stage_costs
 from mmtrain.pretrained.shapes import matches

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from mmtrain.base.printing import bytes_text
-from mmtrain.plan.layout import Plan, RankPlan
+from mmtrain.plan.plan import Plan, RankPlan
 
 COLUMNS = 80
 LEFT = {"layers", "optimizer"}  # columns of words

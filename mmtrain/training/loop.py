@@ -34,7 +34,7 @@ from mmtrain.evaluation.scores import Scores
 from mmtrain.model.flash import say_ways
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import cpu_device, gpu_device
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import Instruction
 from mmtrain.pretrained.shapes import matches, projector_parameters

@@ -23,7 +23,7 @@ from mmtrain.launch import main as launch
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import Linear, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerKind, run_costs
-from mmtrain.plan.layout import StagePlan
+from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.table import render
 

@@ -22,7 +22,7 @@ from mmtrain.engine.audit import fingerprint, model_fingerprint
 from mmtrain.exporting import hf
 from mmtrain.exporting.verify import read_samples
 from mmtrain.model.stage import build_chunk
-from mmtrain.plan.layout import StagePlan
+from mmtrain.plan.plan import StagePlan
 
 TOOL = export_command
 

@@ -7,7 +7,7 @@ import torch
 from scenes import WIDTH, make_config, save_parts
 
 from mmtrain.model.stage import build_chunk
-from mmtrain.plan.layout import StagePlan
+from mmtrain.plan.plan import StagePlan
 
 LAYERS = 4
 BATCH, LENGTH = 2, 64

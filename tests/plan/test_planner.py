@@ -16,7 +16,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.costs import minimal_flops, run_costs
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu

@@ -48,7 +48,7 @@ from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import make_projector
 from mmtrain.model.stage import Chunk, Front, set_trainable
 from mmtrain.model.vision import load_vision
-from mmtrain.plan.layout import StagePlan
+from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan
 from mmtrain.processes.rank import Rank
 

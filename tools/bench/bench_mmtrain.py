@@ -12,7 +12,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.model.stage import Chunk, build_chunk
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import Instruction, Op
 
 

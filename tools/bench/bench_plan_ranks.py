@@ -34,7 +34,7 @@ from mmtrain.engine.single_stage import expected_batch
 from mmtrain.model.stage import Chunk, build_chunk
 from mmtrain.plan.calibration import calibration_key, cpu_device
 from mmtrain.plan.costs import Models
-from mmtrain.plan.layout import Plan, StagePlan
+from mmtrain.plan.plan import Plan, StagePlan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.simulate import Program, Simulation, simulate
 from mmtrain.processes.rank import Rank

@@ -28,7 +28,7 @@ from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.stage import build_chunk
-from mmtrain.plan.layout import Plan
+from mmtrain.plan.plan import Plan
 from mmtrain.processes.rank import Rank
 
 MODES = ("none", "asynchronous", "synchronous")
