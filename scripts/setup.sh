@@ -2,7 +2,7 @@
 # Make or reuse .venv and install mmtrain into it, with the tested versions. The argument names extras:
 #   scripts/setup.sh             what a run needs
 #   scripts/setup.sh demo,test   the handwriting of the demo, and what the tests need
-# A second call installs nothing unless pyproject.toml or constraints.txt changed. PYTHON=... chooses the interpreter.
+# A second call installs nothing unless pyproject.toml, constraints.txt or this file changed. PYTHON=... chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=${1:-}
@@ -28,9 +28,12 @@ if ! new_enough .venv/bin/python; then
 fi
 
 stamp=.venv/installed-${extras:-run}
-wanted=$(cksum pyproject.toml constraints.txt; pwd)
+wanted=$(cksum pyproject.toml constraints.txt scripts/setup.sh; pwd)
 if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
     echo "installing into .venv (the first time a few minutes: torch alone is 3 GB)" >&2
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}" -c constraints.txt
+    # compat: without it `python -m mmtrain` in a folder that holds one called mmtrain, as the parent of a clone does,
+    # imports that empty folder
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat \
+        -e ".${extras:+[$extras]}" -c constraints.txt
     echo "$wanted" >"$stamp"
 fi

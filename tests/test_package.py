@@ -56,3 +56,11 @@ def test_it_plans_and_shards_and_trains_the_demo(installed, tmp_path):
     assert "1 samples" in run(installed, tmp_path, "shard", "--json", "a.json", "--images", ".", "--out", "shards")
     short = ("parallel.pipeline=1", "train.max_steps=2", "eval.shards=null", "parallel.threads_per_rank=1")
     assert "results: runs/llava_pp4" in run(installed, tmp_path, "train", "demo:llava_pp4", *short)
+
+
+def test_a_folder_called_mmtrain_hides_nothing_of_what_setup_installed(tmp_path):
+    (tmp_path / "mmtrain").mkdir()  # as in the folder that a clone was made in
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "mmtrain", "plan", "--help"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
