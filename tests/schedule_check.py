@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from mmtrain.plan.deadlocks import Ordering, find_deadlock
+from deadlocks import Ordering, find_deadlock
+
 from mmtrain.plan.schedule import (
     COMPUTES,
     EVALUATION_END,

@@ -80,8 +80,6 @@ CHECKS = (
     Check("twice", "numbers:same_step_twice", "the same command gives the same bits",
           "do not count on exact resumption here; send the output of --json", 300),
     # Several ranks.
-    Check("device-waits", "layouts:device_waits", "which pipelines a wait for a whole GPU can hang",
-          "the planner is at fault, not this machine: send the output of --json", 60, quick=True),
     Check("channels", "layouts:channels", "messages between ranks, both ways, work in between",
           "NCCL_DEBUG=INFO says how GPUs reach each other; NCCL_P2P_DISABLE=1 tells whether direct access is at fault",
           180, ranks=2),

@@ -9,34 +9,13 @@ from collections.abc import Callable
 from mmtrain.config.load import load_config
 from mmtrain.doctor.check import FailedError, Here, Seen
 from mmtrain.doctor.runs import SAME, demo, launcher, losses, pipeline_1, worst
-from mmtrain.plan.deadlocks import Ordering, find_deadlock
 from mmtrain.plan.planner import make_plan
-from mmtrain.plan.schedule import training_schedule
 from mmtrain.processes.job import Job
 from mmtrain.processes.rank import Rank
 from mmtrain.processes.supervise import prepared, run_ranks
 
-SUSPECTS = tuple((pipeline, chunks) for pipeline in (2, 4, 8) for chunks in (1, 2))  # ranks, stages a rank
 MOST_CHANNEL_RANKS = 4
 TIMEOUT_SECONDS = 60
-
-
-def device_waits(here: Here) -> Seen:
-    """Which pipelines hang where a compute waits for all that its GPU was given before; that none hangs without.
-
-    Such waits come from kernels that are loaded when they are first used, and from memory that is given back in a step.
-    Every run warms up against the first; for who sees one hang all the same, this is the list of suspects.
-    """
-    can_hang: dict[str, list[str]] = {"where the projector trains": [], "where the last stage alone does": []}
-    for pipeline, chunks in SUSPECTS:
-        for trains, first in zip(can_hang, (0, pipeline * chunks - 1), strict=True):
-            steps = [training_schedule(pipeline, 2 * pipeline, first, chunks)] * 2
-            if find_deadlock(steps, Ordering.IDEAL):
-                raise FailedError(f"pipeline {pipeline} with {chunks} stages a rank hangs on any device")
-            if find_deadlock(steps, Ordering.DEVICE_WIDE_WAITS):
-                can_hang[trains].append(f"{pipeline}x{chunks}")
-    listed = (f"{', '.join(names) or 'none'} {trains}" for trains, names in can_hang.items())
-    return Seen(f"can hang {'; '.join(listed)}", {"ranks_x_stages_a_rank": can_hang})
 
 
 def channels(here: Here) -> Seen:

@@ -24,7 +24,7 @@ _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.w
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _LEAST_CONNECTIONS = 8  # CUDA's own default; streams of a rank: computes, four channels, replicas, statistics, copies
-# What each does to the order of work on a GPU; see `deadlocks.Ordering`.
+# What each does to the order of work on a GPU; see `Ordering` in tests/deadlocks.py.
 _HANGS = {
     "CUDA_LAUNCH_BLOCKING": "each kernel is waited for, also one that waits for a message",
     _CONNECTIONS: "streams that share a queue wait for each other",
@@ -90,7 +90,7 @@ def check_prefetch(config: RunConfig, models: Models) -> None:
 def check_environment(config: RunConfig, environment: Mapping[str, str]) -> None:
     """Raises UserError for variables with which the ranks of a pipeline on GPUs can wait for each other for ever.
 
-    Which do is what `deadlocks` computes: a receive that is posted ahead must not hold up other work of its GPU.
+    Which do is what tests/deadlocks.py computes: a receive that is posted ahead must not hold up other work of its GPU.
     """
     if config.parallel.pipeline == 1:
         return

@@ -357,9 +357,9 @@ def in_common_order(schedule: Schedule) -> Schedule:
 
     All computes are put into one order for all ranks; a message is received at the place in that order at which it is
     sent. So the first operation in that order that is not done never waits for a later one, not even where devices and
-    hosts wait for all that they were given (see `deadlocks`). Price: a receive may stand right before its use, and its
-    message cannot arrive while the rank computes. In simulated steps that is 0.1% to 0.3% where a message takes 1% of
-    a forward, 1% to 3% where it takes 10%.
+    hosts wait for all that they were given (tests/deadlocks.py). Price: a receive may stand right before its use, and
+    its message cannot arrive while the rank computes. In simulated steps that is 0.1% to 0.3% where a message takes 1%
+    of a forward, 1% to 3% where it takes 10%.
     """
     ordered: list[list[Instruction]] = [[] for _ in schedule]
     for rank, x, message in all_steps(schedule):

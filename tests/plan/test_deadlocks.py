@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from deadlocks import Ordering, Stuck, find_deadlock
 from schedule_check import check_schedule
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
-from mmtrain.plan.deadlocks import Ordering, Stuck, find_deadlock
 from mmtrain.plan.refusals import check_environment
 from mmtrain.plan.schedule import (
     Encodes,
