@@ -24,4 +24,4 @@ esac
 scripts/setup.sh demo,test
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start several processes, each of which would use every core
 cores=$(.venv/bin/python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
-.venv/bin/python -m pytest -n "$cores" --dist loadgroup "${tier[@]}" "$@"
+.venv/bin/python -m pytest -n "$cores" "${tier[@]}" "$@"

@@ -30,11 +30,38 @@ def load_tool(name: str) -> ModuleType:
     return module
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in several processes, a file's run in one, whose fixtures they share; so do all of the demo's."""
-    for item in items:
-        group = "demo" if "demo_run" in item.fixturenames else item.path.relative_to(TOOLS.parent).as_posix()
-        item.add_marker(pytest.mark.xdist_group(group))
+# Work for pytest-xdist: files that share the demo's run are one piece of it; the longest pieces begin first, else the
+# last of them would work alone for minutes.
+DEMO = ("tests/test_main_job.py", "tests/exporting/test_demo_export.py")
+LONGEST = (
+    *("demo", "tests/checkpoint/test_resume.py", "tests/training/test_loop.py", "tests/test_ledger.py"),
+    *("tests/processes/test_supervise.py", "tests/checkpoint/test_resume_pairs.py", "tests/test_launch.py"),
+    *("tests/model/test_probe.py", "tests/test_parity.py", "tests/commands/test_doctor.py", "tests/api/test_api.py"),
+)
+
+
+def piece_of(nodeid: str) -> str:
+    """What runs in one process, whose fixtures it shares."""
+    file = nodeid.partition("::")[0]
+    return "demo" if file in DEMO else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Deals out pieces: `--dist loadgroup` of pytest-xdist 3.8 knows no groups under pytest 9.2, and says nothing."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByPiece(LoadScopeScheduling):
+        _split_scope = staticmethod(piece_of)
+
+    config.option.loadscopereorder = False  # the order of collection is the order in which pieces begin
+    return ByPiece(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes
+        order = {piece: i for i, piece in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(piece_of(item.nodeid), len(order)))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from conftest import MAIN_JOB
 from processes import Command, listeners, running, wait_for
 from torch.distributed import TCPStore
 
@@ -56,11 +55,10 @@ def other_addresses() -> set[str]:
 
 
 @pytest.fixture
-def demo(demo_cache, tmp_path, monkeypatch):
-    """The main job at pipeline 4, in its first steps."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(demo_cache))
-    overrides = (f"run.dir={tmp_path}", "train.max_steps=100000", "eval.every_steps=100000", "eval.show_answers=0")
-    with running(("-m", "mmtrain.launch", MAIN_JOB, "parallel.threads_per_rank=1", *overrides), tmp_path) as command:
+def run(tiny, tmp_path):
+    """A run at pipeline 4, in its first steps."""
+    overrides = (f"run.dir={tmp_path}", "train.max_steps=100000", "parallel.threads_per_rank=1")
+    with running(("-m", "mmtrain.launch", tiny / "config.yaml", *overrides), tmp_path) as command:
         trains = lambda: "step 1/" in command.stdout or command.process.poll() is not None  # noqa: E731
         wait_for(trains, 200, "the first step")
         assert command.process.poll() is None, command.stderr
@@ -68,12 +66,12 @@ def demo(demo_cache, tmp_path, monkeypatch):
 
 
 def test_of_a_run_on_one_machine_nothing_listens_for_others_and_nothing_put_into_its_store_runs(
-    demo: Command, tmp_path: Path
+    run: Command, tmp_path: Path
 ):
-    family = demo.family()
+    family = run.family()
     assert len(family) >= 7  # launcher, fork server, four ranks, a data worker
     found = listeners(family)
-    stores = listeners([demo.process.pid])
+    stores = listeners([run.process.pid])
     marker = tmp_path / "attacked"
     poison = pickle.dumps(Touch(marker))
     for _, port in stores:
@@ -82,7 +80,7 @@ def test_of_a_run_on_one_machine_nothing_listens_for_others_and_nothing_put_into
         with socket.create_connection((address, port)) as to_gloo:
             to_gloo.sendall(poison)
     time.sleep(SECONDS_BETWEEN_READS + 2)
-    assert demo.process.poll() is None and not marker.exists()
+    assert run.process.poll() is None and not marker.exists()
 
     assert len(stores) == 1 and {address for address, _ in found} == {"127.0.0.1"}
     assert not [(address, port) for _, port in found for address in other_addresses() if accepts(address, port)]
