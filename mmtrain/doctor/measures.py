@@ -13,11 +13,13 @@ from pathlib import Path
 from mmtrain.base.printing import bytes_text, say
 from mmtrain.doctor.check import FailedError, Here, LeftOutError, Seen
 from mmtrain.doctor.layouts import on_ranks
+from mmtrain.doctor.numbers import BFLOAT16, demo_config
 from mmtrain.doctor.runs import demo, launch, launcher
 from mmtrain.processes.parent import die_with_parent
 
 # Of the plan's bytes: what kernels work in is estimated, and allocators round; and what cuBLAS takes for itself.
 MEMORY_TOLERANCE, WORKSPACE_BYTES = 0.1, 64 * 2**20
+LARGE = (BFLOAT16, "train.packs_per_microbatch=256", "train.packs_per_step=512")  # a GiB, much more than the workspace
 CALIBRATED_STEPS = 12
 CALIBRATION_FACTOR = 2.0  # a step's launches overlap with its work, a calibrated piece's do not
 BENCH = Path(__file__).parents[2] / "tools" / "bench" / "bench.py"  # of a checkout
@@ -28,7 +30,8 @@ def memory(here: Here) -> Seen:
     """Bytes that the plan foresees for a rank against the most that were allocated at once in a step."""
     from mmtrain.doctor.rank import measure_memory
 
-    on_ranks(here, 1, functools.partial(measure_memory, here.folder))
+    config = demo_config(here, "parallel.pipeline=1", *(LARGE if here.gpus else ("train.packs_per_step=2",)))
+    on_ranks(here, 1, functools.partial(measure_memory, config, here.folder))
     found = json.loads((here.folder / "memory.json").read_text())
     planned, allocated = found["planned_bytes"], found["allocated_bytes"]
     text = f"planned {bytes_text(planned)}, allocated {bytes_text(allocated)}"

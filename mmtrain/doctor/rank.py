@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.calibration.allocations import bytes_used, tensor_bytes
-from mmtrain.doctor.models import DTYPES, SHAPES, run_config, save_parts
+from mmtrain.config.schema import RunConfig
 from mmtrain.engine.channels import Channels
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
@@ -30,9 +30,6 @@ SMALL_BYTES = 4096
 LARGE_BYTES = {"cpu": 2**20, "cuda": 2**25}  # hidden states of 256 tokens of 1,024 floats; of 4,096 of 4,096 in bf16
 WORK_WIDTH = {"cpu": 256, "cuda": 4096}
 TIMEOUT_SECONDS = 60
-# What a step's memory is measured with: 32 layers of width 512; on a CPU a tiny model, since tracing is slow there.
-MEASURED = {"cpu": ("tiny", "float32", 8), "cuda": ("ratios", "bfloat16", 12)}  # shape, dtype, samples a pack
-MICROBATCHES = 2
 
 
 def exchange(plan: Plan, folder: Path, rank: Rank) -> None:
@@ -114,22 +111,10 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_memory(folder: Path, rank: Rank) -> None:
-    """Make steps at pipeline 1; what was planned and what was taken, in bytes, to FOLDER/memory.json."""
+def measure_memory(config: RunConfig, folder: Path, rank: Rank) -> None:
+    """Make steps of a config of one rank; what was planned and what was taken, in bytes, to FOLDER/memory.json."""
     device = torch.device(rank.device)
-    shape_name, dtype, samples = MEASURED[device.type]
-    shape = SHAPES[shape_name]
     join_process_group(device, TIMEOUT_SECONDS)
-    save_parts(shape, folder / "models", DTYPES[dtype])
-    config = run_config(
-        shape,
-        folder / "models",
-        dtype=dtype,
-        pack_length=samples * shape.sample_tokens,
-        microbatches=MICROBATCHES,
-        pipeline=1,
-        threads=1,
-    )
     limit = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     plan = make_plan(config, limit)
     chunk = build_chunk(config, plan.ranks[0].stages[0], device=device)
@@ -145,8 +130,7 @@ def measure_memory(folder: Path, rank: Rank) -> None:
         step = functools.partial(engine.train_step, batches)
         first, second = bytes_used(step, step, device=device)
         found = {"allocated_bytes": lasting + first.end + second.peak}
-    found |= {"planned_bytes": plan.ranks[0].total_bytes, "shape": shape_name, "dtype": dtype}
-    (folder / "memory.json").write_text(json.dumps(found))
+    (folder / "memory.json").write_text(json.dumps(found | {"planned_bytes": plan.ranks[0].total_bytes}))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,6 +166,29 @@ def test_a_stage_that_computes_something_else_on_the_other_device_is_seen(tmp_pa
     monkeypatch.setattr(doctor_numbers, "run_stage", wrong)
     with pytest.raises(FailedError, match="stage 1: loss"):
         doctor_numbers.compare_stages(config, "cpu")
+
+
+def test_bytes_of_a_step_that_are_not_those_planned_are_seen(tmp_path, monkeypatch):
+    def in_this_process(here, ranks, target):
+        assert ranks == 1
+        for name, value in {
+            "RANK": 0,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": 1,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": 0,
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        target(SimpleNamespace(device="cpu"))
+
+    monkeypatch.setattr(doctor_measures, "on_ranks", in_this_process)
+    here = Here(tmp_path, tmp_path, RECORD)
+    facts = doctor_measures.memory(here).facts
+    for found in ({"allocated_bytes": facts["planned_bytes"] * 1.15}, {"allocated_bytes": 0}):
+        (tmp_path / "memory.json").write_text(json.dumps(facts | found))
+        monkeypatch.setattr(doctor_measures, "on_ranks", lambda *arguments: None)
+        with pytest.raises(FailedError, match="allocated"):
+            doctor_measures.memory(here)
 
 
 TOPOLOGY = """\

@@ -14,7 +14,7 @@ import torch
 from bench_flops import least_flops
 from bench_gpu import describe_state
 from bench_gpu_facts import kernels, read_state
-from bench_models import noise_image, random_llava, with_shared_weights
+from bench_models import SHAPES, noise_image, random_llava, run_config, with_shared_weights
 from bench_race import TOLERANCES, UnequalError, race
 from bench_row import Work
 from bench_samples import PADDING, equal_steps, packed, padded, ragged_steps
@@ -26,7 +26,6 @@ from torch.autograd import DeviceType
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform
-from mmtrain.doctor.models import SHAPES, run_config
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.plan.planner import models_of
 

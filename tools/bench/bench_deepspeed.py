@@ -19,11 +19,10 @@ import deepspeed
 import torch
 from bench_contestant import FirstGradients, Gradients
 from bench_layers import Front, token_loss
+from bench_models import LEARNING_RATE
 from bench_samples import PaddedBatch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
-
-from mmtrain.doctor.models import LEARNING_RATE
 
 Partition = Literal["parameters", "uniform"]
 

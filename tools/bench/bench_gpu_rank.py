@@ -19,7 +19,18 @@ import torch.distributed as dist
 from bench_contestant import Contestant
 from bench_gpu_facts import device_state, host_waits, launches
 from bench_mmtrain import Mmtrain
-from bench_models import random_llava, with_shared_weights
+from bench_models import (
+    DTYPES,
+    SELECT_LAYER,
+    SHAPES,
+    ModelSize,
+    clip_config,
+    llama_config,
+    random_llava,
+    save_parts,
+    save_vision,
+    with_shared_weights,
+)
 from bench_peer_ranks import MMTRAIN, MULTIPLIED_LAYERS, SCRIPT, SEED, TUNED
 from bench_row import Settings, Work, make_config, run_row
 from bench_stock import Stock
@@ -28,16 +39,6 @@ from transformers import CLIPVisionModel, LlamaForCausalLM, LlavaForConditionalG
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
-from mmtrain.doctor.models import (
-    DTYPES,
-    SELECT_LAYER,
-    SHAPES,
-    Shape,
-    clip_config,
-    llama_config,
-    save_parts,
-    save_vision,
-)
 from mmtrain.doctor.rank import memory_of
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.attention import ATTENTION
@@ -155,7 +156,7 @@ def shared_chunk(
     return _chunk(llm, config, stage, device)
 
 
-def random_chunk(shape: Shape, config: RunConfig, stage: StagePlan, device: torch.device) -> Chunk:
+def random_chunk(shape: ModelSize, config: RunConfig, stage: StagePlan, device: torch.device) -> Chunk:
     """A stage whose LLM weights are drawn on the device, by their names: no file is read, no other weight is made."""
     dtype = DTYPES[config.model.llm.dtype]
     with torch.device("meta"):

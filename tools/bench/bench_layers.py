@@ -12,11 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from bench_models import SELECT_LAYER, ModelSize
 from torch import nn
 from transformers import LlamaForCausalLM
 
 from mmtrain.data.samples.sample import IGNORE
-from mmtrain.doctor.models import SELECT_LAYER, Shape
 from mmtrain.model.projector import make_projector
 from mmtrain.model.vision import load_vision
 
@@ -24,7 +24,7 @@ from mmtrain.model.vision import load_vision
 class Front(nn.Module):
     """Encoder, trainable projector (fp32) and embedding."""
 
-    def __init__(self, llm: LlamaForCausalLM, shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, llm: LlamaForCausalLM, shape: ModelSize, folder: Path, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         self.embedding = llm.model.embed_tokens
         self.vision = load_vision(str(folder / "vision"), SELECT_LAYER, dtype)
@@ -70,7 +70,7 @@ class Head(nn.Module):
         return self.head(self.norm(hidden))
 
 
-def make_layers(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> list[nn.Module]:
+def make_layers(shape: ModelSize, folder: Path, dtype: torch.dtype, seed: int) -> list[nn.Module]:
     """All layers of the model in `folder`, frozen but for the projector."""
     llm = LlamaForCausalLM.from_pretrained(folder / "llm", dtype=dtype, attn_implementation="sdpa")
     llm.eval().requires_grad_(False)

@@ -8,14 +8,13 @@ from bench_contestant import Contestant
 from bench_deepspeed import DeepSpeedPipeline
 from bench_layers import make_layers
 from bench_mmtrain import Mmtrain
-from bench_models import stock_llava, with_shared_weights
+from bench_models import DTYPES, SHAPES, stock_llava, with_shared_weights
 from bench_row import Settings, Work, make_config, run_row
 from bench_stock import Stock
 from bench_torch_pipelining import TorchPipeline
 from torch import device as torch_device
 
 from mmtrain.calibration.calibrate import calibrate
-from mmtrain.doctor.models import DTYPES, SHAPES
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.plan.calibration import cpu_device
 from mmtrain.plan.planner import make_plan

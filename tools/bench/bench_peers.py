@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bench_peers-", dir=options.folder) as name:
         folder = Path(name)
         say("making the models")
-        from mmtrain.doctor.models import DTYPES, SHAPES, save_parts  # torch reads the environment when it is imported
+        from bench_models import DTYPES, SHAPES, save_parts  # torch reads the environment when it is imported
 
         save_parts(SHAPES["tiny" if options.quick else "ratios"], folder, DTYPES[options.dtype])
         for row in options.rows or ROWS:

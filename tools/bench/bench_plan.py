@@ -90,9 +90,8 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bench_plan-", dir=options.folder) as name:
         folder = Path(name)
         say("making the models")
+        from bench_models import DTYPES, save_parts  # torch reads the environment when it is imported
         from bench_plan_ranks import SIZES
-
-        from mmtrain.doctor.models import DTYPES, save_parts  # torch reads the environment when it is imported
 
         jobs = jobs_of(options)
         save_parts(SIZES[jobs[0].shape], folder, DTYPES[options.dtype])

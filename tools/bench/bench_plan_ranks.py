@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_ballast import ballast
+from bench_models import SHAPES, ModelSize, run_config
 from bench_timing import usual_speed
 
 from mmtrain.base.progress import ProgressBar
@@ -27,7 +28,6 @@ from mmtrain.calibration.allocations import bytes_used, tensor_bytes
 from mmtrain.calibration.calibrate import Calibrator
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch
-from mmtrain.doctor.models import SHAPES, Shape, run_config
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import expected_batch
@@ -40,7 +40,7 @@ from mmtrain.plan.simulate import Program, Simulation, simulate
 from mmtrain.processes.rank import Rank
 
 # An encoder whose forward is a quarter of the LLM's; 8 layers of 28 MB in fp32, more than a processor's caches hold.
-SIZES = {**SHAPES, "quarter": Shape(8, 768, 2048, 12, 2304, 10, 384, 6, 168, 14, 24)}
+SIZES = {**SHAPES, "quarter": ModelSize(8, 768, 2048, 12, 2304, 10, 384, 6, 168, 14, 24)}
 DEVICE = torch.device("cpu")
 PROBE_SIZE = 768  # rows and columns of the probe's matrices
 PROBE_PRODUCTS = 12

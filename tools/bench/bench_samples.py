@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from bench_models import Decode
+from bench_models import Decode, ModelSize
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.images import ImageTransform
 from mmtrain.data.stream.packs import Pack, PackedBatch, make_batch
-from mmtrain.doctor.models import Shape
 
 BEGIN, PADDING, FIRST_WORD = 1, 0, 3
 WINDOW = 16  # samples among which the last of a pack is looked for
@@ -66,7 +65,7 @@ class Workload:
         return tokens / (len(packs) * self.pack_length)
 
 
-def draw_document(shape: Shape, number: int, text_tokens: int) -> Document:
+def draw_document(shape: ModelSize, number: int, text_tokens: int) -> Document:
     """Sample `number`: a beginning mark, an image, words; the words are to be predicted."""
     draw = random.Random(number)
     words = [draw.randrange(FIRST_WORD, shape.image_token) for _ in range(text_tokens - 1)]
@@ -76,7 +75,7 @@ def draw_document(shape: Shape, number: int, text_tokens: int) -> Document:
     return Document(Sample(str(number), "", (), (image,)), ids, (*labels, IGNORE))
 
 
-def equal_steps(shape: Shape, steps: int, packs: int, samples_per_pack: int) -> Workload:
+def equal_steps(shape: ModelSize, steps: int, packs: int, samples_per_pack: int) -> Workload:
     """Samples of the typical length, and packs that these fill exactly."""
     documents = iter([draw_document(shape, n, shape.text_tokens) for n in range(steps * packs * samples_per_pack)])
     drawn = tuple(
@@ -85,7 +84,7 @@ def equal_steps(shape: Shape, steps: int, packs: int, samples_per_pack: int) -> 
     return Workload(drawn, samples_per_pack * shape.sample_tokens)
 
 
-def ragged_steps(shape: Shape, steps: int, packs: int, samples_per_pack: int) -> Workload:
+def ragged_steps(shape: ModelSize, steps: int, packs: int, samples_per_pack: int) -> Workload:
     """Long-tailed text lengths, in packs as long as those of `equal_steps`.
 
     A pack takes samples as they are drawn while they fit, then the longest of the next `WINDOW` that still does. Best
@@ -122,7 +121,7 @@ def packed(step: Step, pack_length: int, decode: Decode) -> list[PackedBatch]:
     return [make_batch([pack], pack_length, PADDING, decode) for pack in step]
 
 
-def padded(shape: Shape, step: Step, decode: Decode, transform: ImageTransform) -> list[PaddedBatch]:
+def padded(shape: ModelSize, step: Step, decode: Decode, transform: ImageTransform) -> list[PaddedBatch]:
     """The same samples in the order in which they were drawn, in as many batches as the step has packs.
 
     Each batch is padded to its longest sample.
@@ -132,7 +131,7 @@ def padded(shape: Shape, step: Step, decode: Decode, transform: ImageTransform) 
     return [_collate(shape, documents[a:b], decode, transform) for a, b in itertools.pairwise(bounds)]
 
 
-def _collate(shape: Shape, documents: Sequence[Document], decode: Decode, transform: ImageTransform) -> PaddedBatch:
+def _collate(shape: ModelSize, documents: Sequence[Document], decode: Decode, transform: ImageTransform) -> PaddedBatch:
     size = (len(documents), max(len(document.input_ids) for document in documents))
     input_ids = torch.full(size, PADDING)
     attention_mask = torch.zeros(size, dtype=torch.int64)

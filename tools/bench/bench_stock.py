@@ -16,10 +16,9 @@ from typing import Literal
 
 import torch
 from bench_contestant import FirstGradients, Gradients
+from bench_models import LEARNING_RATE
 from bench_samples import PaddedBatch
 from transformers import LlavaForConditionalGeneration
-
-from mmtrain.doctor.models import LEARNING_RATE
 
 Settings = Literal["script", "tuned"]
 

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from bench_contestant import FirstGradients, Gradients
 from bench_layers import Front, token_loss
+from bench_models import LEARNING_RATE
 from bench_samples import PaddedBatch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-from mmtrain.doctor.models import LEARNING_RATE
 
 
 class Layers(nn.Module):
