@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         meant = f"did you mean {near[0]}?" if near else "mmtrain --help lists what there is"
         show_error(f"mmtrain has no command {harmless(command)}: {meant}")
         return 2
-    return importlib.import_module(COMMANDS[command][0]).main(others)
+    module = importlib.import_module(COMMANDS[command][0])
+    options = module.parse_arguments(others)
+    return run_command(lambda: module.run(options), **options.ending)
 
 
 if __name__ == "__main__":

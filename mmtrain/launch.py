@@ -5,17 +5,15 @@ Nothing here imports torch before the configuration is known to be right and ran
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Sequence
 
-from mmtrain.base.console_stream import output_without_waiting, prepare_standard_streams
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, tell
 from mmtrain.config.load import load_config
 from mmtrain.launching.calibrating import calibrate
-from mmtrain.launching.command_line import Options, parse
+from mmtrain.launching.command_line import Options, parse_arguments
 from mmtrain.launching.machine import allow_open_files, plan_for_here, refuse_unusable_shared_memory
 from mmtrain.launching.starters import rank_of_torchrun, refuse_other_starters
 from mmtrain.launching.training import ranks_of_node, train
@@ -24,15 +22,13 @@ from mmtrain.processes.rank import seconds_before_message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
-    prepare_standard_streams()
-    options = parse(sys.argv[1:] if arguments is None else arguments)
-    with contextlib.nullcontext() if options.plan else output_without_waiting():
-        return run_command(lambda: _run(options), interrupted="stopped by Ctrl-C before the ranks were started")
+    """`mmtrain train`, as torchrun starts it; the exit code."""
+    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    return run_command(lambda: run(options), **options.ending)
 
 
-def _run(options: Options) -> int:
-    """Do what the options ask for; the exit code."""
+def run(options: Options) -> int:
+    """Do what the options ask for; the exit code. Raises UserError."""
     rank = rank_of_torchrun()
     try:
         if options.local_rank is not None:
@@ -53,8 +49,8 @@ def _run(options: Options) -> int:
         if options.calibrate:
             if options.nnodes != 1 or rank is not None:
                 raise UserError(
-                    "--calibrate measures on one machine, and starts its own ranks there: leave --nnodes and torchrun "
-                    "away, give a layout that this machine holds (parallel.pipeline), and share the file by "
+                    "mmtrain calibrate measures on one machine, and starts its own ranks there: leave --nnodes and "
+                    "torchrun away, give a layout that this machine holds (parallel.pipeline), and share the file by "
                     "parallel.calibration"
                 )
             return calibrate(config, ranks_of_node(config, options))

@@ -21,8 +21,8 @@ import pytest
 import torch
 from transformers import CLIPVisionConfig
 
+from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.commands import convert as convert_command
 from mmtrain.model.projector import read_projector
 from mmtrain.model.vision import load_vision
 
@@ -219,7 +219,7 @@ def test_a_checkpoint_to_convert_that_would_run_is_refused_and_does_not_run(tmp_
     file, marker = tmp_path / "pytorch_model.bin", tmp_path / "ran"
     attack(file, marker)
     assert runs_when_opened_without_protection(file, marker)
-    assert convert_command.main([str(tmp_path)]) == 2
+    assert main(["convert", str(tmp_path)]) == 2
     assert not marker.exists()
     assert f"{file}: not a file of plain tensors" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.safetensors*"))

@@ -2,7 +2,7 @@
 
 import sys
 
-from mmtrain.commands.doctor import main
+from mmtrain.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["doctor", *sys.argv[1:]]))

@@ -2,7 +2,7 @@
 
 import sys
 
-from mmtrain.commands.index import main
+from mmtrain.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["index", *sys.argv[1:]]))

@@ -2,7 +2,7 @@
 
 import sys
 
-from mmtrain.commands.tiny import main
+from mmtrain.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["tiny", *sys.argv[1:]]))

@@ -8,6 +8,7 @@ text of a file looks like a message of its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TextIO
 
-from mmtrain.base.console_stream import prepare_standard_streams
+from mmtrain.base.console_stream import output_without_waiting, prepare_standard_streams
 from mmtrain.base.errors import UserError
 
 LONGEST_TEXT = 300  # characters of a text of data that are shown
@@ -92,25 +93,30 @@ def show_error(error: object, stream: TextIO | None = None) -> None:
 
 
 def run_command(
-    command: Callable[[], int | None], unnamed: object = "standard output", interrupted: str = "stopped by Ctrl-C"
+    command: Callable[[], int | None],
+    unnamed: object = "standard output",
+    interrupted: str = "stopped by Ctrl-C",
+    waits: bool = True,
 ) -> int:
     """Run a tool's work; its exit code: 2 and one message for what the user can mend, 130 after Ctrl-C.
 
-    `unnamed` is the file that an OSError is of which names none, `interrupted` what is printed after Ctrl-C.
+    `unnamed` is the file that an OSError is of which names none, `interrupted` what is printed after Ctrl-C; without
+    `waits` no output keeps it waiting.
     """
     prepare_standard_streams()
     sys.excepthook = show_traceback
-    try:
-        return command() or 0
-    except UserError as error:
-        show_error(error)
-        return 2
-    except OSError as error:
-        show_error(f"{error.filename or unnamed}: {error.strerror or error}")
-        return 2
-    except KeyboardInterrupt:
-        note(interrupted)
-        return INTERRUPTED
+    with contextlib.nullcontext() if waits else output_without_waiting():
+        try:
+            return command() or 0
+        except UserError as error:
+            show_error(error)
+            return 2
+        except OSError as error:
+            show_error(f"{error.filename or unnamed}: {error.strerror or error}")
+            return 2
+        except KeyboardInterrupt:
+            note(interrupted)
+            return INTERRUPTED
 
 
 def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

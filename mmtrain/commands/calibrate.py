@@ -8,28 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmtrain import launch
-from mmtrain.commands.parser import command_parser
+from mmtrain.base.arguments import command_parser
+from mmtrain.launch import run
+from mmtrain.launching.command_line import Options, parse_run
 
 EXAMPLES = """\
-examples:
   the demo, on two ranks of this machine:
     mmtrain calibrate demo:llava_pp4 parallel.pipeline=2
   a run of your own; into a file, for the machines of a cluster that are all alike:
     mmtrain calibrate CONFIG parallel.calibration=a100.json
-
-exit codes:
-  0    measured, and the plan is printed
-  1    a rank failed; the message names it and the cause
-  2    wrong input; the message says what to do
-  130  stopped by Ctrl-C
 """
+EXITS = {0: "measured, and the plan is printed", 1: "a rank failed; the message names it and the cause"}
+__all__ = ["parse_arguments", "run"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; the exit code."""
-    parser = command_parser("calibrate", __doc__, EXAMPLES)
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, or demo:llava_pp4")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. parallel.pipeline=2")
-    options = parser.parse_args(arguments)
-    return launch.main([options.config, *options.overrides, "--calibrate"])
+def parse_arguments(arguments: Sequence[str]) -> Options:
+    """Command line; `--help` teaches by example."""
+    interrupted = "stopped by Ctrl-C before the ranks were started"
+    parser = command_parser("calibrate", __doc__, EXAMPLES, EXITS, interrupted=interrupted, waits=False)
+    return parse_run(parser, arguments, calibrate=True)

@@ -15,15 +15,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.api.generate import Conversation, llava_folder, load, read_image
-from mmtrain.base.printing import note, run_command, show_words
+from mmtrain.base.arguments import command_parser, positive
+from mmtrain.base.printing import note, show_words
 from mmtrain.base.progress import ByteBars
-from mmtrain.commands.parser import command_parser, positive
 
 EXAMPLES = """\
-examples:
   ask the demo's model about one of the pictures that its run held out (it knows no other kind):
     tar -xf "$(ls "${XDG_CACHE_HOME:-$HOME/.cache}"/mmtrain/demo/held-out-*/*.tar | head -1)" held-out-000000.png
     mmtrain chat --model runs/llava_pp4 --image held-out-000000.png
@@ -34,11 +34,6 @@ examples:
         --prompt "What has changed?" --max-new-tokens 500
   a LLaVA from elsewhere, downloaded before with hf download:
     mmtrain chat --model llava-hf/llava-1.5-7b-hf --image photo.jpg --system "Answer in one word."
-
-exit codes:
-  0    answered
-  2    wrong input; the message says what to do
-  130  stopped by Ctrl-C
 """
 DEFAULT_PROMPTS = ("Describe the image.", "Describe the images.")
 SHOWN_BYTES = 10**8  # less is exported in a moment
@@ -61,8 +56,18 @@ def question_after_question(conversation: Conversation) -> None:
         conversation.ask(question)
 
 
-def chat(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Do what the options ask for; raises UserError."""
+    try:
+        _chat(options)
+    except BrokenPipeError:  # whoever read the answer has left
+        pass
+    except KeyboardInterrupt:
+        note("")  # in the middle of a line
+        raise
+
+
+def _chat(options: argparse.Namespace) -> None:
     images = [read_image(file) for file in options.image]
     with ByteBars(note, sys.stderr) as progress:
 
@@ -82,8 +87,9 @@ def chat(options: argparse.Namespace) -> None:
         conversation.ask(options.prompt or DEFAULT_PROMPTS[len(images) > 1])
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("chat", __doc__, EXAMPLES)
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line; `--help` teaches by example."""
+    parser = command_parser("chat", __doc__, EXAMPLES, {0: "answered"})
     parser.add_argument("--model", required=True, help="a run, a checkpoint, or a Hugging Face LLaVA folder")
     parser.add_argument(
         "--image", type=Path, action="append", required=True, metavar="FILE", help="a picture; may be repeated"
@@ -97,19 +103,3 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     if options.prompt is not None and not options.prompt.strip():
         parser.error("--prompt: is empty; leave it out to ask at the terminal")
     return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
-    options = parse_arguments(arguments)
-
-    def run() -> None:
-        try:
-            chat(options)
-        except BrokenPipeError:  # whoever read the answer has left
-            pass
-        except KeyboardInterrupt:
-            note("")  # in the middle of a line
-            raise
-
-    return run_command(run)

@@ -7,22 +7,24 @@ are left alone.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from mmtrain.base.arguments import command_parser
 from mmtrain.base.durable import whole_file, write_whole
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import run_command, tell
-from mmtrain.commands.parser import command_parser
+from mmtrain.base.printing import tell
 from mmtrain.model.weights import read_pickled
 from mmtrain.pretrained.model_files import model_folder, read_weight_map
 
-EXAMPLES = """examples:
+EXAMPLES = """\
   beside the .bin files, in the same folder:
     mmtrain convert ~/models/vicuna-7b-v1.5
   from the local Hugging Face cache (hf download ID) into a new folder, with config and tokenizer:
@@ -98,18 +100,17 @@ def convert(folder: Path, out: Path) -> None:
         write_whole(out / INDEX, json.dumps(index, indent=2) + "\n")
 
 
-def convert_model(model: str, out: Path | None) -> None:
-    """Convert the model folder, or cached hub id, into `out`, or in place; raises UserError."""
-    folder = model_folder(model)
-    out = folder if out is None else out.expanduser()
+def run(options: argparse.Namespace) -> None:
+    """Convert the model folder, or cached hub id, into options.out, or in place; raises UserError."""
+    folder = model_folder(options.model)
+    out = folder if options.out is None else options.out.expanduser()
     convert(folder, out)
     tell(f"{out}: ready; use it as model.llm.path")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line; `--help` teaches by example."""
     parser = command_parser("convert", __doc__, EXAMPLES)
     parser.add_argument("model", help="model folder, or cached hub id")
     parser.add_argument("--out", type=Path, help="new folder for weights, config and tokenizer (default: in place)")
-    options = parser.parse_args(arguments)
-    return run_command(lambda: convert_model(options.model, options.out))
+    return parser.parse_args(arguments)

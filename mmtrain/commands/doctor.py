@@ -24,17 +24,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import without_nan
-from mmtrain.base.printing import clear_line, harmless, run_command, show_words, tell
-from mmtrain.commands.parser import command_parser, positive
+from mmtrain.base.printing import clear_line, harmless, show_words, tell
 from mmtrain.doctor.check import Check, Here, Outcome, run_check
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.processes.gpus import Gpu, visible_gpus
 from mmtrain.processes.pool import usable_cores
 
 EXAMPLES = """\
-examples:
   everything that this machine can show; minutes:
     mmtrain doctor
   the most telling checks, within a minute:
@@ -43,13 +42,12 @@ examples:
     mmtrain doctor --only driver environment channels --json doctor.json
   as on a machine without a GPU:
     mmtrain doctor --cpu
-
-exit codes:
-  0    all checks that ran passed
-  1    one did not; its line says what was seen and what to do, its log is kept and named
-  2    wrong input; the message says what to do
-  130  stopped by Ctrl-C or SIGTERM, the check that ran ended with it
 """
+EXITS = {
+    0: "all checks that ran passed",
+    1: "one did not; its line says what was seen and what to do, its log is kept and named",
+    130: "stopped by Ctrl-C or SIGTERM, the check that ran ended with it",
+}
 RECORD = Path(__file__).parents[1] / "doctor" / "record.json"
 NUMBERS = "numbers are wrong here: do not train; send the output of --json with what torch, driver and GPU these are"
 QUIET = "run it again while nothing else runs"
@@ -102,8 +100,13 @@ NAMES = {check.name: check for check in CHECKS}
 NAME_WIDTH = max(map(len, NAMES))
 
 
-def doctor(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the checks, print a line of each and a summary; the exit code. Raises UserError."""
+    if options.list:
+        _print_list()
+        return 0
+    for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends the doctor ends the checks
+        signal.signal(number, signal.default_int_handler)
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if options.json is not None:
@@ -187,9 +190,9 @@ def _print_list() -> None:
         tell(f"{check.name:{NAME_WIDTH}}  {'quick' if check.quick else '':5}  {needs:8}  {check.purpose}")
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = command_parser("doctor", __doc__, EXAMPLES)
+    parser = command_parser("doctor", __doc__, EXAMPLES, EXITS, interrupted="stopped")
     add = parser.add_argument
     path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --json=~/file as it is
     add("--list", action="store_true", help="name the checks, what they prove and what they need; run none")
@@ -216,14 +219,3 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     elif not options.record.is_file():
         parser.error(f"--record {options.record}: there is no such file; --remake-record makes it")
     return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
-    options = parse_arguments(arguments)
-    if options.list:
-        _print_list()
-        return 0
-    for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends the doctor ends the checks
-        signal.signal(number, signal.default_int_handler)
-    return run_command(lambda: doctor(options), interrupted="stopped")

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.api.export import DifferentError, export
-from mmtrain.base.printing import run_command, show_error, tell
+from mmtrain.base.arguments import command_parser, positive
+from mmtrain.base.printing import show_error, tell
 from mmtrain.base.progress import ByteBars
-from mmtrain.commands.parser import command_parser, positive
 
 EXAMPLES = """\
-examples:
   the newest checkpoint of a run, for transformers, in the precision of the run:
     mmtrain export --checkpoint runs/llava_pp4 --format hf --out exported/llava_pp4 --verify
   one checkpoint, the projector alone:
@@ -33,18 +33,16 @@ examples:
         --out exported/projector
   for LLaVA's stage 2, --pretrain_mm_mlp_adapter exported/llava-mine/mm_projector.bin:
     mmtrain export --checkpoint runs/mine --format llava --dtype bfloat16 --out exported/llava-mine
-
-exit codes:
-  0    done, and everything reads back as written
-  1    --verify: the exported model computes something else; nothing was left under --out
-  2    wrong input; the message says what to do
-  130  stopped by Ctrl-C
 """
+EXITS = {
+    0: "done, and everything reads back as written",
+    1: "--verify: the exported model computes something else; nothing was left under --out",
+}
 VERIFY_SAMPLES = 8
 EXIT_DIFFERENT = 1
 
 
-def run_export(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Write what the options ask for; the exit code. Raises UserError."""
     try:
         with ByteBars(tell, sys.stdout) as progress:
@@ -64,8 +62,9 @@ def run_export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("export", __doc__, EXAMPLES)
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line; `--help` teaches by example."""
+    parser = command_parser("export", __doc__, EXAMPLES, EXITS, interrupted="stopped; nothing was left under --out")
     parser.add_argument(
         "--checkpoint",
         type=Path,
@@ -92,10 +91,4 @@ def _parser() -> argparse.ArgumentParser:
         help="hf: compare logits with mmtrain's own on N held-out samples, and answers in a batch with single ones "
         f"(default: {VERIFY_SAMPLES})",
     )
-    return parser
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
-    options = _parser().parse_args(arguments)
-    return run_command(lambda: run_export(options), interrupted="stopped; nothing was left under --out")
+    return parser.parse_args(arguments)

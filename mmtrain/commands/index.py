@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmtrain.base.printing import run_command, tell
-from mmtrain.commands.parser import command_parser, positive
+from mmtrain.base.arguments import command_parser, positive
+from mmtrain.base.printing import tell
 from mmtrain.data.samples.records import REASONS
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
@@ -32,7 +32,6 @@ from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import usable_cores
 
 EXAMPLES = """\
-examples:
   other people's shards, for LLaVA's stage 1 with Vicuna:
     mmtrain index '/data/cc3m/shard-{000000..000331}.tar' --tokenizer lmsys/vicuna-7b-v1.5 \\
         --template plain
@@ -40,15 +39,15 @@ examples:
     mmtrain index /data/mix --tokenizer /models/Qwen2.5-7B-Instruct --template chat --workers 16
   after shards were replaced by others of the same name:
     mmtrain index /data/mix --tokenizer /models/Qwen2.5-7B-Instruct --template chat --rebuild
-
-exit codes:
-  0    every shard has its index; samples that cannot be trained on are counted by reason
-  2    wrong input, or shards that cannot be indexed: the message lists them; all others are done
-  130  stopped by Ctrl-C; no half index is left, and the same command goes on from there
 """
+EXITS = {
+    0: "every shard has its index; samples that cannot be trained on are counted by reason",
+    2: "wrong input, or shards that cannot be indexed: the message lists them; all others are done",
+    130: "stopped by Ctrl-C; no half index is left, and the same command goes on from there",
+}
 
 
-def index_shards(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Index the shards and print what they hold; raises UserError."""
     make_demo_shards(options.shards, "SHARDS", tell)
     tars = find_shards(options.shards)
@@ -91,9 +90,10 @@ def _summarize(tars: Sequence[Path], fingerprint: str, words: str) -> None:
         tell(f"  {count:>9,} {code}: {REASONS[code]}")
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = command_parser("index", __doc__, EXAMPLES)
+    interrupted = "stopped by Ctrl-C; finished indexes stay, the same command goes on"
+    parser = command_parser("index", __doc__, EXAMPLES, EXITS, interrupted=interrupted)
     parser.add_argument(
         "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
     )
@@ -113,11 +113,3 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rebuild", action="store_true", help="make every index anew, from the tars as they are now")
     return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
-    options = parse_arguments(arguments)
-    return run_command(
-        lambda: index_shards(options), interrupted="stopped by Ctrl-C; finished indexes stay, the same command goes on"
-    )

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 
+from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless, note, run_command, tell
+from mmtrain.base.printing import harmless, note, tell
 from mmtrain.base.progress import ProgressBar
-from mmtrain.commands.parser import command_parser, positive
 from mmtrain.data.report.charts import TERMINAL_BINS, print_distribution, print_table, write_png
 from mmtrain.data.report.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
 from mmtrain.data.samples.records import REASONS
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from mmtrain.data.report.anatomy import Anatomy
 
 EXAMPLES = """\
-examples:
   what is in shards that training has used, or that were made with --tokenizer; 576 tokens an image:
     mmtrain inspect data/llava558k --vision vit_large_patch14_clip_quickgelu_336.openai
   other people's shards, for a chat model; charts as PNG:
@@ -58,13 +57,8 @@ examples:
   one sample, token by token:
     mmtrain inspect data/llava558k --show 004539375 --tokenizer models/vicuna-7b --template plain \\
         --tokens-per-image 576
-
-exit codes:
-  0    done; with --verify: every byte is as it was indexed
-  1    --verify found damage; it is listed
-  2    wrong input; the message says what to do
-  130  stopped by Ctrl-C
 """
+EXITS = {0: "done; with --verify: every byte is as it was indexed", 1: "--verify found damage; it is listed"}
 PACK_LENGTHS = (2048, 4096, 8192)
 SAMPLES_BETWEEN_REPORTS = 50
 EXIT_DAMAGED = 1
@@ -99,7 +93,7 @@ class Report(NamedTuple):
         }
 
 
-def inspect_shards(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print what the options ask for and return the exit code; raises UserError."""
     # With --json, stdout is one JSON value.
     inform, stream = (note, sys.stderr) if options.json else (tell, sys.stdout)
@@ -284,9 +278,9 @@ def _print_anatomy(sample: Anatomy) -> None:
     tell(f"  {total:,} tokens: {total - images:,} of text, {images:,} of images; {labels:,} supervised", "")
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = command_parser("inspect", __doc__, EXAMPLES)
+    parser = command_parser("inspect", __doc__, EXAMPLES, EXITS)
     parser.add_argument(
         "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
     )
@@ -318,9 +312,3 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     if options.plot is not None and options.plot.suffix.lower() != ".png":
         parser.error(f"--plot {options.plot}: charts are written as PNG; name a file that ends in .png")
     return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
-    options = parse_arguments(arguments)
-    return run_command(lambda: inspect_shards(options))

@@ -9,28 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmtrain import launch
-from mmtrain.commands.parser import command_parser
+from mmtrain.base.arguments import command_parser
+from mmtrain.launch import run
+from mmtrain.launching.command_line import Options, parse_run
 
 EXAMPLES = """\
-examples:
   the demo, on four ranks:
     mmtrain plan demo:llava_pp4
   the same on two, and with two stages on each:
     mmtrain plan demo:llava_pp4 parallel.pipeline=2 parallel.stages_per_rank=2
   a 72B on 16 GPUs of another size than those here:
     mmtrain plan configs/qwen25_72b_pp8_dp2.yaml parallel.device_memory_gib=72
-
-exit codes:
-  0    the plan is printed
-  2    wrong input, or a run that does not fit; the message says what to do
 """
+EXITS = {0: "the plan is printed", 2: "wrong input, or a run that does not fit; the message says what to do"}
+__all__ = ["parse_arguments", "run"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; the exit code."""
-    parser = command_parser("plan", __doc__, EXAMPLES)
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, or demo:llava_pp4")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. parallel.pipeline=8")
-    options = parser.parse_args(arguments)
-    return launch.main([options.config, *options.overrides, "--plan"])
+def parse_arguments(arguments: Sequence[str]) -> Options:
+    """Command line; `--help` teaches by example."""
+    parser = command_parser("plan", __doc__, EXAMPLES, EXITS)
+    return parse_run(parser, arguments, plan=True)

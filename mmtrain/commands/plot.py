@@ -17,16 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmtrain.base.arguments import command_parser
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import run_command, tell
-from mmtrain.commands.parser import command_parser
+from mmtrain.base.printing import tell
 from mmtrain.config.load import load_config
 from mmtrain.engine.trace import TRACE, WORK_OF, Work
 from mmtrain.launching.machine import plan_for_here
 from mmtrain.plan.simulate import Program, simulate
 
 EXAMPLES = """\
-examples:
   the schedule of a configuration, before anything runs:
     mmtrain plot --plan configs/qwen25_72b_pp8_dp2.yaml
   a run beside its prediction:
@@ -34,10 +33,6 @@ examples:
     mmtrain plot --plan demo:llava_pp4 --trace runs/llava_pp4 --out schedule.png
   another step of the trace, another layout of the plan:
     mmtrain plot --plan demo:llava_pp4 parallel.stages_per_rank=2 --trace runs/v2 --step 2
-
-exit codes:
-  0    the picture is written
-  2    wrong input; the message says what to do
 """
 # Okabe and Ito's colours, which the colour-blind tell apart; a rank's first stage and its last.
 COLOURS = {
@@ -267,9 +262,9 @@ def _number(axes: Any, bar: Bar, pixels: float, chunks: int, ranks: int) -> None
 # ---- command line
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = command_parser("plot", __doc__, EXAMPLES)
+    parser = command_parser("plot", __doc__, EXAMPLES, {0: "the picture is written"})
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key of --plan's CONFIG")
     parser.add_argument("--plan", metavar="CONFIG", help="YAML file of a run, or demo:llava_pp4")
     parser.add_argument("--trace", type=Path, metavar="RUN", help="a run's folder, or a trace.json")
@@ -288,7 +283,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def plot_schedule(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Draw what the options name and say what it shows; raises UserError."""
     timelines = [] if options.plan is None else [predicted(options.plan, options.overrides)]
     timelines += [] if options.trace is None else [measured(options.trace, options.step, options.replica)]
@@ -299,9 +294,3 @@ def plot_schedule(options: argparse.Namespace) -> None:
     if len(layouts) > 1:
         tell("note: the plan and the trace are of different layouts")
     tell(f"written to {options.out}")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
-    options = parse_arguments(arguments)
-    return run_command(lambda: plot_schedule(options))

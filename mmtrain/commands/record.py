@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmtrain.base.arguments import command_parser
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import run_command, tell
-from mmtrain.commands.parser import command_parser
+from mmtrain.base.printing import tell
 from mmtrain.pretrained.families import check_family
 from mmtrain.pretrained.model_files import Shape, model_folder, read_json
 from mmtrain.pretrained.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
@@ -23,7 +24,7 @@ from mmtrain.pretrained.vision_files import hf_facts, is_timm_name
 if TYPE_CHECKING:
     import torch
 
-EXAMPLES = """examples:
+EXAMPLES = """\
   an LLM, from a folder with its config.json; the id is the name that configs will use:
     mmtrain record ~/models/qwen2.5-72b --id Qwen/Qwen2.5-72B-Instruct --alias Qwen/Qwen2.5-72B
   an LLM whose config.json is in the local Hugging Face cache (hf download ID config.json):
@@ -34,7 +35,7 @@ EXAMPLES = """examples:
 """
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
     parser = command_parser("record", __doc__, EXAMPLES)
     parser.add_argument("model", nargs="?", help="folder or cached hub id of an LLM")
@@ -116,7 +117,7 @@ def parameter_shapes(model: torch.nn.Module) -> dict[str, Shape]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def record(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Write one record and say what is in it; raises UserError."""
     if options.vision is None:
         recorded = record_llm(options.model, options.id, tuple(options.alias))
@@ -132,9 +133,3 @@ def record(options: argparse.Namespace) -> None:
     file.write_text(as_json(recorded), encoding="utf-8")
     count = sum(math.prod(shape) for shape in recorded.parameters.values())
     tell(f"{file}: {recorded.id}, {count:,} parameters, {summary}")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
-    options = parse_arguments(arguments)
-    return run_command(lambda: record(options))

@@ -36,17 +36,18 @@ import re
 import shlex
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import PIL
 
+from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
-from mmtrain.base.printing import run_command, say
+from mmtrain.base.printing import say
 from mmtrain.base.progress import ProgressBar
-from mmtrain.commands.parser import command_parser, positive
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.prepare.intake import Intake, read_llava_json
 from mmtrain.data.prepare.shard_resume import (
@@ -71,7 +72,6 @@ from mmtrain.processes.pool import usable_cores
 
 NOT_OF_RECORDS = ("template", "no_json", "image_names", "duplicate_member", "checksum")  # reasons of shards' samples
 EXAMPLES = f"""\
-examples:
   LLaVA's 558K pairs for stage 1 (its images.zip unpacked into LLaVA-Pretrain/images):
     mmtrain shard --json LLaVA-Pretrain/blip_laion_cc_sbu_558k.json --images LLaVA-Pretrain/images \\
         --out data/llava558k
@@ -90,12 +90,12 @@ examples:
 
 reasons in rejected.jsonl:
 {chr(10).join(f"  {code:18} {words}" for code, words in REASONS.items() if code not in NOT_OF_RECORDS)}
-
-exit codes:
-  0    every record is in a shard or in rejected.jsonl
-  2    wrong input, a full disk, or more rejected records than --max-reject-rate; the message says which
-  130  stopped by Ctrl-C; no half shard is left, --resume goes on
 """
+EXITS = {
+    0: "every record is in a shard or in rejected.jsonl",
+    2: "wrong input, a full disk, or more rejected records than --max-reject-rate; the message says which",
+    130: "stopped by Ctrl-C; no half shard is left, --resume goes on",
+}
 UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 
@@ -142,7 +142,7 @@ def _by_reason(reasons: Counter[str]) -> str:
     return ", ".join(f"{count:,} {code}" for code, count in reasons.most_common())
 
 
-def shard_dataset(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Write shards, their indexes, rejected.jsonl and dataset.json into options.out; raises UserError."""
     images: Path = options.images.resolve()
     if not images.is_dir():
@@ -291,9 +291,9 @@ def parse_size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; sizes are 500MB, 1GiB, 2e9, ...") from None
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = command_parser("shard", __doc__, EXAMPLES)
+    parser = command_parser("shard", __doc__, EXAMPLES, EXITS)
     path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --out=~/data as it is
     add = parser.add_argument
     add("--json", type=path, nargs="+", required=True, metavar="FILE", help="LLaVA JSON or JSONL files")
@@ -346,14 +346,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--max-pixels {options.max_pixels}: at most {MAX_IMAGE_PIXELS} are read in training")
     if not 0 <= options.max_reject_rate <= 1:
         parser.error(f"--max-reject-rate {options.max_reject_rate}: a share from 0 to 1 is needed")
+    interrupted = f"stopped by Ctrl-C; {options.out} is unfinished: go on with --resume, or delete it"
+    options.ending = {"unnamed": options.out, "interrupted": interrupted}
     return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
-    options = parse_arguments(arguments)
-    return run_command(
-        lambda: shard_dataset(options),
-        options.out,
-        f"stopped by Ctrl-C; {options.out} is unfinished: go on with --resume, or delete it",
-    )

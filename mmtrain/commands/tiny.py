@@ -17,6 +17,7 @@ import argparse
 import difflib
 import io
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import timm
@@ -33,8 +34,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from mmtrain.base.printing import run_command, tell
-from mmtrain.commands.parser import command_parser
+from mmtrain.base.arguments import command_parser
+from mmtrain.base.printing import tell
 from mmtrain.data.prepare.sharding import KeyedSample, write_shard
 from mmtrain.model.timm_folder import save_timm_folder
 
@@ -285,7 +286,6 @@ def make_config(folder: str | Path, name: str, pipeline: int = 4, data: int = 1)
 
 
 EXAMPLES = """\
-examples:
   a Qwen2 of eight layers, then its plan and a run of it:
     mmtrain tiny runs/tiny --family qwen2
     mmtrain plan runs/tiny/config.yaml
@@ -295,8 +295,8 @@ examples:
 """
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 2 and one message for what the user can mend."""
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line; `--help` teaches by example."""
     parser = command_parser("tiny", __doc__, EXAMPLES)
     parser.add_argument("folder", type=Path, help="where to write (existing files of these names are replaced)")
     parser.add_argument("--family", default="llama", help="transformers model_type: llama, mistral, qwen2, gemma2, ...")
@@ -316,10 +316,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             f"--family {options.family}: transformers has no such model_type; nearest: {', '.join(near) or 'none'}"
         )
-    return run_command(lambda: make_tiny(options))
+    return options
 
 
-def make_tiny(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Write all of it and say how to start a run."""
     transformers_logging.disable_progress_bar()
     folder: Path = options.folder

@@ -6,7 +6,9 @@ import argparse
 import itertools
 import re
 from collections.abc import Sequence
+from typing import Any
 
+from mmtrain.base.arguments import command_parser
 from mmtrain.checkpoint.choose import AUTO
 
 TRACED_STEPS = 3
@@ -22,9 +24,7 @@ samples, if any), samples.jsonl (the keys of every step, with data.ledger), audi
 A run that was interrupted goes on when the same command is given again: from its newest whole checkpoint,
 with the same samples in the same steps. What was recorded after that checkpoint moves to discarded.jsonl.
 """
-
 EXAMPLES = """\
-examples:
   train the demo on the CPU (pip install 'mmtrain[demo]'; nothing is downloaded):
     mmtrain train demo:llava_pp4
   see the plan for a layout; needs no GPU, no weights, starts nothing:
@@ -43,15 +43,15 @@ examples:
     mmtrain train CONFIG --nnodes 2 --node-rank 0 --rdzv-endpoint first-machine:29500
   the same through torchrun:
     torchrun --nproc-per-node 4 -m mmtrain.launch CONFIG
-
-exit codes:
-  0    the run finished and its audit passed (or the plan was printed)
-  1    a rank failed; the message names the rank, its stage, the step and the cause
-  2    what the user can mend: configuration, model, data, layout, a full disk; the message says how, without traceback
-  3    stopped by SIGTERM or SIGUSR1 (Slurm: --signal=USR1@300) with everything saved: the same command goes on
-  130  stopped by Ctrl-C at once     143  by a second SIGTERM, or one before the ranks were started; what was not saved
-       is lost, and the same command goes on from the newest checkpoint
 """
+EXITS = {
+    0: "the run finished and its audit passed (or the plan was printed)",
+    1: "a rank failed; the message names the rank, its stage, the step and the cause",
+    2: "what the user can mend: configuration, model, data, layout, a full disk; the message says how",
+    3: "stopped by SIGTERM or SIGUSR1 (Slurm: --signal=USR1@300) with everything saved: the same command goes on",
+    130: "stopped by Ctrl-C at once; what was not saved is lost: the same command goes on from the newest checkpoint",
+    143: "the same, by a second SIGTERM, or by one before the ranks were started",
+}
 
 
 class Options(argparse.Namespace):
@@ -59,27 +59,29 @@ class Options(argparse.Namespace):
 
     config: str
     overrides: list[str]
-    plan: bool
-    calibrate: bool
-    resume: str
+    plan: bool = False
+    calibrate: bool = False
+    resume: str = AUTO
     allow_change: list[str]
-    trace: int | None
-    nnodes: int
-    node_rank: int
-    rdzv_endpoint: str | None
-    local_rank: str | None
+    trace: int | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_endpoint: str | None = None
+    local_rank: str | None = None
+    ending: dict[str, Any]
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """Read the command line; `--help` teaches by example."""
-    parser = argparse.ArgumentParser(
-        prog="mmtrain train",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parse_run(parser: argparse.ArgumentParser, arguments: Sequence[str], **given: bool) -> Options:
+    """Read a command line that names a run besides what `parser` has; `given` is not to be read from it."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, or demo:llava_pp4")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. train.max_steps=100")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. parallel.pipeline=2")
+    return parser.parse_intermixed_args(arguments, namespace=Options(**given))
+
+
+def parse_arguments(arguments: Sequence[str]) -> Options:
+    """Command line; `--help` teaches by example."""
+    interrupted = "stopped by Ctrl-C before the ranks were started"
+    parser = command_parser("train", DESCRIPTION, EXAMPLES, EXITS, interrupted=interrupted, waits=False)
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--plan", action="store_true", help="print the plan; start nothing, write nothing")
     instead.add_argument(
@@ -91,7 +93,6 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--resume",
         metavar="auto|never|PATH",
-        default=AUTO,
         help="auto (default): an existing run goes on; never: it is not touched; a step folder: go on from there, or, "
         "if it is of another run, branch from it",
     )
@@ -109,11 +110,13 @@ def parse(arguments: Sequence[str]) -> Options:
         help=f"write trace.json, what every rank did when in STEPS steps (default {TRACED_STEPS}) after the first; for "
         "ui.perfetto.dev and mmtrain plot",
     )
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines that share the run (default 1)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
+    parser.add_argument("--nnodes", type=int, metavar="N", help="machines that share the run (default 1)")
+    parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: a free port of machine 0")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    return parser.parse_intermixed_args(_with_trace_steps(arguments), namespace=Options())
+    options = parse_run(parser, _with_trace_steps(arguments))
+    options.ending["waits"] = options.plan
+    return options
 
 
 def _with_trace_steps(arguments: Sequence[str]) -> list[str]:

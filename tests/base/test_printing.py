@@ -18,13 +18,8 @@ from archives import conversation, picture, write_tar
 from conftest import TOOLS
 from safetensors.numpy import save_file
 
-from mmtrain import launch
+from mmtrain.__main__ import main
 from mmtrain.base.printing import harmless, message, printable, say
-from mmtrain.commands import chat as chat_command
-from mmtrain.commands import export as export_command
-from mmtrain.commands import index as index_command
-from mmtrain.commands import inspect as inspect_command
-from mmtrain.commands import shard as shard_command
 from mmtrain.data.shards.index import read_index, write_index
 
 ROOT = TOOLS.parent
@@ -80,14 +75,14 @@ def plan_with_a_key(tiny: Path, folder: Path):
     content = yaml.safe_load((tiny / "config.yaml").read_text())
     content["train"][HOSTILE] = {HOSTILE: 1}
     (folder / "c.yaml").write_text(yaml.safe_dump(content))
-    return launch, [str(folder / "c.yaml"), "--plan"]
+    return ["train", str(folder / "c.yaml"), "--plan"]
 
 
 def plan_with_a_value(tiny: Path, folder: Path):
     content = yaml.safe_load((tiny / "config.yaml").read_text())
     content["data"]["shards"] = content["model"]["llm"]["path"] = HOSTILE
     (folder / "c.yaml").write_text(yaml.safe_dump(content))
-    return launch, [str(folder / "c.yaml"), "--plan"]
+    return ["train", str(folder / "c.yaml"), "--plan"]
 
 
 def model(tiny: Path, folder: Path) -> Path:
@@ -99,31 +94,32 @@ def model(tiny: Path, folder: Path) -> Path:
 
 def plan_with_a_folder(tiny: Path, folder: Path):
     llm = model(tiny, folder / HOSTILE)
-    return launch, [str(tiny / "config.yaml"), "--plan", f"model.llm.path={json.dumps(str(llm))}", f"run.dir={folder}"]
+    return ["train", str(tiny / "config.yaml"), "--plan", f"model.llm.path={json.dumps(str(llm))}", f"run.dir={folder}"]
 
 
 def plan_with_a_tensor(tiny: Path, folder: Path):
     llm = model(tiny, folder / "llm")
     (llm / "model.safetensors").unlink()
     save_file({HOSTILE: np.zeros(1), f"model.layers.0.{HOSTILE}": np.zeros(1)}, llm / "model.safetensors")
-    return launch, [str(tiny / "config.yaml"), "--plan", f"model.llm.path={llm}", f"run.dir={folder}"]
+    return ["train", str(tiny / "config.yaml"), "--plan", f"model.llm.path={llm}", f"run.dir={folder}"]
 
 
 def chat_with_a_model_type(tiny: Path, folder: Path):
     (folder / "config.json").write_text(json.dumps({"model_type": HOSTILE}))
     (folder / HOSTILE).write_bytes(picture(8, 8))
-    return chat_command, ["--model", str(folder), "--image", str(folder / HOSTILE)]
+    return ["chat", "--model", str(folder), "--image", str(folder / HOSTILE)]
 
 
 def chat_with_an_image(tiny: Path, folder: Path):
-    return chat_command, ["--model", str(folder), "--image", str(folder / HOSTILE)]
+    return ["chat", "--model", str(folder), "--image", str(folder / HOSTILE)]
 
 
 def export_a_checkpoint(tiny: Path, folder: Path):
     step = folder / HOSTILE / "checkpoints" / "step-00000001"
     step.mkdir(parents=True)
     (step / "manifest.json").write_text(json.dumps({"files": {HOSTILE: 1}, HOSTILE: 1}))
-    return export_command, [
+    return [
+        "export",
         "--checkpoint",
         str(folder / HOSTILE),
         "--format",
@@ -138,7 +134,7 @@ def shard(tiny: Path, folder: Path):
     records = [{"id": HOSTILE, "image": HOSTILE, "conversations": turns}, {"id": HOSTILE, HOSTILE: 1}, HOSTILE]
     (folder / HOSTILE).write_text(json.dumps(records))
     out = folder / f"out{HOSTILE}"
-    return shard_command, ["--json", str(folder / HOSTILE), "--images", str(folder), "--out", str(out)]
+    return ["shard", "--json", str(folder / HOSTILE), "--images", str(folder), "--out", str(out)]
 
 
 def hostile_tar(folder: Path) -> Path:
@@ -149,31 +145,30 @@ def hostile_tar(folder: Path) -> Path:
 
 def index(tiny: Path, folder: Path):
     tar = hostile_tar(folder)
-    return index_command, [str(tar), "--tokenizer", str(tiny / "llm"), "--template", "plain"]
+    return ["index", str(tar), "--tokenizer", str(tiny / "llm"), "--template", "plain"]
 
 
 def index_a_name(tiny: Path, folder: Path):
     tar = write_tar(folder / "a.tar", [(f"{HOSTILE}.json", b"{}")])
-    return index_command, [str(tar), "--tokenizer", str(tiny / "llm"), "--template", "plain"]
+    return ["index", str(tar), "--tokenizer", str(tiny / "llm"), "--template", "plain"]
 
 
 def inspect(*more: str) -> Command:
     def command(tiny: Path, folder: Path):
         hostile_tar(folder)
         with_lengths = ["--tokenizer", str(tiny / "llm"), "--template", "plain", "--tokens-per-image", "16"]
-        return inspect_command, [str(folder), *with_lengths, *more]
+        return ["inspect", str(folder), *with_lengths, *more]
 
     return command
 
 
 def inspect_an_index(tiny: Path, folder: Path):
     tar = write_tar(folder / "a.tar", [("a.json", conversation("a", "b"))])
-    tool = index_command
-    assert tool.main([str(tar), "--tokenizer", str(tiny / "llm"), "--template", "plain"]) == 0
+    assert main(["index", str(tar), "--tokenizer", str(tiny / "llm"), "--template", "plain"]) == 0
     index = read_index(tar)
     index.keys[0] = HOSTILE
     write_index(tar, index)
-    return inspect_command, [str(tar), "--verify"]
+    return ["inspect", str(tar), "--verify"]
 
 
 COMMANDS = {
@@ -198,8 +193,7 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_no_command_prints_what_a_terminal_obeys(tiny, tmp_path, monkeypatch, capfdbinary, command):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    tool, arguments = command(tiny, tmp_path)
-    tool.main(arguments)
+    main(command(tiny, tmp_path))
     captured = capfdbinary.readouterr()
     assert captured.out or captured.err
     for said in captured:

@@ -20,19 +20,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from untrained_runs import make_checkpoint
 
-from mmtrain.api.generate import _streamer
-from mmtrain.commands import chat as chat_command
+from mmtrain.__main__ import main
+from mmtrain.api.generate import Conversation, _streamer, llava_folder, load, read_image
+from mmtrain.base.printing import note, show_words
 from mmtrain.config.load import load_config
 from mmtrain.data.stream.images import image_transform
 from mmtrain.model.projector import read_projector
 
 CONFIG = TOOLS.parent / "configs" / "llava_pp4.yaml"
 QUESTION = "Which digit is at the top left, and in which colour?"
-
-
-@pytest.fixture(scope="module")
-def tool():
-    return chat_command
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +49,11 @@ def own_cache(work, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def llava(tool, work) -> Path:
+def llava(work) -> Path:
     """The LLaVA folder of the run chat/."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(work / "cache"))
-        return tool.llava_folder(str(work / "chat"), tool.note)
+        return llava_folder(str(work / "chat"), note)
 
 
 def stock_answer(folder: Path, messages: list[dict], images: list[Path], limit: int) -> str:
@@ -78,8 +74,8 @@ def assistant(text: str) -> dict:
     return {"role": "assistant", "content": [{"type": "text", "text": text}]}
 
 
-def say(tool, capsys, model: Path, image: Path, *more: str) -> tuple[str, str]:
-    assert tool.main(["--model", str(model), "--image", str(image), "--max-new-tokens", "12", *more]) == 0
+def say(capsys, model: Path, image: Path, *more: str) -> tuple[str, str]:
+    assert main(["chat", "--model", str(model), "--image", str(image), "--max-new-tokens", "12", *more]) == 0
     captured = capsys.readouterr()
     return captured.out, captured.err
 
@@ -87,29 +83,29 @@ def say(tool, capsys, model: Path, image: Path, *more: str) -> tuple[str, str]:
 # ---- answers
 
 
-def test_a_run_is_exported_once_and_answers_as_its_exported_folder_does(tool, work, capsys, monkeypatch):
+def test_a_run_is_exported_once_and_answers_as_its_exported_folder_does(work, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(work / "fresh"))
-    first, notes = say(tool, capsys, work / "chat", work / "one.png", "--prompt", QUESTION)
+    first, notes = say(capsys, work / "chat", work / "one.png", "--prompt", QUESTION)
     assert "exporting" in notes and "delete it" in notes
-    again, notes = say(tool, capsys, work / "chat", work / "one.png", "--prompt", QUESTION)
+    again, notes = say(capsys, work / "chat", work / "one.png", "--prompt", QUESTION)
     assert "exporting" not in notes
     (folder,) = (path for path in (work / "fresh" / "mmtrain" / "chat").iterdir() if path.is_dir())
-    direct, _ = say(tool, capsys, folder, work / "one.png", "--prompt", QUESTION)
+    direct, _ = say(capsys, folder, work / "one.png", "--prompt", QUESTION)
     expected = stock_answer(folder, [user(QUESTION)], [work / "one.png"], 12)
     assert expected
     assert first == again == direct == expected + "\n"
 
 
-def test_another_checkpoint_of_the_same_run_is_another_model(tool, work):
+def test_another_checkpoint_of_the_same_run_is_another_model(work):
     folders = []
     for step, seed in ((20, 0), (21, 1)):
         config = load_config(CONFIG, [f"run.seed={seed}"])
-        folders.append(tool.llava_folder(str(make_checkpoint(work / "two-steps", config, step=step).path), tool.note))
+        folders.append(llava_folder(str(make_checkpoint(work / "two-steps", config, step=step).path), note))
     one, other = (read_projector(str(folder), "mlp2x_gelu", 128, 128) for folder in folders)
     assert not torch.equal(one["linear_1.weight"], other["linear_1.weight"])
 
 
-def test_two_pictures_and_a_system_turn_reach_the_model(tool, work, llava, capsys):
+def test_two_pictures_and_a_system_turn_reach_the_model(work, llava, capsys):
     expected = stock_answer(
         llava,
         [
@@ -120,11 +116,11 @@ def test_two_pictures_and_a_system_turn_reach_the_model(tool, work, llava, capsy
         12,
     )
     more = ["--image", str(work / "two.png"), "--system", "You see pictures.", "--prompt", QUESTION]
-    assert say(tool, capsys, llava, work / "one.png", *more)[0] == expected + "\n"
+    assert say(capsys, llava, work / "one.png", *more)[0] == expected + "\n"
 
 
-def test_a_later_question_sees_the_earlier_ones_and_their_answers(tool, work, llava, capsys):
-    conversation = tool.Conversation(*tool.load(llava), [tool.read_image(work / "one.png")], None, 12, tool.show_words)
+def test_a_later_question_sees_the_earlier_ones_and_their_answers(work, llava, capsys):
+    conversation = Conversation(*load(llava), [read_image(work / "one.png")], None, 12, show_words)
     for question in (QUESTION, "What do you see at the bottom right?"):
         conversation.ask(question)
     first = stock_answer(llava, [user(QUESTION)], [work / "one.png"], 12)
@@ -132,13 +128,13 @@ def test_a_later_question_sees_the_earlier_ones_and_their_answers(tool, work, ll
     assert capsys.readouterr().out == f"{first}\n{stock_answer(llava, history, [work / 'one.png'], 12)}\n"
 
 
-def test_without_a_prompt_and_a_terminal_one_question_is_asked(tool, work, llava, capsys):
+def test_without_a_prompt_and_a_terminal_one_question_is_asked(work, llava, capsys):
     expected = stock_answer(llava, [user("Describe the image.")], [work / "one.png"], 12)
-    assert say(tool, capsys, llava, work / "one.png")[0] == expected + "\n"
+    assert say(capsys, llava, work / "one.png")[0] == expected + "\n"
 
 
-def test_words_appear_while_the_model_still_generates(tool, work, llava, monkeypatch):
-    model, processor = tool.load(llava)
+def test_words_appear_while_the_model_still_generates(work, llava, monkeypatch):
+    model, processor = load(llava)
     forwards = 0
 
     def count(*_: object) -> None:
@@ -148,38 +144,38 @@ def test_words_appear_while_the_model_still_generates(tool, work, llava, monkeyp
     model.register_forward_hook(count)
     printed_after = []
     monkeypatch.setattr("builtins.print", lambda text="", **_: printed_after.append(forwards) if text.strip() else None)
-    tool.Conversation(model, processor, [tool.read_image(work / "one.png")], None, 12, tool.show_words).ask(QUESTION)
+    Conversation(model, processor, [read_image(work / "one.png")], None, 12, show_words).ask(QUESTION)
     assert forwards > 3
     assert printed_after[0] < forwards
     assert len(set(printed_after)) > 2
 
 
-def test_a_model_that_was_trained_on_captions_captions_and_says_that_it_cannot_be_asked(tool, work, capsys):
-    folder = tool.llava_folder(str(work / "plain"), tool.note)
+def test_a_model_that_was_trained_on_captions_captions_and_says_that_it_cannot_be_asked(work, capsys):
+    folder = llava_folder(str(work / "plain"), note)
     expected = stock_answer(folder, [user("", images=1)], [work / "one.png"], 12)
     for more in ([], ["--prompt", QUESTION]):
-        answer, notes = say(tool, capsys, folder, work / "one.png", *more)
+        answer, notes = say(capsys, folder, work / "one.png", *more)
         assert answer == expected + "\n"
         assert ("trained on captions alone" in notes) == bool(more)
 
 
-def test_an_answer_that_was_cut_is_said_to_be(tool, work, llava, capsys):
-    assert "cut after 12 tokens" not in say(tool, capsys, llava, work / "one.png", "--max-new-tokens", "200")[1]
-    assert "(cut after 1 tokens; --max-new" in say(tool, capsys, llava, work / "one.png", "--max-new-tokens", "1")[1]
+def test_an_answer_that_was_cut_is_said_to_be(work, llava, capsys):
+    assert "cut after 12 tokens" not in say(capsys, llava, work / "one.png", "--max-new-tokens", "200")[1]
+    assert "(cut after 1 tokens; --max-new" in say(capsys, llava, work / "one.png", "--max-new-tokens", "1")[1]
 
 
-def test_what_a_model_says_cannot_steer_the_terminal(tool, llava, capsys):
-    streamer = _streamer(tool.load(llava)[1].tokenizer, tool.show_words)
+def test_what_a_model_says_cannot_steer_the_terminal(llava, capsys):
+    streamer = _streamer(load(llava)[1].tokenizer, show_words)
     streamer.on_finalized_text(" red\n\x1b[31mblue\x1b]0;title\x07")
     streamer.on_finalized_text(" \u202etxt.exe\r5 µm 图 é", stream_end=True)
     said = "red\n\\x1b[31mblue\\x1b]0;title\\x07 \\u202etxt.exe\\r5 µm 图 é\n"
     assert capsys.readouterr().out == said
 
 
-def test_pictures_of_any_size_come_to_the_model_as_in_training_bit_for_bit(tool, work, llava):
+def test_pictures_of_any_size_come_to_the_model_as_in_training_bit_for_bit(work, llava):
     Image.open(work / "one.png").resize((150, 37)).save(work / "wide.png")
-    image = tool.read_image(work / "wide.png")
-    pixels = tool.load(llava)[1](images=[image], text="<image>", return_tensors="pt")["pixel_values"]
+    image = read_image(work / "wide.png")
+    pixels = load(llava)[1](images=[image], text="<image>", return_tensors="pt")["pixel_values"]
     assert torch.equal(pixels[0], image_transform("demo:vision", "pad")(image))
 
 
@@ -209,8 +205,8 @@ def test_on_a_terminal_question_follows_question_until_an_empty_line(work, llava
 # ---- what cannot be answered
 
 
-def refused(tool, capsys, model: Path | str, image: Path, *more: str) -> str:
-    assert tool.main(["--model", str(model), "--image", str(image), *more]) == 2
+def refused(capsys, model: Path | str, image: Path, *more: str) -> str:
+    assert main(["chat", "--model", str(model), "--image", str(image), *more]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "error: " in captured.err
@@ -218,49 +214,49 @@ def refused(tool, capsys, model: Path | str, image: Path, *more: str) -> str:
     return captured.err
 
 
-def test_wrong_input_is_named(tool, work, llava, tiny, capsys):
+def test_wrong_input_is_named(work, llava, tiny, capsys):
     picture = work / "one.png"
-    assert "no such folder, and no hub id in the local cache" in refused(tool, capsys, work / "none", picture)
-    assert "has model_type llama; needed is a run" in refused(tool, capsys, tiny / "llm", picture)
-    assert "has no config.json; needed is a run" in refused(tool, capsys, tiny / "shards", picture)
-    assert "No such file" in refused(tool, capsys, llava, work / "none.png")
-    assert "none of JPEG, PNG" in refused(tool, capsys, llava, CONFIG)
-    assert "the pictures stand before it already" in refused(tool, capsys, llava, picture, "--prompt", "<image> what?")
-    assert "the model takes 2,048" in refused(tool, capsys, llava, picture, "--max-new-tokens", "2048")
+    assert "no such folder, and no hub id in the local cache" in refused(capsys, work / "none", picture)
+    assert "has model_type llama; needed is a run" in refused(capsys, tiny / "llm", picture)
+    assert "has no config.json; needed is a run" in refused(capsys, tiny / "shards", picture)
+    assert "No such file" in refused(capsys, llava, work / "none.png")
+    assert "none of JPEG, PNG" in refused(capsys, llava, CONFIG)
+    assert "the pictures stand before it already" in refused(capsys, llava, picture, "--prompt", "<image> what?")
+    assert "the model takes 2,048" in refused(capsys, llava, picture, "--max-new-tokens", "2048")
 
 
-def test_a_damaged_checkpoint_is_refused(tool, work, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_refused(work, tmp_path, capsys):
     shutil.copytree(work / "chat", tmp_path / "chat")
     (file,) = (tmp_path / "chat").rglob("projector.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
-    assert "projector.safetensors is damaged" in refused(tool, capsys, tmp_path / "chat", work / "one.png")
+    assert "projector.safetensors is damaged" in refused(capsys, tmp_path / "chat", work / "one.png")
 
 
-def test_a_run_that_has_no_place_in_a_llava_folder_is_refused_with_the_reason(tool, work, capsys):
+def test_a_run_that_has_no_place_in_a_llava_folder_is_refused_with_the_reason(work, capsys):
     config = load_config(CONFIG, ["model.projector.type=linear"])
     make_checkpoint(work / "linear", config)
-    said = refused(tool, capsys, work / "linear", work / "one.png")
+    said = refused(capsys, work / "linear", work / "one.png")
     assert "cannot be exported, and so not be asked: " in said
     assert "linear" in said
     assert not any("unfinished" in path.name for path in (work / "cache" / "mmtrain" / "chat").iterdir())
 
 
-def test_a_folder_with_a_tensor_missing_is_refused_and_not_filled_at_random(tool, work, llava, tmp_path, capsys):
+def test_a_folder_with_a_tensor_missing_is_refused_and_not_filled_at_random(work, llava, tmp_path, capsys):
     shutil.copytree(llava, tmp_path / "llava")
     tensors = load_file(tmp_path / "llava" / "model.safetensors")
     del tensors["multi_modal_projector.linear_2.weight"]
     save_file(tensors, tmp_path / "llava" / "model.safetensors", metadata={"format": "pt"})
-    said = refused(tool, capsys, tmp_path / "llava", work / "one.png")
+    said = refused(capsys, tmp_path / "llava", work / "one.png")
     assert "part of the model would be random" in said
     assert "multi_modal_projector.linear_2.weight" in said
 
 
-def test_a_folder_of_pickles_or_without_weights_is_refused(tool, work, llava, tmp_path, capsys):
+def test_a_folder_of_pickles_or_without_weights_is_refused(work, llava, tmp_path, capsys):
     shutil.copytree(llava, tmp_path / "llava")
     (tmp_path / "llava" / "model.safetensors").unlink()
-    assert "holds no model.safetensors" in refused(tool, capsys, tmp_path / "llava", work / "one.png")
+    assert "holds no model.safetensors" in refused(capsys, tmp_path / "llava", work / "one.png")
     torch.save({}, tmp_path / "llava" / "pytorch_model.bin")
-    assert "mmtrain convert" in refused(tool, capsys, tmp_path / "llava", work / "one.png")
+    assert "mmtrain convert" in refused(capsys, tmp_path / "llava", work / "one.png")
 
 
 def edit(file: Path, *places: str, **changes: object) -> None:
@@ -282,7 +278,7 @@ def edit(file: Path, *places: str, **changes: object) -> None:
     ],
 )
 def test_python_in_the_folder_is_not_run_whatever_stands_on_standard_input(
-    tool, work, llava, tmp_path, monkeypatch, file, changes
+    work, llava, tmp_path, monkeypatch, file, changes
 ):
     shutil.copytree(llava, tmp_path / "llava")
     # Without the processor's class AutoProcessor would take it from config.json, and ask for each of its parts.
@@ -291,16 +287,16 @@ def test_python_in_the_folder_is_not_run_whatever_stands_on_standard_input(
     edit(tmp_path / "llava" / file, **changes)
     (tmp_path / "llava" / "ev.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
-    tool.main(["--model", str(tmp_path / "llava"), "--image", str(work / "one.png"), "--prompt", "What?"])
+    main(["chat", "--model", str(tmp_path / "llava"), "--image", str(work / "one.png"), "--prompt", "What?"])
     assert not (tmp_path / "imported").exists()
 
 
-def test_a_kernel_that_the_folder_names_is_not_downloaded(tool, work, llava, tmp_path, capsys):
+def test_a_kernel_that_the_folder_names_is_not_downloaded(work, llava, tmp_path, capsys):
     shutil.copytree(llava, tmp_path / "llava")
     for places in ([], ["text_config"], ["vision_config"]):
         edit(tmp_path / "llava" / "config.json", *places, _attn_implementation="kernels-community/flash-attn")
     asked = [work / "one.png", "--prompt", QUESTION]
-    assert say(tool, capsys, tmp_path / "llava", *asked) == say(tool, capsys, llava, *asked)
+    assert say(capsys, tmp_path / "llava", *asked) == say(capsys, llava, *asked)
 
 
 @pytest.mark.parametrize(
@@ -330,40 +326,40 @@ def test_a_kernel_that_the_folder_names_is_not_downloaded(tool, work, llava, tmp
         ("processor_config.json", ["image_processor"], {"size": {"height": 30_000, "width": 30_000}}, "at most 4,096"),
     ],
 )
-def test_a_folder_that_no_model_can_have_is_one_line(tool, work, llava, tmp_path, capsys, file, places, changes, said):
+def test_a_folder_that_no_model_can_have_is_one_line(work, llava, tmp_path, capsys, file, places, changes, said):
     shutil.copytree(llava, tmp_path / "llava")
     edit(tmp_path / "llava" / file, *places, **changes)
-    shown = refused(tool, capsys, tmp_path / "llava", work / "one.png", "--prompt", "What?")
+    shown = refused(capsys, tmp_path / "llava", work / "one.png", "--prompt", "What?")
     assert said in shown and "\x1b" not in shown
 
 
-def test_a_file_of_nested_brackets_is_one_line(tool, work, llava, tmp_path, capsys):
+def test_a_file_of_nested_brackets_is_one_line(work, llava, tmp_path, capsys):
     for name in ("generation_config.json", "processor_config.json"):
         folder = shutil.copytree(llava, tmp_path / name)
         (folder / name).write_text("[" * 200_000)
-        assert f"{folder / name}: not valid JSON" in refused(tool, capsys, folder, work / "one.png")
+        assert f"{folder / name}: not valid JSON" in refused(capsys, folder, work / "one.png")
 
 
-def test_what_generation_config_says_beside_the_end_marks_is_left_alone(tool, work, llava, tmp_path, capsys):
+def test_what_generation_config_says_beside_the_end_marks_is_left_alone(work, llava, tmp_path, capsys):
     folder = shutil.copytree(llava, tmp_path / "llava")
     edit(folder / "generation_config.json", penalty_alpha=0.6, top_k=4, num_beams=1000)
     asked = [work / "one.png", "--prompt", QUESTION]
-    assert say(tool, capsys, folder, *asked) == say(tool, capsys, llava, *asked)
+    assert say(capsys, folder, *asked) == say(capsys, llava, *asked)
 
 
-def test_a_template_without_system_turns_says_what_to_leave_out(tool, work, llava, tmp_path, capsys):
+def test_a_template_without_system_turns_says_what_to_leave_out(work, llava, tmp_path, capsys):
     shutil.copytree(llava, tmp_path / "llava")
     template = (tmp_path / "llava" / "chat_template.jinja").read_text()
     refusal = "{%- if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{%- endif %}"
     (tmp_path / "llava" / "chat_template.jinja").write_text(refusal + template)
-    said = refused(tool, capsys, tmp_path / "llava", work / "one.png", "--system", "Be brief.", "--prompt", "What?")
+    said = refused(capsys, tmp_path / "llava", work / "one.png", "--system", "Be brief.", "--prompt", "What?")
     assert "no system turns" in said and "leave out --system" in said
 
 
-def test_without_a_chat_template_nothing_is_guessed(tool, work, llava, tmp_path, capsys):
+def test_without_a_chat_template_nothing_is_guessed(work, llava, tmp_path, capsys):
     shutil.copytree(llava, tmp_path / "llava")
     (tmp_path / "llava" / "chat_template.jinja").unlink()
     file = tmp_path / "llava" / "tokenizer_config.json"
     settings = {name: value for name, value in json.loads(file.read_text()).items() if name != "chat_template"}
     file.write_text(json.dumps(settings))
-    assert "has no chat template" in refused(tool, capsys, tmp_path / "llava", work / "one.png")
+    assert "has no chat template" in refused(capsys, tmp_path / "llava", work / "one.png")

@@ -1,6 +1,5 @@
 """mmtrain convert: pickled checkpoints become safetensors with the same values, or are refused untouched."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -10,18 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from mmtrain.__main__ import main
 from mmtrain.model.language import load_slice
 from mmtrain.model.tiny import tiny_model
-
-TOOL = Path(__file__).parents[2] / "tools" / "convert_weights.py"
-
-
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("convert_weights", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def save_pickled(folder: Path, shards: int, *, legacy: bool = False, **options) -> dict[str, torch.Tensor]:
@@ -51,10 +41,10 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     [(3, {}), (1, {}), (1, {"tie_word_embeddings": True}), (2, {"legacy": True})],
     ids=["sharded", "single", "tied", "legacy pickle"],
 )
-def test_every_tensor_is_the_same_and_slices_equal_from_pretrained(tool, tmp_path, shards, options):
+def test_every_tensor_is_the_same_and_slices_equal_from_pretrained(tmp_path, shards, options):
     expected = save_pickled(tmp_path, shards, **options)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert tool.main([str(tmp_path)]) == 0
+    assert main(["convert", str(tmp_path)]) == 0
     converted = stored(tmp_path)
     assert converted.keys() == expected.keys()
     assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
@@ -66,11 +56,11 @@ def test_every_tensor_is_the_same_and_slices_equal_from_pretrained(tool, tmp_pat
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_new_folder_gets_config_and_tokenizer_and_no_pickles(tool, tmp_path, capsys):
+def test_a_new_folder_gets_config_and_tokenizer_and_no_pickles(tmp_path, capsys):
     save_pickled(tmp_path / "old", 2)
     (tmp_path / "old" / "training_args.bin").write_bytes(b"pickle")
     before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "old").iterdir()}
-    assert tool.main([str(tmp_path / "old"), "--out", str(tmp_path / "new")]) == 0
+    assert main(["convert", str(tmp_path / "old"), "--out", str(tmp_path / "new")]) == 0
     assert {file.name for file in (tmp_path / "new").iterdir()} == {
         "config.json",
         "tokenizer.json",
@@ -83,42 +73,42 @@ def test_a_new_folder_gets_config_and_tokenizer_and_no_pickles(tool, tmp_path, c
     AutoModelForCausalLM.from_pretrained(tmp_path / "new")
 
 
-def test_views_are_stored_without_what_surrounds_them(tool, tmp_path):
+def test_views_are_stored_without_what_surrounds_them(tmp_path):
     base = torch.arange(1000.0)
     tensors = {"left": base[:10], "right": base[10:20], "columns": base.view(10, 100)[:, 3], "one": torch.tensor(7)}
     torch.save(tensors, tmp_path / "pytorch_model.bin")
-    assert tool.main([str(tmp_path)]) == 0
+    assert main(["convert", str(tmp_path)]) == 0
     converted = stored(tmp_path)
     assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())
     assert (tmp_path / "model.safetensors").stat().st_size < 1000
 
 
-def refused(tool, capsys, *arguments: Path | str) -> str:
-    assert tool.main([str(argument) for argument in arguments]) == 2
+def refused(capsys, *arguments: Path | str) -> str:
+    assert main(["convert", *map(str, arguments)]) == 2
     return capsys.readouterr().err
 
 
-def test_nothing_that_exists_is_overwritten(tool, tmp_path, capsys):
+def test_nothing_that_exists_is_overwritten(tmp_path, capsys):
     save_pickled(tmp_path / "model", 1)
-    assert tool.main([str(tmp_path / "model")]) == 0
-    assert "model.safetensors is there already" in refused(tool, capsys, tmp_path / "model")
+    assert main(["convert", str(tmp_path / "model")]) == 0
+    assert "model.safetensors is there already" in refused(capsys, tmp_path / "model")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("keep")
     save_pickled(tmp_path / "again", 1)
-    assert "is not empty" in refused(tool, capsys, tmp_path / "again", "--out", tmp_path / "other")
+    assert "is not empty" in refused(capsys, tmp_path / "again", "--out", tmp_path / "other")
     assert [file.name for file in (tmp_path / "other").iterdir()] == ["notes.txt"]
 
 
-def test_an_interrupted_conversion_is_invisible_and_can_be_repeated(tool, tmp_path, capsys):
+def test_an_interrupted_conversion_is_invisible_and_can_be_repeated(tmp_path, capsys):
     expected = save_pickled(tmp_path, 2)
     second = tmp_path / "pytorch_model-00002-of-00002.bin"
     intact = second.read_bytes()
     second.write_bytes(intact[: len(intact) // 2])
-    assert "damaged" in refused(tool, capsys, tmp_path)
+    assert "damaged" in refused(capsys, tmp_path)
     assert (tmp_path / "model-00001-of-00002.safetensors").exists()
     assert not (tmp_path / "model.safetensors.index.json").exists()
     second.write_bytes(intact)
-    assert tool.main([str(tmp_path)]) == 0
+    assert main(["convert", str(tmp_path)]) == 0
     assert stored(tmp_path).keys() == expected.keys()
 
 
@@ -132,20 +122,20 @@ class Payload:
         return os.mkdir, (str(self.file),)
 
 
-def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(tool, tmp_path, capsys):
+def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(tmp_path, capsys):
     torch.save({"weight": Payload(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
-    assert "not a file of plain tensors" in refused(tool, capsys, tmp_path)
+    assert "not a file of plain tensors" in refused(capsys, tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_no_state_dict_is_refused(tool, tmp_path, capsys):
+def test_what_is_no_state_dict_is_refused(tmp_path, capsys):
     torch.save({"epoch": 3}, tmp_path / "pytorch_model.bin")
-    assert "other than named tensors" in refused(tool, capsys, tmp_path)
+    assert "other than named tensors" in refused(capsys, tmp_path)
 
 
-def test_missing_files_are_named(tool, tmp_path, capsys):
-    assert "no such folder" in refused(tool, capsys, tmp_path / "missing")
-    assert "neither pytorch_model.bin" in refused(tool, capsys, tmp_path)
+def test_missing_files_are_named(tmp_path, capsys):
+    assert "no such folder" in refused(capsys, tmp_path / "missing")
+    assert "neither pytorch_model.bin" in refused(capsys, tmp_path)
     save_pickled(tmp_path, 2)
     (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
-    assert "pytorch_model-00002-of-00002.bin" in refused(tool, capsys, tmp_path)
+    assert "pytorch_model-00002-of-00002.bin" in refused(capsys, tmp_path)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from step_states import VERSIONS
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint
 
+from mmtrain.__main__ import main
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.commands import export as export_command
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.catalog import is_held_out
 from mmtrain.engine.audit import fingerprint, model_fingerprint
@@ -23,8 +23,6 @@ from mmtrain.exporting import hf
 from mmtrain.exporting.verify import read_samples
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.plan import StagePlan
-
-TOOL = export_command
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def test_an_export_that_fails_leaves_nothing(tiny, make_tiny, tmp_path, capsys):
     with (tmp_path / "llm" / "model.safetensors").open("r+b") as file:
         file.truncate(100_000)
     options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out")]
-    assert TOOL.main(options) == 2
+    assert main(["export", *options]) == 2
     assert "model.safetensors" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["llm", "run"]
 
@@ -48,7 +46,7 @@ def test_a_folder_that_holds_something_is_never_written_into(checkpoint, tmp_pat
     (tmp_path / "out" / "mine").write_text("mine")
     for form in ("safetensors", "llava", "hf"):
         options = ["--checkpoint", str(checkpoint.path), "--format", form, "--out", str(tmp_path / "out")]
-        assert TOOL.main(options) == 2
+        assert main(["export", *options]) == 2
         assert "exists and is not empty" in capsys.readouterr().err
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
@@ -59,7 +57,7 @@ def test_an_empty_folder_is_taken_and_what_a_killed_export_left_is_cleared(check
     (tmp_path / "out.unfinished.tmp").mkdir()
     (tmp_path / "out.unfinished.tmp" / "model.safetensors").write_text("half")
     options = ["--checkpoint", str(checkpoint.path.parent.parent), "--format", "hf", "--out", str(tmp_path / "out")]
-    assert TOOL.main(options) == 0
+    assert main(["export", *options]) == 0
     load_stock(tmp_path / "out")
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
@@ -70,7 +68,7 @@ def test_an_export_that_is_stopped_leaves_nothing(checkpoint, tmp_path, monkeypa
 
     monkeypatch.setattr(hf, "check_written", stopped)  # when all is written, and not yet read again
     options = ["--checkpoint", str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "out")]
-    assert TOOL.main(options) == 130
+    assert main(["export", *options]) == 130
     assert not list(tmp_path.iterdir())
 
 
@@ -95,7 +93,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(checkpoint, tiny, small_dis
         (small_disk / "full").write_bytes(bytes((2 << 20) - 20_480))
     before = sorted(small_disk.iterdir())
     options = ["--checkpoint", str(checkpoint.path), "--format", form.split(",")[0], "--out", str(small_disk / "out")]
-    assert TOOL.main(options) == 2
+    assert main(["export", *options]) == 2
     error = capsys.readouterr().err.strip()
     assert "\n" not in error and str(small_disk) in error
     assert ("GB are needed" if form in ("hf", "llava") else "no space is left") in error
@@ -108,13 +106,13 @@ def test_a_damaged_checkpoint_is_never_exported(tiny, tmp_path, capsys):
     content[-1] ^= 1
     checkpoint.tensors_file.write_bytes(content)
     options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out")]
-    assert TOOL.main(options) == 2
+    assert main(["export", *options]) == 2
     assert "projector.safetensors is damaged" in capsys.readouterr().err
 
 
 def test_verify_says_what_it_compared(checkpoint, tmp_path, capsys):
     options = ["--checkpoint", str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "out"), "--verify"]
-    assert TOOL.main(options) == 0
+    assert main(["export", *options]) == 0
     said = capsys.readouterr().out
     found = re.search(
         r"logits of (\d+) answer tokens in 8 samples: largest difference (\S+) .* at (\d+) of (\d+)", said
@@ -137,7 +135,7 @@ def test_verify_refuses_a_model_that_computes_something_else(checkpoint, tmp_pat
 
     monkeypatch.setattr(hf, "language_for_export", swapped)
     options = ["--checkpoint", str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "out"), "--verify", "3"]
-    assert TOOL.main(options) == 1
+    assert main(["export", *options]) == 1
     assert "nothing was exported" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -160,10 +158,10 @@ def test_verify_refuses_a_folder_that_answers_batches_otherwise(tiny, tmp_path, 
     options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out"), "--verify", "3"]
     with monkeypatch.context() as patch:
         patch.setattr(hf, "write_card", padded_right)
-        assert TOOL.main(options) == 1
+        assert main(["export", *options]) == 1
     assert "batches are answered wrongly: a batch of 3 prompts is answered '" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert TOOL.main(options) == 0
+    assert main(["export", *options]) == 0
 
 
 def test_verify_refuses_logits_that_are_no_numbers(checkpoint, tmp_path):
@@ -184,11 +182,11 @@ def test_verify_knows_the_frozen_weights_of_training_from_others(tiny, make_tiny
     state["versions"] = {**VERSIONS, "transformers": transformers.__version__, "timm": timm.__version__}
     make_checkpoint(tmp_path / "run", config, **state)
     options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out"), "--verify", "2"]
-    assert TOOL.main(options) == 0
+    assert main(["export", *options]) == 0
     assert "is open" not in capsys.readouterr().out
     shutil.rmtree(tmp_path / "out")
     make_tiny.make_tiny_llm(tmp_path / "llm", layers=2, seed=1)
-    assert TOOL.main(options) == 2
+    assert main(["export", *options]) == 2
     assert "has other weights now" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -214,4 +212,4 @@ def test_verify_asks_about_samples_that_the_run_holds_out_and_else_about_its_dat
 @pytest.mark.parametrize("form", ["safetensors", "llava"])
 def test_verify_is_refused_where_there_is_no_model_to_run(checkpoint, tmp_path, capsys, form):
     options = ["--checkpoint", str(checkpoint.path), "--format", form, "--out", str(tmp_path / "out"), "--verify"]
-    assert TOOL.main(options) == 2 and "--format hf" in capsys.readouterr().err
+    assert main(["export", *options]) == 2 and "--format hf" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from archives import conversation, picture, write_tar
 from conftest import TOOLS
 
-from mmtrain.commands import index as index_command
+from mmtrain.__main__ import main
 from mmtrain.data.shards.index import index_path, read_index
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
@@ -19,11 +19,6 @@ from mmtrain.pretrained.tokenizer_files import text_fingerprint
 TOOL = TOOLS / "index_shards.py"
 PNG = picture(3, 2)
 PLAIN = ("--tokenizer", "demo:llm", "--template", "plain")
-
-
-@pytest.fixture(scope="module")
-def tool():
-    return index_command
 
 
 @pytest.fixture
@@ -40,8 +35,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_shards_are_indexed_once_and_summed_up(tool, folder, capsys):
-    assert tool.main([f"{folder}/s-{{0..1}}.tar", *PLAIN, "--workers", "1"]) == 0
+def test_shards_are_indexed_once_and_summed_up(folder, capsys):
+    assert main(["index", f"{folder}/s-{{0..1}}.tar", *PLAIN, "--workers", "1"]) == 0
     printed = capsys.readouterr().out
     fingerprint = text_fingerprint(model_folder("demo:llm"), "plain")
     longest = read_index(folder / "s-1.tar").texts[fingerprint].tokens[1]
@@ -53,20 +48,20 @@ def test_shards_are_indexed_once_and_summed_up(tool, folder, capsys):
     assert re.search(r"^ +2 undecodable_image: ", printed, re.MULTILINE)
     written = [index_path(tar).stat().st_mtime_ns for tar in folder.glob("*.tar")]
     summary = printed[printed.index("2 shards, 10") :]
-    assert tool.main([str(folder), *PLAIN]) == 0
+    assert main(["index", str(folder), *PLAIN]) == 0
     assert capsys.readouterr().out == f"2 of 2 shards are ready: left as they are\n{summary}"
     assert [index_path(tar).stat().st_mtime_ns for tar in folder.glob("*.tar")] == written
 
 
-def test_a_stale_index_is_replaced_with_rebuild_only(tool, folder, capsys):
-    assert tool.main([str(folder), *PLAIN, "--workers", "1"]) == 0
+def test_a_stale_index_is_replaced_with_rebuild_only(folder, capsys):
+    assert main(["index", str(folder), *PLAIN, "--workers", "1"]) == 0
     files = [(f"{key}.json", conversation("Hi.", "Ho.")) for key in "xyz"]
     write_tar(folder / "s-0.tar", [*files, ("more.json", conversation("Hi.", "Hello. " * 2000))])
     capsys.readouterr()
-    assert tool.main([str(folder), *PLAIN]) == 2
+    assert main(["index", str(folder), *PLAIN]) == 2
     error = capsys.readouterr().err
     assert re.fullmatch(r"error: .*s-0\.tar\.index: is stale: .*--rebuild .*\n", error)
-    assert tool.main([str(folder), *PLAIN, "--rebuild"]) == 0
+    assert main(["index", str(folder), *PLAIN, "--rebuild"]) == 0
     assert read_index(folder / "s-0.tar").keys == ["x", "y", "z", "more"]
     assert "2 shards, 9 samples, 4 images" in capsys.readouterr().out
 
@@ -79,23 +74,23 @@ def test_a_stale_index_is_replaced_with_rebuild_only(tool, folder, capsys):
         (["{}", "--tokenizer", "{}", "--template", "plain"], r"error: .*holds no tokenizer"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(tool, folder, capsys, arguments, message):
-    assert tool.main([argument.format(folder) for argument in arguments]) == 2
+def test_wrong_input_is_one_line_and_exit_code_2(folder, capsys, arguments, message):
+    assert main(["index", *(argument.format(folder) for argument in arguments)]) == 2
     captured = capsys.readouterr()
     assert re.match(message, captured.err)
     assert captured.err.count("\n") == 1
 
 
-def test_wrong_options_are_refused(tool, folder, capsys):
+def test_wrong_options_are_refused(folder, capsys):
     for wrong in (["--template", "poem"], ["--workers", "0"]):
         with pytest.raises(SystemExit) as stopped:
-            tool.main([str(folder), *PLAIN, *wrong])
+            main(["index", str(folder), *PLAIN, *wrong])
         assert stopped.value.code == 2
 
 
 @pytest.mark.parametrize(("ending", "workers"), [(signal.SIGKILL, "2"), (signal.SIGINT, "2"), (signal.SIGINT, "1")])
 def test_stopped_at_any_moment_it_leaves_no_half_index_and_goes_on_from_there(
-    tool, tmp_path, monkeypatch, capsys, ending, workers
+    tmp_path, monkeypatch, capsys, ending, workers
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tars = []
@@ -121,15 +116,15 @@ def test_stopped_at_any_moment_it_leaves_no_half_index_and_goes_on_from_there(
     assert 1 <= len(finished) < 10
     for tar in finished:
         assert len(read_index(tar).keys) == 200
-    assert tool.main([str(tmp_path), *PLAIN, "--workers", "1"]) == 0
+    assert main(["index", str(tmp_path), *PLAIN, "--workers", "1"]) == 0
     printed = capsys.readouterr().out
     assert f"{len(finished):,} of 10 shards are ready" in printed
     assert "10 shards, 2,000 samples" in printed
 
 
-def test_help_shows_examples_and_exit_codes(capsys, tool):
+def test_help_shows_examples_and_exit_codes(capsys):
     with pytest.raises(SystemExit):
-        tool.main(["--help"])
+        main(["index", "--help"])
     printed = capsys.readouterr().out
     assert "mmtrain index" in printed
     assert "exit codes:" in printed

@@ -18,17 +18,12 @@ from conftest import TOOLS
 from PIL import Image
 from transformers import AutoTokenizer
 
-from mmtrain.commands import inspect as inspect_command
+from mmtrain.__main__ import main
 from mmtrain.data.prepare.sharding import write_shards
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import index_path, read_index
 
 TOOL = TOOLS / "inspect_shards.py"
-
-
-@pytest.fixture(scope="module")
-def tool():
-    return inspect_command
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +44,9 @@ def folder(make_tiny, tmp_path, monkeypatch):
     return tmp_path / "shards"
 
 
-def run_json(tool, capsys, *arguments):
+def run_json(capsys, *arguments):
     """Exit code and the JSON on stdout."""
-    code = tool.main([*map(str, arguments), "--json"])
+    code = main(["inspect", *map(str, arguments), "--json"])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -95,11 +90,11 @@ def without_histogram(distribution):
     return {name: value for name, value in distribution.items() if name != "histogram"}, sum(counts)
 
 
-def test_counts_and_image_sizes_are_those_that_tarfile_and_pillow_find(tool, folder, capsys):
+def test_counts_and_image_sizes_are_those_that_tarfile_and_pillow_find(folder, capsys):
     samples = stored(folder)
     images = [[content for name, content in members.items() if name != "json"] for members in samples.values()]
     sizes = [Image.open(io.BytesIO(content)).size for sample in images for content in sample]
-    code, found = run_json(tool, capsys, folder)
+    code, found = run_json(capsys, folder)
     assert code == 0
     assert (found["shards"], found["samples"], found["images"]) == (2, 60, len(sizes))
     assert found["bytes"] == sum(tar.stat().st_size for tar in folder.glob("*.tar"))
@@ -114,10 +109,10 @@ def test_counts_and_image_sizes_are_those_that_tarfile_and_pillow_find(tool, fol
     assert found["unusable"] == {} and found["text_tokens"] is None and found["packing"] == []
 
 
-def test_text_lengths_are_those_of_the_stock_tokenizer(tool, folder, plain, stock, capsys):
+def test_text_lengths_are_those_of_the_stock_tokenizer(folder, plain, stock, capsys):
     # <s> before the caption comes from the tokenizer, the template ends it with </s>
     lengths = [len(stock(caption(members)).input_ids) + 1 for members in stored(folder).values()]
-    code, found = run_json(tool, capsys, folder, *plain)
+    code, found = run_json(capsys, folder, *plain)
     assert code == 0
     assert without_histogram(found["text_tokens"]) == (summary(lengths), 60)
     edges = found["text_tokens"]["histogram"]["edges"]
@@ -125,12 +120,12 @@ def test_text_lengths_are_those_of_the_stock_tokenizer(tool, folder, plain, stoc
     assert found["text_tokens"]["histogram"]["counts"] == expected
 
 
-def test_fill_is_what_a_packing_by_hand_gives(tool, tmp_path, plain, stock, capsys):
+def test_fill_is_what_a_packing_by_hand_gives(tmp_path, plain, stock, capsys):
     answer = "a red circle on a blue background."
     length = len(stock(answer).input_ids) + 1
     shards = captions_of([answer] * 30 + [answer * 20], tmp_path / "shards")
     pack_length = 3 * length + 2  # three of them and two tokens to spare: 10 packs; the long one does not fit
-    code, found = run_json(tool, capsys, shards, *plain, "--pack-length", pack_length)
+    code, found = run_json(capsys, shards, *plain, "--pack-length", pack_length)
     assert code == 0
     (packing,) = found["packing"]
     best = packing.pop("best")
@@ -146,9 +141,9 @@ def test_fill_is_what_a_packing_by_hand_gives(tool, tmp_path, plain, stock, caps
     assert best["fill"] >= packing["fill"]
 
 
-def test_an_images_tokens_come_from_the_vision_encoder(tool, tiny, folder, plain, capsys):
-    by_name = run_json(tool, capsys, folder, *plain, "--vision", tiny / "vision")
-    by_number = run_json(tool, capsys, folder, *plain, "--tokens-per-image", 16)
+def test_an_images_tokens_come_from_the_vision_encoder(tiny, folder, plain, capsys):
+    by_name = run_json(capsys, folder, *plain, "--vision", tiny / "vision")
+    by_number = run_json(capsys, folder, *plain, "--tokens-per-image", 16)
     assert by_name == by_number
     assert by_name[1]["tokens_per_image"] == 16  # 32 pixels in patches of 8
     assert [packing["pack_length"] for packing in by_name[1]["packing"]] == [2048, 4096, 8192]
@@ -161,17 +156,19 @@ def test_an_images_tokens_come_from_the_vision_encoder(tool, tiny, folder, plain
     assert first["fill"] == pytest.approx(sum(lengths) / (first["packs"] * 2048))
 
 
-def test_the_text_for_people_holds_the_same_and_what_is_missing(tool, folder, plain, capsys):
-    assert tool.main([str(folder)]) == 0
+def test_the_text_for_people_holds_the_same_and_what_is_missing(folder, plain, capsys):
+    assert main(["inspect", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "how full packs become: the shards are not indexed for exactly one tokenizer" in printed
-    assert tool.main([str(folder), *plain]) == 0
+    assert main(["inspect", str(folder), *plain]) == 0
     printed = capsys.readouterr().out
     assert "indexing 2 of 2 shards" in printed
     assert "how many tokens an image takes is not known: give --vision NAME" in printed
-    assert tool.main([str(folder), "--tokens-per-image", "16", "--pack-length", "1024"]) == 0  # indexed for one by now
+    assert (
+        main(["inspect", str(folder), "--tokens-per-image", "16", "--pack-length", "1024"]) == 0
+    )  # indexed for one by now
     printed = capsys.readouterr().out
-    _, found = run_json(tool, capsys, folder, "--tokens-per-image", 16, "--pack-length", 1024)
+    _, found = run_json(capsys, folder, "--tokens-per-image", 16, "--pack-length", 1024)
     by_images = found["samples_by_images"]
     assert f"60 samples: {by_images['0']} without images, {by_images['1']} with one, {by_images['2']} with several" in (
         printed
@@ -182,38 +179,38 @@ def test_the_text_for_people_holds_the_same_and_what_is_missing(tool, folder, pl
     assert row.split()[1:3] == [str(packing["packs"]), f"{packing['fill']:.2%}"]
 
 
-def test_unusable_samples_are_counted_by_reason(tool, tmp_path, plain, capsys):
+def test_unusable_samples_are_counted_by_reason(tmp_path, plain, capsys):
     files = [("a.json", conversation("<image>What?", "It.")), ("a.png", b"none")]
     files += [("b.json", conversation("Hi.", "Ho.", "Hi again.", "Ho.")), ("c.json", conversation("Hi.", "Ho."))]
     write_tar(tmp_path / "s.tar", files)
-    _, found = run_json(tool, capsys, tmp_path, *plain)
+    _, found = run_json(capsys, tmp_path, *plain)
     assert found["unusable"] == {"undecodable_image": 1, "template": 1}
     assert sum(found["text_tokens"]["histogram"]["counts"]) == 1
-    assert tool.main([str(tmp_path), *plain]) == 0
+    assert main(["inspect", str(tmp_path), *plain]) == 0
     assert "1 undecodable_image: an image file that Pillow cannot decode" in capsys.readouterr().out
 
 
-def test_shards_without_index_get_one_if_the_tokenizer_is_given(tool, folder, plain, capsys):
+def test_shards_without_index_get_one_if_the_tokenizer_is_given(folder, plain, capsys):
     indexes = sorted(map(index_path, folder.glob("*.tar")))
-    run_json(tool, capsys, folder, *plain)
+    run_json(capsys, folder, *plain)
     complete = [index.read_bytes() for index in indexes]
     for index in indexes:
         index.unlink()
-    assert tool.main([str(folder)]) == 2
+    assert main(["inspect", str(folder)]) == 2
     assert "has no index" in (error := capsys.readouterr().err) and "give --tokenizer PATH and --template NAME" in error
-    assert run_json(tool, capsys, folder, *plain)[0] == 0
+    assert run_json(capsys, folder, *plain)[0] == 0
     assert [index.read_bytes() for index in indexes] == complete
 
 
-def test_verify_finds_nothing_in_sound_shards(tool, folder, capsys):
-    assert tool.main([str(folder), "--verify"]) == 0
+def test_verify_finds_nothing_in_sound_shards(folder, capsys):
+    assert main(["inspect", str(folder), "--verify"]) == 0
     printed = capsys.readouterr().out
     compared = sum(len(content) for members in stored(folder).values() for content in members.values())
     assert f"2 shards, 60 samples, {compared:,} bytes compared: 0 damaged\n" in printed
     assert re.search(r"2 of 2 shards .* MB/s", printed)
 
 
-def test_verify_lists_every_damage_by_shard_key_and_offset(tool, folder, capsys):
+def test_verify_lists_every_damage_by_shard_key_and_offset(folder, capsys):
     first, second = sorted(folder.glob("*.tar"))
     with tarfile.open(first) as archive:
         hit = archive.getmembers()[3]
@@ -221,32 +218,32 @@ def test_verify_lists_every_damage_by_shard_key_and_offset(tool, folder, capsys)
     content[hit.offset_data + 7] ^= 4
     first.write_bytes(content)
     os.truncate(second, second.stat().st_size - 512)
-    code, found = run_json(tool, capsys, folder, "--verify")
+    code, found = run_json(capsys, folder, "--verify")
     assert code == 1
     one, other = found["damaged"]
     assert (one["shard"], one["key"], one["offset"]) == (str(first), hit.name.partition(".")[0], hit.offset_data)
     assert (other["shard"], other["key"], other["offset"]) == (str(second), None, None)
-    assert tool.main([str(folder), "--verify"]) == 1
+    assert main(["inspect", str(folder), "--verify"]) == 1
     printed = capsys.readouterr().out
     assert f"damaged: {first}: sample {one['key']} at byte {hit.offset_data:,}: " in printed
     assert f"damaged: {second}: the whole: " in printed
     assert "2 damaged" in printed
 
 
-def test_verify_needs_indexes_and_makes_none(tool, folder, capsys):
+def test_verify_needs_indexes_and_makes_none(folder, capsys):
     index = index_path(folder / "tiny-00001.tar")
     index.unlink()
-    assert tool.main([str(folder), "--verify"]) == 2
+    assert main(["inspect", str(folder), "--verify"]) == 2
     assert "1 of 2 shards have no index" in capsys.readouterr().err
     assert not index.exists()
 
 
-def test_show_prints_the_tokens_and_labels_that_the_template_makes(tool, folder, plain, stock, capsys):
+def test_show_prints_the_tokens_and_labels_that_the_template_makes(folder, plain, stock, capsys):
     key, members = next((key, found) for (_, key), found in stored(folder).items() if "1.png" in found)
     ids = stock(caption(members), add_special_tokens=False).input_ids
     bos, eos = stock.bos_token_id, stock.eos_token_id
     sizes = [Image.open(io.BytesIO(members[name])).size for name in ("0.png", "1.png")]
-    code, found = run_json(tool, capsys, folder, *plain, "--show", key, "--tokens-per-image", 16)
+    code, found = run_json(capsys, folder, *plain, "--show", key, "--tokens-per-image", 16)
     assert code == 0
     (sample,) = found["samples"]
     assert [member["suffix"] for member in sample["members"]] == ["json", "0.png", "1.png"]
@@ -264,30 +261,30 @@ def test_show_prints_the_tokens_and_labels_that_the_template_makes(tool, folder,
         f"image {number}, {width}x{height} px" for number, (width, height) in enumerate(sizes)
     ]
     assert "".join(row["text"] for row in rows[3:-1]) == caption(members)
-    assert tool.main([str(folder), *plain, "--show", key, "--tokens-per-image", "16"]) == 0
+    assert main(["inspect", str(folder), *plain, "--show", key, "--tokens-per-image", "16"]) == 0
     printed = capsys.readouterr().out
     assert re.search(rf"^ +17 - 32 +16 x image 1, {sizes[1][0]}x{sizes[1][1]} px +{ids[0]}  '", printed, re.MULTILINE)
     total, labels = 34 + len(ids), len(ids) + 1
     assert f"{total} tokens: {len(ids) + 2} of text, 32 of images; {labels} supervised" in printed
 
 
-def test_show_finds_a_key_in_every_shard_that_has_it(tool, tmp_path, plain, capsys):
+def test_show_finds_a_key_in_every_shard_that_has_it(tmp_path, plain, capsys):
     for name, answer in (("0", "a red circle"), ("1", "a blue square")):
         write_tar(
             tmp_path / f"{name}.tar", [("x.json", conversation("Say.", "a")), ("y.json", conversation("Say.", answer))]
         )
-    _, found = run_json(tool, capsys, tmp_path, *plain, "--show", "y")
+    _, found = run_json(capsys, tmp_path, *plain, "--show", "y")
     assert [sample["shard"] for sample in found["samples"]] == [str(tmp_path / "0.tar"), str(tmp_path / "1.tar")]
     assert [sample["turns"][1][1] for sample in found["samples"]] == ["a red circle", "a blue square"]
-    assert tool.main([str(tmp_path), *plain, "--show", "y"]) == 0
+    assert main(["inspect", str(tmp_path), *plain, "--show", "y"]) == 0
     assert f"2 of 2 samples of this key: {tmp_path}/1.tar" in capsys.readouterr().out
 
 
-def test_show_says_why_a_sample_cannot_be_trained_on(tool, tmp_path, plain, capsys):
+def test_show_says_why_a_sample_cannot_be_trained_on(tmp_path, plain, capsys):
     files = [("a.json", conversation("Hi.", "Ho.", "Hi.", "Ho.")), ("b.json", conversation("Hi.", "Ho."))]
     files += [("c.json", conversation("<image>What?", "It.")), ("c.png", b"none")]
     tar = write_tar(tmp_path / "s.tar", files)
-    assert tool.main([str(tar), *plain, "--tokens-per-image", "16"]) == 0  # indexes
+    assert main(["inspect", str(tar), *plain, "--tokens-per-image", "16"]) == 0  # indexes
     with tarfile.open(tar) as archive:
         offset = archive.getmember("b.json").offset_data
     with tar.open("r+b") as stream:
@@ -295,37 +292,35 @@ def test_show_says_why_a_sample_cannot_be_trained_on(tool, tmp_path, plain, caps
         stream.write(b"?")
     capsys.readouterr()
     for key, reason in {"a": "template", "b": "checksum", "c": "undecodable_image"}.items():
-        code, found = run_json(tool, capsys, tar, *plain, "--show", key, "--tokens-per-image", 16)
+        code, found = run_json(capsys, tar, *plain, "--show", key, "--tokens-per-image", 16)
         (sample,) = found["samples"]
         assert (code, sample["fault"]["reason"], sample["rows"]) == (0, reason, [])
-    assert tool.main([str(tar), *plain, "--show", "a"]) == 0
+    assert main(["inspect", str(tar), *plain, "--show", "a"]) == 0
     printed = capsys.readouterr().out
     assert "cannot be trained on: template: " in printed and "  gpt: Ho.\n" in printed
 
 
-def test_show_writes_parts_of_a_character_as_the_vocabulary_does_and_obeys_no_text(
-    tool, tmp_path, plain, stock, capsys
-):
+def test_show_writes_parts_of_a_character_as_the_vocabulary_does_and_obeys_no_text(tmp_path, plain, stock, capsys):
     answer = "é [bold]\x1b[31m\u202e end"
     write_tar(tmp_path / "s.tar", [("k\u202e.json", conversation("Say.", answer))])
-    _, found = run_json(tool, capsys, tmp_path, *plain, "--show", "k\u202e")
+    _, found = run_json(capsys, tmp_path, *plain, "--show", "k\u202e")
     rows = found["samples"][0]["rows"]
     parts = stock.convert_ids_to_tokens(stock("é", add_special_tokens=False).input_ids)
     assert len(parts) == 2, "the tiny tokenizer knows no é: it is two bytes"
     assert rows[1]["text"] == parts[0]
-    assert tool.main([str(tmp_path), *plain, "--show", "k\u202e"]) == 0
+    assert main(["inspect", str(tmp_path), *plain, "--show", "k\u202e"]) == 0
     printed = capsys.readouterr().out
     assert "\x1b" not in printed and "\u202e" not in printed
     assert "gpt: é [bold]\\x1b[31m\\u202e end" in printed
 
 
-def test_what_is_missing_for_fill_and_show_is_said(tool, folder, plain, capsys):
-    assert tool.main([str(folder), "--pack-length", "64"]) == 2
+def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
+    assert main(["inspect", str(folder), "--pack-length", "64"]) == 2
     assert "--pack-length: the shards are not indexed" in capsys.readouterr().err
     with_image = next(key for (_, key), members in stored(folder).items() if len(members) == 2)
-    assert tool.main([str(folder), *plain, "--show", with_image]) == 2
+    assert main(["inspect", str(folder), *plain, "--show", with_image]) == 2
     assert "--vision NAME or --tokens-per-image N" in capsys.readouterr().err
-    assert tool.main([str(folder), *plain, "--show", "00003"]) == 2
+    assert main(["inspect", str(folder), *plain, "--show", "00003"]) == 2
     assert "no sample of this key in 2 shards; keys that hold this text: 000003, 000030, 000031" in (
         capsys.readouterr().err
     )
@@ -341,31 +336,31 @@ def test_what_is_missing_for_fill_and_show_is_said(tool, folder, plain, capsys):
         (("--verify", "--show", "k"), "not allowed with"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(tool, arguments, said, capsys):
+def test_options_that_do_not_fit_are_refused(arguments, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        tool.main(["shards", *arguments])
+        main(["inspect", "shards", *arguments])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_plot_writes_a_png_of_both_histograms(tool, folder, plain, tmp_path, capsys):
+def test_plot_writes_a_png_of_both_histograms(folder, plain, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "chart.png"
-    assert tool.main([str(folder), *plain, "--plot", str(file)]) == 0
+    assert main(["inspect", str(folder), *plain, "--plot", str(file)]) == 0
     assert f"wrote {file}" in capsys.readouterr().out
     with Image.open(file) as chart:
         assert chart.format == "PNG"
         width = chart.width
-    assert tool.main([str(captions_of(["a"] * 3, tmp_path / "text")), *plain, "--plot", str(file)]) == 0
+    assert main(["inspect", str(captions_of(["a"] * 3, tmp_path / "text")), *plain, "--plot", str(file)]) == 0
     with Image.open(file) as chart:
         assert chart.width == width, "no image is a chart without bars"
-    assert tool.main([str(folder), "--plot", str(tmp_path / "none" / "chart.png")]) == 2
+    assert main(["inspect", str(folder), "--plot", str(tmp_path / "none" / "chart.png")]) == 2
 
 
-def test_without_matplotlib_plot_says_how_to_get_it(tool, folder, monkeypatch, tmp_path, capsys):
+def test_without_matplotlib_plot_says_how_to_get_it(folder, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    assert tool.main([str(folder), "--plot", str(tmp_path / "chart.png")]) == 2
+    assert main(["inspect", str(folder), "--plot", str(tmp_path / "chart.png")]) == 2
     assert "pip install 'mmtrain[plot]'" in capsys.readouterr().err
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
+from mmtrain.__main__ import main
 from mmtrain.commands import plot as plot_schedule
 from mmtrain.config.load import load_config
 from mmtrain.engine.trace import Interval, TracedStep, Work, write_trace
@@ -48,7 +49,7 @@ def pixels_of(file, colour):
 
 
 def plot(file, *arguments):
-    return plot_schedule.main([*map(str, arguments), "--out", str(file)])
+    return main(["plot", *map(str, arguments), "--out", str(file)])
 
 
 def test_a_plan_is_drawn_without_a_run(tiny, tmp_path, capsys):
@@ -143,7 +144,7 @@ def test_wrong_input_is_exit_code_2_and_a_message(tiny, trace, tmp_path, monkeyp
 )
 def test_options_that_do_not_fit_together_are_refused(capsys, arguments, said):
     with pytest.raises(SystemExit, match="2"):
-        plot_schedule.main(arguments)
+        main(["plot", *arguments])
     assert said in capsys.readouterr().err
 
 

@@ -31,6 +31,7 @@ from llava_data import (
 )
 from PIL import Image
 
+from mmtrain.__main__ import main
 from mmtrain.commands import shard as shard_command
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES
 from mmtrain.data.samples.sample import read_sample
@@ -39,21 +40,18 @@ from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
 
-@pytest.fixture(scope="module")
-def tool():
-    return shard_command
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "images").mkdir()
     return tmp_path
 
 
-def shard(tool, folder: Path, *more: str, out: str = "out", json_files=("a.json",)) -> int:
+def shard(folder: Path, *more: str, out: str = "out", json_files=("a.json",)) -> int:
     files = [str(folder / name) for name in json_files]
     chosen = [] if "--workers" in more else ["--workers", "1"]
-    return tool.main(["--json", *files, "--images", str(folder / "images"), "--out", str(folder / out), *chosen, *more])
+    return main(
+        ["shard", "--json", *files, "--images", str(folder / "images"), "--out", str(folder / out), *chosen, *more]
+    )
 
 
 def rejections(out: Path) -> list[dict]:
@@ -66,11 +64,11 @@ def names_of(record: dict) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_the_tool_writes_reads_back_equal_to_its_input_and_in_its_order(tool, folder, seed):
+def test_what_the_tool_writes_reads_back_equal_to_its_input_and_in_its_order(folder, seed):
     records = good_records(folder / "images", 60, seed)
     (folder / "a.json").write_text(json.dumps(records[:35]))
     (folder / "b.jsonl").write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in records[35:]))
-    assert shard(tool, folder, "--samples-per-shard", "11", json_files=("a.json", "b.jsonl")) == 0
+    assert shard(folder, "--samples-per-shard", "11", json_files=("a.json", "b.jsonl")) == 0
     paths = expand_shards(f"{folder}/out/shard-{{000000..000005}}.tar")
     expected = [[(folder / "images" / name).read_bytes() for name in names_of(record)] for record in records]
     found = list(webdataset.WebDataset([str(path) for path in paths], shardshuffle=False))
@@ -98,13 +96,13 @@ def test_what_the_tool_writes_reads_back_equal_to_its_input_and_in_its_order(too
     assert rejections(folder / "out") == []
 
 
-def test_dataset_json_counts_what_is_there(tool, folder, capsys):
+def test_dataset_json_counts_what_is_there(folder, capsys):
     records = good_records(folder / "images", 20)
     records[3]["image"] = "none.png"
     records[3]["conversations"][0]["value"] = "<image>"
     (folder / "a.json").write_text(json.dumps(records[:15]))
     (folder / "b.json").write_text(json.dumps(records[15:]))
-    assert shard(tool, folder, "--samples-per-shard", "8", json_files=("a.json", "b.json")) == 0
+    assert shard(folder, "--samples-per-shard", "8", json_files=("a.json", "b.json")) == 0
     counts = json.loads((folder / "out" / "dataset.json").read_text())
     names = [name for number, record in enumerate(records) if number != 3 for name in names_of(record)]
     images, pixels = len(names), 0
@@ -150,11 +148,11 @@ def test_dataset_json_counts_what_is_there(tool, folder, capsys):
 @pytest.mark.parametrize(
     "more", [("--samples-per-shard", "9"), ("--shard-bytes", "1MiB", "--max-side", "8", "--duplicate-ids", "keep")]
 )
-def test_the_bytes_do_not_depend_on_the_workers_nor_on_the_time(tool, folder, more):
+def test_the_bytes_do_not_depend_on_the_workers_nor_on_the_time(folder, more):
     (folder / "a.json").write_text(json.dumps(damaged_records(folder, 120)))
     for workers in (1, 2, 3):
         arguments = (*more, "--max-reject-rate", "0.3", "--workers", str(workers))
-        assert shard(tool, folder, *arguments, out=str(workers)) == 0
+        assert shard(folder, *arguments, out=str(workers)) == 0
         time.sleep(1.1 if workers == 1 else 0)  # tar headers could hold times, in seconds
     first = contents(folder / "1")
     assert first == contents(folder / "2") == contents(folder / "3")
@@ -166,14 +164,14 @@ def test_the_bytes_do_not_depend_on_the_workers_nor_on_the_time(tool, folder, mo
     assert numbers == sorted(numbers) and len(numbers) >= 12
 
 
-def test_a_shard_holds_as_many_bytes_as_asked_for_and_no_more(tool, folder):
+def test_a_shard_holds_as_many_bytes_as_asked_for_and_no_more(folder):
     draw, records = random.Random(0), []
     for number in range(40):
         (folder / "images" / f"{number}.bmp.png").write_bytes(noise_bmp(draw.randint(100, 350)))
         records.append({"id": number, "image": f"{number}.bmp.png", "conversations": turns("<image>", "Noise.")})
     (folder / "images" / "7.bmp.png").write_bytes(noise_bmp(1200))  # larger than a shard
     (folder / "a.json").write_text(json.dumps(records))
-    assert shard(tool, folder, "--shard-bytes", "1MB") == 0
+    assert shard(folder, "--shard-bytes", "1MB") == 0
     tars = sorted((folder / "out").glob("*.tar"))
     sizes = [tar.stat().st_size for tar in tars]
     keys = [keys_in(tar) for tar in tars]
@@ -191,7 +189,7 @@ def noise_bmp(side: int) -> bytes:
     return stream.getvalue()
 
 
-def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(tool, folder, capsys):
+def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(folder, capsys):
     images = folder / "images"
     draw = random.Random(0)
     for name in ("a.png", "../outside.png"):
@@ -225,9 +223,9 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(t
         "too_many_pixels": {"id": "p", "image": "large.png", "conversations": ask},
         "too_many_bytes": {"id": "b", "image": "long.jpg", "conversations": ask},
     }
-    assert set(bad) == set(tool.REASONS) - set(tool.NOT_OF_RECORDS)
+    assert set(bad) == set(shard_command.REASONS) - set(shard_command.NOT_OF_RECORDS)
     (folder / "a.json").write_text(json.dumps([good[0], *bad.values(), good[1]]))
-    assert shard(tool, folder, "--max-reject-rate", "1", "--max-pixels", "1199") == 0
+    assert shard(folder, "--max-reject-rate", "1", "--max-pixels", "1199") == 0
     lines = rejections(folder / "out")
     assert [(line["file"], line["record"], line["reason"]) for line in lines] == [
         ("a.json", number, reason) for number, reason in enumerate(bad, 1)
@@ -244,13 +242,13 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(t
     assert json.loads((folder / "out" / "dataset.json").read_text())["rejected"] == Counter(bad.keys())
 
 
-def test_an_id_belongs_to_the_first_record_of_sound_text(tool, folder):
+def test_an_id_belongs_to_the_first_record_of_sound_text(folder):
     records = [{"id": "a", "conversations": []}, {"id": "a", "conversations": turns("Hi", "Yes.")}]
     records += [{"id": "a", "conversations": turns("Hi", "No.")}]
     records += [{"id": "b", "image": "none.png", "conversations": turns("<image>", "A cat.")}]
     records += [{"id": "b", "conversations": turns("Hi", "Yes.")}]
     (folder / "a.json").write_text(json.dumps(records))
-    assert shard(tool, folder, "--max-reject-rate", "0.8") == 0
+    assert shard(folder, "--max-reject-rate", "0.8") == 0
     assert [(line["record"], line["reason"]) for line in rejections(folder / "out")] == [
         (0, "no_conversation"),
         (2, "duplicate_id"),
@@ -261,11 +259,11 @@ def test_an_id_belongs_to_the_first_record_of_sound_text(tool, folder):
     assert members["__key__"] == "a" and json.loads(members["json"]) == records[1]
 
 
-def test_repeated_ids_can_be_kept_under_keys_of_their_own(tool, folder):
+def test_repeated_ids_can_be_kept_under_keys_of_their_own(folder):
     ids = ["a", "a", "a-2", "a", "x" * 80, "x" * 80, "a-2", "a/b", "a/b", 7, "7", None, "record-00000011"]
     records = [{"id": name, "conversations": turns("Hi", f"{number}")} for number, name in enumerate(ids)]
     (folder / "a.json").write_text(json.dumps(records))
-    assert shard(tool, folder, "--duplicate-ids", "keep") == 0
+    assert shard(folder, "--duplicate-ids", "keep") == 0
     found = read_members(folder / "out" / "shard-000000.tar")
     assert [json.loads(members["json"]) for members in found] == records
     hashed = "a-b-" + hashlib.sha256(b"a/b").hexdigest()[:12]
@@ -273,23 +271,23 @@ def test_repeated_ids_can_be_kept_under_keys_of_their_own(tool, folder):
         *("a", "a-2", "a-2-2", "a-3", "x" * 80, "x" * 80 + "-2", "a-2-3", hashed, f"{hashed}-2"),
         *("7", "7-2", "record-00000011", "record-00000011-2"),
     ]
-    assert shard(tool, folder, out="other") == 2
+    assert shard(folder, out="other") == 2
 
 
-def test_where_equal_ids_are_the_trouble_the_error_says_what_keeps_them(tool, folder, capsys):
+def test_where_equal_ids_are_the_trouble_the_error_says_what_keeps_them(folder, capsys):
     records = [{"id": "a", "conversations": turns("Hi", f"{number}")} for number in range(20)]
     (folder / "a.json").write_text(json.dumps(records))
-    assert shard(tool, folder) == 2
+    assert shard(folder) == 2
     assert "different conversations, --duplicate-ids keep; " in capsys.readouterr().err
 
 
-def test_images_are_made_smaller_on_request_and_what_describes_them_fits_the_new_bytes(tool, folder):
+def test_images_are_made_smaller_on_request_and_what_describes_them_fits_the_new_bytes(folder):
     sizes = {"wide.jpg": (300, 60), "tall.png": (30, 90), "small.webp": (40, 40)}
     for name, size in sizes.items():
         Image.effect_noise(size, 60).convert("RGB").save(folder / "images" / name)
     records = [{"id": name, "image": name, "conversations": turns("<image>", "Noise.")} for name in sizes]
     (folder / "a.json").write_text(json.dumps(records))
-    assert shard(tool, folder, "--max-side", "45") == 0
+    assert shard(folder, "--max-side", "45") == 0
     tar = folder / "out" / "shard-000000.tar"
     wide, tall, small = read_members(tar)
     assert small["webp"] == (folder / "images" / "small.webp").read_bytes()
@@ -300,7 +298,7 @@ def test_images_are_made_smaller_on_request_and_what_describes_them_fits_the_new
     assert summary["image_pixels"] == 45 * 9 + 15 * 45 + 40 * 40 and summary["options"]["max_side"] == 45
 
 
-def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(tool, folder, tiny):
+def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(folder, tiny):
     """`plain` is the caption's tokens and EOS, and BOS where the tokenizer begins with it."""
     from transformers import AutoTokenizer
 
@@ -320,7 +318,7 @@ def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(tool,
     ]
     for workers in ("1", "2"):
         arguments = ("--tokenizer", llm, "--template", "plain", "--workers", workers)
-        assert shard(tool, folder, *arguments, out=workers) == 0
+        assert shard(folder, *arguments, out=workers) == 0
     assert contents(folder / "1") == contents(folder / "2")
     fingerprint = text_fingerprint(tiny / "llm", "plain")
     text = read_index(folder / "1" / "shard-000000.tar").texts[fingerprint]
@@ -331,10 +329,10 @@ def test_text_lengths_of_the_given_tokenizer_and_template_are_in_the_index(tool,
     assert summary["options"]["text_fingerprint"] == fingerprint and summary["options"]["template"] == "plain"
 
 
-def test_records_without_an_id_get_keys_by_their_number_over_all_files(tool, folder):
+def test_records_without_an_id_get_keys_by_their_number_over_all_files(folder):
     for name in ("a.json", "b.json"):
         (folder / name).write_text(json.dumps([{"conversations": turns("Hi", name)}] * 2))
-    assert shard(tool, folder, json_files=("a.json", "b.json")) == 0
+    assert shard(folder, json_files=("a.json", "b.json")) == 0
     assert keys_in(folder / "out" / "shard-000000.tar") == [
         "record-00000000",
         "record-00000001",
@@ -346,12 +344,12 @@ def test_records_without_an_id_get_keys_by_their_number_over_all_files(tool, fol
 @pytest.mark.parametrize(
     ("bad", "rate", "code"), [(5, None, 0), (6, None, 2), (0, "0", 0), (1, "0", 2), (29, "0.29", 0), (30, "0.29", 2)]
 )
-def test_more_bad_records_than_allowed_stop_the_tool(tool, folder, capsys, bad, rate, code):
+def test_more_bad_records_than_allowed_stop_the_tool(folder, capsys, bad, rate, code):
     texts = ["Yes."] * (100 - bad) + [""] * bad
     records = [{"id": number, "conversations": turns("Hi", text)} for number, text in enumerate(texts)]
     (folder / "a.json").write_text(json.dumps(records))
     limit = () if rate is None else ("--max-reject-rate", rate)
-    assert shard(tool, folder, "--samples-per-shard", "10", *limit) == code
+    assert shard(folder, "--samples-per-shard", "10", *limit) == code
     said = capsys.readouterr().err
     assert (folder / "out" / "dataset.json").exists() == (code == 0)
     if code:
@@ -364,13 +362,13 @@ def test_more_bad_records_than_allowed_stop_the_tool(tool, folder, capsys, bad, 
         )
         assert len(rejections(folder / "out")) == bad
         assert not list((folder / "out").glob("*.tmp"))
-        assert shard(tool, folder, "--samples-per-shard", "10", "--max-reject-rate", "1", "--resume") == 0
-        assert shard(tool, folder, "--samples-per-shard", "10", "--max-reject-rate", "1", out="at once") == 0
+        assert shard(folder, "--samples-per-shard", "10", "--max-reject-rate", "1", "--resume") == 0
+        assert shard(folder, "--samples-per-shard", "10", "--max-reject-rate", "1", out="at once") == 0
         assert contents(folder / "out") == contents(folder / "at once")
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_record_that_is_one_too_many_is_the_same_for_any_workers(tool, folder, capsys, workers):
+def test_the_record_that_is_one_too_many_is_the_same_for_any_workers(folder, capsys, workers):
     records = good_records(folder / "images", 60)
     for number in range(20, 60, 2):
         records[number] = {"id": number, "conversations": []}
@@ -378,24 +376,24 @@ def test_the_record_that_is_one_too_many_is_the_same_for_any_workers(tool, folde
         records[number] |= {"image": "none.png", "conversations": turns("<image>", "None.")}
     (folder / "a.json").write_text(json.dumps(records))
     arguments = ("--samples-per-shard", "7", "--max-reject-rate", "0.2", "--workers", workers)
-    assert shard(tool, folder, *arguments) == 2
+    assert shard(folder, *arguments) == 2
     said = capsys.readouterr().err
     assert "13 of the first 33 (7 no_conversation, 6 missing_image), where 12 of 60 are allowed" in said
     assert [line["record"] for line in rejections(folder / "out")] == list(range(20, 33))
 
 
-def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(tool, folder, capsys):
+def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(folder, capsys):
     records = good_records(folder / "images", 40)
     for record in records:
         record["id"] = f"x{record['id']}"
     (folder / "a.json").write_text(json.dumps(records))
     (folder / "empty").mkdir()
     arguments = ["--json", str(folder / "a.json"), "--out", str(folder / "out"), "--samples-per-shard", "50"]
-    assert tool.main([*arguments, "--images", str(folder / "empty")]) == 2
+    assert main(["shard", *arguments, "--images", str(folder / "empty")]) == 2
     said = capsys.readouterr().err
     assert "3 missing_image), where 2 of 40 are allowed" in said and "--resume" not in said
     assert list(contents(folder / "out")) == ["rejected.jsonl"]
-    assert tool.main([*arguments, "--images", str(folder / "images")]) == 0
+    assert main(["shard", *arguments, "--images", str(folder / "images")]) == 0
     assert rejections(folder / "out") == []
 
 
@@ -417,39 +415,39 @@ def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(too
         ("ln -s images out", r"--out \S+/out: is the folder of the images"),
     ],
 )
-def test_what_the_user_can_mend_is_one_line_and_exit_code_2(tool, folder, capsys, prepare, message):
+def test_what_the_user_can_mend_is_one_line_and_exit_code_2(folder, capsys, prepare, message):
     (folder / "a.json").write_text(json.dumps([{"id": 1, "conversations": turns("Hi", "Yes.")}]))
     subprocess.run(prepare, shell=True, cwd=folder, check=True)
     before = sorted(path.name for path in folder.glob("*.tar*"))
-    assert shard(tool, folder) == (2 if message else 0)
+    assert shard(folder) == (2 if message else 0)
     said = capsys.readouterr().err
     assert re.search(rf"\Aerror: .*{message}.*\n\Z", said) if message else said == ""
     assert sorted(path.name for path in folder.glob("*.tar*")) == before
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"inputs": 1, "shards": [], "samples": 3}'])
-def test_resuming_where_another_tool_left_a_dataset_json_is_refused(tool, folder, capsys, content):
+def test_resuming_where_another_tool_left_a_dataset_json_is_refused(folder, capsys, content):
     (folder / "a.json").write_text(json.dumps([{"id": 1, "conversations": turns("Hi", "Yes.")}]))
     (folder / "out").mkdir()
     (folder / "out" / "dataset.json").write_text(content)
-    assert shard(tool, folder, "--resume") == 2
+    assert shard(folder, "--resume") == 2
     assert "out/dataset.json: is not of this tool, or damaged" in capsys.readouterr().err
 
 
-def test_the_hint_at_the_end_names_the_shards_whatever_the_folder_is_called(tool, folder, capsys):
+def test_the_hint_at_the_end_names_the_shards_whatever_the_folder_is_called(folder, capsys):
     (folder / "a.json").write_text(json.dumps([{"id": 1, "conversations": turns("Hi", "Yes.")}]))
-    assert shard(tool, folder, out="my [new] data") == 0
+    assert shard(folder, out="my [new] data") == 0
     (hint,) = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("use it: "))
     assert [path.name for path in expand_shards(hint.removeprefix("data.shards="))] == ["shard-000000.tar"]
 
 
-def test_a_broken_last_file_shows_before_anything_is_written(tool, folder, capsys):
+def test_a_broken_last_file_shows_before_anything_is_written(folder, capsys):
     (folder / "a.json").write_text(json.dumps([{"id": 1, "conversations": turns("Hi", "Yes.")}]))
     (folder / "b.json").write_text("[1, 2")
-    assert shard(tool, folder, json_files=("a.json", "b.json")) == 2
+    assert shard(folder, json_files=("a.json", "b.json")) == 2
     assert "b.json: not valid JSON" in capsys.readouterr().err
     assert not (folder / "out").exists()
-    assert shard(tool, folder, json_files=("a.json", "a.json")) == 2
+    assert shard(folder, json_files=("a.json", "a.json")) == 2
     assert "a.json: named twice" in capsys.readouterr().err
 
 
@@ -470,9 +468,9 @@ def test_a_broken_last_file_shows_before_anything_is_written(tool, folder, capsy
         (["--max-reject-rate", "nan"], "a share from 0 to 1"),
     ],
 )
-def test_arguments_out_of_range_are_refused(tool, folder, capsys, arguments, message):
+def test_arguments_out_of_range_are_refused(folder, capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
-        shard(tool, folder, *arguments)
+        shard(folder, *arguments)
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -480,11 +478,11 @@ def test_arguments_out_of_range_are_refused(tool, folder, capsys, arguments, mes
     ("text", "size"),
     [("500MB", 500_000_000), ("1GiB", 1 << 30), ("2e9", 2_000_000_000), ("1.5g", 1_500_000_000), ("64 kib", 65536)],
 )
-def test_sizes_are_read_as_they_are_written(tool, text, size):
-    assert tool.parse_size(text) == size
+def test_sizes_are_read_as_they_are_written(text, size):
+    assert shard_command.parse_size(text) == size
 
 
-def test_memory_is_that_of_a_few_images(tool, folder):
+def test_memory_is_that_of_a_few_images(folder):
     """100 images of 1 MB (BMP, which decodes at once) pass through less than 12 MB."""
     stream = io.BytesIO()
     Image.effect_noise((1000, 1000), 50).save(stream, "BMP")
@@ -492,7 +490,7 @@ def test_memory_is_that_of_a_few_images(tool, folder):
     records = [{"id": n, "image": "a.png", "conversations": turns("<image>", "Noise.")} for n in range(100)]
     (folder / "a.json").write_text(json.dumps(records))
     tracemalloc.start()
-    assert shard(tool, folder, "--samples-per-shard", "60") == 0
+    assert shard(folder, "--samples-per-shard", "60") == 0
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (folder / "out" / "shard-000000.tar").stat().st_size > 60_000_000
@@ -515,13 +513,15 @@ def test_the_command_as_the_help_shows_it_without_torch(folder):
     assert len(list(read_members(folder / "out" / "shard-000000.tar"))) == 12
 
 
-def test_help_teaches_by_example(tool, capsys):
+def test_help_teaches_by_example(capsys):
     with pytest.raises(SystemExit) as ended:
-        tool.main(["--help"])
+        main(["shard", "--help"])
     said = capsys.readouterr().out
     assert ended.value.code == 0
     assert "mmtrain shard --json" in said and "rejected.jsonl" in said and "exit codes" in said
-    assert all((f"\n  {reason} " in said) == (reason not in tool.NOT_OF_RECORDS) for reason in tool.REASONS)
+    assert all(
+        (f"\n  {reason} " in said) == (reason not in shard_command.NOT_OF_RECORDS) for reason in shard_command.REASONS
+    )
 
 
 def test_on_a_terminal_a_bar_shows_samples_a_second(folder):

@@ -9,6 +9,7 @@ import webdataset
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mmtrain.__main__ import main
 from mmtrain.config.load import load_config
 
 
@@ -21,7 +22,7 @@ def fingerprint(folder):
 
 
 def test_the_command_writes_a_run_and_says_how_to_start_it(make_tiny, tmp_path, capsys):
-    make_tiny.main([str(tmp_path / "one"), "--family", "qwen2", "--layers", "4", "--samples", "24"])
+    main(["tiny", str(tmp_path / "one"), "--family", "qwen2", "--layers", "4", "--samples", "24"])
     printed = capsys.readouterr().out
     assert f"mmtrain train {(tmp_path / 'one').resolve()}/config.yaml" in printed
     config = load_config(tmp_path / "one" / "config.yaml")
@@ -35,7 +36,7 @@ def test_the_command_writes_a_run_and_says_how_to_start_it(make_tiny, tmp_path, 
 def test_the_folder_is_a_function_of_its_arguments_and_seed(make_tiny, tmp_path):
     prints = []
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
-        make_tiny.main([str(tmp_path / name), "--layers", "2", "--samples", "6", "--seed", seed])
+        main(["tiny", str(tmp_path / name), "--layers", "2", "--samples", "6", "--seed", seed])
         prints.append(fingerprint(tmp_path / name))
     assert prints[0] == prints[1]
     changed = {name for name in prints[0] if prints[0][name] != prints[2][name]}
@@ -80,5 +81,5 @@ def test_other_families_load_in_stock_transformers_with_signals_that_tests_can_s
 )
 def test_what_cannot_be_built_is_refused(make_tiny, tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit):
-        make_tiny.main([str(tmp_path), *arguments])
+        main(["tiny", str(tmp_path), *arguments])
     assert message in capsys.readouterr().err

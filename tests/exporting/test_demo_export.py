@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from mmtrain.__main__ import main
 from mmtrain.checkpoint.step_folder import find
-from mmtrain.commands import export as export_command
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document
 from mmtrain.data.shards.shard_list import expand_shards
@@ -32,7 +32,7 @@ def exported(demo_run, demo_cache, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(demo_cache))
         options = ("--checkpoint", str(demo_run.folder), "--format", "hf", "--out", str(out), "--verify", "32")
-        assert export_command.main([*options]) == 0
+        assert main(["export", *options]) == 0
     return out
 
 

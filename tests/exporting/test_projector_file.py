@@ -11,10 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 from untrained_runs import config_of, make_checkpoint
 
+from mmtrain.__main__ import main
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.commands import export as export_command
-
-TOOL = export_command
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +22,7 @@ def checkpoint(tiny, tmp_path_factory) -> StepFolder:
 
 def test_the_projector_file_says_what_it_belongs_to(checkpoint, tmp_path):
     options = ["--checkpoint", str(checkpoint.path), "--format", "safetensors", "--out", str(tmp_path / "out")]
-    assert TOOL.main(options) == 0
+    assert main(["export", *options]) == 0
     content = (tmp_path / "out" / "projector.safetensors").read_bytes()
     about = json.loads((tmp_path / "out" / "projector.json").read_text())
     assert about["sha256"] == {"projector.safetensors": hashlib.sha256(content).hexdigest()}
@@ -41,7 +39,7 @@ def test_the_projector_file_says_what_it_belongs_to(checkpoint, tmp_path):
 def test_all_that_was_trained_is_in_the_projector_file_in_the_dtype_asked_for(tiny, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny), {"llm.norm.weight": torch.linspace(0, 1, 64)})
     options = ["--checkpoint", str(checkpoint.path), "--format", "safetensors", "--out", str(tmp_path / "out")]
-    assert TOOL.main([*options, "--dtype", "float16"]) == 0
+    assert main(["export", *options, "--dtype", "float16"]) == 0
     found = load_file(tmp_path / "out" / "projector.safetensors")
     assert torch.equal(found["llm.norm.weight"], torch.linspace(0, 1, 64).half())
     assert {tensor.dtype for tensor in found.values()} == {torch.float16}
@@ -58,7 +56,7 @@ def llava_module(kind: str, vision_width: int, llm_width: int) -> nn.Module:
 def test_llavas_own_way_of_loading_gets_the_trained_projector_bit_for_bit(tiny, tmp_path, kind):
     checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, f"model.projector.type={kind}"))
     options = ["--checkpoint", str(checkpoint.path), "--format", "llava", "--out", str(tmp_path / "llava")]
-    assert TOOL.main(options) == 0
+    assert main(["export", *options]) == 0
     content = torch.load(tmp_path / "llava" / "mm_projector.bin", map_location="cpu", weights_only=True)
     assert type(content) is dict and all(name.startswith("model.mm_projector.") for name in content)
     config = json.loads((tmp_path / "llava" / "config.json").read_text())
@@ -77,7 +75,7 @@ def test_llavas_own_way_of_loading_gets_the_trained_projector_bit_for_bit(tiny, 
 
 def test_the_llava_config_says_what_llavas_code_asks_for(checkpoint, tiny, tmp_path):
     options = ["--checkpoint", str(checkpoint.path), "--format", "llava", "--out", str(tmp_path / "llava")]
-    assert TOOL.main([*options, "--dtype", "bfloat16"]) == 0
+    assert main(["export", *options, "--dtype", "bfloat16"]) == 0
     config = json.loads((tmp_path / "llava" / "config.json").read_text())
     expected = {
         "model_type": "llava_llama",
@@ -99,6 +97,6 @@ def test_the_llava_config_says_what_llavas_code_asks_for(checkpoint, tiny, tmp_p
 def test_llavas_file_has_no_place_for_other_trained_tensors(tiny, tmp_path, capsys):
     checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny), {"llm.norm.weight": torch.ones(64)})
     options = ["--checkpoint", str(checkpoint.path), "--format", "llava", "--out", str(tmp_path / "llava")]
-    assert TOOL.main(options) == 2
+    assert main(["export", *options]) == 2
     error = capsys.readouterr().err
     assert "llm.norm.weight was trained too" in error and "--format hf" in error

@@ -1,6 +1,5 @@
 """Shapes read without torch agree with the stock models whose files they are read from."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.pretrained.families import check_family, global_name
 from mmtrain.pretrained.model_files import model_folder
@@ -84,14 +84,6 @@ def llama(tmp_path_factory) -> Path:
 def empty_cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
-
-
-def record_tool():
-    path = Path(__file__).parents[2] / "tools" / "record_shape.py"
-    spec = importlib.util.spec_from_file_location("record_shape", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("case", FAMILIES)
@@ -456,7 +448,7 @@ def test_an_llm_in_the_place_of_the_encoder_is_refused(llama):
 
 def test_the_tool_records_what_the_files_say(llama, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("mmtrain.pretrained.recorded_shapes.FOLDER", tmp_path)
-    assert record_tool().main([str(llama), "--id", "me/tiny", "--alias", "me/other", "--out", str(tmp_path)]) == 0
+    assert main(["record", str(llama), "--id", "me/tiny", "--alias", "me/other", "--out", str(tmp_path)]) == 0
     assert "me/tiny, " in capsys.readouterr().out
     recorded, read = llm_shape("me/other"), llm_shape(str(llama))
     assert all_parameters(recorded) == all_parameters(read)
@@ -467,7 +459,7 @@ def test_the_tool_records_what_the_files_say(llama, tmp_path, monkeypatch, capsy
 def test_the_tool_records_a_timm_encoder_with_the_parameters_of_the_real_one(tmp_path, monkeypatch):
     name = "vit_tiny_patch16_224.augreg_in21k"
     monkeypatch.setattr("mmtrain.pretrained.recorded_shapes.FOLDER", tmp_path)
-    assert record_tool().main(["--vision", name, "--out", str(tmp_path)]) == 0
+    assert main(["record", "--vision", name, "--out", str(tmp_path)]) == 0
     model = timm.create_model(name, pretrained=False)
     model.prune_intermediate_layers([-2], prune_norm=True, prune_head=True)
     expected = {f"vision.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -477,12 +469,12 @@ def test_the_tool_records_a_timm_encoder_with_the_parameters_of_the_real_one(tmp
 
 def test_the_tool_refuses_what_cannot_be_recorded(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "falcon"}')
-    assert record_tool().main([str(tmp_path), "--id", "me/falcon", "--out", str(tmp_path)]) == 2
+    assert main(["record", str(tmp_path), "--id", "me/falcon", "--out", str(tmp_path)]) == 2
     assert "falcon cannot be cut into stages" in capsys.readouterr().err
-    assert record_tool().main(["--vision", "no_such_vit", "--out", str(tmp_path)]) == 2
+    assert main(["record", "--vision", "no_such_vit", "--out", str(tmp_path)]) == 2
     assert "no_such_vit: timm knows no such model" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        record_tool().main([str(tmp_path)])
+        main(["record", str(tmp_path)])
     assert "--id OWNER/NAME" in capsys.readouterr().err
 
 

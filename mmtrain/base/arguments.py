@@ -1,0 +1,43 @@
+"""What the command lines of all commands have in common: help that teaches by example, exit codes, numbers above 0."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+EXITS = {0: "done", 2: "wrong input; the message says what to do", 130: "stopped by Ctrl-C"}
+
+
+def command_parser(
+    command: str, description: str | None, examples: str, exits: Mapping[int, str] | None = None, **ending: Any
+) -> argparse.ArgumentParser:
+    """The parser of `mmtrain COMMAND`; its help shows the texts as they are written, and `exits` beside those of all.
+
+    `ending`: keywords of `base.printing.run_command`, which the options hand on to it.
+    """
+    rows = (f"  {code:<5}{text}" for code, text in sorted((EXITS | dict(exits or {})).items()))
+    parser = argparse.ArgumentParser(
+        prog=f"mmtrain {command}",
+        description=description,
+        epilog="\n".join([f"examples:\n{examples}\nexit codes:", *rows]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(ending=ending)
+    return parser
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
+    """The `type` of an argument that is a number above 0."""
+
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not value > 0:
+            least = "a whole number, at least 1," if kind is int else "a number above 0"
+            raise argparse.ArgumentTypeError(f"{text}: {least} is needed")
+        return value
+
+    return parse
