@@ -40,7 +40,7 @@ def run(options: Options) -> int:
         if options.trace is not None and (options.plan or options.calibrate):
             raise UserError("--trace records training; mmtrain plot --plan CONFIG draws what is planned")
         if options.plan:
-            tell(*render(plan_for_here(config)).split("\n"))
+            tell(*render(plan_for_here(config)))
             return 0
         if rank is None and options.nnodes == 1:
             refuse_other_starters()

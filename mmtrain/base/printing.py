@@ -9,17 +9,19 @@ text of a file looks like a message of its own.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TextIO
 
 from mmtrain.base.console_stream import output_without_waiting, prepare_standard_streams
 from mmtrain.base.errors import UserError
 
+COLUMNS = 80  # of a terminal in which every table can be read
 LONGEST_TEXT = 300  # characters of a text of data that are shown
 INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 
@@ -43,6 +45,34 @@ def message(text: str) -> str:
     """A whole message, `printable`: lines after its first one are indented, by two blanks if not by more."""
     first, *more = printable(text).split("\n")
     return "\n".join([first, *(line if not line or line[0].isspace() else f"  {line}" for line in more)])
+
+
+def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width: int = COLUMNS) -> list[str]:
+    """A table as lines of at most `width` characters; a column whose name begins with > is set to the right, whole.
+
+    Other columns are wrapped where the table is too wide. A name may have several lines; without names there is none.
+    """
+    from rich.console import Console  # here: it takes a tenth of a second, and most of what is printed is no table
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if len(columns) < 9 else 1, 0, 0), header_style="")
+    table.show_header = any(name.strip(">") for name in columns)
+    height = max(name.count("\n") for name in columns)
+    for name in columns:
+        right = name[:1] == ">"
+        name = Text(name.removeprefix(">") + "\n" * (height - name.count("\n")))
+        table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(str(cell))) for cell in row))  # rich reads plain strings as markup
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(table)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Tell a table of `table_lines`, set in by two blanks."""
+    tell(*(f"  {line}" for line in table_lines(columns, rows, COLUMNS - 2)))
 
 
 def bytes_text(count: float) -> str:

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from mmtrain.base.printing import bytes_text
+from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import bytes_used
 from mmtrain.calibration.message_costs import MessageCosts
@@ -309,25 +309,27 @@ def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path | None, 
     dist.destroy_process_group()
 
 
-def table(found: Calibration, seconds: Mapping[str, Sequence[float]]) -> Iterator[str]:
+def table(found: Calibration, seconds: Mapping[str, Sequence[float]]) -> list[str]:
     """What one more layer adds to a stage, and what else was measured; then each measurement's spread on a rank."""
-    yield "one more of these adds ms of forward, backward, backward recomputing;"
-    yield "bytes kept, kept recomputing, working:"
-    name_width = max(map(len, found.layers))
+    layers = []
     for name, layer in found.layers.items():
         times = layer.forward_seconds, layer.backward_seconds, layer.recomputing_seconds
         working = max(layer.forward_working_bytes, layer.backward_working_bytes)
         sizes = map(bytes_text, (layer.kept_bytes, layer.kept_bytes_recomputing, working))
-        columns = [*(f"{time * 1e3:,.3f}" for time in times), *sizes]
-        yield f"{name:{name_width}}" + "".join(f" {column:>8}" for column in columns)
-    yield (
+        layers.append((name, *(f"{time * 1e3:,.3f}" for time in times), *sizes))
+    times = (">forward\nms", ">backward\nms", ">recomputing\nms")
+    columns = ("one more", *times, ">kept", ">kept\nrecomputing", ">working")
+    messages = [
+        f"{name} was not measured: plans assume it" if cost is None else f"{name} {cost.fixed * 1e3:,.3f} ms"
+        for name, cost in (("send", found.send), ("receive", found.receive), ("transfer", found.transfer))
+    ]
+    numbers = (statistics.median, min, max)
+    spreads = [(name, *(f"{1e3 * of(values):,.3f}" for of in numbers)) for name, values in seconds.items()]
+    return [
+        *table_lines(columns, layers),
         f"call {found.compute_seconds * 1e3:,.3f} ms; step's end {found.end_seconds * 1e3:,.3f} ms; matrix products "
-        f"{found.matmul_flops_per_second / 1e12:,.3f} TFLOP/s a rank"
-    )
-    for name, cost in (("send", found.send), ("receive", found.receive), ("transfer", found.transfer)):
-        yield f"{name} was not measured: plans assume it" if cost is None else f"{name} {cost.fixed * 1e3:,.3f} ms"
-    width = max(map(len, seconds))
-    yield f"{'rank 0, ms':{width}}  median (least - largest) of {len(seconds[MATMUL])} rounds"
-    for name, values in seconds.items():
-        low, high = min(values) * 1e3, max(values) * 1e3
-        yield f"{name:{width}}  {statistics.median(values) * 1e3:,.3f} ({low:,.3f} - {high:,.3f})"
+        f"{found.matmul_flops_per_second / 1e12:,.3f} TFLOP/s a rank",
+        *messages,
+        f"rank 0, {len(seconds[MATMUL])} rounds, in ms:",
+        *table_lines(("", ">median", ">least", ">largest"), spreads),
+    ]

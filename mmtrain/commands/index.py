@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import tell
-from mmtrain.data.samples.records import REASONS
-from mmtrain.data.shards.index import read_index
+from mmtrain.data.report.survey import survey
+from mmtrain.data.samples.records import reason_lines
+from mmtrain.data.shards.index import read_columns
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
@@ -66,28 +68,16 @@ def run(options: argparse.Namespace) -> None:
             say=tell,
             stream=sys.stdout,
         )
-    _summarize(tars, fingerprint, f"{options.tokenizer}, {options.template}")
-
-
-def _summarize(tars: Sequence[Path], fingerprint: str, words: str) -> None:
-    samples = images = 0
-    reasons: Counter[str] = Counter()
-    longest = (0, "none")
-    for tar in tars:
-        index = read_index(tar)
-        texts = index.texts[fingerprint]
-        samples += len(index.keys)
-        images += sum(map(len, index.image_sizes))
-        reasons.update(reason for reason, _ in {**texts.faults, **index.faults}.values())
-        if texts.tokens:
-            place = max(range(len(texts.tokens)), key=texts.tokens.__getitem__)
-            if texts.tokens[place] > longest[0]:
-                longest = (texts.tokens[place], f"{index.keys[place]} in {tar.name}")
-    tell(f"{len(tars):,} shards, {samples:,} samples, {images:,} images")
-    tell(f"longest text: {longest[0]:,} tokens of {words}, those of images not counted: {longest[1]}")
-    tell(f"samples that cannot be trained on: {reasons.total():,}")
-    for code, count in reasons.most_common():
-        tell(f"  {count:>9,} {code}: {REASONS[code]}")
+    found = survey(tars, fingerprint)
+    tell(f"{len(tars):,} shards, {len(found.images):,} samples, {found.images.sum():,} images")
+    longest, where = int(found.text_lengths.max(initial=0)), "none"
+    if longest:
+        number = int(found.text_lengths.argmax())
+        shard = int(np.searchsorted(found.shard_sizes.cumsum(), number, side="right"))
+        where = f"{read_columns(tars[shard]).keys[number - sum(found.shard_sizes[:shard])]} in {tars[shard].name}"
+    words = f"{options.tokenizer}, {options.template}"
+    tell(f"longest text: {longest:,} tokens of {words}, those of images not counted: {where}")
+    tell(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -25,11 +25,11 @@ import numpy as np
 
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless, note, tell
+from mmtrain.base.printing import harmless, note, print_table, tell
 from mmtrain.base.progress import ProgressBar
-from mmtrain.data.report.charts import TERMINAL_BINS, print_distribution, print_table, write_png
+from mmtrain.data.report.charts import TERMINAL_BINS, print_distribution, write_png
 from mmtrain.data.report.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
-from mmtrain.data.samples.records import REASONS
+from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import MissingIndex, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
@@ -166,9 +166,7 @@ def _print_report(report: Report) -> None:
     tell(f"{len(found.shard_sizes):,} shards, {found.bytes / 1e6:,.1f} MB")
     tell(f"{len(found.images):,} samples: {none:,} without images, {one:,} with one, {several:,} with several")
     tell(f"{found.images.sum():,} images")
-    tell(f"samples that cannot be trained on: {found.reasons.total():,}")
-    for code, count in found.reasons.most_common():
-        tell(f"  {count:>9,} {code}: {REASONS[code]}")
+    tell(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
     for title, values in _charts(found).items():
         print_distribution(title, values)
     if report.missing:
@@ -176,20 +174,11 @@ def _print_report(report: Report) -> None:
         return
     image = "no images" if report.tokens_per_image is None else f"{report.tokens_per_image:,} tokens an image"
     tell("", f"how full packs become ({image}; overlong samples fit into no pack and are skipped)")
-    print_table(
-        (">pack_length", ">packs", ">full", ">overlong", ">best near it", ">full"),
-        [
-            (
-                f"{fill.pack_length:,}",
-                f"{fill.packs:,}",
-                f"{fill.fill:.2%}",
-                f"{fill.overlong:,}",
-                f"{best.pack_length:,}",
-                f"{best.fill:.2%}",
-            )
-            for fill, best in report.fills
-        ],
-    )
+    rows = []
+    for fill, best in report.fills:
+        of_best = f"{best.pack_length:,}", f"{best.fill:.2%}"
+        rows.append((f"{fill.pack_length:,}", f"{fill.packs:,}", f"{fill.fill:.2%}", f"{fill.overlong:,}", *of_best))
+    print_table((">pack_length", ">packs", ">full", ">overlong", ">best near it", ">full"), rows)
 
 
 def _verify(tars: Sequence[Path], inform: Callable[[str], None], stream: TextIO, as_json: bool) -> int:

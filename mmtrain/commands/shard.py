@@ -65,7 +65,7 @@ from mmtrain.data.prepare.sharding import (
     WrittenShard,
     shard_pool,
 )
-from mmtrain.data.samples.records import REASONS, ImageLimits
+from mmtrain.data.samples.records import REASONS, ImageLimits, reason_lines
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import usable_cores
@@ -185,9 +185,8 @@ def run(options: argparse.Namespace) -> None:
         unfinished.end()
     images_written = sum(shard.images for shard in outcome.shards)
     say(f"{out}: {len(outcome.shards):,} shards, {outcome.samples:,} samples, {images_written:,} images")
-    say(f"rejected: {outcome.reasons.total():,}" + (f", see {rejected_file}" if outcome.reasons else ""))
-    for code, count in outcome.reasons.most_common():
-        say(f"  {count:>9,} {code}: {REASONS[code]}")
+    see = f", see {rejected_file}" if outcome.reasons else ""
+    say(f"rejected: {outcome.reasons.total():,}{see}", *reason_lines(outcome.reasons))
     say(f"use it: {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
 
 

@@ -45,10 +45,11 @@ def calibrate(config: RunConfig, ranks: int) -> int:
         return failure.exit_code
     shutil.rmtree(folder)
     plan = plan_here(config, gpus, ranks)
-    say("", *render(plan).split("\n"))
+    say("", *render(plan))
     say(
-        f"planned without it: stages begin at decoder layers {list(assumed.boundaries)}, {assumed.stages_per_rank} a "
-        f"rank, {assumed.encode_ahead} micro-batches encoded ahead; {_against(config, gpus, ranks, assumed, plan)}"
+        "Without the calibration mmtrain would have planned stages that begin at decoder layers "
+        f"{list(assumed.boundaries)}, {assumed.stages_per_rank} a rank, {assumed.encode_ahead} micro-batches encoded "
+        f"ahead: {_against(config, gpus, ranks, assumed, plan)}"
     )
     return 0
 
@@ -85,6 +86,6 @@ def _against(config: RunConfig, gpus: Sequence[Gpu], ranks: int, assumed: Plan, 
     try:
         measured = plan_here(config.changed(by_hand), gpus, ranks).seconds
     except UserError:
-        return "by what was measured it does not fit in memory"
+        return "by these measurements it does not fit in memory"
     seconds = simulate(Program(assumed.schedule), measured).seconds
-    return f"by what was measured, {seconds / plan.step_seconds:.3f} times this step"
+    return f"by these measurements its step takes {seconds / plan.step_seconds:.3f} times as long"

@@ -73,7 +73,7 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
             if start is None:
                 refuse_unfit_init_from(config, job.folder)
             prepare_folder(config, plan, goes_on=start is not None)
-            say(*render(plan).split("\n"))
+            say(*render(plan))
         target = functools.partial(_train, config, plan, start, options.trace or 0, job.nodes > 1)
         try_family = functools.partial(probe, config.model.llm.path, plan.boundaries)
         how = _how_to_go_on(config, options)

@@ -3,60 +3,33 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from mmtrain.base.printing import bytes_text
+from mmtrain.base.printing import COLUMNS, bytes_text, table_lines
 from mmtrain.plan.plan import Plan, RankPlan
 
-COLUMNS = 80
-LEFT = {"layers", "optimizer"}  # columns of words
 
-
-def render(plan: Plan) -> str:
-    """The plan as plain text of at most 80 columns: a row for each pipeline rank, which its replicas share."""
+def render(plan: Plan) -> list[str]:
+    """The plan as lines of plain text, at most 80 columns: a row for each stage of a pipeline rank and its replicas."""
     replica = [rank for rank in plan.ranks if rank.data == 0]
     largest = max(rank.total_bytes for rank in replica)
     unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-    header = {"rank": "", "stage": "", "layers": "", "trainable": "", "optimizer": ""}
-    header |= {"weights": name, "activations": name, "total": name, "work": "%", "idle": "%"}
-    rows = [
-        [
-            _ranks(plan, rank),
-            "",
-            "",
+    measures = (f">weights\n{name}", f">activations\n{name}", f">total\n{name}", ">work\n%", ">idle\n%")
+    rows = []
+    for rank in replica:
+        cells = [
             f"{rank.trainable:,}" if rank.trainable < 1e8 else f"{rank.trainable / 1e6:,.1f}M",
             rank.optimizer,
             *(f"{size / unit:,.1f}" for size in (rank.weight_bytes, rank.activation_bytes, rank.total_bytes)),
             *(f"{100 * share:.1f}" for share in (rank.work_share, rank.idle_share)),
         ]
-        for rank in replica
-    ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    room = COLUMNS - sum(widths) - len(widths) + 1 + len("layers")
-    lines = [list(header), list(header.values())]
-    for row, rank in zip(rows, replica, strict=True):
-        lines += _with_stages(row, rank, room)
-    widths[2] = max(len(line[2]) for line in lines)
-    lines.insert(2, ["-" * width for width in widths])
-    between = "  " if sum(widths) + 2 * len(widths) - 2 <= COLUMNS else " "
-    text = [
-        between.join(
-            cell.ljust(width) if column in LEFT else cell.rjust(width)
-            for cell, width, column in zip(line, widths, header, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
-    sentences = (f"rank {_ranks(plan, rank)}: {rank.optimizer}, {rank.reason}{_recomputes(rank)}" for rank in replica)
-    return "\n".join([*_wrapped(*_headline(plan)), *text, *_wrapped(*sentences, *_footer(plan, replica))])
-
-
-def _with_stages(row: Sequence[str], rank: RankPlan, room: int) -> Iterator[list[str]]:
-    """The rank's row with its first stage, and a line for each other stage; layers are wrapped into `room` columns."""
-    for i, stage in enumerate(rank.stages):
-        held = stage.summary.replace("llm.layers.", "").replace(" + ", ", ")
-        for j, part in enumerate(textwrap.wrap(held, room, break_on_hyphens=False)):
-            number = str(stage.stage) if j == 0 else ""
-            yield [row[0], number, part, *row[3:]] if i == j == 0 else ["", number, part, *[""] * len(row[3:])]
+        number = _numbers(plan, rank)
+        for stage in rank.stages:
+            rows.append([number, stage.stage, stage.summary.replace("llm.layers.", "").replace(" + ", ", "), *cells])
+            number, cells = "", []
+    table = table_lines((">rank", ">stage", "layers", ">trainable", "optimizer", *measures), rows)
+    sentences = (f"{_ranks(plan, rank)}: {rank.optimizer}, {rank.reason}{_recomputes(rank)}" for rank in replica)
+    return [*_wrapped(*_headline(plan)), *table, *_wrapped(*sentences, *_footer(plan, replica))]
 
 
 def _recomputes(rank: RankPlan) -> str:
@@ -69,9 +42,13 @@ def _wrapped(*texts: str) -> list[str]:
     return [line for text in texts for line in textwrap.wrap(text, COLUMNS, **options)]
 
 
-def _ranks(plan: Plan, rank: RankPlan) -> str:
+def _numbers(plan: Plan, rank: RankPlan) -> str:
     """Global ranks of all replicas of this pipeline rank, which are neighbours: `4-5`."""
     return str(rank.rank) if plan.data == 1 else f"{rank.rank}-{rank.rank + plan.data - 1}"
+
+
+def _ranks(plan: Plan, rank: RankPlan) -> str:
+    return f"rank{'s' * (plan.data > 1)} {_numbers(plan, rank)}"
 
 
 def _headline(plan: Plan) -> tuple[str, str]:
@@ -91,11 +68,11 @@ def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
     took = "" if plan.step_seconds is None else f"{plan.step_seconds:,.3g} s, "
     yield (
         f"step: {took}{total:,.{0 if total >= 100 else 3}f} TFLOP per replica, of which any exact training needs "
-        f"{plan.minimal_flops_share:.1%}; slowest rank {_ranks(plan, slowest)} with {slowest.work_share:.1%} of the "
+        f"{plan.minimal_flops_share:.1%}; slowest {_ranks(plan, slowest)} with {slowest.work_share:.1%} of the "
         f"work; idle {plan.idle_share:.1%}"
     )
     if plan.step_seconds is None:
-        yield "costs: assumed, from FLOPs and bytes: shares and ratios, no seconds; mmtrain calibrate measures those"
+        yield "costs: assumed, from FLOPs and bytes: shares, no seconds; mmtrain calibrate CONFIG measures those"
     else:
         yield f"costs: {plan.costs}"
     if plan.fewer_chunks_time_ratio is not None:

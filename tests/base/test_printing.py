@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from conftest import TOOLS
 from safetensors.numpy import save_file
 
 from mmtrain.__main__ import main
-from mmtrain.base.printing import harmless, message, printable, say
+from mmtrain.base.printing import harmless, message, print_table, printable, say, table_lines
+from mmtrain.data.samples.records import REASONS, reason_lines
 from mmtrain.data.shards.index import read_index, write_index
 
 ROOT = TOOLS.parent
@@ -48,6 +50,27 @@ def test_a_part_of_a_message_is_one_short_line():
 
 def test_a_line_break_within_a_message_begins_no_message():
     assert message(f"x\n{FORGED}\n    more\n") == f"x\n  {FORGED}\n    more\n"
+
+
+def test_a_table_fits_80_columns_keeps_numbers_whole_and_obeys_no_text_of_a_cell():
+    long, number = "[red]front[/red], 0-6, " * 10, "1,234,567,890"
+    lines = table_lines((">size\nMiB", "layers", ">a", "text"), [(number, long, 7, HOSTILE + "x" * 100)])
+    assert lines[0].split() == ["size", "layers", "a", "text"] and lines[1].strip() == "MiB"
+    assert lines[2].startswith(f"{number}  [red]front[/red], 0-6, ") and max(map(len, lines)) <= 80
+    assert_obeyed_by_none("\n".join(lines).encode())
+    assert table_lines(("", ">"), [("a", 1), ("b", 20)]) == ["a   1", "b  20"], "no names, no line of names"
+
+
+def test_reasons_are_told_within_80_columns():
+    lines = reason_lines(Counter(dict.fromkeys(REASONS, 12_345)))
+    assert max(map(len, lines)) <= 80 and all(f" {code}: " in " ".join(lines) for code in REASONS)
+
+
+def test_a_table_on_a_terminal_holds_no_escape_codes(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_table(("name", ">size"), [("a", 1)])
+    assert capsys.readouterr().out == "  name  size\n  a        1\n"
 
 
 def test_messages_are_one_write_so_that_no_other_process_writes_between_a_line_and_its_end():

@@ -14,14 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mmtrain.base.errors import UserError
 from mmtrain.calibration.allocations import Usage, bytes_used, tensor_bytes
-from mmtrain.calibration.calibrate import find_window
+from mmtrain.calibration.calibrate import MATMUL, find_window, table
 from mmtrain.calibration.solution import ENCODE, WINDOW, mean_of_ranks, recomputing, solve_layers, solve_messages
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.launch import main as launch
 from mmtrain.model.stage import build_chunk
-from mmtrain.plan.calibration import Linear, cpu_device, find_calibration
+from mmtrain.plan.calibration import Calibration, LayerMeasures, Linear, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerKind, run_costs
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan, models_of
@@ -68,11 +68,25 @@ def test_a_plan_made_with_a_calibration_prints_seconds(calibrated, its_cache):
     _, config, printed = calibrated
     plan = make_plan(config)
     assert plan.step_seconds > 0
-    table = render(plan)
+    table = "\n".join(render(plan))
     assert f"calibrated on {cpu_device(config).name}" in " ".join(table.split())
     assert f"step: {plan.step_seconds:,.3g} s" in table
     assert table in printed, "the same plan is printed right after the calibration"
-    assert "planned without it: stages begin at" in printed
+    assert "Without the calibration mmtrain would have planned stages that begin at decoder layers [" in printed
+    assert max(map(len, printed.split("matrix products")[0].splitlines())) <= 80
+
+
+def test_what_was_measured_is_a_table_of_80_columns():
+    layer = LayerMeasures(1.5, 2.5, 31.25, 2**31, 2**30, 2**29, 2**28, 2**27)
+    names = ("front", "encoder", "decoder of full attention, input gradient", "head")
+    message = Linear(1e-3, 1e-9)
+    found = Calibration(None, dict.fromkeys(names, layer), 0.1, 0.1, message, None, None, 0.1, 1, 1e12)
+    seconds = {name: [0.01, 12.5] for name in (*names, "decoder of full attention, recomputing backward", MATMUL)}
+    lines = table(found, seconds)
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert "head 1,500.000 2,500.000 31,250.000 2.0 GiB 1.0 GiB 512.0 MiB" in text
+    assert f"{MATMUL} 6,255.000 10.000 12,500.000" in text and "receive was not measured" in text
 
 
 def test_a_calibration_is_no_other_runs(calibrated, its_cache):

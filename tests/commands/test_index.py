@@ -44,8 +44,9 @@ def test_shards_are_indexed_once_and_summed_up(folder, capsys):
     assert "2 shards, 10 samples, 8 images" in printed
     assert f"longest text: {longest:,} tokens of demo:llm, plain, those of images not counted: b in s-1.tar" in printed
     assert "samples that cannot be trained on: 4\n" in printed
-    assert re.search(r"^ +2 image_count: a number of <image> marks that differs", printed, re.MULTILINE)
-    assert re.search(r"^ +2 undecodable_image: ", printed, re.MULTILINE)
+    assert re.search(r"^ +2 +image_count: a number of <image> marks that differs", printed, re.MULTILINE)
+    assert re.search(r"^ +2 +undecodable_image: ", printed, re.MULTILINE)
+    assert max(map(len, printed.splitlines()[-4:])) <= 80, "the reasons"
     written = [index_path(tar).stat().st_mtime_ns for tar in folder.glob("*.tar")]
     summary = printed[printed.index("2 shards, 10") :]
     assert main(["index", str(folder), *PLAIN]) == 0

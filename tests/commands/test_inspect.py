@@ -177,6 +177,7 @@ def test_the_text_for_people_holds_the_same_and_what_is_missing(folder, plain, c
     (packing,) = found["packing"]
     row = next(line for line in printed.splitlines() if line.lstrip().startswith("1,024 "))
     assert row.split()[1:3] == [str(packing["packs"]), f"{packing['fill']:.2%}"]
+    assert max(len(line) for line in printed.splitlines() if line[:2] == "  ") <= 80, "tables and histograms"
 
 
 def test_unusable_samples_are_counted_by_reason(tmp_path, plain, capsys):
@@ -187,7 +188,7 @@ def test_unusable_samples_are_counted_by_reason(tmp_path, plain, capsys):
     assert found["unusable"] == {"undecodable_image": 1, "template": 1}
     assert sum(found["text_tokens"]["histogram"]["counts"]) == 1
     assert main(["inspect", str(tmp_path), *plain]) == 0
-    assert "1 undecodable_image: an image file that Pillow cannot decode" in capsys.readouterr().out
+    assert "undecodable_image: an image file that Pillow cannot decode" in capsys.readouterr().out
 
 
 def test_shards_without_index_get_one_if_the_tokenizer_is_given(folder, plain, capsys):
@@ -264,6 +265,7 @@ def test_show_prints_the_tokens_and_labels_that_the_template_makes(folder, plain
     assert main(["inspect", str(folder), *plain, "--show", key, "--tokens-per-image", "16"]) == 0
     printed = capsys.readouterr().out
     assert re.search(rf"^ +17 - 32 +16 x image 1, {sizes[1][0]}x{sizes[1][1]} px +{ids[0]}  '", printed, re.MULTILINE)
+    assert max(map(len, printed.partition("  position")[2].splitlines())) <= 80
     total, labels = 34 + len(ids), len(ids) + 1
     assert f"{total} tokens: {len(ids) + 2} of text, 32 of images; {labels} supervised" in printed
 

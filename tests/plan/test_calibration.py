@@ -213,7 +213,7 @@ def test_a_calibrated_plan_adds_up_what_was_measured(config, cache) -> None:
     assert (seconds.send, seconds.receive, seconds.transfer) == (0.01, 0.02, 0.03)
     assert seconds.forward == (0.125 + 0.25 + 7, 8.125, 8.125, 0.125 + 8 + 0.5 + 0.5)
     assert seconds.backward == (0.125 + 0.75 + 14, 16.125, 16.125, 0.125 + 16 + 1 + 0.5)
-    table = " ".join(render(plan).split())
+    table = " ".join(" ".join(render(plan)).split())
     assert f"step: {plan.step_seconds:,.3g} s, " in table and "costs: calibrated on Abacus 9000" in table
     assert plan.step_seconds > 16 * (8.625 + 17.625)
     for rank, count in zip(plan.ranks, (9, 8, 8, 10), strict=True):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bench_timing import Spread, ratios, spread
-from rich.console import Console
-from rich.table import Table
 
-from mmtrain.base.printing import say
+from mmtrain.base.printing import say, table_lines
 
 WIDTH = 120  # characters of a line, where there is no terminal that tells
 
@@ -104,9 +102,4 @@ def describe_differences(found: Mapping[str, Any]) -> str:
 
 def print_table(columns: Sequence[str], rows: Any) -> None:
     """A table as wide as the terminal; a column whose name begins with > is set to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(name.strip(">") for name in columns))
-    for name in columns:
-        table.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH).print(table)
+    say(*table_lines(columns, rows, shutil.get_terminal_size((WIDTH, 24)).columns))

@@ -7,38 +7,18 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import printable, tell
+from mmtrain.base.printing import print_table, tell
 from mmtrain.data.report.survey import histogram, quantile
 
 TERMINAL_BINS = 12
 PNG_BINS = 60
 BAR_WIDTH = 40  # characters
-WIDTH = 120  # characters of a line, where there is no terminal that tells
-
-
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table as wide as the terminal; a column whose name begins with > is set to the right."""
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(name.strip(">") for name in columns))
-    for name in columns:
-        table.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left", overflow="fold")
-    for row in rows:
-        table.add_row(
-            *(Text(printable(cell)) for cell in row)
-        )  # rich would read [brackets] in plain strings as its markup
-    with console.capture() as captured:
-        console.print(table)
-    for line in captured.get().splitlines():
-        tell(f"  {line.rstrip()}")
 
 
 def print_distribution(title: str, values: np.ndarray) -> None:
@@ -49,7 +29,8 @@ def print_distribution(title: str, values: np.ndarray) -> None:
         return
     tell(
         f"  mean {values.mean():,.1f}, half at most {quantile(values, 0.5):,}, 95% at most "
-        f"{quantile(values, 0.95):,}, 99% at most {quantile(values, 0.99):,}, from {values.min():,} to {values.max():,}"
+        f"{quantile(values, 0.95):,}, 99% at most {quantile(values, 0.99):,}",
+        f"  from {values.min():,} to {values.max():,}",
     )
     edges, counts = histogram(values, TERMINAL_BINS)
     mark = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"

@@ -14,12 +14,14 @@ import json
 import struct
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
+from mmtrain.base.printing import table_lines
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 
 IMAGE_MARK = "<image>"  # LLaVA's DEFAULT_IMAGE_TOKEN, in the text of a turn
@@ -74,6 +76,12 @@ REASONS = {
     "duplicate_member": "a member that comes twice in a sample",
     "checksum": "a member whose bytes are not those that were indexed: the file is damaged",
 }
+
+
+def reason_lines(reasons: Counter[str]) -> list[str]:
+    """How many samples cannot be trained on for each reason, as a table."""
+    rows = ((f"  {count:,}", f"{code}: {REASONS[code]}") for code, count in reasons.most_common())
+    return table_lines((">", ""), rows)
 
 
 class Rejected(Exception):  # noqa: N818
