@@ -93,7 +93,6 @@ CHECKS = (
     Check("memory-plan", "measures:memory", "the plan's bytes are those that a step takes",
           "state parallel.device_memory_gib with the difference taken off", 240),
     Check("calibration", "measures:calibration", "a calibrated step takes as long as planned", QUIET, 300),
-    Check("bench", "measures:bench", "bench.py gpu runs, and its contestants compute the same", NUMBERS, 900),
 )  # fmt: skip
 REMAKE = Check("record", "numbers:remake_record", "the demo's losses on this CPU, to be the record", LOGS, 600)
 NAMES = {check.name: check for check in CHECKS}

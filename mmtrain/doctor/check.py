@@ -19,12 +19,14 @@ import time
 import traceback
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 from pydantic import TypeAdapter
 
+from mmtrain.api.run import RunError
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.processes.gpus import Gpu
@@ -32,7 +34,7 @@ from mmtrain.processes.parent import die_with_parent
 
 MARK = "MMTRAIN_DOCTOR_CHECK"
 CHILD = "import sys; from mmtrain.doctor.check import main; main(sys.argv[1], sys.argv[2])"
-FOUND = "found.json"
+HERE, FOUND = "here.json", "found.json"
 LOG = "log.txt"
 SECONDS_TO_END = 10  # for processes that were killed
 
@@ -51,18 +53,6 @@ class Here:
         """What ranks compute on, for people."""
         return self.gpus[0].name if self.gpus else "the CPU"
 
-    def save(self, file: Path) -> None:
-        """For the process of the check."""
-        paths = {name: str(getattr(self, name)) for name in ("folder", "runs", "record")}
-        file.write_text(json.dumps(paths | {"gpus": [asdict(gpu) for gpu in self.gpus]}))
-
-    @classmethod
-    def load(cls, file: Path) -> Here:
-        """What `save` wrote."""
-        content = json.loads(file.read_text())
-        gpus = TypeAdapter(tuple[Gpu, ...]).validate_python(content.pop("gpus"))
-        return cls(**{name: Path(path) for name, path in content.items()}, gpus=gpus)
-
 
 @dataclass(frozen=True)
 class Seen:
@@ -77,7 +67,7 @@ class FailedError(Exception):
 
     def __init__(self, text: str, remedy: str = "", facts: Mapping[str, Any] | None = None) -> None:
         super().__init__(text)
-        self.text, self.remedy, self.facts = text, remedy, facts or {}
+        self.remedy, self.facts = remedy, facts or {}
 
 
 class LeftOutError(Exception):
@@ -116,7 +106,7 @@ def run_check(check: Check, here: Here, limit: float) -> Outcome:
     if needed > len(here.gpus):
         return Outcome(check.name, "left out", f"needs {_count(needed, 'GPU')}; here: {len(here.gpus)}")
     here.folder.mkdir(parents=True)
-    here.save(here.folder / "here.json")
+    (here.folder / HERE).write_bytes(TypeAdapter(Here).dump_json(here))
     mark, began = uuid.uuid4().hex, time.monotonic()
     with (here.folder / LOG).open("w") as log:
         child = subprocess.Popen(
@@ -138,35 +128,30 @@ def run_check(check: Check, here: Here, limit: float) -> Outcome:
                 child.wait(SECONDS_TO_END)
     seconds = time.monotonic() - began
     if not in_time:
-        stays = " and not to be ended: it hangs in a driver" if child.poll() is None else ""
-        text = f"not done after {limit:g} s{stays}{_last_words(here.folder / LOG)}"
+        stays = ", and cannot be killed: it hangs in a driver" if child.poll() is None else ""
+        text = f"did not end within {limit:g} s{stays}{_last_words(here.folder / LOG)}"
         return Outcome(check.name, "failed", text, seconds, f"{check.remedy}; --timeout gives more time")
     file = here.folder / FOUND
     if not file.exists():
         end = f"was killed by {signal.Signals(-child.returncode).name}" if child.returncode < 0 else "ended"
         text = f"the check's process {end} without a result{_last_words(here.folder / LOG)}"
         return Outcome(check.name, "failed", text, seconds, check.remedy)
-    found = json.loads(file.read_text())
-    if found["outcome"] == "failed":
-        found["remedy"] = found["remedy"] or check.remedy
-    return Outcome(check.name, seconds=seconds, **found)
+    found = Outcome(**json.loads(file.read_text()))
+    remedy = (found.remedy or check.remedy) if found.outcome == "failed" else ""
+    return replace(found, seconds=seconds, remedy=remedy)
 
 
 def _end_family(mark: str) -> None:
     """Kill every process whose environment has the mark, until none is left that can be."""
-    wanted, deadline = f"{MARK}={mark}".encode(), time.monotonic() + SECONDS_TO_END
+    deadline = time.monotonic() + SECONDS_TO_END
     while time.monotonic() < deadline:
-        left = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError, IndexError):  # it has just ended
-                is_alive = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-                if is_alive and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    left.append(int(entry.name))
+        processes = psutil.process_iter(["environ"])  # a zombie's is empty, a stranger's None
+        left = [process for process in processes if (process.info["environ"] or {}).get(MARK) == mark]
         if not left:
             return
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         time.sleep(0.02)
 
 
@@ -184,20 +169,20 @@ def main(function: str, path: str) -> None:
     die_with_parent()
     module, name, *arguments = function.split(":")
     folder = Path(path)
-    here = Here.load(folder / "here.json")
+    here = TypeAdapter(Here).validate_json((folder / HERE).read_bytes())
     try:
         seen = getattr(importlib.import_module(f"mmtrain.doctor.{module}"), name)(here, *arguments)
-        found = {"outcome": "ok", "text": seen.text, "remedy": "", "facts": dict(seen.facts)}
+        found = Outcome(folder.name, "ok", seen.text, facts=seen.facts)
     except LeftOutError as reason:
-        found = {"outcome": "left out", "text": str(reason), "remedy": "", "facts": {}}
+        found = Outcome(folder.name, "left out", str(reason))
     except FailedError as error:
-        found = {"outcome": "failed", "text": error.text, "remedy": error.remedy, "facts": dict(error.facts)}
-    except UserError as error:  # which names its remedy itself
-        found = {"outcome": "failed", "text": str(error), "remedy": "", "facts": {}}
+        found = Outcome(folder.name, "failed", str(error), remedy=error.remedy, facts=error.facts)
+    except (UserError, RunError) as error:  # a launcher's message
+        found = Outcome(folder.name, "failed", str(error).splitlines()[0])
     except Exception as error:  # a CUDA error, an assertion: whatever it is, it is this check's result
         traceback.print_exc()
-        found = {"outcome": "failed", "text": f"{type(error).__name__}: {error}", "remedy": "", "facts": {}}
-    write_whole(folder / FOUND, json.dumps(found))
+        found = Outcome(folder.name, "failed", f"{type(error).__name__}: {error}")
+    write_whole(folder / FOUND, json.dumps(asdict(found)))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # what a broken driver does at exit is no result

@@ -1,7 +1,7 @@
 """One start of a training run that is watched from outside, and killed at the moment that was asked for.
 
 The launcher gets a TMPDIR of its own, where its ranks keep the step and the work that they are at: the moments that a
-kill can wait for. Processes are found by their process group (Linux: /proc).
+kill can wait for. Processes are found by their process group.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import psutil
 
 from mmtrain.base.durable import UNFINISHED
 from mmtrain.checkpoint.step_folder import CHECKPOINTS
@@ -63,7 +65,7 @@ class Killed:
     expected_message: str | None  # regular expression; None where nobody is left to say anything
 
 
-class Start:
+class Launched:
     """`mmtrain train ...`, started in a process group of its own."""
 
     def __init__(self, arguments: Sequence[str], run: Path, scratch: Path) -> None:
@@ -92,11 +94,10 @@ class Start:
     def processes(self) -> list[int]:
         """Living processes of the job."""
         found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has just ended
-                state, _, group = stat.read_text().rsplit(")", 1)[1].split()[:3]
-                if int(group) == self.process.pid and state != "Z":
-                    found.append(int(stat.parent.name))
+        for process in psutil.process_iter(["status"]):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                if os.getpgid(process.pid) == self.process.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
         return found
 
     def ranks(self) -> dict[int, int]:

@@ -6,7 +6,7 @@ import random
 import re
 
 from mmtrain.doctor.check import FailedError, Here, Seen
-from mmtrain.doctor.crash_job import SECONDS_TO_END, Kill, Start
+from mmtrain.doctor.crash_job import SECONDS_TO_END, Kill, Launched
 from mmtrain.doctor.runs import launcher
 
 # parallel.timeout_seconds of the run in which a rank is stopped: connecting on GPUs may take some of it.
@@ -30,13 +30,13 @@ def stop(here: Here) -> Seen:
 def _drill(here: Here, blow: Kill, timeout: int, limit: float) -> Seen:
     name = f"drill-{blow.who}"
     layout = ("parallel.pipeline=2", f"parallel.timeout_seconds={timeout}")
-    start = Start(launcher(here, name, *layout, LONG), here.runs / name, here.folder / "tmp")
+    run = Launched(launcher(here, name, *layout, LONG), here.runs / name, here.folder / "tmp")
     try:
-        killed = start.strike(blow, random.Random(0), limit + 30)
+        killed = run.strike(blow, random.Random(0), limit + 30)
     finally:
-        start.end()
+        run.end()
     if killed is None:
-        raise FailedError(f"the run ended before step {STEP}: {start.stderr.strip().splitlines()[-1:]}")
+        raise FailedError(f"the run ended before step {STEP}: {run.stderr.strip().splitlines()[-1:]}")
     said = killed.message.strip()
     facts = {"seconds": killed.seconds, "exit_code": killed.exit_code, "message": said, "doing": killed.doing}
     done = "killed" if blow.who == "rank" else "stopped"

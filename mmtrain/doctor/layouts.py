@@ -6,9 +6,8 @@ import functools
 import json
 from collections.abc import Callable
 
-from mmtrain.config.load import load_config
 from mmtrain.doctor.check import FailedError, Here, Seen
-from mmtrain.doctor.runs import SAME, demo, launcher, losses, pipeline_1, worst
+from mmtrain.doctor.runs import SAME, demo, demo_config, losses, pipeline_1, worst
 from mmtrain.plan.planner import make_plan
 from mmtrain.processes.job import Job
 from mmtrain.processes.rank import Rank
@@ -23,10 +22,8 @@ def channels(here: Here) -> Seen:
     from mmtrain.doctor.rank import exchange
 
     ranks = min(len(here.gpus), MOST_CHANNEL_RANKS) if here.gpus else 2
-    config, *overrides = launcher(here, "channels", f"parallel.pipeline={ranks}", "parallel.stages_per_rank=2")
-    if ranks > 3:  # two stages each, for front, four decoder layers and head
-        overrides.append("parallel.stages_per_rank=1")
-    plan = make_plan(load_config(config, overrides))
+    stages = 2 if ranks <= 3 else 1  # on each rank, of front, four decoder layers and head
+    plan = make_plan(demo_config(here, "channels", f"parallel.pipeline={ranks}", f"parallel.stages_per_rank={stages}"))
     on_ranks(here, ranks, functools.partial(exchange, plan, here.folder))
     found = [json.loads((here.folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     rate = min(one["gigabytes_per_second"] for one in found)

@@ -16,12 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
-from mmtrain.config.load import load_config
+from mmtrain.config.load import DEMO, load_config
 from mmtrain.doctor.check import FailedError, Here, LeftOutError, Seen
-from mmtrain.doctor.runs import DEMO
 from mmtrain.launching.machine import FEWEST_OPEN_FILES
 from mmtrain.launching.starters import TORCHRUN_VARIABLES
 from mmtrain.plan.refusals import check_environment
@@ -43,7 +44,7 @@ class Trap(NamedTuple):
 
 
 NO_TIMEOUT = "a rank that hangs hangs all others, whatever parallel.timeout_seconds says"
-LIBRARIES = ("deepspeed", "torch", "transformers")
+LIBRARIES = ("deepspeed", "torch", "transformers", "timm", "pillow")
 THREE_DIGITS = "float32 products keep 3 digits: results differ from other machines'"
 TRAPS = (
     Trap("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", NO_TIMEOUT),
@@ -110,8 +111,7 @@ def memory(here: Here) -> Seen:
 
 def host_memory_bytes() -> int:
     """Bytes that programs may still take, by the kernel and by the control group that this process is in."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    available = int(found[1]) * 1024 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = psutil.virtual_memory().available
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         available = min(available, int(limit.read_text()) - int(used.read_text()))

@@ -1,4 +1,4 @@
-"""doctor.py's checks of what was foreseen: a plan's memory and step time against what then happens; the benchmark."""
+"""doctor.py's checks of what was foreseen: a plan's memory and step time against what then happens."""
 
 from __future__ import annotations
 
@@ -6,31 +6,26 @@ import functools
 import json
 import os
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
-from mmtrain.base.printing import bytes_text, say
-from mmtrain.doctor.check import FailedError, Here, LeftOutError, Seen
+from mmtrain.base.printing import bytes_text
+from mmtrain.doctor.check import FailedError, Here, Seen
 from mmtrain.doctor.layouts import on_ranks
-from mmtrain.doctor.numbers import BFLOAT16, demo_config
-from mmtrain.doctor.runs import demo, launch, launcher
-from mmtrain.processes.parent import die_with_parent
+from mmtrain.doctor.numbers import BFLOAT16
+from mmtrain.doctor.runs import demo, demo_config
+from mmtrain.launching.calibrating import calibrate
 
 # Of the plan's bytes: what kernels work in is estimated, and allocators round; and what cuBLAS takes for itself.
 MEMORY_TOLERANCE, WORKSPACE_BYTES = 0.1, 64 * 2**20
 LARGE = (BFLOAT16, "train.packs_per_microbatch=256", "train.packs_per_step=512")  # a GiB, much more than the workspace
 CALIBRATED_STEPS = 12
 CALIBRATION_FACTOR = 2.0  # a step's launches overlap with its work, a calibrated piece's do not
-BENCH = Path(__file__).parents[2] / "tools" / "bench" / "bench.py"  # of a checkout
-BENCH_BYTES = 40 * 2**30  # of a GPU: the 7B model, both rivals and their activations
 
 
 def memory(here: Here) -> Seen:
     """Bytes that the plan foresees for a rank against the most that were allocated at once in a step."""
     from mmtrain.doctor.rank import measure_memory
 
-    config = demo_config(here, "parallel.pipeline=1", *(LARGE if here.gpus else ("train.packs_per_step=2",)))
+    config = demo_config(here, "memory", "parallel.pipeline=1", *(LARGE if here.gpus else ("train.packs_per_step=2",)))
     on_ranks(here, 1, functools.partial(measure_memory, config, here.folder))
     found = json.loads((here.folder / "memory.json").read_text())
     planned, allocated = found["planned_bytes"], found["allocated_bytes"]
@@ -46,7 +41,8 @@ def calibration(here: Here) -> Seen:
     """Seconds that a calibration foresees for a step of the demo against the median of those that follow."""
     file = here.folder / "calibration.json"
     alike = ("parallel.pipeline=1", f"train.max_steps={CALIBRATED_STEPS}", f"parallel.calibration={file}")
-    launch([*launcher(here, "calibrating", *alike), "--calibrate"])
+    if calibrate(demo_config(here, "calibrating", *alike), 1):
+        raise FailedError("measuring failed; the check's log says why")
     run = demo(here, "calibrated", *alike)
     planned = run.plan["step_seconds"]
     measured = statistics.median(record["seconds"] for record in run.metrics("train")[1:])
@@ -55,25 +51,3 @@ def calibration(here: Here) -> Seen:
     if not 1 / CALIBRATION_FACTOR <= planned / measured <= CALIBRATION_FACTOR:
         raise FailedError(f"{text}; load average {facts['load_average']:.1f}", facts=facts)
     return Seen(text, facts)
-
-
-def bench(here: Here) -> Seen:
-    """`bench.py gpu`, a few steps: whether it runs, and that contestants compute the same."""
-    if not BENCH.is_file():
-        raise LeftOutError(f"needs a checkout: there is no {BENCH}")
-    file = here.folder / "bench.json"
-    options = ["--quick", "--json", str(file), "--folder", str(here.folder)]
-    if not here.gpus:
-        options += ["--device", "cpu", "--shape", "tiny", "--dtype", "float32", "equal"]
-    elif here.gpus[0].free_bytes < BENCH_BYTES:
-        options += ["--shape", "ratios"]
-    command = [sys.executable, BENCH, "gpu", *options]
-    ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, preexec_fn=die_with_parent)
-    say(*ran.stdout.splitlines(), *ran.stderr.splitlines())
-    if ran.returncode != 0:
-        said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
-        raise FailedError(said[-1].removeprefix("error: "))
-    found = json.loads(file.read_text())
-    raced = {name: row["mmtrain_is_faster_by"] for name, row in found["rows"].items() if len(row["losses"]) > 1}
-    speed = ", ".join(f"{name} {min(stock['median'] for stock in of.values()):.2f}x" for name, of in raced.items())
-    return Seen(f"{found['shape']} in {found['dtype']}, mmtrain against the faster stock loop: {speed}", found)

@@ -5,7 +5,6 @@ The demo's recorded losses were made on a CPU (see `remake_record`); stages are 
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -13,10 +12,11 @@ import time
 from typing import TYPE_CHECKING
 
 from mmtrain.checkpoint.step_folder import TENSORS, step_path
-from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.doctor.check import FailedError, Here, Seen
-from mmtrain.doctor.runs import STEPS, demo, launch, launcher, losses, pipeline_1, worst
+from mmtrain.doctor.machine import describe_machine
+from mmtrain.doctor.runs import STEPS, demo, demo_config, losses, pipeline_1, worst
+from mmtrain.launching.machine import plan_for_here
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,6 @@ PRECISIONS = {"float32": ("pp1", ()), "bfloat16": ("pp1-bfloat16", (BFLOAT16,))}
 # convolutions round their factors to 10 bits (TF32, torch's default), bfloat16 keeps 8 of all: 1.2e-3 off float32.
 RECORD_TOLERANCES = {"float32": {"cpu": 1e-4, "cuda": 2e-3}, "bfloat16": {"cpu": 5e-3, "cuda": 5e-3}}
 STAGE_TOLERANCE = 5e-3  # of a stage in float32 on a GPU: TF32 again
-LIBRARIES = ("deepspeed", "torch", "transformers", "timm", "pillow")
 
 
 def plan_and_probe(here: Here) -> Seen:
@@ -40,8 +39,8 @@ def plan_and_probe(here: Here) -> Seen:
     seconds = {}
     for pipeline in (1, 2, 4):
         began = time.perf_counter()
-        launch([*launcher(here, f"plan-{pipeline}", f"parallel.pipeline={pipeline}"), "--plan"])
-        seconds[f"--plan at pipeline {pipeline}"] = time.perf_counter() - began
+        plan_for_here(demo_config(here, "plan", f"parallel.pipeline={pipeline}"))
+        seconds[f"plan at pipeline {pipeline}"] = time.perf_counter() - began
     os.environ["XDG_CACHE_HOME"] = str(here.folder / "cache")  # of this process alone
     began = time.perf_counter()
     probe("demo:llm", (1, 2, 3))
@@ -57,13 +56,7 @@ def plan_and_probe(here: Here) -> Seen:
 
 def stages_on_gpu(here: Here) -> Seen:
     """The demo's two stages at pipeline 2 on the GPU and on the CPU: outputs, loss and gradients."""
-    return compare_stages(demo_config(here, "parallel.pipeline=2"), "cuda")
-
-
-def demo_config(here: Here, *overrides: str) -> RunConfig:
-    """The demo's configuration as its runs here have it."""
-    config, *rest = launcher(here, "none", *overrides)
-    return load_config(config, rest)
+    return compare_stages(demo_config(here, "stages", "parallel.pipeline=2"), "cuda")
 
 
 def compare_stages(config: RunConfig, device: str) -> Seen:
@@ -153,7 +146,7 @@ def remake_record(here: Here) -> Seen:
         "what": f"losses of {STEPS} steps of demo:llava_pp4 at pipeline 1, in nats per supervised token",
         "made_by": "mmtrain doctor --remake-record",
         "made_on": f"{platform.machine()} CPU",
-        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "versions": describe_machine()["versions"],
         "tolerances": RECORD_TOLERANCES,
         "losses": found,
     }

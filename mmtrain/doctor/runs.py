@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 
-from mmtrain.api.run import Run
-from mmtrain.base.printing import say
-from mmtrain.doctor.check import FailedError, Here
-from mmtrain.processes.parent import die_with_parent
+from mmtrain.api.run import Run, train
+from mmtrain.config.load import DEMO, load_config
+from mmtrain.config.schema import RunConfig
+from mmtrain.doctor.check import Here
 
-DEMO = "demo:llava_pp4"
 STEPS = 6
 SHORT = (
     f"train.max_steps={STEPS}",
@@ -28,23 +25,16 @@ def launcher(here: Here, name: str, *overrides: str) -> list[str]:
     return [DEMO, *SHORT, f"run.dir={here.runs}", f"run.name={name}", *overrides]
 
 
-def launch(arguments: Sequence[str]) -> str:
-    """Run `mmtrain train`; what it printed. Raises FailedError with its message if it fails."""
-    command = [sys.executable, "-m", "mmtrain.launch", *arguments]
-    ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, preexec_fn=die_with_parent)
-    say(" ".join(command), *ran.stdout.splitlines(), *ran.stderr.splitlines())  # into the check's log
-    if ran.returncode != 0:
-        said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
-        raise FailedError(said[0].removeprefix("error: "))
-    return ran.stdout
+def demo_config(here: Here, name: str, *overrides: str) -> RunConfig:
+    """The configuration of such a run."""
+    config, *rest = launcher(here, name, *overrides)
+    return load_config(config, rest)
 
 
 def demo(here: Here, name: str, *overrides: str) -> Run:
-    """A run of the demo; the one of this name, if a check before has made it."""
+    """A run of the demo; the one of this name, if a check before has made it. Raises UserError, RunError."""
     run = Run(here.runs / name)
-    if not run.metrics("end"):
-        launch(launcher(here, name, *overrides))
-    return run
+    return run if run.metrics("end") else train(demo_config(here, name, *overrides)).wait()
 
 
 def pipeline_1(here: Here) -> Run:

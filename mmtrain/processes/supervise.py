@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from mmtrain.base.console_stream import ConsoleStream
 from mmtrain.base.errors import UserError
 from mmtrain.processes.blame import Failure, find_origin, whereabouts
@@ -28,6 +30,7 @@ from mmtrain.processes.stop import SECONDS_TOGETHER, STOP_FILE, STOP_SIGNALS, As
 
 PR_SET_CHILD_SUBREAPER = 36
 LONGEST_TEMPORARY_FOLDER = 70  # bytes: a socket's path has 107 at most, of which multiprocessing adds 32
+TRACKER = "resource_tracker"
 STOPPED = 3  # exit code of a run that a signal has ended in good order, everything saved
 
 
@@ -147,7 +150,7 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
                 ends = elastic_launch(config, run_rank)(target, job, records)
         except ChildFailedError as error:
             exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            lives = any(_runs(child, b"multiprocessing.forkserver") for child in _children())
+            lives = any("multiprocessing.forkserver" in command for command in _children().values())
             return find_origin(job, records, exit_codes, log_begins, fork_server_lives=lives)
         except SignalException as error:
             by = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
@@ -216,34 +219,26 @@ def _is_stopped_and_told_to_end(process: int) -> bool:
     return told and re.search(r"^State:\s*[Tt]", status, re.MULTILINE) is not None
 
 
-def _end_children(spared: set[int]) -> None:
+def _end_children(spared: set[psutil.Process]) -> None:
     """Kill every child of this process, and what they leave to us, except `spared` and multiprocessing's trackers.
 
     A resource tracker ends by itself, after freeing the shared memory of its dead processes.
     """
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:
-        left = [pid for pid in _children() if pid not in spared and not _runs(pid, b"resource_tracker")]
+        left = [child for child, command in _children().items() if child not in spared and TRACKER not in command]
         if not left:
             return
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for child in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         time.sleep(0.05)
 
 
-def _children() -> list[int]:
-    """Living direct children of this process, by /proc; none where there is no /proc."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
-            state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
-            if int(parent) == os.getpid() and state != "Z":
-                found.append(int(stat.parent.name))
+def _children() -> dict[psutil.Process, str]:
+    """Living direct children of this process with their command lines."""
+    found = {}
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended; a zombie has no command line
+            found[child] = " ".join(child.cmdline())
     return found
-
-
-def _runs(pid: int, module: bytes) -> bool:
-    with contextlib.suppress(OSError):
-        return module in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False

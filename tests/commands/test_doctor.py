@@ -16,10 +16,10 @@ from processes import running, wait_for
 from mmtrain.doctor import attention as doctor_attention
 from mmtrain.doctor import measures as doctor_measures
 from mmtrain.doctor import numbers as doctor_numbers
-from mmtrain.doctor.check import FailedError, Here, LeftOutError
+from mmtrain.doctor.check import FailedError, Here
 from mmtrain.doctor.layouts import layout
 from mmtrain.doctor.machine import gpu_links, traps
-from mmtrain.doctor.runs import STEPS
+from mmtrain.doctor.runs import STEPS, demo_config
 
 DOCTOR = TOOLS / "doctor.py"
 RECORD = TOOLS.parent / "mmtrain" / "doctor" / "record.json"
@@ -89,7 +89,7 @@ def test_a_check_that_fails_ends_the_doctor_with_1_its_remedy_and_its_log(tmp_pa
 def test_a_check_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, temporary):
     code, said, _ = doctor(tmp_path, "--only", "demo", "environment", "--timeout", "5")
     assert code == 1
-    assert "FAILED    demo" in said and "not done after 5 s" in said and "--timeout gives more time" in said
+    assert "FAILED    demo" in said and "did not end within 5 s" in said and "--timeout gives more time" in said
     assert "ok        environment" in said, "checks before and behind it are not its victims"
 
 
@@ -150,7 +150,7 @@ def test_attention_that_looks_into_the_next_document_or_has_wrong_gradients_is_s
 
 
 def test_a_stage_that_computes_something_else_on_the_other_device_is_seen(tmp_path, monkeypatch):
-    config = doctor_numbers.demo_config(Here(tmp_path, tmp_path, RECORD), "parallel.pipeline=2")
+    config = demo_config(Here(tmp_path, tmp_path, RECORD), "stages", "parallel.pipeline=2")
     seen = doctor_numbers.compare_stages(config, "cpu")
     assert {name.split(":")[0] for name in seen.facts} == {"stage 0", "stage 1"} and set(seen.facts.values()) == {0.0}
     assert {"stage 0: output", "stage 1: loss", "stage 1: gradient of its input"} < set(seen.facts)
@@ -224,9 +224,3 @@ def test_variables_that_break_what_runs_rely_on_are_named_and_others_are_not():
         "NCCL_P2P_DISABLE",
         "RANK",
     ]
-
-
-def test_the_benchmark_is_left_out_where_there_is_no_checkout(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor_measures, "BENCH", tmp_path / "bench.py")
-    with pytest.raises(LeftOutError, match="needs a checkout"):
-        doctor_measures.bench(Here(tmp_path, tmp_path, RECORD))

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmtrain.api.run import Run
 from mmtrain.base.durable import UNFINISHED
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import run_command, tell
@@ -38,8 +39,8 @@ from mmtrain.checkpoint.step_folder import (
     step_path,
     why_damaged,
 )
-from mmtrain.config.load import load_config
-from mmtrain.doctor.crash_job import SECONDS_TO_END, Kill, Killed, Start
+from mmtrain.config.load import DEMO, load_config
+from mmtrain.doctor.crash_job import SECONDS_TO_END, Kill, Killed, Launched
 from mmtrain.engine.utilization import MEASURED
 
 EXAMPLES = """\
@@ -57,7 +58,6 @@ exit codes:
   2    wrong input, or the undisturbed run fails
   130  stopped by Ctrl-C
 """
-DEMO = Path(__file__).parents[2] / "configs" / "llava_pp4.yaml"
 SHORT = ("train.max_steps=30", "checkpoint.every_steps=3", "checkpoint.keep_last=2", "eval.shards=null")
 FULL = ("checkpoint.every_steps=10",)
 # What each trial of a round is killed at: one start after the other.
@@ -82,18 +82,18 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Job:
+class Setup:
     """What is run, and where."""
 
-    config: Path
+    config: str
     overrides: Sequence[str]
     folder: Path  # of all runs
     scratch: Path
 
-    def start(self, name: str, number: int = 0, *more: str) -> Start:
+    def start(self, name: str, number: int = 0, *more: str) -> Launched:
         """Start the run of this name, the `number`-th time."""
-        arguments = [str(self.config), *self.overrides, f"run.dir={self.folder}", f"run.name={name}", *more]
-        return Start(arguments, self.folder / name, self.scratch / f"{name}-{number}")
+        arguments = [self.config, *self.overrides, f"run.dir={self.folder}", f"run.name={name}", *more]
+        return Launched(arguments, self.folder / name, self.scratch / f"{name}-{number}")
 
 
 @dataclass(frozen=True)
@@ -111,21 +111,21 @@ def crash_test(options: argparse.Namespace) -> int:
     load_config(options.config, overrides)  # or say what is wrong with it before anything is made
     # A socket's path, below TMPDIR, must not have more than 107 characters: not in the folder, whose path may be long.
     scratch = Path(tempfile.mkdtemp(prefix="crash-"))
-    job = Job(options.config, overrides, Path(tempfile.mkdtemp(prefix="crash_test-", dir=options.folder)), scratch)
+    setup = Setup(options.config, overrides, Path(tempfile.mkdtemp(prefix="crash_test-", dir=options.folder)), scratch)
     keep, trials = True, []
     try:
-        reference = _undisturbed(job)
+        reference = _undisturbed(setup)
         tell(f"undisturbed: {_last_step(reference)} steps; the first one came after {reference.start_seconds:.1f} s")
-        for trial in _trials(reference, job, options):
+        for trial in _trials(reference, setup, options):
             trials.append(trial)
             _print_row(trial)
         keep = any(trial.problems for trial in trials)
     finally:
         shutil.rmtree(scratch)
         if keep:
-            tell(f"kept: {job.folder}")
+            tell(f"kept: {setup.folder}")
         else:
-            shutil.rmtree(job.folder)
+            shutil.rmtree(setup.folder)
     summary = _summary(trials)
     if options.json is not None:
         options.json.write_text(json.dumps({"summary": summary, "trials": [asdict(trial) for trial in trials]}) + "\n")
@@ -133,9 +133,9 @@ def crash_test(options: argparse.Namespace) -> int:
     return EXIT_DIFFERENT if keep else 0
 
 
-def _undisturbed(job: Job) -> Reference:
+def _undisturbed(setup: Setup) -> Reference:
     began = time.monotonic()
-    start, seconds = job.start("undisturbed"), None
+    start, seconds = setup.start("undisturbed"), None
     try:
         while start.process.poll() is None:
             if seconds is None and any(doing[0].isupper() for _, doing in start.progress().values()):
@@ -148,7 +148,7 @@ def _undisturbed(job: Job) -> Reference:
     return Reference(start.run, seconds or 0.0)
 
 
-def _trials(reference: Reference, job: Job, options: argparse.Namespace) -> Iterator[Trial]:
+def _trials(reference: Reference, setup: Setup, options: argparse.Namespace) -> Iterator[Trial]:
     """Trials in which at least one kill found its moment: `--trials` of them, then `--hang` of the other kind."""
     draw = random.Random(options.seed)
     steps = range(1, _last_step(reference) - 1)
@@ -164,17 +164,17 @@ def _trials(reference: Reference, job: Job, options: argparse.Namespace) -> Iter
                 else Kill.draw(when, next(victims), steps, reference.start_seconds, draw)
                 for when in kind
             ]
-            trial = _run_trial(number, kills, reference, job, draw)
+            trial = _run_trial(number, kills, reference, setup, draw)
             if trial.kills or trial.problems:
                 break
         yield trial
 
 
-def _run_trial(number: int, kills: Sequence[Kill], reference: Reference, job: Job, draw: random.Random) -> Trial:
+def _run_trial(number: int, kills: Sequence[Kill], reference: Reference, setup: Setup, draw: random.Random) -> Trial:
     """A run that is killed as said, each kill in a start of its own, and then left to its end."""
     trial, began = Trial(number), time.monotonic()
     name = f"trial-{number}"
-    run = job.folder / name
+    run = setup.folder / name
     for start_number, kill in enumerate([*kills, None]):
         more, limit = [], SECONDS_TO_END
         if kill is not None and kill.who == "stop":
@@ -182,7 +182,7 @@ def _run_trial(number: int, kills: Sequence[Kill], reference: Reference, job: Jo
         whole = newest(run)[0]
         expected = 0 if whole is None else whole.step
         del whole  # the run could not delete what this process holds
-        start, killed = job.start(name, start_number, *more), None
+        start, killed = setup.start(name, start_number, *more), None
         try:
             if kill is None:
                 start.process.wait()
@@ -207,19 +207,23 @@ def _run_trial(number: int, kills: Sequence[Kill], reference: Reference, job: Jo
     trial.seconds = time.monotonic() - began
     if not trial.problems:
         shutil.rmtree(run)
-        for used in job.scratch.glob(f"{name}-*"):
+        for used in setup.scratch.glob(f"{name}-*"):
             shutil.rmtree(used)
     return trial
 
 
 def _wrong_after_kill(killed: Killed, run: Path, limit: float) -> list[str]:
     """What must not be after a kill."""
-    problems = [f"{path}: {why}" for path in step_folders(run) if (why := why_damaged(path)) is not None]
+    problems = _damaged(run)
     if killed.seconds > limit:
         problems.append(f"its processes were there for {killed.seconds:.1f} s after the kill; {limit:.0f} are allowed")
     if killed.expected_message is not None and not re.search(killed.expected_message, killed.message):
         problems.append(f"its message does not name what was killed: {killed.message!r}")
     return problems
+
+
+def _damaged(run: Path) -> list[str]:
+    return [f"{path}: {why}" for path in step_folders(run) if (why := why_damaged(path)) is not None]
 
 
 def _compare(trial: Trial, run: Path, reference: Reference) -> None:
@@ -240,12 +244,11 @@ def _compare(trial: Trial, run: Path, reference: Reference) -> None:
     for name in (TENSORS, OPTIMIZER):
         if (step_path(run, last) / name).read_bytes() != (step_path(reference.folder, last) / name).read_bytes():
             trial.problems.append(f"the final {name} differs")
-    problems = [f"{path.name}: {why}" for path in step_folders(run) if (why := why_damaged(path)) is not None]
+    trial.problems += _damaged(run)
     kept, expected_kept = ([path.name for path in step_folders(folder)] for folder in (run, reference.folder))
     if kept != expected_kept:
-        problems.append(f"checkpoints {kept} are left instead of {expected_kept}")
-    problems += [f"{path.name} is left" for path in (run / CHECKPOINTS).glob(f"*{UNFINISHED}")]
-    trial.problems += problems
+        trial.problems.append(f"checkpoints {kept} are left instead of {expected_kept}")
+    trial.problems += [f"{path.name} is left" for path in (run / CHECKPOINTS).glob(f"*{UNFINISHED}")]
 
 
 def _samples(ledger: bytes) -> Counter[tuple[int, str]]:
@@ -255,12 +258,8 @@ def _samples(ledger: bytes) -> Counter[tuple[int, str]]:
 
 
 def _records(run: Path, kind: str) -> list[dict[str, Any]]:
-    found = map(json.loads, (run / METRICS).read_text().splitlines())
-    return [
-        {name: value for name, value in record.items() if name not in MEASURED}
-        for record in found
-        if record["kind"] == kind
-    ]
+    records = Run(run).metrics(kind)
+    return [{name: value for name, value in record.items() if name not in MEASURED} for record in records]
 
 
 def _last_step(reference: Reference) -> int:
@@ -269,10 +268,10 @@ def _last_step(reference: Reference) -> int:
 
 def _print_row(trial: Trial) -> None:
     for number, killed in enumerate(trial.kills):
-        first = f"{trial.number:>3}" if number == 0 else "   "
+        first = trial.number if number == 0 else ""
         torn = "  torn save" if killed.tore_a_save else ""
-        met = f"step {killed.step}, {killed.doing}{torn}"
-        tell(f"{first}  {killed.kill!s:<45}  {met:<62}  gone in {killed.seconds:5.2f} s")
+        tell(f"{first:>3}  {killed.kill!s:<57}  gone in {killed.seconds:5.2f} s")
+        tell(f"       at step {killed.step}, {killed.doing}{torn}")
     said = ", ".join(map(str, trial.resumed_at)) or "-"
     verdict = "DIFFERENT" if trial.problems else "equal"
     tell(f"     resumed at {said}; {trial.lost} lost, {trial.repeated} repeated: {verdict} ({trial.seconds:.0f} s)")
@@ -313,10 +312,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "config", nargs="?", metavar="CONFIG", type=Path, default=DEMO, help="YAML file of the run (the demo's)"
-    )
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, as for mmtrain.launch")
+    parser.add_argument("config", nargs="?", metavar="CONFIG", default=DEMO, help="YAML file of the run (the demo's)")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, as for mmtrain train")
     parser.add_argument("--full", action="store_true", help="do not shorten the demo: all its steps and evaluations")
     parser.add_argument("--trials", type=int, default=20, metavar="N", help="runs to kill (default 20)")
     parser.add_argument("--hang", type=int, default=1, metavar="N", help="runs of which a rank is stopped (default 1)")
