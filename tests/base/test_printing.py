@@ -91,7 +91,7 @@ def test_what_nobody_expected_is_a_traceback_that_steers_no_terminal(tmp_path):
     assert_obeyed_by_none(ended.stderr)
 
 
-Command = Callable[[Path, Path], tuple[object, list[str]]]  # the tiny set, a new folder --> a main function, arguments
+Command = Callable[[Path, Path], list[str]]  # the tiny set, a new folder --> a command line
 
 
 def plan_with_a_key(tiny: Path, folder: Path):
