@@ -23,9 +23,10 @@ from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import say
 from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, step_folders
-from mmtrain.config.load import dump_config, restore_config
+from mmtrain.config.load import dump_config, restore_config, validated
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import read_yaml
+from mmtrain.processes.child import python_child
 
 WRONG_INPUT = 2  # exit code of the launcher for what the user can mend
 LINES_KEPT = 200  # of what the launcher has printed: its message is among the last
@@ -129,19 +130,19 @@ def train(
     """Start a run, or go on with it, as `mmtrain train` does; returns at once, `Run.wait` waits for its end.
 
     `resume`, `allow_change` and `trace_steps` are the command's --resume, --allow-change and --trace. With `show` what
-    the command prints is printed here as it comes. If this process ends first, the run goes on without it.
+    the command prints is printed here as it comes. If this process ends first, the run goes on without it. Raises
+    UserError for a configuration that was changed to what none may hold.
     """
-    command = [sys.executable, "-m", "mmtrain.launch", "/dev/stdin", f"--resume={resume}"]
-    command += [f"--allow-change={key}" for key in allow_change]
-    command += [f"--trace={trace_steps}"] if trace_steps else []
+    config = validated(config.model_dump(), f"the configuration of run {config.run.name}")
+    options = [f"--resume={resume}", *(f"--allow-change={key}" for key in allow_change)]
+    options += [f"--trace={trace_steps}"] if trace_steps else []
     if config.data.allow_pipe:  # which no file may say
-        command.append(f"data.allow_pipe=[{', '.join(config.data.allow_pipe)}]")
+        options.append(f"data.allow_pipe=[{', '.join(config.data.allow_pipe)}]")
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         file.write(dump_config(config))
         file.seek(0)
         process = subprocess.Popen(
-            command,
-            stdin=file,
+            **python_child("-m", "mmtrain.launch", "/dev/stdin", *options) | {"stdin": file},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

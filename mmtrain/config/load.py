@@ -44,12 +44,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply(content, override)
     _drop_alternatives(content, [override.partition("=")[0].strip() for override in overrides])
-    content = _tuples(content)
+    return validated(_tuples(content), str(path))
+
+
+def validated(content: dict[str, Any], source: str) -> RunConfig:
+    """The configuration with this content; raises UserError, which names the source, for all its problems."""
     try:
         return RunConfig.model_validate(content)
     except ValidationError as error:
         problems = explain(RunConfig, error.errors(include_url=False), content)
-    heading = f"{path}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    heading = f"{source}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
     raise UserError("\n  ".join([heading, *problems]))
 
 

@@ -29,6 +29,7 @@ from pydantic import TypeAdapter
 from mmtrain.api.run import RunError
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
+from mmtrain.processes.child import python_child
 from mmtrain.processes.gpus import Gpu
 from mmtrain.processes.parent import die_with_parent
 
@@ -110,11 +111,9 @@ def run_check(check: Check, here: Here, limit: float) -> Outcome:
     mark, began = uuid.uuid4().hex, time.monotonic()
     with (here.folder / LOG).open("w") as log:
         child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, check.function, here.folder],
-            stdin=subprocess.DEVNULL,
+            **python_child("-c", CHILD, check.function, here.folder, **{MARK: mark}),
             stdout=log,
             stderr=log,
-            env=os.environ | {MARK: mark},
             start_new_session=True,  # Ctrl-C is ours to hand on
         )
         try:

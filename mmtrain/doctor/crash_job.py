@@ -12,7 +12,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ import psutil
 
 from mmtrain.base.durable import UNFINISHED
 from mmtrain.checkpoint.step_folder import CHECKPOINTS
+from mmtrain.processes.child import python_child
 from mmtrain.processes.rank_records import Progress
 
 AT_START = ("opening the data", "loading weights", "building the engine", "loading the checkpoint")
@@ -75,11 +75,9 @@ class Launched:
         self._stdout, self._stderr = scratch / "stdout", scratch / "stderr"
         with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mmtrain.launch", *arguments],
-                stdin=subprocess.DEVNULL,
+                **python_child("-m", "mmtrain.launch", *arguments, TMPDIR=str(scratch), PYTHONUNBUFFERED="1"),
                 stdout=stdout,
                 stderr=stderr,
-                env=os.environ | {"TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
             )
 

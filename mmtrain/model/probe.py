@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.pretrained.families import check_family
 from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.processes.child import python_child
 from mmtrain.processes.parent import die_with_parent
 
 STAGED_BOUND = 1e-6  # relative; the kernels are the same, 0.0 on every family that is known to work
@@ -86,15 +86,11 @@ def _measure_in_child(
     family: str, folder: Path, cut_points: Sequence[int], timeout_seconds: float
 ) -> tuple[float, float]:
     """(staged, packed) differences; raises UserError if the child brings none back in time."""
-    command = [sys.executable, "-P", "-m", __name__, str(folder), *map(str, cut_points)]
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    command = python_child("-m", __name__, folder, *cut_points, CUDA_VISIBLE_DEVICES="")
     with tempfile.NamedTemporaryFile(prefix="mmtrain-probe-", suffix=".log", delete=False) as stream:
         log = stream.name
         try:
-            child = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=stream, env=environment, timeout=timeout_seconds
-            )
+            child = subprocess.run(**command, stdout=subprocess.PIPE, stderr=stream, timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
             late = f"{family}: its tiny model did not finish within {timeout_seconds:g} s; see {log}"
             raise UserError(late) from None

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,12 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from mmtrain.base.errors import UserError
+from mmtrain.processes.child import python_child
 from mmtrain.processes.parent import die_with_parent
 
 NVIDIA_DRIVER_FILE = "/dev/nvidiactl"
 DRIVER_FILES = (NVIDIA_DRIVER_FILE, "/dev/dxg", "/dev/kfd")  # WSL has the second, AMD the third
-CHILD = (sys.executable, "-P", "-m", "mmtrain.processes.gpus")
+CHILD = ("-m", "mmtrain.processes.gpus")
 SECONDS = 120  # a cold disk takes half a minute to import torch, and a machine of eight GPUs seconds to answer
 # The first driver of each major release of CUDA; any later one runs every minor release of it.
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
@@ -77,12 +77,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 def ask_machine(timeout_seconds: float = SECONDS) -> Machine:
     """Ask in a child process, which has the environment of this one; raises UserError where no answer comes."""
-    root = str(Path(__file__).parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    child = subprocess.Popen(
-        CHILD, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    child = subprocess.Popen(**python_child(*CHILD), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         answer, said = child.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:

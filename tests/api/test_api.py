@@ -71,6 +71,9 @@ def test_wrong_input_is_the_launchers_message(tiny, tmp_path):
     run = mmtrain.train(short(tiny, tmp_path, "data.shards=/no/such-*.tar"), show=False)
     with pytest.raises(mmtrain.UserError, match=r"^data\.shards: .*/no/such"):
         run.wait(100)
+    changed = mmtrain.load_config("demo:llava_pp4").changed({"train.max_steps": -3})
+    with pytest.raises(mmtrain.UserError, match=r"^the configuration of run llava_pp4: 1 problem\n  train\.max_steps"):
+        mmtrain.train(changed)
     with pytest.raises(mmtrain.UserError, match="no run, which has a"):
         mmtrain.load_run(tmp_path / "tiny")
 

@@ -38,7 +38,7 @@ def answer(monkeypatch, tmp_path):
 
     def set_program(facts: dict | str) -> None:
         program = facts if isinstance(facts, str) else f"print('a greeting'); print({json.dumps(facts)!r})"
-        monkeypatch.setattr(gpus, "CHILD", (sys.executable, "-c", program))
+        monkeypatch.setattr(gpus, "CHILD", ("-c", program))
 
     return set_program
 
@@ -128,7 +128,7 @@ MACHINE_WITH_GPUS = """
 import importlib.util, os, sys, traceback
 from mmtrain.processes import gpus
 gpus.DRIVER_FILES = (__file__,)
-gpus.CHILD = (sys.executable, "-S", "-c", {answer!r})
+gpus.CHILD = ("-S", "-c", {answer!r})
 class Watch:
     def find_spec(self, name, path, target=None):
         if name != "torch.cuda":

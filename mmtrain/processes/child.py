@@ -1,0 +1,28 @@
+"""A child process that runs this Python, and imports what this process imports, from the same places."""
+
+from __future__ import annotations
+
+import os
+import site
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+ROOT = str(Path(__file__).parents[2])  # which a notebook beside the package finds by the empty entry of sys.path
+
+
+def python_child(*arguments: object, **variables: str) -> dict[str, Any]:
+    """Keywords for subprocess.run or Popen: `python ARGUMENTS`, without input, with these variables in its environment.
+
+    Nothing is imported from the folder that it runs in (-P), which may hold a file called torch.py. It gets those
+    folders of sys.path that Python does not know by itself: another Python, started by the child, is not misled.
+    """
+    known = (sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages())
+    path = os.pathsep.join(entry for entry in (*sys.path, ROOT) if entry and not entry.startswith(known))
+    return {
+        "args": [sys.executable, "-P", *map(str, arguments)],
+        "env": {**os.environ, "PYTHONPATH": path, **variables},
+        "stdin": subprocess.DEVNULL,
+    }
