@@ -27,7 +27,7 @@ from typing import Any
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import without_nan
-from mmtrain.base.printing import clear_line, harmless, show_words, tell
+from mmtrain.base.printing import clear_line, harmless, print_table, show_words, table_lines, tell
 from mmtrain.doctor.check import Check, Here, Outcome, run_check
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.processes.gpus import Gpu, visible_gpus
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         options.json.open("a").close()  # or say now that it cannot be written
     result: dict[str, Any] = {"machine": describe_machine(), "gpus": [], "checks": []}
     gpus, began = _gpus(), time.monotonic()
-    tell(_headline(gpus, result["machine"]["versions"]))
+    tell(*table_lines(("",), [(_headline(gpus, result["machine"]["versions"]),)]))
     result["gpus"] = [asdict(gpu) for gpu in gpus]
     folder = Path(tempfile.mkdtemp(prefix="doctor-"))
     here = Here(folder, folder / "runs", options.record.resolve(), gpus)
@@ -166,7 +166,7 @@ def _shown_running(check: Check) -> Iterator[None]:
     """On a terminal, what is being waited for."""
     shown = sys.stdout.isatty()
     if shown:
-        show_words(f"...       {check.name:{NAME_WIDTH}}  {check.purpose}")
+        show_words(f"{check.name}: {check.purpose}")
     try:
         yield
     finally:
@@ -175,18 +175,21 @@ def _shown_running(check: Check) -> Iterator[None]:
 
 
 def _print(outcome: Outcome) -> None:
+    """A row of the table that the checks make one after the other."""
     word = {"failed": "FAILED"}.get(outcome.outcome, outcome.outcome)
     seconds = "" if outcome.outcome == "left out" else f"{outcome.seconds:.1f} s"
-    tell(f"{word:8}  {outcome.name:{NAME_WIDTH}}  {seconds:>7}  {harmless(outcome.text)}")
-    if outcome.remedy:
-        tell(f"{'':{8 + 2 + NAME_WIDTH + 2 + 7}}  what to do: {outcome.remedy}")
+    text = harmless(outcome.text) + (f"\nwhat to do: {outcome.remedy}" if outcome.remedy else "")
+    tell(*table_lines(("", "", ">", ""), [(f"{word:8}", f"{outcome.name:{NAME_WIDTH}}", f"{seconds:>7}", text)]))
 
 
 def _print_list() -> None:
+    rows = []
     for check in CHECKS:
-        needed = max(check.gpus, check.ranks)
-        needs = f"{check.gpus} GPU{'s' * (check.gpus > 1)}" if check.gpus else f"{needed} ranks" * (needed > 1)
-        tell(f"{check.name:{NAME_WIDTH}}  {'quick' if check.quick else '':5}  {needs:8}  {check.purpose}")
+        needs = f"{check.ranks} ranks" * (check.ranks > 1)
+        if check.gpus:
+            needs = f"{check.gpus} GPU{'s' * (check.gpus > 1)}"
+        rows.append((check.name, "quick" if check.quick else "", needs, check.purpose))
+    print_table(("check", "", "needs", "proves"), rows)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
