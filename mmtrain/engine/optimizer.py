@@ -92,9 +92,14 @@ def _hand_over_gradient(master: torch.nn.Parameter, parameter: torch.Tensor) -> 
 def make_optimizer(
     module: torch.nn.Module, trainable: Mapping[str, torch.nn.Parameter], config: OptimizerSection
 ) -> torch.optim.Optimizer:
-    """AdamW (arXiv:1711.05101) over this rank's master weights, or a NoOpOptimizer when there is none."""
+    """AdamW (arXiv:1711.05101) over this rank's master weights, or a NoOpOptimizer when there is none.
+
+    Raises ValueError for a weight that is not fp32: most updates of it would be lost in rounding.
+    """
     if not trainable:
         return NoOpOptimizer(module)
+    if stored := [f"{name} {weight.dtype}" for name, weight in trainable.items() if weight.dtype != torch.float32]:
+        raise ValueError(f"not a master weight in torch.float32: {first_few(stored, NAMES_SHOWN)}")
     return torch.optim.AdamW(
         trainable.values(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
     )

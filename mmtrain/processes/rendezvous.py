@@ -48,6 +48,11 @@ class FixedNodes(StaticTCPRendezvous):
             )
         return super().next_rendezvous()
 
+    def shutdown(self) -> bool:
+        """Close node 0's store, so that nothing listens once the run is over."""
+        self._store = None
+        return True
+
     def get_backend(self) -> str:
         """Name among torch's."""
         return BACKEND

@@ -52,6 +52,12 @@ def test_the_optimizer_follows_what_trains():
     assert adamw.param_groups[0]["params"] == [module.weight]
 
 
+def test_a_weight_that_is_not_fp32_is_refused_since_most_updates_of_it_would_be_lost():
+    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"not a master weight in torch.float32: a torch.bfloat16"):
+        make_optimizer(nn.Module(), {"a": weight}, OptimizerSection())
+
+
 def test_master_weights_add_up_gradients_and_updates_that_bfloat16_would_lose():
     stored = {"a": nn.Parameter(torch.ones(1, dtype=torch.bfloat16)), "b": nn.Parameter(torch.ones(1))}
     masters = MasterWeights(stored)

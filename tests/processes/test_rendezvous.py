@@ -16,7 +16,7 @@ from processes import Command, listeners, running, wait_for
 from torch.distributed import TCPStore
 
 from mmtrain.base.errors import UserError
-from mmtrain.processes.rendezvous import EVERY_INTERFACE, listening_address, listening_socket
+from mmtrain.processes.rendezvous import EVERY_INTERFACE, FixedNodes, listening_address, listening_socket
 
 SECONDS_BETWEEN_READS = 5  # of the state that torch's dynamic rendezvous keeps in its store
 
@@ -84,6 +84,14 @@ def test_of_a_run_on_one_machine_nothing_listens_for_others_and_nothing_put_into
 
     assert len(stores) == 1 and {address for address, _ in found} == {"127.0.0.1"}
     assert not [(address, port) for _, port in found for address in other_addresses() if accepts(address, port)]
+
+
+def test_nothing_listens_any_more_once_the_run_is_over():
+    nodes = FixedNodes("127.0.0.1", 0, 0, 1, "run", 60)
+    nodes.next_rendezvous()
+    assert accepts("127.0.0.1", nodes.master_port)
+    assert nodes.shutdown()
+    assert not accepts("127.0.0.1", nodes.master_port)
 
 
 def test_the_first_of_several_machines_listens_on_the_address_that_the_others_are_given():
