@@ -22,19 +22,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mmtrain.base.collectives import of_all_ranks
 from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import bytes_used
 from mmtrain.calibration.message_costs import MessageCosts
-from mmtrain.calibration.solution import (
-    ENCODE,
-    WINDOW,
-    mean_of_ranks,
-    median_of,
-    recomputing,
-    solve_layers,
-    solve_messages,
-)
+from mmtrain.calibration.solution import ENCODE, WINDOW, mean_of_ranks, recomputing, solve_layers, solve_messages
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.channels import Channels
@@ -192,15 +185,10 @@ class Calibrator:
 
     # ---- the result
 
-    def finish(self, factors: Sequence[float | None] | None = None) -> Calibration:
-        """The calibration of all rounds so far.
-
-        `factors`, one for each round: what its seconds are multiplied by, None for a round that does not count.
-        """
-        factors = factors or [1.0] * len(self.seconds[MATMUL])
-        medians = {name: median_of(values, factors) for name, values in self.seconds.items()}
-        of_ranks = [(medians, self._bytes())] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, of_ranks[0])
+    def finish(self) -> Calibration:
+        """The calibration of all rounds so far."""
+        medians = {name: statistics.median(values) for name, values in self.seconds.items()}
+        of_ranks = of_all_ranks((medians, self._bytes()))
         seconds = mean_of_ranks([medians for medians, _ in of_ranks])
         # The ranks have measured whole images, and an update of what trains in one layer of each kind.
         seconds[ENCODE] *= self._costs.work.images / len(self._host_batch.images)
@@ -236,7 +224,7 @@ class _StepEnd:
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
         self._device = device
-        self._replicas = replica_group(plan, dist.get_rank(), config.parallel.timeout_seconds)
+        self._replicas = replica_group(plan, dist.get_rank(), device, config.parallel.timeout_seconds)
 
     def reduce(self) -> None:
         """REDUCE_GRADIENTS and REDUCE_STATISTICS."""

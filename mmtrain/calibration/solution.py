@@ -25,13 +25,6 @@ def recomputing(name: str) -> str:
     return f"{name}, recomputing"
 
 
-def median_of(values: Sequence[float], factors: Sequence[float | None]) -> float:
-    """The median of those values whose factor is not None, each times it; there must be one."""
-    return statistics.median(
-        value * factor for value, factor in zip(values, factors, strict=True) if factor is not None
-    )
-
-
 def mean_of_ranks(of_ranks: Sequence[Seconds]) -> dict[str, float]:
     """Means over the ranks that have measured something, by its name."""
     names = dict.fromkeys(name for rank in of_ranks for name in rank)

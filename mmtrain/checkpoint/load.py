@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
+from mmtrain.base.collectives import of_all_ranks
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
 
@@ -38,8 +39,7 @@ def load(start: StepFolder, names: Collection[str]) -> tuple[dict[str, torch.Ten
     where the checkpoint holds other tensors than all ranks together train, or none that can be read.
     """
     rank = dist.get_rank()
-    wanted: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(wanted, sorted(names))
+    wanted = of_all_ranks(sorted(names))
     if rank == 0:
         stored = {**_opened(start.tensors_file), **_opened(start.optimizer_file)}
         trained = {name for one in wanted for name in one}

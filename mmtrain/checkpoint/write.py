@@ -25,6 +25,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from mmtrain.base.collectives import of_all_ranks, on_rank_0
 from mmtrain.base.durable import flush
 from mmtrain.base.errors import NonFiniteError, UserError
 from mmtrain.base.json_lines import recorded, without_nan
@@ -110,9 +111,7 @@ class Checkpointer:
         self.saved = saved
         """Step of the latest `save`, whatever became of it."""
         self.writes = dist.get_rank() == 0
-        every: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(every, contributes)
-        self._others = [rank for rank, sends in enumerate(every) if sends and rank]
+        self._others = [rank for rank, sends in enumerate(of_all_ranks(contributes)) if sends and rank]
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._job: Callable[[], Saved] | None = None  # the latest, until it has succeeded
         self._pending: Future[Saved] | None = None
@@ -231,8 +230,7 @@ class Checkpointer:
         if not self._others:
             return tensors, notes
         shapes = {name: tensor.shape for name, tensor in mine.items()}
-        gathered: list[Any] | None = [None] * dist.get_world_size() if self.writes else None
-        dist.gather_object((shapes, trained), gathered)
+        gathered = on_rank_0((shapes, trained))
         if gathered is None:
             for tensor in mine.values():
                 dist.send(_copied(tensor), 0)

@@ -30,6 +30,7 @@ from mmtrain.engine.bad_steps import report_bad_step
 from mmtrain.engine.channels import Channels
 from mmtrain.engine.deepspeed_pipeline import DeepSpeedPipeline
 from mmtrain.engine.optimizer import MasterWeights, adamw_state, clip_coefficient, learning_rate, load_trained
+from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import warm_up
 from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
@@ -87,7 +88,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self.predicted: dict[int, torch.Tensor] = {}
         """Last stage: arg max at the supervised positions (S,), row-major, by micro-batch of the latest `evaluate`."""
 
-        timeout = timedelta(seconds=config.parallel.timeout_seconds)
+        self._replicas = replica_group(plan, self.global_rank, self.device, config.parallel.timeout_seconds)
         self._bad_steps_file = bad_steps_file
         self._wants_save = False
         self._wants_stop = False
@@ -98,6 +99,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         if warms_up:
             warm_up(config, self.chunks, self._masters, plan.first_trainable_stage, self.device)
         self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains
+        timeout = timedelta(seconds=config.parallel.timeout_seconds)
         self._channels = Channels(plan, self.global_rank, self.device, timeout)
         self.clock = StepClock(self.device)
         width = next(iter(self.chunks.values())).language.hidden_size
@@ -297,8 +299,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._channels.send("gradient", stage, [gradient.contiguous()])
 
     def _reduce_gradients(self, stage: int, microbatch: int) -> None:
-        replicas = self.grid.get_data_parallel_group() if self.plan.data > 1 else None
-        self._masters.reduce_gradients(replicas)
+        self._masters.reduce_gradients(self._replicas)
 
     def _reduce_statistics(self, stage: int, microbatch: int) -> None:
         """Sum the statistics over ranks, and tell all of them what the clock of each has measured."""

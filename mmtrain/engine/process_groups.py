@@ -25,17 +25,17 @@ def join_process_group(device: torch.device, timeout_seconds: int) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
 
 
-def replica_group(plan: Plan, rank: int, timeout_seconds: int) -> dist.ProcessGroup | None:
-    """The ranks that hold the same stages as `rank`, this one; None where there is one replica.
+def replica_group(plan: Plan, rank: int, device: torch.device, timeout_seconds: int) -> dist.ProcessGroup | None:
+    """The ranks that hold the same stages as `rank`, this one, for tensors on `device`; None with one replica.
 
-    Every rank of the job calls it at the same time.
+    Every rank of the job calls it at the same time. DeepSpeed's own groups of these ranks have torch's timeout.
     """
     if plan.data == 1:
         return None
-    mine = None
+    mine, backend = None, "nccl" if device.type == "cuda" else "gloo"
     for place in range(plan.pipeline):  # every rank makes all groups, its own or not, in one order
         ranks = [other.rank for other in plan.ranks if other.pipeline == place]
-        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds))
+        group = dist.new_group(ranks, timedelta(seconds=timeout_seconds), backend)
         if rank in ranks:
             mine = group
     return mine

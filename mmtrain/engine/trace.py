@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmtrain.base.collectives import on_rank_0
 from mmtrain.base.durable import whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.plan.plan import Plan
@@ -68,12 +69,10 @@ class Tracer:
     Every rank makes one. In between each keeps a few tuples an instruction.
     """
 
-    def __init__(self, file: Path, plan: Plan, steps: int, gather: Callable[[Any], list[Any] | None]) -> None:
-        """`gather` is a collective: rank 0 gets what all ranks give, by global rank, the others None."""
+    def __init__(self, file: Path, plan: Plan, steps: int) -> None:
         self._file = file
         self._plan = plan
         self._steps = steps
-        self._gather = gather
         self._seen = 0
         self._recorded: list[TracedStep] | None = []  # None once written
 
@@ -95,7 +94,7 @@ class Tracer:
             return None
         if not recorded:
             return "no trace: it begins with the second step, and none was made"
-        ranks = self._gather(recorded)
+        ranks = on_rank_0(recorded)
         if ranks is None:
             return None
         steps = f"{len(recorded)} step{'s' if len(recorded) > 1 else ''}"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch.distributed as dist
 
+from mmtrain.base.collectives import of_all_ranks
 from mmtrain.base.errors import UserError
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
@@ -45,7 +45,7 @@ class Evaluator:
         self.held_out = held_out
         self.progress = progress
         self.show = show
-        extents = self.of_all_ranks(None if held_out is None else held_out.extent)
+        extents = of_all_ranks(None if held_out is None else held_out.extent)
         self.extent: Extent = extents[0]
         for rank, extent in enumerate(extents):
             if extent not in (None, self.extent):  # they would wait for each other for ever, or score in silence
@@ -104,12 +104,6 @@ class Evaluator:
         """All predicted tokens of the last engine.evaluate, in the order of its packs."""
         mine = self.engine.plan.ranks[dist.get_rank()]
         said = [token for _, tokens in sorted(self.engine.predicted.items()) for token in tokens.tolist()]
-        by_rank = self.of_all_ranks((mine.pipeline, mine.data, said))
+        by_rank = of_all_ranks((mine.pipeline, mine.data, said))
         last = (replica for replica in by_rank if replica[0] == self.engine.plan.pipeline - 1)
         return [token for *_, tokens in sorted(last) for token in tokens]
-
-    def of_all_ranks(self, value: Any) -> list[Any]:
-        """What every rank gives, in the order of ranks."""
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values

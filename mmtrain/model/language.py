@@ -198,14 +198,13 @@ def load_slice(
     head: bool,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    opened: set[str] | None = None,
 ) -> LanguageSlice:
     """Decoder layers [first, last) of the causal LM in a folder (or cached hub id), frozen, in eval mode.
 
-    Only the slice's own tensors are read; `opened`, if given, collects their names on disk. transformers loads them by
-    its own rules (conversions, fused experts, ties, fp32 buffers), so that the union of all slices equals
-    `from_pretrained`. With tied embeddings a head slice without the embedding holds its own copy of the matrix. Raises
-    UserError for missing or unusable files and for families that cannot be cut.
+    Only the slice's own tensors are read. transformers loads them by its own rules (conversions, fused experts, ties,
+    fp32 buffers), so that the union of all slices equals `from_pretrained`. With tied embeddings a head slice without
+    the embedding holds its own copy of the matrix. Raises UserError for missing or unusable files and for families that
+    cannot be cut.
     """
     folder = model_folder(path)
     config = causal_config(folder)
@@ -233,8 +232,6 @@ def load_slice(
         return head if part in ("norm", "head") else holds_layer_0(first, last)
 
     tensors = open_tensors({name: file for name, file in files.items() if wanted(name)})
-    if opened is not None:
-        opened.update(tensors)
     # The name and module of the stock class: transformers finds its conversions by them.
     part_class = type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
     with quiet():

@@ -30,16 +30,18 @@ from mmtrain.processes.child import python_child
 from mmtrain.processes.parent import die_with_parent
 
 STAGED_BOUND = 1e-6  # relative; the kernels are the same, 0.0 on every family that is known to work
+SECONDS = 300  # that the child may take
 PACKED_BOUND = 1e-4  # relative; rounding over 80 layers stays below 2e-5, a leak is above 1e-2
 
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*: .+")
+_RESULT = re.compile(r"^differences (\S+) (\S+)$", re.MULTILINE)  # libraries may print, too
 
 
-def probe(path: str, cut_points: Sequence[int], *, timeout_seconds: float = 300) -> None:
+def probe(path: str, cut_points: Sequence[int]) -> None:
     """Try the model in folder (or cached hub id) `path` with stages that begin at the decoder layers `cut_points`.
 
     Raises UserError naming the family where staged or packed execution differs from the stock model, fails, or takes
-    longer than `timeout_seconds`: it takes 2 to 5 s, on a machine that is busy with other work a minute.
+    longer than `SECONDS`: it takes 2 to 5 s, on a machine that is busy with other work a minute.
     """
     folder = model_folder(path)
     config_json = read_json(folder / "config.json")
@@ -48,7 +50,7 @@ def probe(path: str, cut_points: Sequence[int], *, timeout_seconds: float = 300)
     if record.is_file():
         return
     family = config_json["model_type"]
-    staged, packed = _measure_in_child(family, folder, cut_points, timeout_seconds)
+    staged, packed = _measure_in_child(family, folder, cut_points)
     refuse_differences(family, staged, packed)
     result = {"family": family, "cut_points": list(cut_points), "staged": staged, "packed": packed}
     with contextlib.suppress(OSError):  # a home that cannot be written costs a second at the next launch, not the run
@@ -82,21 +84,20 @@ def _fingerprint(folder: Path, cut_points: Sequence[int]) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
-def _measure_in_child(
-    family: str, folder: Path, cut_points: Sequence[int], timeout_seconds: float
-) -> tuple[float, float]:
+def _measure_in_child(family: str, folder: Path, cut_points: Sequence[int]) -> tuple[float, float]:
     """(staged, packed) differences; raises UserError if the child brings none back in time."""
     command = python_child("-m", __name__, folder, *cut_points, CUDA_VISIBLE_DEVICES="")
     with tempfile.NamedTemporaryFile(prefix="mmtrain-probe-", suffix=".log", delete=False) as stream:
         log = stream.name
         try:
-            child = subprocess.run(**command, stdout=subprocess.PIPE, stderr=stream, timeout=timeout_seconds)
+            child = subprocess.run(**command, stdout=subprocess.PIPE, stderr=stream, text=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:
-            late = f"{family}: its tiny model did not finish within {timeout_seconds:g} s; see {log}"
+            late = f"{family}: its tiny model did not finish within {SECONDS:g} s; see {log}"
             raise UserError(late) from None
-    if child.returncode == 0:
+    found = _RESULT.findall(child.stdout)
+    if child.returncode == 0 and found:
         Path(log).unlink()
-        staged, packed = child.stdout.split()[-2:]
+        staged, packed = found[-1]
         return float(staged), float(packed)
     lines = Path(log).read_text(errors="replace").strip().splitlines()
     causes = [line for line in lines if _EXCEPTION.match(line)] or lines[-1:] or [f"exit code {child.returncode}"]
@@ -129,4 +130,4 @@ def _measure(folder: Path, cut_points: Sequence[int]) -> tuple[float, float]:
 
 if __name__ == "__main__":
     die_with_parent()
-    print(*_measure(Path(sys.argv[1]), [int(layer) for layer in sys.argv[2:]]))
+    print("\ndifferences", *_measure(Path(sys.argv[1]), [int(layer) for layer in sys.argv[2:]]))

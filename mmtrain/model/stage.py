@@ -171,29 +171,14 @@ def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings:
     return embeddings.flatten(0, 1).index_copy(0, image_places, rows).view_as(embeddings)
 
 
-def build_chunk(
-    config: RunConfig,
-    stage: StagePlan,
-    *,
-    device: torch.device | str = "cpu",
-    opened: set[str] | None = None,
-) -> Chunk:
+def build_chunk(config: RunConfig, stage: StagePlan, *, device: torch.device | str = "cpu") -> Chunk:
     """Load one stage from the published files and freeze all but `config.model.trainable`; recompute as planned.
 
-    Only the stage's own tensors are read; `opened`, if given, collects their names. Raises UserError for missing or
-    unusable model files.
+    Only the stage's own tensors are read. Raises UserError for missing or unusable model files.
     """
     dtype = DTYPES[config.model.llm.dtype]
-    language = load_slice(
-        config.model.llm.path,
-        stage.first,
-        stage.last,
-        embedding=stage.front,
-        head=stage.head,
-        dtype=dtype,
-        device=device,
-        opened=opened,
-    )
+    layers, ends = (stage.first, stage.last), {"embedding": stage.front, "head": stage.head}
+    language = load_slice(config.model.llm.path, *layers, **ends, dtype=dtype, device=device)
     language.recompute(stage.recompute_layers)
     if stage.head and stage.first < stage.last and takes_rows(language.model.config):
         language.narrow_last_layer()

@@ -54,10 +54,10 @@ def find_recorded(kind: str, name: str) -> Recorded | None:
     return None
 
 
-def nearest_recorded(kind: str, name: str, count: int = 3) -> list[str]:
+def nearest_recorded(kind: str, name: str) -> list[str]:
     """Recorded names that look most like `name`, best first."""
     known = [known for content in _contents(kind) for known in (content["id"], *content["aliases"])]
-    return difflib.get_close_matches(name, known, n=count, cutoff=0.3)
+    return difflib.get_close_matches(name, known, cutoff=0.3)
 
 
 def as_json(recorded: Recorded) -> str:

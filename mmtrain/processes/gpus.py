@@ -75,15 +75,15 @@ def visible_gpus() -> tuple[Gpu, ...]:
     return machine.gpus
 
 
-def ask_machine(timeout_seconds: float = SECONDS) -> Machine:
+def ask_machine() -> Machine:
     """Ask in a child process, which has the environment of this one; raises UserError where no answer comes."""
     child = subprocess.Popen(**python_child(*CHILD), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        answer, said = child.communicate(timeout=timeout_seconds)
+        answer, said = child.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()  # not waited for: a driver that hangs keeps it in the kernel
         raise UserError(
-            f"the GPU driver did not answer within {timeout_seconds:g} s; see whether nvidia-smi does, and restart the "
+            f"the GPU driver did not answer within {SECONDS:g} s; see whether nvidia-smi does, and restart the "
             f"machine if not, or {ON_THE_CPU}"
         ) from None
     found = [line for line in answer.splitlines() if line.startswith("{")]  # libraries may print, too

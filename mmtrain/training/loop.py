@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mmtrain.base.collectives import of_all_ranks, on_rank_0
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.checkpoint.choose import Start
@@ -108,9 +109,7 @@ class _Run:
                 rank.progress.at(self.first_step, "reading the held-out samples")
                 self.held_out = HeldOut(self.packed)
         rank.progress.at(self.first_step, "comparing the data with the other ranks")
-        seen: list[tuple[str, int] | None] = [None] * rank.world_size
-        mine = None if self.packed is None else (self.packed.catalog.fingerprint, self.packed.max_steps)
-        dist.all_gather_object(seen, mine)
+        seen = of_all_ranks(self.packed and (self.packed.catalog.fingerprint, self.packed.max_steps))
         readers = [other.rank for other in plan.ranks if other.pipeline == 0]
         for other in readers:
             if seen[other] != seen[readers[0]]:
@@ -119,7 +118,7 @@ class _Run:
                     "must be the same on every machine"
                 )
         self.data, self.max_steps = seen[readers[0]]
-        self.readers = replica_group(plan, rank.rank, config.parallel.timeout_seconds)
+        self.readers = replica_group(plan, rank.rank, torch.device("cpu"), config.parallel.timeout_seconds)
         self.as_given, self.config = config, config.changed({"train.max_steps": self.max_steps})
         self.console = Console(rank.console, self.max_steps, self.first_step)
         if self.packed is not None:
@@ -141,8 +140,7 @@ class _Run:
         )
         self._refuse_short_memory()  # master weights, communicators and libraries' workspaces are there now
         self.audit = RankAudit(self.mine, self.chunks, self.engine.optimizer, self.engine.trainable)
-        starts = [None] * dist.get_world_size()
-        dist.all_gather_object(starts, self.audit.start())
+        starts = of_all_ranks(self.audit.start())
         check_replicas(starts)
         self.about: dict[str, Any] = {  # what every checkpoint says of the run
             **run_state(self.as_given, plan, torch.get_num_threads(), self.device),
@@ -207,8 +205,8 @@ class _Run:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
         device = gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
         self.utilization = Utilization(config, peak_flops(config, device) if rank.rank == 0 else None)
-        self.tracer = Tracer(rank.folder / TRACE, self.plan, trace_steps, _gather) if trace_steps else None
-        ways = _gather({way for chunk in self.chunks.values() for way in chunk.attention_ways(self.device)})
+        self.tracer = Tracer(rank.folder / TRACE, self.plan, trace_steps) if trace_steps else None
+        ways = on_rank_0({way for chunk in self.chunks.values() for way in chunk.attention_ways(self.device)})
         if ways is not None:
             records, lines = say_ways(ways)
             self.metrics.write(kind="attention", step=self.first_step, ways=records)
@@ -311,7 +309,7 @@ class _Run:
             for record in self.account.finish(self.max_steps):
                 self.metrics.write(**record)
         self.rank.progress.at(self.max_steps, "auditing")
-        records = _gather(self.audit.finish(self.engine.saw_gradient))
+        records = on_rank_0(self.audit.finish(self.engine.saw_gradient))
         if records is not None:
             file = self.rank.folder / AUDIT
             found = write_audit(file, self.plan, records, learns=self.config.optimizer.lr > 0)
@@ -371,13 +369,6 @@ def use_algorithms(deterministic: bool) -> None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when it starts
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(deterministic)
-
-
-def _gather(value: Any) -> list[Any] | None:
-    """What every rank gives, by global rank, on rank 0; None on the others."""
-    found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, found)
-    return found
 
 
 def _without_init_from(config: RunConfig) -> RunConfig:

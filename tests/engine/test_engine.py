@@ -259,14 +259,25 @@ def test_a_non_finite_loss_stops_every_rank_before_any_update(parts, pipeline, d
 
 
 def counts_of_a_step(config):
+    """Its result, and how long this rank would have waited for the gradients of other replicas."""
     engine, batches = build(config)
-    return engine.train_step(batches(step(0)))
+    reduce, timeouts = dist.all_reduce, set()
+
+    def watched(tensor, *, group=None):
+        if group is not None:
+            timeouts.add(group._get_backend(tensor.device).options._timeout.total_seconds())
+        return reduce(tensor, group=group)
+
+    dist.all_reduce = watched
+    return engine.train_step(batches(step(0))), timeouts
 
 
-def test_a_step_counts_the_data_of_all_replicas(parts):
-    config = make_config(parts, parallel__pipeline=2, parallel__data=2)
+def test_a_step_counts_the_data_of_all_replicas_and_waits_for_them_as_long_as_the_configuration_says(parts):
+    config = make_config(parts, parallel__pipeline=2, parallel__data=2, parallel__timeout_seconds=77)
     documents = [make_document(i, images=i % 3) for i in range(4)]
-    for result in run_ranks(4, counts_of_a_step, config):
+    results = run_ranks(4, counts_of_a_step, config)
+    assert set().union(*(timeouts for _, timeouts in results)) == {77}
+    for result, _ in results:
         assert (result.samples, result.images) == (4, 3)
         assert result.tokens == sum(len(d.ids) for d in documents)
         assert result.supervised_tokens == sum(label >= 0 for d in documents for label in d.labels)

@@ -13,6 +13,7 @@ import pytest
 from mmtrain import launch
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
+from mmtrain.engine import trace
 from mmtrain.engine.trace import Interval, TracedStep, Tracer, Work, refuse_unfit_trace, write_trace
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import Instruction, Op
@@ -157,28 +158,31 @@ def test_clocks_that_begin_anywhere_are_set_by_the_moments_at_which_all_ranks_go
     ]
 
 
-def tracer(plan, file, steps):
+@pytest.fixture
+def tracer(plan, monkeypatch):
+    """Makes the tracer of a rank that is alone."""
+    monkeypatch.setattr(trace, "on_rank_0", lambda mine: [mine])
     plan = replace(plan, ranks=plan.ranks[:1])
-    return Tracer(file, plan, steps, gather=lambda mine: [mine])
+    return lambda file, steps: Tracer(file, plan, steps)
 
 
-def test_a_run_that_ends_early_leaves_the_steps_that_it_made(plan, tmp_path):
+def test_a_run_that_ends_early_leaves_the_steps_that_it_made(tracer, tmp_path):
     file = tmp_path / "trace.json"
-    early = tracer(plan, file, steps=3)
+    early = tracer(file, steps=3)
     for step in (7, 8):
         early.add(lambda step=step: recorded(step, 10.0 * step))
         assert not early.is_complete
     assert early.finish() == f"trace of 1 step: {file}; it opens in ui.perfetto.dev"
     assert content_of(file)["otherData"]["steps"] == [8]
     assert early.finish() is None
-    nothing = tracer(plan, tmp_path / "none.json", steps=3)
+    nothing = tracer(tmp_path / "none.json", steps=3)
     nothing.add(lambda: recorded(0, 0.0))
     assert nothing.finish() == "no trace: it begins with the second step, and none was made"
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
-def test_steps_beyond_those_asked_for_are_not_kept(plan, tmp_path):
-    full = tracer(plan, tmp_path / "trace.json", steps=1)
+def test_steps_beyond_those_asked_for_are_not_kept(tracer, tmp_path):
+    full = tracer(tmp_path / "trace.json", steps=1)
     asked = []
     for step in range(5):
         full.add(lambda step=step: asked.append(step) or recorded(step, 10.0 * step))
@@ -187,8 +191,8 @@ def test_steps_beyond_those_asked_for_are_not_kept(plan, tmp_path):
     assert asked == [1] and content_of(tmp_path / "trace.json")["otherData"]["steps"] == [1]
 
 
-def test_a_trace_that_cannot_be_written_does_not_end_the_run(plan, tmp_path):
-    lost = tracer(plan, tmp_path / "gone" / "trace.json", steps=1)
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(tracer, tmp_path):
+    lost = tracer(tmp_path / "gone" / "trace.json", steps=1)
     for step in range(2):
         lost.add(lambda step=step: recorded(step, 10.0 * step))
     assert lost.finish() == f"no trace: {tmp_path}/gone/trace.json cannot be written: No such file or directory"

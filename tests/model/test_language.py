@@ -188,12 +188,11 @@ def test_recomputing_layers_changes_neither_output_nor_gradient_nor_names(family
     assert attempt(0)[1] == [1, 1, 1, 1]
 
 
-def test_a_tied_head_alone_holds_its_own_copy_and_beside_the_embedding_one_matrix(tmp_path):
+def test_a_tied_head_alone_holds_its_own_copy_and_beside_the_embedding_one_matrix(tmp_path, opened):
     stock = make_model(tie_word_embeddings=True)
     path = save(stock, tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    opened: set[str] = set()
-    last = load_slice(path, 4, 6, embedding=False, head=True, dtype=torch.float32, opened=opened)
+    last = load_slice(path, 4, 6, embedding=False, head=True, dtype=torch.float32)
     assert "model.embed_tokens.weight" in opened
     named = dict(last.global_parameters())
     assert torch.equal(named["llm.head.weight"], stock.lm_head.weight)
@@ -205,7 +204,7 @@ def test_a_tied_head_alone_holds_its_own_copy_and_beside_the_embedding_one_matri
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
-def test_only_the_slices_own_tensors_are_opened(family, tmp_path):
+def test_only_the_slices_own_tensors_are_opened(family, tmp_path, opened):
     path = save(make_model(family), tmp_path)
     on_disk = set(load_file(tmp_path / "model.safetensors"))
     layers = {"llama": "model.layers", "qwen3_moe": "model.layers", "gpt2": "transformer.h"}[family]
@@ -214,8 +213,8 @@ def test_only_the_slices_own_tensors_are_opened(family, tmp_path):
     tied = {"transformer.wte.weight"} & rest
     everything = set()
     for (first, last), others in {(0, 2): rest - tails, (2, 5): set(), (5, 6): tails | tied}.items():
-        opened: set[str] = set()
-        load_slice(path, first, last, embedding=first == 0, head=last == 6, dtype=torch.float32, opened=opened)
+        opened.clear()
+        load_slice(path, first, last, embedding=first == 0, head=last == 6, dtype=torch.float32)
         own = {name for name in on_disk if re.match(rf"{layers}\.[{first}-{last - 1}]\.", name)}
         assert opened == own | others
         everything |= opened

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
 from mmtrain.model import language, parity
+from mmtrain.model import probe as probing
 from mmtrain.model.attention import ATTENTION
 from mmtrain.model.bookends import decoder_layers
 from mmtrain.model.language import LanguageSlice, slice_of
@@ -151,7 +153,7 @@ def records() -> list[dict]:
     return [json.loads(file.read_text()) for file in sorted(cache_folder("probe").glob("*.json"))]
 
 
-def test_a_70b_config_passes_at_full_depth_and_is_remembered(tmp_path):
+def test_a_70b_config_passes_at_full_depth_and_is_remembered(tmp_path, monkeypatch):
     path = write_config(
         tmp_path,
         "llama",
@@ -165,9 +167,10 @@ def test_a_70b_config_passes_at_full_depth_and_is_remembered(tmp_path):
     (record,) = records()
     assert record["staged"] == 0
     assert 0 < record["packed"] < 2e-5
-    probe(path, (20, 40, 60), timeout_seconds=0)  # no time to try it again
+    monkeypatch.setattr(probing, "SECONDS", 0)
+    probe(path, (20, 40, 60))  # no time to try it again
     with pytest.raises(UserError, match="did not finish"):
-        probe(path, (21, 40, 60), timeout_seconds=0)  # another cut is another question
+        probe(path, (21, 40, 60))  # another cut is another question
     assert len(records()) == 1
 
 
@@ -190,9 +193,31 @@ def test_a_family_that_cannot_be_made_small_is_refused_before_memory_runs_out(tm
 
 
 @pytest.mark.parametrize("family", ["bart", "mamba", "qwen3_next"])
-def test_families_that_cannot_work_are_refused_by_name_without_a_child(tmp_path, family):
+def test_families_that_cannot_work_are_refused_by_name_without_a_child(tmp_path, family, monkeypatch):
+    monkeypatch.setattr(probing, "SECONDS", 0)
     with pytest.raises(UserError, match=f"^{family} "):
-        probe(write_config(tmp_path, family), (2,), timeout_seconds=0)
+        probe(write_config(tmp_path, family), (2,))
+
+
+def test_a_child_is_not_mistaken_by_what_a_library_reads_or_prints(tmp_path, monkeypatch):
+    """Nor does it take what was typed for the launcher."""
+    child = "import sys; print('stray', sys.stdin.read()); print('\\ndifferences 0.0 1e-06'); print('a last word')"
+    (tmp_path / "chatty.py").write_text(child)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(probing, "__name__", "chatty")
+    typed, keyboard = os.pipe()
+    os.write(keyboard, b"typed")
+    os.close(keyboard)
+    before = os.dup(0)
+    os.dup2(typed, 0)
+    try:
+        probe(write_config(tmp_path, "llama"), (2,))
+        assert os.read(0, 5) == b"typed"
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+        os.close(typed)
+    assert [(record["staged"], record["packed"]) for record in records()] == [(0.0, 1e-06)]
 
 
 def test_the_calling_process_imports_no_torch(tmp_path):

@@ -225,8 +225,15 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
 
 
 def _save(calibrator: Calibrator, file: Path, factors: Sequence[float | None] | None = None) -> None:
-    """Write the calibration of all rounds, each by its factor; every rank may read it afterwards."""
-    found = calibrator.finish(factors)
+    """Write the calibration of all rounds, each times its factor (None leaves it out); all may read it afterwards."""
+    measured = calibrator.seconds
+    if factors is not None:
+        calibrator.seconds = {
+            name: [value * factor for value, factor in zip(values, factors, strict=True) if factor is not None]
+            for name, values in measured.items()
+        }
+    found = calibrator.finish()
+    calibrator.seconds = measured
     if dist.get_rank() == 0:
         found.save(file)
     dist.barrier()

@@ -1,0 +1,28 @@
+"""Objects of all ranks, gathered; every rank of the job, or of the group, calls these at the same time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """What every rank gives, by global rank."""
+    import torch.distributed as dist
+
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_rank_0(value: T, group: ProcessGroup | None = None) -> list[T] | None:
+    """What every rank gives, by rank, on rank 0 of `group` (None: of the job); None on the others."""
+    import torch.distributed as dist
+
+    values = [value] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(value, values, group=group)
+    return values
