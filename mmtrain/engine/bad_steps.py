@@ -24,6 +24,7 @@ from mmtrain.base.collectives import of_all_ranks
 from mmtrain.base.errors import UnrecordedError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import first_few, harmless
+from mmtrain.engine.statistics import Statistics
 
 SHOWN = 3  # micro-batches, samples of each, and parameters, in words: the record has all
 
@@ -45,10 +46,8 @@ class RankReport:
 
 
 def report_bad_step(
-    *,
     step: int,
-    loss_sum: float,
-    squared_norm: float,
+    sums: Statistics,
     replica: int,
     trainable: Mapping[str, torch.nn.Parameter],
     losses: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
@@ -63,7 +62,7 @@ def report_bad_step(
     parameters = tuple(name for name, p in trainable.items() if not bool(p.grad.isfinite().all()))
     on_host = {k: (float(loss), int(supervised)) for k, (loss, supervised) in losses.items()}
     reports = of_all_ranks(RankReport(dist.get_rank(), replica, parameters, on_host, dict(keys)))
-    record = make_record(step, loss_sum, squared_norm, reports)
+    record = make_record(step, sums.loss_sum, sums.squared_norm, reports)
     said = in_words(record)
     if file is None:
         return said

@@ -27,26 +27,15 @@ from mmtrain.engine.optimizer import make_optimizer
 from mmtrain.model.stage import Chunk
 from mmtrain.plan.plan import Plan
 
-REFUSED = {
-    "use `train_step`, which runs the plan's instructions": (
-        *("train_batch", "forward", "backward", "step", "scale", "allreduce_gradients", "clip_fp32_gradients"),
-        *("no_sync", "coalesce_grad_reduction", "set_gradient_accumulation_boundary"),
-    ),
-    "give the micro-batches to `train_step`": (
-        *("set_dataloader", "set_dataiterator", "set_batch_fn", "deepspeed_io", "set_data_post_process_func"),
-    ),
-    "use `evaluate`, which runs a schedule of the plan's layout": ("eval_batch",),
-    "use `mmtrain.checkpoint.write.Checkpointer`, which saves what trains": (
-        *("save_checkpoint", "save_16bit_model", "save_fp16_model", "module_state_dict"),
-    ),
-    "use `load_trained`": ("load_checkpoint", "load_module_state_dict", "load_moe_state_dict"),
-    "set train.packs_per_step and train.packs_per_microbatch, and plan again": (
-        *("set_train_batch_size", "set_train_micro_batch_size", "set_custom_curriculum_learning_schedule"),
-    ),
-    "the model stays in evaluation mode, without dropout, as it was planned and checked": ("train",),
-    "stages run as they were loaded, where the plan has put them": ("compile", "offload_states", "reload_states"),
-}
-"""DeepSpeed's public methods that would bypass a plan, by what to do instead."""
+# DeepSpeed's public methods that would bypass a plan.
+REFUSED = (
+    "train_batch", "eval_batch", "forward", "backward", "step", "scale", "allreduce_gradients", "clip_fp32_gradients",
+    "no_sync", "coalesce_grad_reduction", "set_gradient_accumulation_boundary", "set_dataloader", "set_dataiterator",
+    "set_batch_fn", "deepspeed_io", "set_data_post_process_func", "save_checkpoint", "save_16bit_model",
+    "save_fp16_model", "module_state_dict", "load_checkpoint", "load_module_state_dict", "load_moe_state_dict",
+    "set_train_batch_size", "set_train_micro_batch_size", "set_custom_curriculum_learning_schedule", "train", "compile",
+    "offload_states", "reload_states",
+)  # fmt: skip
 
 
 class _RankChunks(nn.Module):
@@ -94,13 +83,15 @@ class DeepSpeedPipeline(PipelineEngine):
         """
 
 
-def _refusal(name: str, instead: str) -> Callable[..., NoReturn]:
+def _refusal(name: str) -> Callable[..., NoReturn]:
     def refuse(self: DeepSpeedPipeline, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"DeepSpeed's `{name}` would bypass the plan; {instead}")
+        raise NotImplementedError(
+            f"DeepSpeed's `{name}` would bypass the plan; `train_step` and `evaluate` run it, `load_trained` and "
+            "mmtrain.checkpoint.write.Checkpointer load and save what trains, the configuration says all else"
+        )
 
     return refuse
 
 
-for _instead, _names in REFUSED.items():
-    for _name in _names:
-        setattr(DeepSpeedPipeline, _name, _refusal(_name, _instead))
+for _name in REFUSED:
+    setattr(DeepSpeedPipeline, _name, _refusal(_name))

@@ -198,7 +198,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
             if self.on_instruction is not None:
                 self.on_instruction(self.step_index, instruction)
             self.clock.start(instruction)
-            self._EXECUTE[instruction.op](self, instruction.stage, instruction.microbatch)
+            getattr(self, f"_{instruction.op}")(instruction.stage, instruction.microbatch)
             self.clock.done()
 
     def _take(self, kind: str, stage: int, microbatch: int) -> list[torch.Tensor]:
@@ -206,7 +206,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self.clock.waited()
         return tensors
 
-    # ---- instructions
+    # ---- instructions: the method of each is its name behind an underscore
 
     def _load(self, stage: int, microbatch: int) -> None:
         assert self._batches is not None, "stage 0 needs an iterator over micro-batches"
@@ -358,31 +358,9 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         """Count and record the step; raises NonFiniteError when it is one more than the run may leave out."""
         allowed = self.run_config.train.max_bad_steps
         self.bad_steps += 1
-        said = report_bad_step(
-            step=self.step_index,
-            loss_sum=self._statistics.loss_sum,
-            squared_norm=self._statistics.squared_norm,
-            replica=self.plan.ranks[self.global_rank].data,
-            trainable=self.trainable,
-            losses=self._losses,
-            keys=self._keys,
-            file=self._bad_steps_file,
-        )
+        replica, known = self.plan.ranks[self.global_rank].data, (self.trainable, self._losses, self._keys)
+        said = report_bad_step(self.step_index, self._statistics, replica, *known, self._bad_steps_file)
         if self.bad_steps > allowed:
             if allowed:
                 said += f". It is bad step {self.bad_steps} of the run, and train.max_bad_steps={allowed}"
             raise NonFiniteError(said)
-
-    _EXECUTE: Mapping[Op, Callable[[FrozenPipelineEngine, int, int], None]] = {
-        Op.LOAD: _load,
-        Op.ENCODE: _encode,
-        Op.FORWARD: _forward,
-        Op.BACKWARD: _backward,
-        Op.SEND_ACTIVATION: _send_activation,
-        Op.RECEIVE_ACTIVATION: _receive_activation,
-        Op.SEND_GRADIENT: _send_gradient,
-        Op.RECEIVE_GRADIENT: _receive_gradient,
-        Op.REDUCE_GRADIENTS: _reduce_gradients,
-        Op.REDUCE_STATISTICS: _reduce_statistics,
-        Op.OPTIMIZER_STEP: _optimizer_step,
-    }

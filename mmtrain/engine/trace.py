@@ -37,13 +37,8 @@ class Work(StrEnum):
     OPTIMIZER = "optimizer"
 
 
-WORK_OF = dict.fromkeys(Op, Work.COMMUNICATION) | {
-    Op.LOAD: Work.LOAD,
-    Op.ENCODE: Work.ENCODE,
-    Op.FORWARD: Work.FORWARD,
-    Op.BACKWARD: Work.BACKWARD,
-    Op.OPTIMIZER_STEP: Work.OPTIMIZER,
-}
+WORK_OF = dict.fromkeys(Op, Work.COMMUNICATION)
+WORK_OF |= {op: Work(op) for op in (Op.LOAD, Op.ENCODE, Op.FORWARD, Op.BACKWARD)} | {Op.OPTIMIZER_STEP: Work.OPTIMIZER}
 
 
 class Interval(NamedTuple):

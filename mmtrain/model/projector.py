@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 from safetensors import SafetensorError
@@ -17,33 +19,19 @@ from mmtrain.model.projector_files import KEY, ProjectorFiles, find_projector, l
 from mmtrain.model.weights import open_tensors, read_pickled, tensor_files
 
 
-class LinearProjector(nn.Module):
+def linear(vision_width: int, llm_width: int) -> nn.Module:
     """One affine map, LLaVA's first projector (arXiv:2304.08485, section 4.1)."""
-
-    def __init__(self, vision_width: int, llm_width: int) -> None:
-        super().__init__()
-        self.linear_1 = nn.Linear(vision_width, llm_width)
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Features (N, T, W) -> (N, T, D)."""
-        return self.linear_1(features)
+    return nn.Sequential(OrderedDict(linear_1=nn.Linear(vision_width, llm_width)))
 
 
-class Mlp2xGeluProjector(nn.Module):
+def mlp2x_gelu(vision_width: int, llm_width: int) -> nn.Module:
     """Linear, exact GELU, linear: LLaVA-1.5's projector (arXiv:2310.03744) under the names of the stock HF module."""
-
-    def __init__(self, vision_width: int, llm_width: int) -> None:
-        super().__init__()
-        self.linear_1 = nn.Linear(vision_width, llm_width)
-        self.linear_2 = nn.Linear(llm_width, llm_width)
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Features (N, T, W) -> (N, T, D)."""
-        return self.linear_2(nn.functional.gelu(self.linear_1(features)))
+    first, second = nn.Linear(vision_width, llm_width), nn.Linear(llm_width, llm_width)
+    return nn.Sequential(OrderedDict(linear_1=first, act=nn.GELU(), linear_2=second))
 
 
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # others are codes that need their scales
-PROJECTORS: dict[str, type[nn.Module]] = {"linear": LinearProjector, "mlp2x_gelu": Mlp2xGeluProjector}
+PROJECTORS: dict[str, Callable[[int, int], nn.Module]] = {"linear": linear, "mlp2x_gelu": mlp2x_gelu}
 
 
 def make_projector(kind: str, vision_width: int, llm_width: int, seed: int) -> nn.Module:

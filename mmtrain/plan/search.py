@@ -18,15 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from mmtrain.plan.cut import (
-    Cut,
-    best_cut,
-    even_cut,
-    first_trainable_stage,
-    ranges_of,
-    smallest_cut,
-    uniform_cut,
-)
+from mmtrain.plan.cut import Cut, best_cut, even_cut, first_trainable_stage, ranges_of, smallest_cut, uniform_cut
 from mmtrain.plan.memory import Moment, moments
 from mmtrain.plan.prefetch import best_encodes
 from mmtrain.plan.schedule import Schedule, training_schedule

@@ -97,7 +97,9 @@ class StageCosts:
             self._run_begins.append(self._run_begins[-1] if same else i)
         self.stage = functools.cache(self._stage)
         self._one_stage_moments = functools.cache(self._find_one_stage_moments)
-        self._one_stage_needs: dict[tuple[int, int, LayerRange], RankNeed] = {}
+        self._one_stage_need = functools.cache(
+            lambda rank, first, layer_range: self.need(rank, [layer_range], self._one_stage_moments(first)[rank])
+        )
 
     # ---- stages
 
@@ -224,12 +226,7 @@ class StageCosts:
             first = rank + 1
         else:
             first = rank if begin <= self.first_trainable else 0
-        layer_range = self.same_range(begin, end)
-        key = rank, first, layer_range
-        if key not in self._one_stage_needs:
-            found = self._one_stage_moments(first)[rank]
-            self._one_stage_needs[key] = self.need(rank, [layer_range], found)
-        return self._one_stage_needs[key]
+        return self._one_stage_need(rank, first, self.same_range(begin, end))
 
     def _find_one_stage_moments(self, first: int) -> tuple[tuple[Moment, ...], ...]:
         setting = self.setting

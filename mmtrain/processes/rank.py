@@ -86,7 +86,12 @@ def run_rank(target: Callable[[Rank], Result], job: Job, records: Path | None = 
 
     progress = Progress(records / f"progress-{rank}" if records else None)
     try:
-        me = _rank(rank, job, console, progress, stop)
+        import torch
+
+        torch.set_num_threads(job.threads)
+        local_rank = int(os.environ["LOCAL_RANK"])
+        device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+        me = Rank(rank, int(os.environ["WORLD_SIZE"]), local_rank, device, job.folder, console, progress, stop)
         print(f"process {os.getpid()} on {socket.gethostname()}, {me.device}, threads {job.threads}")
         result = target(me)
     except BaseException as error:  # this is the process's outermost frame: nothing above could report it
@@ -130,12 +135,3 @@ def _keep_to_this_machine() -> None:
     if sys.platform == "linux" and (here == os.environ["WORLD_SIZE"] or (here is None and meet_here)):
         # Whatever a cluster names for runs on several machines. "=": "lo" and no other name that begins so.
         os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"})
-
-
-def _rank(rank: int, job: Job, console: TextIO | None, progress: Progress, stop: StopRequest) -> Rank:
-    import torch
-
-    torch.set_num_threads(job.threads)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
-    return Rank(rank, int(os.environ["WORLD_SIZE"]), local_rank, device, job.folder, console, progress, stop)

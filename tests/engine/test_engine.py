@@ -535,19 +535,17 @@ def test_a_record_that_a_full_disk_refuses_does_not_hide_the_cause(parts):
 def call_what_deepspeed_offers(config):
     engine, _ = build(config)
     said = {}
-    for instead, names in REFUSED.items():
-        for name in names:
-            assert hasattr(PipelineEngine, name), "a method that this DeepSpeed has"
-            with pytest.raises(NotImplementedError) as error:
-                getattr(engine, name)("argument")
-            said[name] = str(error.value)
-            assert instead in said[name]
+    for name in REFUSED:
+        assert hasattr(PipelineEngine, name), "a method that this DeepSpeed has"
+        with pytest.raises(NotImplementedError) as error:
+            getattr(engine, name)("argument")
+        said[name] = str(error.value)
     return said
 
 
 def test_what_would_bypass_the_plan_says_so_instead_of_running(parts):
     (said,) = run_ranks(1, call_what_deepspeed_offers, make_config(parts))
-    assert said["train_batch"] == (
-        "DeepSpeed's `train_batch` would bypass the plan; use `train_step`, which runs the plan's instructions"
+    assert said["train_batch"].startswith(
+        "DeepSpeed's `train_batch` would bypass the plan; `train_step` and `evaluate`"
     )
     assert {"eval_batch", "forward", "backward", "step", "save_checkpoint", "load_checkpoint", "compile"} <= said.keys()
