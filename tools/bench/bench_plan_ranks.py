@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from bench_ballast import ballast
 from bench_models import SHAPES, ModelSize, run_config
-from bench_timing import usual_speed
+from bench_timing import at_usual_speed, usual_speed
 
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import bytes_used, tensor_bytes
@@ -228,10 +228,7 @@ def _save(calibrator: Calibrator, file: Path, factors: Sequence[float | None] | 
     """Write the calibration of all rounds, each times its factor (None leaves it out); all may read it afterwards."""
     measured = calibrator.seconds
     if factors is not None:
-        calibrator.seconds = {
-            name: [value * factor for value, factor in zip(values, factors, strict=True) if factor is not None]
-            for name, values in measured.items()
-        }
+        calibrator.seconds = {name: at_usual_speed(values, factors) for name, values in measured.items()}
     found = calibrator.finish()
     calibrator.seconds = measured
     if dist.get_rank() == 0:

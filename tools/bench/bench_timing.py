@@ -44,6 +44,11 @@ def alternate(contestants: Mapping[str, Callable[[], float]], repetitions: int) 
     return times
 
 
+def at_usual_speed(values: Sequence[float], factors: Sequence[float | None]) -> list[float]:
+    """Those values whose factor is not None, each times it."""
+    return [value * factor for value, factor in zip(values, factors, strict=True) if factor is not None]
+
+
 def usual_speed(probes: Mapping[str, Sequence[Sequence[float]]], noise: float) -> dict[str, list[float | None]]:
     """What each measurement is to be multiplied by to be as at the machine's usual speed; None: it does not count.
 
