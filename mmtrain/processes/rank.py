@@ -120,9 +120,9 @@ def run_rank(target: Callable[[Rank], Result], job: Job, records: Path | None = 
 def seconds_before_message(rank: int) -> float:
     """How long a rank under torchrun waits before it prints: ranks with the same error speak in turn.
 
-    The first one ends, torchrun ends the others, and the user reads one message.
+    The first one ends, torchrun ends the others, and the user reads one message; on a busy machine that takes seconds.
     """
-    return min(0.5 * rank, 3.0)
+    return min(2.5 + 0.5 * rank, 6.0) if rank else 0.0
 
 
 def _keep_to_this_machine() -> None:
