@@ -135,7 +135,8 @@ def exported(
                     dtype = DTYPES[checkpoint.config.model.llm.dtype]
                     export_hf(checkpoint, unfinished, dtype, SHARD_BYTES, show)
             except UserError as error:
-                raise UserError(f"{checkpoint.path} cannot be exported, and so not be asked: {error}") from error
+                if not folder.is_dir():  # else another process was faster, where nothing can be locked
+                    raise UserError(f"{checkpoint.path} cannot be exported, and so not be asked: {error}") from error
             size = sum(file.stat().st_size for file in folder.iterdir())
             say(f"{size / 1e6:,.1f} MB are in {folder} now; delete it when you have no more questions")
     return folder

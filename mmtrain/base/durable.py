@@ -1,7 +1,7 @@
 """Files and folders that appear under their name whole, and on the disk; and locks between processes.
 
 write under another name --> flush --> rename: readers see the old content or the new one, never a part. A process that
-is killed leaves NAME.*.tmp, an error nothing.
+is killed leaves .NAME.<8 hex digits>.tmp, an error nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -26,7 +27,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     It then has the permissions of the umask, whoever wrote it. Several processes may write one `path`: the last one's
     stays. Raises OSError, and removes what was written.
     """
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    unfinished = _unfinished(path)
     try:
         unfinished.touch(exist_ok=False)
         mode = unfinished.stat().st_mode & 0o666
@@ -37,11 +38,12 @@ def whole_file(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+    flush(path.parent)
 
 
 def leftovers(name: str) -> str:
     """A glob pattern: what killed processes have left of files of this name, or of names like this pattern."""
-    return f"{name}.{'[0-9a-f]' * 8}{UNFINISHED}"
+    return f".{name}.{'[0-9a-f]' * 8}{UNFINISHED}"
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -54,26 +56,27 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """An empty folder to fill, which becomes `path` when the block ends without error; `path` is new, or empty.
 
-    Its files then have the permissions of the umask. One process at a time: what another has left under the unfinished
-    name is removed. Raises OSError, and removes what was written.
+    Its files then have the permissions of the umask. What killed processes have left of it is removed. Raises OSError,
+    also where another process has made `path` in the meantime, and removes what was written.
     """
+    _remove_leftovers(path)
     unfinished = _unfinished(path)
-    shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir()
-        mode = unfinished.stat().st_mode & 0o666
-        yield unfinished
-        for entry in unfinished.rglob("*"):
-            if entry.is_dir():
-                flush_folder(entry)
-            else:
-                _finish(entry, mode)
-        flush_folder(unfinished)
-        unfinished.rename(path)
+        with _locked(unfinished, needed=False):
+            mode = unfinished.stat().st_mode & 0o666
+            yield unfinished
+            for entry in unfinished.rglob("*"):
+                if entry.is_dir():
+                    flush(entry)
+                else:
+                    _finish(entry, mode)
+            flush(unfinished)
+            unfinished.rename(path)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    flush_folder(path.parent)
+    flush(path.parent)
 
 
 def _finish(file: Path, mode: int) -> None:
@@ -84,32 +87,42 @@ def _finish(file: Path, mode: int) -> None:
 
 def remove_folder(path: Path) -> None:
     """Delete a folder; no moment shows a part of it under its name. Raises OSError."""
+    _remove_leftovers(path)
     doomed = _unfinished(path)
-    shutil.rmtree(doomed, ignore_errors=True)  # what an earlier try has left
     path.rename(doomed)
     shutil.rmtree(doomed)
 
 
-def _unfinished(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.unfinished{UNFINISHED}")
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
 
 
-def flush(path: Path) -> None:
-    """Wait until a file's bytes are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _remove_leftovers(folder: Path) -> None:
+    for left in folder.parent.glob(leftovers(glob.escape(folder.name))):
+        with contextlib.suppress(OSError), _locked(left, needed=True):  # else another process is writing it
+            shutil.rmtree(left)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, *, needed: bool) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        lock(descriptor, wait=False, needed=needed)
+        yield
     finally:
         os.close(descriptor)
 
 
-def flush_folder(path: Path) -> None:
-    """Wait until a folder's names are on the disk; some network file systems cannot be asked for that."""
+def flush(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk; some file systems cannot be asked for that."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        flush(path)
+        os.fsync(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -134,7 +147,7 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
                 return
 
 
-def lock(file: IO[bytes], *, shared: bool = False, wait: bool = True, needed: bool = False) -> None:
+def lock(file: IO[bytes] | int, *, shared: bool = False, wait: bool = True, needed: bool = False) -> None:
     """Lock an open file until it is closed; where the file system has no locks, do not, or raise OSError if `needed`.
 
     Raises BlockingIOError where another process holds it and `wait` is false.

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mmtrain.base.durable import flush, flush_folder, held, leftovers, remove_folder, write_whole
+from mmtrain.base.durable import flush, held, leftovers, remove_folder, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines, parse_line
 from mmtrain.base.printing import say
@@ -79,7 +79,7 @@ def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool, say: Callabl
         remove_folder(folder.resolve())  # whole at once: another node may be opening its log there
     with _named(f"make {folder}"):
         folder.resolve().mkdir(parents=True, exist_ok=True)  # behind a link, where it is one
-        flush_folder(folder.resolve().parent)
+        flush(folder.resolve().parent)
     if goes_on:
         return
     if contents and not config.run.overwrite:
@@ -111,7 +111,7 @@ def go_back(folder: Path, to: StepFolder | None, say: Callable[[str], None]) -> 
                 break
             say(f"set aside as {_set_aside(later)}")
         if (folder / CHECKPOINTS).exists():
-            flush_folder(folder / CHECKPOINTS)  # else a power cut might bring them back beside records that are cut
+            flush(folder / CHECKPOINTS)  # else a power cut might bring them back beside records that are cut
         lengths, step = ({}, 0) if to is None else (to.state["files"], to.step)
         for name in RECORDS:
             _cut_back(folder, name, lengths.get(name, 0), step, say)

@@ -6,8 +6,8 @@ RUN/checkpoints/step-00000120/     after 120 updates
     state.json                     where the run stands, what it was, with what it was made
     manifest.json                  size and SHA-256 of each file, and of itself; written last
 
-It has its name when all of it is on the disk: a name without .tmp is a whole checkpoint, or one that was damaged later,
-which the manifest shows. Nothing is pickled. No torch here: the launcher decides by it.
+It has its name when all of it is on the disk: it is a whole checkpoint, or one that was damaged later, which the
+manifest shows. Nothing is pickled. No torch here: the launcher decides by it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # as pydantic needs it before Python 3.12
 
-from mmtrain.base.durable import UNFINISHED, flush_folder, lock, remove_folder, whole_folder
+from mmtrain.base.durable import flush, leftovers, lock, remove_folder, whole_folder
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import say
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
@@ -167,7 +167,7 @@ def new_step_folder(path: Path) -> Iterator[Path]:
         read = {file.name: _size_and_sha256(file) for file in sorted(unfinished.iterdir())}
         entries = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in read.items()}
         (unfinished / MANIFEST).write_text(_manifest(entries))
-    flush_folder(path.parent.parent)
+    flush(path.parent.parent)
 
 
 def why_damaged(path: Path) -> str | None:
@@ -272,8 +272,9 @@ def find(path: Path, say: Callable[[str], None] = say) -> StepFolder:
 
 def remove_unfinished(run: Path) -> None:
     """Delete what killed saves have left."""
-    for path in (run / CHECKPOINTS).glob(f"step-*{UNFINISHED}"):
-        shutil.rmtree(path)
+    for pattern in (leftovers("step-*"), "step-*.tmp"):  # the second as earlier versions called it
+        for path in (run / CHECKPOINTS).glob(pattern):
+            shutil.rmtree(path)
 
 
 def remove(path: Path) -> None:

@@ -65,6 +65,8 @@ def _ensure(name: str, say: Callable[[str], None]) -> None:
             if not _is_whole(folder, split):
                 _make(folder, name, split, say)
     except (OSError, UserError) as error:
+        if _is_whole(folder, split):  # where nothing can be locked another process may have been faster
+            return
         raise UserError(f"cannot make {name} in {folder}: {error}; XDG_CACHE_HOME says where caches go") from error
 
 

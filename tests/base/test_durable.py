@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmtrain.base.durable import held, lock, whole_file, whole_folder, write_whole
+from mmtrain.base.durable import held, lock, remove_folder, whole_file, whole_folder, write_whole
 
 
 def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
@@ -32,6 +32,25 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         (unfinished / "file").touch()
         assert not (tmp_path / "out").exists()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+
+
+def test_of_two_who_make_one_folder_the_first_wins_and_each_writes_its_own(tmp_path):
+    out = tmp_path / "out[1]"
+    with pytest.raises(OSError, match="not empty"), whole_folder(out) as second:
+        with whole_folder(out) as first:
+            (first / "first").touch()
+        (second / "second").touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out[1]", "out[1]/first"]
+
+
+def test_what_killed_processes_left_of_a_folder_goes_and_what_others_call_alike_stays(tmp_path):
+    for name in (".out.0123abcd.tmp", ".gone.0123abcd.tmp", ".out.x.0123abcd.tmp", "out.unfinished.tmp", "gone"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    with whole_folder(tmp_path / "out"):
+        pass
+    remove_folder(tmp_path / "gone")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.x.0123abcd.tmp", "out", "out.unfinished.tmp"]
 
 
 def test_permissions_are_those_of_the_umask_whoever_wrote_the_file(tmp_path):
@@ -80,15 +99,19 @@ def test_where_a_file_system_has_no_locks_only_who_would_not_wait_is_refused(tmp
         lock(file, wait=False)
 
 
-def test_a_file_system_that_cannot_flush_folders_takes_them(tmp_path, monkeypatch):
-    fsync = os.fsync
+def test_a_file_has_its_name_on_the_disk_too(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(Path(f"/proc/self/fd/{file}").readlink()))
+    write_whole(tmp_path / "file", "content")
+    assert flushed[0].name.startswith(".file.") and flushed[1:] == [tmp_path]
 
-    def refuse_folders(descriptor: int) -> None:
-        if Path(f"/proc/self/fd/{descriptor}").is_dir():
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", refuse_folders)
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_flush_takes_files_and_folders(tmp_path, monkeypatch, code):
+    def refuse(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
     with whole_folder(tmp_path / "out") as folder:
         (folder / "inner").mkdir()
         (folder / "inner" / "file").write_text("content")

@@ -253,7 +253,7 @@ def test_a_folder_with_two_names_is_claimed_by_one_run_at_a_time(config, tmp_pat
 
 def test_what_an_earlier_deletion_has_left_is_not_in_the_way(tmp_path):
     target = tmp_path / "checkpoints" / "step-00000001"
-    (target.with_name(target.name + ".unfinished.tmp") / "left").mkdir(parents=True)
+    (target.with_name(".step-00000001.0123abcd.tmp") / "left").mkdir(parents=True)
     target.mkdir()
     (target / step_folder.MANIFEST).touch()
     step_folder.remove(target)

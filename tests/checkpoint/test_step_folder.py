@@ -361,7 +361,7 @@ def test_a_save_that_fails_leaves_nothing_and_the_ones_before_whole(run):
 
 
 def test_what_a_killed_save_left_is_overwritten_by_the_next_and_removed_by_the_next_start(run):
-    unfinished = run / "checkpoints" / "step-00000009.unfinished.tmp"
+    unfinished = run / "checkpoints" / ".step-00000009.0123abcd.tmp"
     unfinished.mkdir()
     (unfinished / "junk").write_text("half")
     save(run, 9)
@@ -391,9 +391,10 @@ def test_everything_is_on_the_disk_before_the_folder_gets_its_name(tmp_path, mon
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
     save(tmp_path / "run", 5)
-    unfinished = "step-00000005.unfinished.tmp"
+    unfinished = events[4]
     assert sorted(events[:4]) == sorted(FILES)
-    assert events[4:] == [unfinished, f"{unfinished} -> step-00000005", "checkpoints", "run"]
+    assert unfinished.startswith(".step-00000005.")
+    assert events[5:] == [f"{unfinished} -> step-00000005", "checkpoints", "run"]
 
 
 def test_a_checkpoint_that_is_deleted_loses_its_name_first(run, monkeypatch):
@@ -407,7 +408,7 @@ def test_a_checkpoint_that_is_deleted_loses_its_name_first(run, monkeypatch):
 
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     remove(step_path(run, 3))
-    assert seen == [["step-00000003.unfinished.tmp", "step-00000006"]]
+    assert [seen[0][0].rpartition(".step-00000003.")[0], *seen[0][1:]] == ["", "step-00000006"] and len(seen) == 1
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000006"]
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.shards.shard_list import demo_shards, expand_shards
-from mmtrain.demo.data import SAMPLES, make_demo_shards
+from mmtrain.demo.data import SAMPLES, draw_samples, make_demo_shards
 
 
 def made(name, say=lambda line: None):
@@ -45,6 +45,18 @@ def test_runs_that_start_together_make_the_same_shards_once(cache):
         first, second = pool.map(made, ["demo:held-out"] * 2)
     folder = demo_shards("demo:held-out")
     assert first == second and list(folder.parent.iterdir()) == [folder]
+
+
+def test_where_nothing_can_be_locked_the_faster_of_two_runs_makes_the_shards(cache, monkeypatch):
+    def overtaken(split):
+        monkeypatch.undo()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        made("demo:held-out")
+        yield from draw_samples(split)
+
+    monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError("no locks here")))
+    monkeypatch.setattr("mmtrain.demo.data.draw_samples", overtaken)
+    assert len(made("demo:held-out")) == 1
 
 
 def test_the_shards_are_the_same_bytes_wherever_they_are_made(cache, monkeypatch):

@@ -265,7 +265,7 @@ def test_a_shard_is_invisible_to_readers_until_it_is_complete(tmp_path):
         yield sample("b")
 
     write_shard(tmp_path / "s.tar", samples())
-    assert re.fullmatch(r"s\.tar\.\w+\.tmp", seen[0]) and len(seen) == 1
+    assert re.fullmatch(r"\.s\.tar\.\w+\.tmp", seen[0]) and len(seen) == 1
     assert names_in(tmp_path) == ["s.tar", "s.tar.index"]
 
 
