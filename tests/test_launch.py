@@ -355,6 +355,19 @@ def test_a_setting_with_which_a_pipeline_on_gpus_can_hang_ends_it_at_once(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_of_torchrun_on_another_machine_makes_the_demos_data_there(tiny, tmp_path, monkeypatch, capsys):
+    def make(config, say):
+        raise UserError(f"made {config.run.name}")
+
+    monkeypatch.setattr(training, "make_demo_data", make)
+    environment = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (environment | {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}).items():
+        monkeypatch.setenv(name, value)
+    layout = ["parallel.pipeline=1", "parallel.data=2", "train.packs_per_step=8", "train.packs_per_microbatch=1"]
+    assert launch_command([str(tiny / "config.yaml"), *layout, f"run.dir={tmp_path}", "run.name=there"]) == 2
+    assert capsys.readouterr().err == "error: made there\n"
+
+
 def test_a_gpu_that_is_full_already_ends_the_run_before_it_starts(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(training, "visible_gpus", lambda: (GPU, dataclasses.replace(GPU, free_bytes=2**20)))
     command = [str(tiny / "config.yaml"), "parallel.pipeline=2", f"run.dir={tmp_path}"]

@@ -19,6 +19,7 @@ from mmtrain.checkpoint.choose import AUTO, Start, find_start, is_complete
 from mmtrain.checkpoint.run_folder import claimed, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.schema import RunConfig
+from mmtrain.demo.data import make_demo_data
 from mmtrain.engine.trace import refuse_unfit_trace
 from mmtrain.launching.command_line import Options
 from mmtrain.launching.data import check_data
@@ -62,6 +63,8 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
         reads_data = any(mine.pipeline == 0 for mine in here)
     if reads_data:
         check_data(config, others_wait=job.nodes > 1 if rank is None else len(plan.ranks) > 1)
+    elif rank is not None and plan.ranks[rank].pipeline == 0:
+        make_demo_data(config, say)  # rank 0 may run on another machine
     with claimed(job.folder) if is_first else contextlib.nullcontext():
         start = None
         if is_first:

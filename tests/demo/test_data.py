@@ -65,6 +65,11 @@ def test_the_shards_are_the_same_bytes_wherever_they_are_made(cache, monkeypatch
     assert [path.read_bytes() for path in made("demo:held-out")] == first
 
 
+def test_shards_that_nobody_has_made_are_named_with_the_way_to_get_them(cache):
+    with pytest.raises(UserError, match=r"^eval\.shards: demo:held-out is not in \S+, where `mmtrain train` puts it"):
+        expand_shards(["demo:held-out"], "eval.shards")
+
+
 def test_what_the_demo_does_not_have_is_refused(cache):
     with pytest.raises(UserError, match=r"data\.shards: demo:test: the demo has no such data; it has demo:train"):
         made("demo:test")

@@ -60,7 +60,13 @@ def expand_shards(
     found: list[Path] = []
     for pattern in patterns:
         if is_demo(pattern):
-            found += sorted(demo_shards(pattern).glob("*.tar"))
+            tars = sorted(demo_shards(pattern).glob("*.tar"))
+            if not tars:
+                raise UserError(
+                    f"{key}: {pattern} is not in {demo_shards(pattern)}, where `mmtrain train` puts it as it starts; "
+                    "start it again, with the same XDG_CACHE_HOME"
+                )
+            found += tars
             continue
         if not pattern:
             raise UserError(f"{key}: an empty name; name a webdataset tar, or set {key}=null where that is allowed")
