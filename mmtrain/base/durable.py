@@ -19,6 +19,9 @@ from typing import IO
 
 UNFINISHED = ".tmp"  # ends the name of what is being written
 
+_held: set[IO[bytes]] = set()
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])  # a lock lasts while any copy is open
+
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
@@ -129,8 +132,9 @@ def flush(path: Path) -> None:
 def held(path: Path, *, wait: bool) -> Iterator[None]:
     """Hold the lock file `path`, made if need be, until the block ends; the kernel lets go of what a dead process held.
 
-    Another process that holds it is waited for, or a BlockingIOError. Raises OSError where the file cannot be made,
-    and, unless it would `wait`, where the file system has no locks.
+    Processes that are forked meanwhile do not hold it. Another process that holds it is waited for, or a
+    BlockingIOError. Raises OSError where the file cannot be made, and, unless it would `wait`, where the file system
+    has no locks.
     """
     while True:
         with path.open("ab") as file:
@@ -140,9 +144,11 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
             except FileNotFoundError:
                 is_there = False
             if is_there:  # else its last holder has just removed it: this lock would keep nobody out
+                _held.add(file)
                 try:
                     yield
                 finally:
+                    _held.remove(file)
                     path.unlink(missing_ok=True)
                 return
 

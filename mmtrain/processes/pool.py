@@ -1,6 +1,6 @@
 """Jobs done by several processes: one pool for indexing and for sharding.
 
-jobs --at most 2 x workers held--> work(job, report), each in one of the workers --> results, in the jobs' order
+tasks --at most 2 x workers held--> work(task, advance), each in one of the workers --> results, in the tasks' order
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -23,14 +24,15 @@ from mmtrain.processes.parent import die_with_parent
 
 SECONDS_BETWEEN_LOOKS = 0.1
 
-Job = TypeVar("Job")
+Task = TypeVar("Task")
 Result = TypeVar("Result")
-Report = Callable[[int], None]  # told of samples: by a job how many more are through, by the pool how many in all
-Run = Callable[[Iterable[Job], Report], Iterator[tuple[Job, Result]]]
+Advance = Callable[[int], None]  # called by a task: so many more samples are through
+Tick = Callable[[int], None]  # called by the pool: so many samples are through in all
+RunTasks = Callable[[Iterable[Task], Tick], Iterator[tuple[Task, Result]]]
 
 
 class _Stopped(Exception):  # noqa: N818
-    """Ends a worker's job between two samples: nobody wants its result any more."""
+    """Ends a worker's task between two samples: nobody wants its result any more."""
 
 
 def usable_cores() -> int:
@@ -39,27 +41,20 @@ def usable_cores() -> int:
 
 
 @contextlib.contextmanager
-def worker_pool(work: Callable[[Job, Report], Result], workers: int) -> Iterator[Run]:
-    """Gives `run(jobs, tick)`: each job with the result of `work(job, report)`, in the jobs' order.
+def worker_pool(work: Callable[[Task, Advance], Result], workers: int) -> Iterator[RunTasks]:
+    """Gives `run(tasks, tick)`: each task with the result of `work(task, advance)`, in the tasks' order.
 
-    With one worker the jobs run here. Otherwise workers are forked on entering, which shares what `work` has loaded,
-    and are stopped on leaving. `tick` is called several times a second, and after each job. Raises what a job raises,
-    and UserError for a worker that was killed.
+    With one worker the tasks run here. Otherwise workers are forked on entering, which shares what `work` has loaded,
+    and are stopped on leaving; on macOS, whose libraries do not survive a fork, they are spawned, so `work` can be
+    pickled. `tick` is called several times a second, and after each task. Raises what a task raises, and UserError for
+    a worker that was killed.
     """
     if workers <= 1:
         yield functools.partial(_run_here, work)
         return
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
     stop, through = context.Event(), context.Value("q", 0)
-
-    def report(samples: int) -> None:
-        if stop.is_set() or os.getppid() != parent:
-            raise _Stopped
-        with through.get_lock():
-            through.value += samples
-
-    parent = os.getpid()
-    pool = ProcessPoolExecutor(workers, context, _begin, (lambda job: work(job, report), parent))
+    pool = ProcessPoolExecutor(workers, context, _begin, (work, os.getpid(), stop, through))
     try:
         with _interrupts_later():
             pool.submit(int)  # forks all workers: later, they would copy the locks of a progress bar's thread
@@ -74,36 +69,38 @@ def worker_pool(work: Callable[[Job, Report], Result], workers: int) -> Iterator
         pool.shutdown(cancel_futures=True)
 
 
-def _run_here(work: Callable[[Job, Report], Result], jobs: Iterable[Job], tick: Report) -> Iterator[tuple[Job, Result]]:
+def _run_here(
+    work: Callable[[Task, Advance], Result], tasks: Iterable[Task], tick: Tick
+) -> Iterator[tuple[Task, Result]]:
     through, told = 0, time.monotonic()
 
-    def report(samples: int) -> None:
+    def advance(samples: int) -> None:
         nonlocal through, told
         through += samples
         if time.monotonic() - told > SECONDS_BETWEEN_LOOKS:
             tick(through)
             told = time.monotonic()
 
-    for job in jobs:
-        result = work(job, report)
+    for task in tasks:
+        result = work(task, advance)
         tick(through)
-        yield job, result
+        yield task, result
 
 
 def _run_in_pool(
-    pool: ProcessPoolExecutor, most: int, through: Callable[[], int], jobs: Iterable[Job], tick: Report
-) -> Iterator[tuple[Job, Result]]:
-    waiting: deque[tuple[Job, Future[Result]]] = deque()
+    pool: ProcessPoolExecutor, most: int, through: Callable[[], int], tasks: Iterable[Task], tick: Tick
+) -> Iterator[tuple[Task, Result]]:
+    waiting: deque[tuple[Task, Future[Result]]] = deque()
 
-    def first() -> tuple[Job, Result]:
-        job, result = waiting.popleft()
+    def first() -> tuple[Task, Result]:
+        task, result = waiting.popleft()
         while not wait([result], timeout=SECONDS_BETWEEN_LOOKS).done:
             tick(through())
         tick(through())
-        return job, result.result()
+        return task, result.result()
 
-    for job in jobs:
-        waiting.append((job, pool.submit(_in_worker, job)))
+    for task in tasks:
+        waiting.append((task, pool.submit(_in_worker, task)))
         if len(waiting) >= most:
             yield first()
     while waiting:
@@ -132,15 +129,22 @@ def _interrupts_later() -> Iterator[None]:
 _work: Callable[[Any], Any]  # set in workers only
 
 
-def _begin(work: Callable[[Any], Any], parent: int) -> None:
+def _begin(work: Callable[[Any, Advance], Any], parent: int, stop: Any, through: Any) -> None:
     """Become a worker that ends when its parent does; Ctrl-C, which all get, is the parent's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def advance(samples: int) -> None:
+        if stop.is_set() or os.getppid() != parent:
+            raise _Stopped
+        with through.get_lock():
+            through.value += samples
+
     global _work
-    _work = work
+    _work = lambda task: work(task, advance)  # noqa: E731
 
 
-def _in_worker(job: Any) -> Any:
+def _in_worker(task: Any) -> Any:
     with contextlib.suppress(_Stopped):
-        return _work(job)
+        return _work(task)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,20 @@ def test_waiting_processes_hold_a_lock_one_after_the_other(tmp_path):
     for process in processes:
         process.join(60)
     assert len(ran.read_text()) == 150 and not path.exists()
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_go_on_holding_a_lock(tmp_path):
+    with held(tmp_path / "lock", wait=False):
+        context = multiprocessing.get_context("fork")
+        runs = context.Event()
+        child = context.Process(target=lambda: (runs.set(), time.sleep(60)))
+        child.start()
+        runs.wait(60)
+        (tmp_path / "lock").rename(tmp_path / "locked")  # as if this process were killed, nothing removes it
+    with (tmp_path / "locked").open("ab") as file:
+        lock(file, wait=False)
+    child.kill()
+    child.join()
 
 
 def test_where_a_file_system_has_no_locks_only_who_would_not_wait_is_refused(tmp_path, monkeypatch):

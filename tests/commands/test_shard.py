@@ -164,6 +164,14 @@ def test_the_bytes_do_not_depend_on_the_workers_nor_on_the_time(folder, more):
     assert numbers == sorted(numbers) and len(numbers) >= 12
 
 
+def test_the_bytes_are_the_same_on_macos_where_workers_are_spawned(folder, monkeypatch):
+    (folder / "a.json").write_text(json.dumps(damaged_records(folder, 120)))
+    for workers, platform in (("1", "linux"), ("2", "darwin")):
+        monkeypatch.setattr("sys.platform", platform)
+        assert shard(folder, "--max-reject-rate", "0.3", "--workers", workers, out=workers) == 0
+    assert contents(folder / "1") == contents(folder / "2")
+
+
 def test_a_shard_holds_as_many_bytes_as_asked_for_and_no_more(folder):
     draw, records = random.Random(0), []
     for number in range(40):

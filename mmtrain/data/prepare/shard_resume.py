@@ -22,9 +22,7 @@ from mmtrain.data.shards.index import indexed_texts
 
 STATE = "unfinished.jsonl"
 SUMMARY = "dataset.json"
-_OURS = re.compile(
-    r"shard-\d{6,}\.tar(\.index)?|\.?(shard-\d{6,}\.tar(\.index)?|dataset\.json)(\.[0-9a-f]{8})?\.tmp"
-)
+_OURS = re.compile(r"shard-\d{6,}\.tar(\.index)?|\.?(shard-\d{6,}\.tar(\.index)?|dataset\.json)(\.[0-9a-f]{8})?\.tmp")
 
 
 def refuse_used_folder(out: Path, resume: bool) -> None:

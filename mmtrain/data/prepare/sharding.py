@@ -13,6 +13,7 @@ of *.tar would find. Its index follows.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import re
@@ -37,7 +38,7 @@ from mmtrain.data.samples.records import (
 )
 from mmtrain.data.samples.sample import Sample
 from mmtrain.data.shards.index import UNKNOWN_SIZE, Member, ShardIndex, TextLengths, write_index
-from mmtrain.processes.pool import Report, Run, worker_pool
+from mmtrain.processes.pool import Advance, RunTasks, worker_pool
 
 if TYPE_CHECKING:
     from mmtrain.data.samples.templates import TextCounter
@@ -139,28 +140,15 @@ def shard_pool(
     count: TextCounter | None,
     workers: int,
     finished: Mapping[int, FinishedShard],
-) -> Iterator[Run[ShardJob, FinishedShard]]:
-    """Gives `run(jobs, tick)`, as `worker_pool` does: shards in the folder `out`; reports are of candidates.
+) -> Iterator[RunTasks[ShardJob, FinishedShard]]:
+    """Gives `run(jobs, tick)`, as `worker_pool` does: shards in the folder `out`; `tick` counts candidates.
 
     `images`: the folder that image names start from, absolute and without links; `count`: None leaves text lengths to
-    the first run. Jobs of `finished` (by number) ran
-    before and are not done again; raises UserError where one was of other records.
+    the first run. Jobs of `finished` (by number) ran before and are not done again; raises UserError where one was of
+    other records.
     """
-
-    def shard(job: ShardJob, report: Report) -> FinishedShard:
-        known = finished.get(job.number)
-        if known is None:
-            return _make_shard(job, images, out, limits, count, report)
-        if (known.first, known.end) != (job.first, job.end):
-            raise UserError(
-                f"{known.shard.file} holds records {known.first:,} to {known.end - 1:,}, and would now hold "
-                f"{job.first:,} to {job.end - 1:,}: images have changed in size since it was written. Delete {out} and "
-                "start again"
-            )
-        return known
-
     try:
-        with worker_pool(shard, workers) as run:
+        with worker_pool(functools.partial(_make_shard, images, out, limits, count, finished), workers) as run:
             yield run
     finally:
         for file in out.glob(leftovers("shard-*")):  # of workers that were killed
@@ -168,8 +156,22 @@ def shard_pool(
 
 
 def _make_shard(
-    job: ShardJob, images: Path, out: Path, limits: ImageLimits, count: TextCounter | None, report: Report
+    images: Path,
+    out: Path,
+    limits: ImageLimits,
+    count: TextCounter | None,
+    finished: Mapping[int, FinishedShard],
+    job: ShardJob,
+    advance: Advance,
 ) -> FinishedShard:
+    if (known := finished.get(job.number)) is not None:
+        if (known.first, known.end) != (job.first, job.end):
+            raise UserError(
+                f"{known.shard.file} holds records {known.first:,} to {known.end - 1:,}, and would now hold "
+                f"{job.first:,} to {job.end - 1:,}: images have changed in size since it was written. Delete {out} and "
+                "start again"
+            )
+        return known
     rejected: list[Rejection] = []
 
     def samples() -> Iterator[KeyedSample]:
@@ -180,7 +182,7 @@ def _make_shard(
                 rejected.append(Rejection(candidate.record, candidate.id, error.reason, error.detail))
             else:
                 yield candidate.key, candidate.content, files
-            report(1)
+            advance(1)
 
     shard = write_shard(out / shard_name(job.number), samples(), count)
     return FinishedShard(job.first, job.end, shard, tuple(rejected))
@@ -204,17 +206,20 @@ def write_shard(path: Path, samples: Iterable[KeyedSample], count: TextCounter |
 
     Its index is written after it, with text lengths where there is a `count`. The records are sound: such that
     `records.parse_record` takes them. Raises UserError if `path` exists, and if the disk does not take it; an exception
-    from `samples` but OSError passes through. In each case what was written of it is removed.
+    from `samples` passes through. In each case what was written of it is removed.
     """
-    if path.exists():
-        raise UserError(f"{path}: exists already; shards are never written over, choose a new folder or delete them")
+    failures: list[OSError] = []  # of the samples: the disk is not to blame
+    _refuse_existing(path)
     try:
         with whole_file(path) as unfinished, unfinished.open("wb", buffering=_BUFFER) as stream:
             shard = _Shard(path, stream, count)
-            for key, record, files in samples:
+            for key, record, files in _noting(samples, failures):
                 shard.add(key, record, files)
             shard.end()
+            _refuse_existing(path)  # another process may have made it meanwhile
     except OSError as error:
+        if error in failures:
+            raise
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); what was written of it is removed. Free space, or choose "
             "another folder"
@@ -225,6 +230,19 @@ def write_shard(path: Path, samples: Iterable[KeyedSample], count: TextCounter |
         path.unlink()
         raise
     return shard.summary()
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise UserError(f"{path}: exists already; shards are never written over, choose a new folder or delete them")
+
+
+def _noting(samples: Iterable[KeyedSample], failures: list[OSError]) -> Iterator[KeyedSample]:
+    try:
+        yield from samples
+    except OSError as error:
+        failures.append(error)
+        raise
 
 
 class _Shard:

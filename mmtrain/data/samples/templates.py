@@ -227,6 +227,7 @@ class TextCounter:
 
     def __init__(self, tokenizer_path: str, template: str) -> None:
         """Raises UserError for a folder without tokenizer and for a template that the tokenizer does not fit."""
+        self.arguments = tokenizer_path, template
         self.fingerprint = text_fingerprint(model_folder(tokenizer_path), template)
         # The tokens' number depends on neither: any number of tokens an image, any size of the embedding.
         self.template = TEMPLATES[template](load_tokenizer(tokenizer_path), 1, sys.maxsize)
@@ -235,6 +236,9 @@ class TextCounter:
         """Tokens without those of images; raises Rejected for a conversation that the template cannot hold."""
         input_ids = self.template(sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
+
+    def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str]]:
+        return TextCounter, self.arguments  # a jinja2 template cannot be pickled
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

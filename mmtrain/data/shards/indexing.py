@@ -12,6 +12,7 @@ webdataset drop or mix up samples in silence is an error. Image headers are read
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -41,7 +42,7 @@ from mmtrain.data.shards.index import (
 from mmtrain.data.shards.retry import RETRY_SECONDS, UnreadableError
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
-from mmtrain.processes.pool import Report, usable_cores, worker_pool
+from mmtrain.processes.pool import Advance, usable_cores, worker_pool
 
 if TYPE_CHECKING:
     from mmtrain.data.samples.templates import TextCounter
@@ -109,17 +110,11 @@ def build_indexes(
     tokenizers. Raises UserError, after all others are done, for shards that cannot be indexed. Time: a shard is read
     once, of one that has an index only the json members; each worker takes one shard at a time.
     """
-    from mmtrain.data.samples.templates import TextCounter  # imports torch
+    import webdataset.tariterators  # noqa: F401 - imports torch, as the next one does: once, before workers are forked
 
-    count = TextCounter(tokenizer_path, template)
+    from mmtrain.data.samples.templates import TextCounter
 
-    def index_shard(tar: Path, report: Report) -> UserError | None:
-        try:
-            _index_shard(tar, rebuild, count, report)
-        except UserError as error:  # as a value: the other shards go on
-            return error
-        return None
-
+    index = functools.partial(_index_shard, TextCounter(tokenizer_path, template), rebuild)
     failures: list[UserError] = []
     done = samples = 0
 
@@ -129,7 +124,7 @@ def build_indexes(
         progress.show(done, samples, f"{len(failures):,} failed" if failures else "")
 
     with (
-        worker_pool(index_shard, min(workers, len(tars))) as run,
+        worker_pool(index, min(workers, len(tars))) as run,
         ProgressBar("shards", len(tars), say, stream) as progress,
     ):
         for _, error in run(tars, show):
@@ -140,32 +135,37 @@ def build_indexes(
     _raise_all(failures, len(tars))
 
 
-def _index_shard(tar: Path, rebuild: bool, count: TextCounter, report: Report) -> None:
-    texts = None
-    with contextlib.suppress(MissingIndex):
-        texts = None if rebuild else indexed_texts(tar)
-    if texts is None:
-        lengths = TextLengths([])
+def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance) -> UserError | None:
+    """Index one shard; what it cannot be indexed for is a value, so that the other shards go on."""
+    try:
+        texts = None
+        with contextlib.suppress(MissingIndex):
+            texts = None if rebuild else indexed_texts(tar)
+        if texts is None:
+            lengths = TextLengths([])
 
-        def measure(sample: Sample | None) -> None:
-            lengths.add(sample, count)
-            report(1)
+            def measure(sample: Sample | None) -> None:
+                lengths.add(sample, count)
+                advance(1)
 
-        index = scan_shard(tar, measure)
-    elif count.fingerprint in texts:  # another process was faster
-        return
-    else:
-        index = read_index(tar)
-        lengths = measure_texts(tar, index, count, report)
-    index.texts[count.fingerprint] = lengths
-    if rebuild:
-        write_index(tar, index)
-    else:
-        write_merged(tar, index)
+            index = scan_shard(tar, measure)
+        elif count.fingerprint in texts:  # another process was faster
+            return None
+        else:
+            index = read_index(tar)
+            lengths = measure_texts(tar, index, count, advance)
+        index.texts[count.fingerprint] = lengths
+        if rebuild:
+            write_index(tar, index)
+        else:
+            write_merged(tar, index)
+    except UserError as error:
+        return error
+    return None
 
 
-def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, report: Report) -> TextLengths:
-    """Text lengths of an indexed shard, from its json members alone; `report` is told of samples that went through."""
+def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, advance: Advance) -> TextLengths:
+    """Text lengths of an indexed shard, from its json members alone; `advance` is told of samples that went through."""
     lengths = TextLengths([])
     try:
         with tar.open("rb") as stream:
@@ -176,7 +176,7 @@ def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, report: Repo
                     lengths.reject(error)
                 else:
                     lengths.add(sample, count)
-                report(1)
+                advance(1)
     except OSError as error:
         raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
     return lengths
@@ -232,7 +232,7 @@ def scan_shard(tar: Path, on_sample: Callable[[Sample | None], None]) -> ShardIn
 
 
 def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
-    from webdataset.tariterators import base_plus_ext  # imports torch, as whatever counts tokens does
+    from webdataset.tariterators import base_plus_ext  # imports torch
 
     for file in read_headers(tar, stream):
         key, suffix = base_plus_ext(file.name)

@@ -269,6 +269,26 @@ def test_a_shard_is_invisible_to_readers_until_it_is_complete(tmp_path):
     assert names_in(tmp_path) == ["s.tar", "s.tar.index"]
 
 
+def test_of_two_who_write_one_shard_at_a_time_the_second_to_end_is_refused(tmp_path):
+    def samples():
+        yield sample("a")
+        write_shard(tmp_path / "s.tar", [sample("b")])
+
+    with pytest.raises(UserError, match=r"s\.tar: exists already; shards are never written over"):
+        write_shard(tmp_path / "s.tar", samples())
+    assert read_index(tmp_path / "s.tar").keys == ["b"] and names_in(tmp_path) == ["s.tar", "s.tar.index"]
+
+
+def test_for_samples_that_cannot_be_read_the_disk_of_the_shard_is_not_blamed(tmp_path):
+    def samples():
+        yield sample("a")
+        raise OSError(5, "Input/output error", "picture.jpg")
+
+    with pytest.raises(OSError, match=r"Input/output error: 'picture\.jpg'"):
+        write_shard(tmp_path / "s.tar", samples())
+    assert names_in(tmp_path) == []
+
+
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
@@ -313,16 +333,6 @@ def test_nothing_that_is_there_is_written_over(tmp_path):
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(UserError, match=r"none/s\.tar: cannot be written \(No such file or directory\)"):
         write_shard(tmp_path / "none" / "s.tar", MIXED)
-
-
-def test_two_writers_of_one_shard_cannot_mix(tmp_path):
-    def samples():
-        yield sample("a")
-        write_shard(tmp_path / "s.tar", [sample("b")])
-        yield sample("c")
-
-    assert write_shard(tmp_path / "s.tar", samples()).samples == 2
-    assert keys_in(tmp_path / "s.tar") == ["a", "c"]
 
 
 def test_a_tar_whose_index_cannot_be_written_is_not_left_alone(tmp_path):

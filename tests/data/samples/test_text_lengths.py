@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 import mmtrain.demo
 from mmtrain.base.errors import UserError
+from mmtrain.data.samples.sample import Sample
 from mmtrain.data.samples.templates import TextCounter, load_tokenizer
 
 NESTED = '{"a": ' + "[" * 10_000 + "]" * 10_000 + "}"
@@ -34,6 +36,14 @@ def test_absurd_tokenizer_files_are_refused_by_name(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=str(tmp_path)):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("template", ["plain", "chat"])
+def test_another_process_can_be_given_a_counter(template):
+    count = TextCounter("demo:llm", template)
+    given = pickle.loads(pickle.dumps(count))
+    sample = Sample("a", "s.tar", (("human", "<image>\nWhat?"), ("gpt", "A red two.")), (b"",))
+    assert given(sample) == count(sample) > 3 and given.fingerprint == count.fingerprint
 
 
 def test_a_tokenizer_of_a_gigabyte_is_refused_unread(tmp_path):
