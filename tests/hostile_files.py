@@ -222,7 +222,7 @@ def main() -> None:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()) as output:
             try:
                 code = launch([*json.loads(line), "--plan"])
-            except BaseException:
+            except (Exception, SystemExit):  # whatever it is, it fails its own case alone
                 code, _ = None, traceback.print_exc()
         # Not getrusage, whose maximum begins with that of the process that started this one.
         peak = int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

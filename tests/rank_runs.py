@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,11 @@ def _be_rank(config: RunConfig, plan: Plan, start: Start | None) -> str | None:
         return main(config, plan, me, start if rank == 0 else None)
 
 
-def train(file: Path, *overrides: str, resume: str | Path = AUTO) -> Run:
-    """Run to the end what `mmtrain train FILE OVERRIDES --resume RESUME` would."""
+def train(file: Path, *overrides: str, resume: str | Path = AUTO, allow: Sequence[str] = ()) -> Run:
+    """Run to the end what `mmtrain train FILE OVERRIDES --resume RESUME --allow-change ALLOW` would."""
     config = load_config(file, overrides)
     said: list[str] = []
-    plan, start = make_plan(config), find_start(config, str(resume), (), said.append)
+    plan, start = make_plan(config), find_start(config, str(resume), allow, said.append)
     prepare_folder(config, plan, goes_on=start is not None, say=said.append)
     world = len(plan.ranks)
     stopped = run_ranks(world, _be_rank, config, plan, start, timeout=200, daemons=config.data.workers == 0)

@@ -1,26 +1,33 @@
-"""What became of every sample, through the command line: ledger, quarantine, counts, whatever the layout."""
+"""What became of every sample: ledger, quarantine, counts, whatever the layout."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tarfile
 
 import pytest
+from rank_runs import train
 
+from mmtrain import launch
 from mmtrain.data.shards.indexing import ensure_indexes
 
 STEP = ("train.packs_per_step=8", "data.ledger=true", "data.pack_length=88")
 
 
-def launch(tiny, folder, name, *overrides):
-    """Run `mmtrain train`; the process and the run's folder."""
-    command = [sys.executable, "-m", "mmtrain.launch", str(tiny / "config.yaml"), f"run.dir={folder}"]
-    command += [f"run.name={name}", "parallel.threads_per_rank=1", *STEP, *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "COLUMNS": "120"})
-    return done, folder / name
+def options_of(folder, name, *overrides):
+    return f"run.dir={folder}", f"run.name={name}", "parallel.threads_per_rank=1", *STEP, *overrides
+
+
+def trained(tiny, folder, name, *overrides):
+    """Run to its end; the run's folder and what it printed."""
+    run = train(tiny / "config.yaml", *options_of(folder, name, *overrides))
+    return run.folder, run.printed
+
+
+def refused(tiny, capsys, folder, name, *overrides):
+    """What `mmtrain train` says to who must mend something, before a rank starts."""
+    assert launch.main([str(tiny / "config.yaml"), *options_of(folder, name, *overrides)]) == 2
+    return capsys.readouterr().err
 
 
 def read(path):
@@ -38,9 +45,7 @@ def ledgers(tiny, tmp_path_factory):
     for pipeline, data, workers in ((1, 1, 0), (4, 1, 1), (1, 2, 3), (1, 4, 1)):
         name = f"pp{pipeline}dp{data}w{workers}"
         layout = (f"parallel.pipeline={pipeline}", f"parallel.data={data}", f"data.workers={workers}")
-        done, run = launch(tiny, folder, name, *layout, "train.max_steps=null", "train.epochs=3")
-        assert done.returncode == 0, done.stdout + done.stderr
-        runs[name] = (run, done.stdout)
+        runs[name] = trained(tiny, folder, name, *layout, "train.max_steps=null", "train.epochs=3")
     return runs
 
 
@@ -86,8 +91,7 @@ def test_damaged_samples_are_quarantined_by_name_and_counted(tiny, tmp_path, dam
     folder, shard, offsets = damaged
     layout = (f"parallel.pipeline={pipeline}", f"parallel.data={data}", f"data.shards={folder}/*.tar")
     options = ("train.max_steps=null", "train.epochs=2", "data.max_quarantine_rate=0.05")
-    done, run = launch(tiny, tmp_path, "q", *layout, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run, printed = trained(tiny, tmp_path, "q", *layout, *options)
     lines = read(run / "quarantine.jsonl")
     assert {line["key"] for line in lines} == set(offsets)
     for line in lines:
@@ -101,17 +105,16 @@ def test_damaged_samples_are_quarantined_by_name_and_counted(tiny, tmp_path, dam
     assert sum(line["quarantined"] for line in steps) == len(lines)
     for epoch in epochs(run)[:2]:
         assert (epoch["read"], epoch["trained"], epoch["quarantined"], epoch["overlong"]) == (60, 58, 2, 0)
-    assert "quarantined 00004" in done.stdout and "quarantine.jsonl" in done.stdout
+    assert "quarantined 00004" in printed and "quarantine.jsonl" in printed
 
 
 def test_more_damage_than_allowed_ends_the_run_with_the_list(tiny, tmp_path, damaged):
     folder, shard, offsets = damaged
     options = (f"data.shards={folder}/*.tar", "data.max_quarantine_rate=0.02", "parallel.pipeline=2")
-    done, run = launch(tiny, tmp_path, "q", *options)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "samples read are quarantined, more than data.max_quarantine_rate=0.02 allows" in done.stderr
-    assert f"{shard}: sample 00004" in done.stderr and "Traceback" not in done.stderr
-    assert {line["key"] for line in read(run / "quarantine.jsonl")} == set(offsets)
+    with pytest.raises(AssertionError, match=r"UserError: .*more than data.max_quarantine_rate=0.02 allows") as ended:
+        trained(tiny, tmp_path, "q", *options)
+    assert f"{shard}: sample 00004" in str(ended.value)
+    assert {line["key"] for line in read(tmp_path / "q" / "quarantine.jsonl")} == set(offsets)
 
 
 def test_samples_that_no_run_can_use_are_known_before_the_first_step(tiny, tmp_path, make_tiny):
@@ -123,23 +126,25 @@ def test_samples_that_no_run_can_use_are_known_before_the_first_step(tiny, tmp_p
     shard.write_bytes(content)
     shard.with_name(shard.name + ".index").unlink()
     options = (f"data.shards={shard}", "parallel.pipeline=2", "train.max_steps=null", "train.epochs=1")
-    done, run = launch(tiny, tmp_path, "strict", *options)
-    assert done.returncode == 2 and "sample 000007: not_json" in done.stderr, done.stdout + done.stderr
-    done, run = launch(tiny, tmp_path, "strict", *options, "data.max_quarantine_rate=0.05")
-    assert done.returncode == 0, "a start that failed leaves nothing that is in the way: " + done.stderr
+    with pytest.raises(AssertionError, match=r"(?s)UserError: .*sample 000007: not_json"):
+        trained(tiny, tmp_path, "strict", *options)
+    # a start that failed leaves nothing that is in the way
+    run, printed = trained(tiny, tmp_path, "strict", *options, "data.max_quarantine_rate=0.05")
     (line,) = (line for line in read(run / "quarantine.jsonl") if line["step"] is None)
     assert (line["key"], line["offset"], line["reason"]) == ("000007", text.offset_data, "not_json")
-    assert "1 unusable" in done.stdout
+    assert "1 unusable" in printed
     (epoch,) = (epoch for epoch in epochs(run) if epoch["complete"])
     assert (epoch["read"], epoch["trained"], epoch["quarantined"]) == (30, 29, 1)
 
 
 @pytest.mark.parametrize(("change", "message"), [("shorter", "is stale"), ("index", "is damaged")])
-def test_a_shard_that_is_not_as_indexed_is_refused_before_a_rank_starts(tiny, tmp_path, make_tiny, change, message):
+def test_a_shard_that_is_not_as_indexed_is_refused_before_a_rank_starts(
+    tiny, tmp_path, capsys, make_tiny, change, message
+):
     (shard,) = make_tiny.make_tiny_shards(tmp_path / "shards", samples=12, shards=1)
     index = shard.with_name(shard.name + ".index")
     file, content = (shard, shard.read_bytes()) if change == "shorter" else (index, index.read_bytes())
     file.write_bytes(content[:-512] if change == "shorter" else content.replace(b"png", b"pnh", 1))
-    done, run = launch(tiny, tmp_path, "no", f"data.shards={shard}")
-    assert done.returncode == 2 and message in done.stderr and "--rebuild" in done.stderr, done.stdout + done.stderr
-    assert not run.exists()
+    said = refused(tiny, capsys, tmp_path, "no", f"data.shards={shard}")
+    assert message in said and "--rebuild" in said
+    assert not (tmp_path / "no").exists()

@@ -97,7 +97,12 @@ def stock(parts):
     return {name: stock_gradients(model, step) for name, step in STEPS.items()}
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *INTERLEAVED])
+def slow_if_long(layout: str) -> object:
+    """--fast has pipeline 1 and 2."""
+    return pytest.param(layout, marks=pytest.mark.slow if layout.startswith(("pp3", "pp4")) else ())
+
+
+@pytest.mark.parametrize("layout", map(slow_if_long, [*LAYOUTS, *INTERLEAVED]))
 def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
     pipeline, data, *cut = LAYOUTS.get(layout) or INTERLEAVED[layout]
     config = partial(make_config, parts, parallel__pipeline=pipeline, parallel__data=data)
@@ -133,6 +138,7 @@ def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
     print(f"{layout}: worst relative gradient error {worst:.1e}")
 
 
+@pytest.mark.slow
 def test_stages_of_the_front_alone_and_of_the_head_alone_change_nothing(parts, stock):
     config = make_config(parts, parallel__pipeline=4, parallel__boundaries=(0, 2, 4))
     ranks = [rank[0] for rank in run_ranks(4, execute, [Case(config, (STEPS["packed"],))])]
@@ -143,7 +149,7 @@ def test_stages_of_the_front_alone_and_of_the_head_alone_change_nothing(parts, s
     assert [rank["audit"]["frozen"]["tensors"] > 0 for rank in ranks] == [True] * 4
 
 
-@pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2dp2"])
+@pytest.mark.parametrize("layout", map(slow_if_long, ["pp2", "pp4", "pp2dp2"]))
 def test_a_step_without_labels_updates_nothing_and_says_so(parts, layout):
     pipeline, data = LAYOUTS[layout]
     unlabelled = tuple([[make_document(90 + i, labelled=False)]] for i in range(4))
@@ -198,16 +204,18 @@ def stock_run(parts, twenty_steps):
     return history
 
 
-@pytest.mark.parametrize("pipeline,data", [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])
-def test_twenty_steps_follow_the_stock_training_loop(parts, twenty_steps, stock_run, pipeline, data):
+@pytest.mark.parametrize("layout", map(slow_if_long, ["pp1", "pp2", "pp3", "pp4", "pp2dp2"]))
+def test_twenty_steps_follow_the_stock_training_loop(parts, twenty_steps, stock_run, layout):
+    pipeline, data = LAYOUTS.get(layout, (3, 1))
     config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
     ranks = [rank[0] for rank in run_ranks(pipeline * data, execute, [Case(config, twenty_steps)])]
     found = [(r.loss, r.grad_norm) for r in ranks[0]["results"]]
     np.testing.assert_allclose(found, stock_run, rtol=1e-4)
     assert all(last[0] < first[0] for first, last in zip(found[:5], found[15:], strict=True)), "the projector learns"
-    print(f"pp{pipeline} dp{data}: worst {np.max(np.abs(np.array(found) / np.array(stock_run) - 1)):.1e}")
+    print(f"{layout}: worst {np.max(np.abs(np.array(found) / np.array(stock_run) - 1)):.1e}")
 
 
+@pytest.mark.slow
 def test_bfloat16_backbone_stays_close_to_float32(parts, stock):
     loss, gradients = stock["packed"]
     for pipeline in (1, 4):

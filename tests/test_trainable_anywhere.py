@@ -14,7 +14,7 @@ from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 from mmtrain.pretrained.shapes import matches
 
-STEPS = 4
+STEPS = 3
 # trainable patterns -> first stage that runs backward, at boundaries [1, 2, 3]: front + layer 0 | 1 | 2 | 3 + head
 PATTERNS = {
     ("llm.layers.0",): 0,

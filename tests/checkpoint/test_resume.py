@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 from processes import Command, running, wait_for
+from rank_runs import train
 
 from mmtrain import launch
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.choose import Start, find_start
+from mmtrain.checkpoint.choose import AUTO, Start, find_start
 from mmtrain.checkpoint.step_folder import find, step_path, why_damaged
 from mmtrain.config.load import load_config
 from mmtrain.engine.utilization import MEASURED
@@ -43,6 +44,12 @@ def run(tiny: Path, runs: Path, *more: str | Path) -> Command:
     with running([*LAUNCH, *command(tiny, runs, *more)], runs) as started:
         started.wait(150)
     return started
+
+
+def resumed(tiny: Path, runs: Path, *more: str, resume: str | Path = AUTO, allow: tuple[str, ...] = ()) -> str:
+    """What the command would print, run to its end without a launcher; AssertionError with what a rank refuses."""
+    file, *overrides = command(tiny, runs, *more)
+    return train(file, *overrides, resume=resume, allow=allow).printed
 
 
 def refused(capsys: pytest.CaptureFixture, tiny: Path, runs: Path, *more: str | Path) -> str:
@@ -113,14 +120,13 @@ def test_damaged_checkpoints_are_passed_over_and_named_and_the_run_ends_as_undis
     (step_path(copied, 20) / "state.json").unlink()
     step_path(copied, 16).with_name("step-00000025.tmp").mkdir()
     (step_path(copied, 16).with_name("step-00000025.tmp") / "projector.safetensors").write_bytes(b"half")
-    ended = run(tiny, tmp_path)
-    assert ended.wait() == 0, ended.stderr
+    said = resumed(tiny, tmp_path)
     for words in (
         f"{step_path(copied, 24)}: optimizer.safetensors is damaged: its SHA-256",
         f"{step_path(copied, 20)}: state.json is missing",
         f"going on after step 16 of {LAST}, from {step_path(copied, 16)}",
     ):
-        assert words in ended.stdout
+        assert words in said
     assert_ended_alike(copied, undisturbed)
     names = [path.name for path in (copied / "checkpoints").iterdir()]
     assert {"step-00000020.discarded", "step-00000024.discarded"} < set(names)
@@ -157,9 +163,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_refused_with_the_files_name(
 
 
 def test_an_earlier_checkpoint_can_be_asked_for_and_later_ones_are_set_aside(tiny, copied, undisturbed, tmp_path):
-    ended = run(tiny, tmp_path, "--resume", step_path(copied, 8))
-    assert ended.wait() == 0, ended.stderr
-    assert f"going on after step 8 of {LAST}" in ended.stdout
+    assert f"going on after step 8 of {LAST}" in resumed(tiny, tmp_path, resume=step_path(copied, 8))
     assert_ended_alike(copied, undisturbed)
     set_aside = sorted(path.name for path in (copied / "checkpoints").glob("*.discarded"))
     assert set_aside == [f"step-{step:08d}.discarded" for step in (12, 16, 20, 24)]
@@ -170,8 +174,7 @@ def test_a_run_can_branch_from_a_checkpoint_of_another_with_another_learning_rat
     branch = ("run.name=branch", "optimizer.lr=5e-4", "--resume", step_path(undisturbed, 16))
     before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
     assert "optimizer.lr: was 0.001, is now 0.0005" in refused(capsys, tiny, tmp_path, *branch)
-    ended = run(tiny, tmp_path, *branch, "--allow-change", "optimizer.lr")
-    assert ended.wait() == 0, ended.stderr
+    resumed(tiny, tmp_path, *branch[:2], resume=branch[-1], allow=("optimizer.lr",))
     folder = tmp_path / "branch"
     assert steps_done(folder) == list(range(16, 24)) and saved_steps(folder) == [16, 20, 24]
     ours, theirs = records(folder, "train"), records(undisturbed, "train")[16:]
@@ -274,14 +277,10 @@ def test_other_data_and_other_weights_are_refused_by_their_content(tiny, copied,
     make_tiny.make_tiny_shards(tmp_path / "shards", seed=1, two_image_fraction=0.125)
     make_tiny.make_tiny_llm(tmp_path / "llm", seed=1)
     others = (f"data.shards={tmp_path}/shards/*.tar", f"model.llm.path={tmp_path}/llm")
-    ended = run(tiny, tmp_path, *others)
-    assert ended.wait() == 2
-    assert "the data are not those that it was trained with" in ended.stderr
-    assert "--allow-change data.shards" in ended.stderr and ended.stderr.count("\n") == 1
-    ended = run(tiny, tmp_path, *others, "--allow-change", "data.shards")
-    assert ended.wait() == 2
-    assert "the frozen weights are not those that it was trained with" in ended.stderr
-    assert "--allow-change model.llm.path" in ended.stderr
+    with pytest.raises(AssertionError, match=r"UserError: .* the data are not those .*--allow-change data.shards"):
+        resumed(tiny, tmp_path, *others)
+    with pytest.raises(AssertionError, match=r"the frozen weights are not those .*--allow-change model.llm.path"):
+        resumed(tiny, tmp_path, *others, allow=("data.shards",))
     kept = (copied / "metrics.jsonl").read_text().splitlines()
     assert kept == before[: len(kept)] and saved_steps(copied) == [4, 8, 12, 16, 20]
 
@@ -291,9 +290,9 @@ def test_records_that_were_edited_are_not_cut_in_the_middle_of_a_line(tiny, copi
     metrics = copied / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"loss": ', '"loss":', 1))
     edited = metrics.read_bytes()
-    ended = run(tiny, tmp_path)
-    assert ended.wait() == 2
-    assert f"{metrics} was changed since the checkpoint was written: move it away" in ended.stderr
+    changed = f"UserError: {metrics} was changed since the checkpoint was written: move it away"
+    with pytest.raises(AssertionError, match=re.escape(changed)):
+        resumed(tiny, tmp_path)
     assert metrics.read_bytes() == edited
 
 
@@ -396,9 +395,7 @@ def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before_and_with_more_roo
         assert ended.stderr.startswith("error: 2 save(s) in a row have failed (checkpoint.max_failures)")
         assert "No space left" in ended.stderr and f"newest whole one is {step_path(folder, saved[-1])}" in ended.stderr
         enlarge(disk)
-        ended = run(tiny, disk, "checkpoint.max_failures=2")
-        assert ended.wait() == 0, ended.stderr
-        assert f"going on after step {saved[-1]} of {LAST}" in ended.stdout
+        assert f"going on after step {saved[-1]} of {LAST}" in resumed(tiny, disk, "checkpoint.max_failures=2")
         assert_ended_alike(folder, undisturbed)
 
 
@@ -424,7 +421,5 @@ def test_a_disk_too_full_for_a_record_is_one_line_and_with_more_room_the_run_goe
         saved = saved_steps(copied)
         assert saved[:2] == [4, 8] and all(why_damaged(step_path(copied, step)) is None for step in saved)
         (disk / "ballast").unlink()
-        ended = run(tiny, tmp_path)
-        assert ended.wait() == 0, ended.stderr
-        assert f"going on after step {saved[-1]} of {LAST}" in ended.stdout
+        assert f"going on after step {saved[-1]} of {LAST}" in resumed(tiny, tmp_path)
         assert_ended_alike(copied, undisturbed)

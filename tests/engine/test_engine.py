@@ -364,8 +364,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(parts, pipel
     trains = [bool(masters) for masters, _, _ in seen]
     assert trains == [True] * data + [bool(trained)] * (world - data)
     assert [len(state) for *_, state in seen] == [3 * len(masters) for masters, _, _ in seen]
-    forgetful = run_ranks(world, train_on, config, steps, 3, seen, False)
-    assert not equal(forgetful[0][2], whole[0][2]), "the moments matter, so this test can fail"
+    if world == 1:
+        ((*_, forgetful),) = run_ranks(world, train_on, config, steps, 3, seen, False)
+        assert not equal(forgetful, whole[0][2]), "the moments matter, so this test can fail"
 
 
 def test_a_run_is_resumed_bit_for_bit_before_its_first_update(parts):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -84,26 +82,17 @@ def test_every_shipped_config_plans(file: Path) -> None:
         assert plan.uniform.step_time_ratio >= 1
     assert 0.5 < plan.minimal_flops_share <= 1
     assert max(map(len, table)) <= 80
-    assert json.loads(json.dumps(plan.as_dict()))["boundaries"] == list(plan.boundaries)
+    told = json.loads(json.dumps(plan.as_dict()))
+    assert told["boundaries"] == list(plan.boundaries)
+    for rank in told["ranks"]:
+        assert rank["optimizer"] == ("AdamW" if rank["trainable"] > 0 else "NoOp") and rank["reason"]
+        assert rank["weight_bytes"] > 0 and rank["activation_bytes"] > 0
+        assert set(rank["flops"]) >= {"forward", "dgrad", "wgrad"}
 
 
 def test_a_plan_is_the_same_every_time(config_file) -> None:
     overrides = ["parallel.stages_per_rank=auto", "parallel.device_memory_gib=12"]
     assert plan_of(config_file, *overrides) == plan_of(config_file, *overrides)
-
-
-def test_planning_imports_no_torch() -> None:
-    code = f"""
-import sys
-from mmtrain.config.load import load_config
-from mmtrain.plan.planner import make_plan
-from mmtrain.plan.table import render
-for file in {[str(file) for file in CONFIGS[:2]]!r}:
-    render(make_plan(load_config(file)))
-assert not {{"torch", "transformers", "timm", "deepspeed"}} & set(sys.modules)
-"""
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
 
 
 def test_plan_json_has_the_keys_that_scripts_rely_on(config_file) -> None:

@@ -38,6 +38,7 @@ def test_a_ratio_compares_times_of_the_same_repetition():
     assert rates(times, 12)["ours"].text(".1f") == "6.0 (3.0 - 12.0)"
 
 
+@pytest.mark.nightly
 def test_the_planning_of_few_samples_is_that_of_one_window(tool, tmp_path, capsys):
     assert tool.main(["planning", "--quick", "--json", str(tmp_path / "out.json"), "--folder", str(tmp_path)]) == 0
     text = (tmp_path / "out.json").read_text()
