@@ -12,6 +12,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -71,8 +72,9 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Tell a table of `table_lines`, set in by two blanks."""
-    tell(*(f"  {line}" for line in table_lines(columns, rows, COLUMNS - 2)))
+    """Tell a table of `table_lines`, set in by two blanks, no wider than a terminal that is narrower."""
+    width = min(COLUMNS, shutil.get_terminal_size((COLUMNS, 24)).columns)
+    tell(*(f"  {line}" for line in table_lines(columns, rows, width - 2)))
 
 
 def bytes_text(count: float) -> str:
