@@ -84,13 +84,22 @@ def open_bar(stream: TextIO | None, unit: str, total: int, done: int = 0) -> Any
     if stream is None or not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return None
     from rich.console import Console  # here, because only terminals need it
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
+    from rich.text import Text
 
-    texts = (TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("said", "note"))
+    class Note(ProgressColumn):
+        """The only text that is cut where the terminal is narrow."""
+
+        def render(self, task: Any) -> Text:
+            return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")
+
+    count = MofNCompleteColumn(table_column=Column(no_wrap=True))
+    said = TextColumn("{task.fields[said]}", markup=False)
     ours = stream in (sys.stdout, sys.stderr)  # a rank's are its log
     bar = Bar(
-        *(TextColumn(unit), MofNCompleteColumn(), BarColumn(), *texts),
+        *(TextColumn(unit), count, BarColumn(), said, Note()),
         console=Console(file=stream),
         redirect_stdout=ours,
         redirect_stderr=ours,
