@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 from collections.abc import Sequence
@@ -59,11 +61,11 @@ def _be_rank(config: RunConfig, plan: Plan, start: Start | None) -> str | None:
 def train(file: Path, *overrides: str, resume: str | Path = AUTO, allow: Sequence[str] = ()) -> Run:
     """Run to the end what `mmtrain train FILE OVERRIDES --resume RESUME --allow-change ALLOW` would."""
     config = load_config(file, overrides)
-    said: list[str] = []
-    plan, start = make_plan(config), find_start(config, str(resume), allow, said.append)
-    prepare_folder(config, plan, goes_on=start is not None, say=said.append)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        plan, start = make_plan(config), find_start(config, str(resume), allow)
+        prepare_folder(config, plan, goes_on=start is not None)
     world = len(plan.ranks)
     stopped = run_ranks(world, _be_rank, config, plan, start, timeout=200, daemons=config.data.workers == 0)
     assert stopped == [None] * world
     folder = run_folder(config)
-    return Run(folder, "\n".join([*said, (folder / "console-0.txt").read_text()]))
+    return Run(folder, said.getvalue() + (folder / "console-0.txt").read_text())

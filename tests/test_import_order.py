@@ -47,7 +47,7 @@ data.samples.records  data.samples.sample
 data.stream.order  data.stream.catalog
 data.report.survey
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose
-engine.utilization  engine.trace  evaluation.scores  evaluation.console  model.projector_files  model.probe
+engine.utilization  engine.trace  evaluation.console  model.projector_files  model.probe
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}
 ONLY_IMPORTER = {"deepspeed": "engine.deepspeed_pipeline", "mmtrain.training.loop": "launching.training"}

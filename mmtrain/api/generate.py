@@ -16,8 +16,7 @@ from mmtrain.api.run import Run
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
-from mmtrain.base.small_files import shortened
+from mmtrain.base.printing import harmless, shortened
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.pretrained.families import check_llm_numbers

@@ -23,7 +23,6 @@ from mmtrain.base.console_stream import output_without_waiting, prepare_standard
 from mmtrain.base.errors import UserError
 
 COLUMNS = 80  # of a terminal in which every table can be read
-LONGEST_TEXT = 300  # characters of a text of data that are shown
 INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 
 # Controls (C0 but tab and line feed, DEL, C1), Unicode's property Bidi_Control, its separators of lines and paragraphs,
@@ -36,10 +35,15 @@ def printable(text: str) -> str:
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def shortened(text: str, longest: int = 200) -> str:
+    """Content of a file as a part of a message: `printable`, at most so many characters."""
+    shown = printable(text)
+    return shown if len(shown) <= longest else shown[: longest - 3] + "..."
+
+
 def harmless(text: str) -> str:
     """Text from data as one short line: a part of a message."""
-    shown = printable(" ".join(text.split()))
-    return shown if len(shown) <= LONGEST_TEXT else shown[: LONGEST_TEXT - 3] + "..."
+    return shortened(" ".join(text.split()), 300)
 
 
 def message(text: str) -> str:

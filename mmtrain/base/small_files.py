@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
 
 # Of a file of JSON. The index of 150,000 tensors, more than the largest models have, takes 14 MB; Python's objects take
 # up to 25 times as much memory as their text.
 MAX_JSON_BYTES = 25_000_000
 MAX_DEPTH = 64  # of lists and objects inside each other; model folders have 6. transformers copies them by recursion
 LONGEST_NUMBER = 100  # digits; Python refuses to read or print integers of more than 4,300
-LONGEST_SHOWN = 200  # characters of a file's content in an error
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -69,11 +69,6 @@ def parse_json(text: bytes) -> Any:
         if not level:
             return content
     raise _too_deep()
-
-
-def shortened(text: str) -> str:
-    """Content of a file for an error message."""
-    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import parse_line, recorded
 from mmtrain.base.printing import say
 from mmtrain.checkpoint.run_folder import CONFIG, METRICS, PLAN, contents_of_a_run, run_folder
-from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, find, newest, step_folders
+from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, find, find_newest, newest, step_folders
 from mmtrain.config.keys import OnResume, all_fields, declared_path, marked
 from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig
@@ -45,7 +45,8 @@ class Start:
         state, path = self.checkpoint.state, self.checkpoint.path
         if state["step"] > max_steps:
             raise UserError(
-                f"{path}: {state['step']} steps are made, and train.max_steps or train.epochs now mean {max_steps}"
+                f"{path} has {state['step']} steps, and train.max_steps or train.epochs asks for {max_steps}: raise "
+                "it, or choose another run.name"
             )
         models = ("model.llm.path", "model.vision.name")
         for what, keys, was, now in (
@@ -60,9 +61,7 @@ class Start:
                 )
 
 
-def find_start(
-    config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = (), say: Callable[[str], None] = say
-) -> Start | None:
+def find_start(config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = ()) -> Start | None:
     """The checkpoint at which the run goes on, None where it begins with its first step; changes nothing.
 
     `resume` is what --resume says, `allowed` the keys of --allow-change. Raises UserError where going on would mix two
@@ -82,13 +81,13 @@ def find_start(
         raise UserError(
             f"{folder} holds an earlier run ({listed}); choose another run.name, or set run.overwrite=true to delete it"
         )
-    start = _choose(folder, config, path, allowed, say)
+    start = _choose(folder, config, path, allowed)
     if start is None or start.is_own or not contents:
         return start
     own, _ = newest(folder)
     if own is not None and own.state["branched_from"] == start.branched_from:
-        say(f"{folder} has branched from {start.checkpoint.path} already")
-        return _choose(folder, config, None, allowed, say)
+        say(f"{folder} has branched from {start.checkpoint.path} already: that branch goes on")
+        return _choose(folder, config, None, allowed)
     if own is not None or ((folder / METRICS).exists() and (folder / METRICS).stat().st_size):
         raise UserError(
             f"{folder} holds an earlier run ({listed}), and {start.checkpoint.path} is of another; choose a new "
@@ -97,9 +96,7 @@ def find_start(
     return start  # the branch died before it had saved where it begins
 
 
-def _choose(
-    folder: Path, config: RunConfig, path: Path | None, allowed: Sequence[str], say: Callable[[str], None]
-) -> Start | None:
+def _choose(folder: Path, config: RunConfig, path: Path | None, allowed: Sequence[str]) -> Start | None:
     """The checkpoint at which the run in `folder` goes on; None: there is none, it begins with its first step.
 
     `path` names a checkpoint of this run, or one of another run, from which this one then branches; None takes the
@@ -110,18 +107,8 @@ def _choose(
         if (key := tuple(name.split("."))) not in known:
             near = ".".join(nearest_key(key, known))
             raise UserError(f"--allow-change {name}: no key or section of a configuration; the nearest is {near}")
-    if path is not None:
-        start = find(path.expanduser(), say)
-    else:
-        start, damaged = newest(folder)
-        listed = "".join(f"\n  {damaged_one}: {why}" for damaged_one, why in damaged.items())
-        if start is None and damaged:
-            raise UserError(
-                f"no checkpoint of {folder} is whole:{listed}\nrestore one of them, or start anew: another run.name, "
-                "or run.overwrite=true, which deletes the folder"
-            )
-        if damaged:
-            say(f"passed over:{listed}")
+    anew = "restore one of them, or start anew: another run.name, or run.overwrite=true, which deletes the folder"
+    start = find_newest(folder, remedy=anew) if path is None else find(path.expanduser())
     if start is None:
         _refuse_lost_checkpoints(folder)
         return None
@@ -170,7 +157,10 @@ def _refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str]
     refused = fixed or [key for key in changed if not any(_allows(name, key) for name in allowed)]
     if not refused:
         return
-    lines = [f"{key}: was {_shown(changed[key][0])}, is now {_shown(changed[key][1])}" for key in refused]
+    lines = []
+    for key in refused:
+        was, is_now = (json.dumps(value, ensure_ascii=False) for value in changed[key])
+        lines.append(f"{key}: was {was}, is now {is_now}")
     if fixed:
         mend = (
             "its weights and its place in the data have no meaning then; for a new run that begins with its projector "
@@ -207,7 +197,3 @@ def _flat(value: Any, *path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {".".join(path): value}
     return {key: leaf for name, inner in value.items() for key, leaf in _flat(inner, *path, str(name)).items()}
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

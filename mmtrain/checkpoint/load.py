@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from mmtrain.base.collectives import of_all_ranks
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.config.load import with_new_names
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -24,11 +25,12 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     What a checkpoint of an earlier version does not say counts as the same.
     """
+    topology = with_new_names({"parallel": saved["topology"]})["parallel"]
     return [
-        f"{name} {saved[part].get(name)} -> {value}"
-        for part in ("versions", "topology")
-        for name, value in now[part].items()
-        if saved[part].get(name, value) != value
+        f"{name} {was[name]} -> {value}"
+        for was, is_now in ((saved["versions"], now["versions"]), (topology, now["topology"]))
+        for name, value in is_now.items()
+        if was.get(name, value) != value
     ]
 
 

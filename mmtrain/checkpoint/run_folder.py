@@ -67,7 +67,7 @@ def contents_of_a_run(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if not any(map(entry.match, patterns)))
 
 
-def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool, say: Callable[[str], None] = say) -> None:
+def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool) -> None:
     """Make the run's folder, which the caller has claimed.
 
     For a new run it then has config.yaml and plan.json, what a start that failed has left being replaced; with
@@ -109,7 +109,7 @@ def go_back(folder: Path, to: StepFolder | None, say: Callable[[str], None]) -> 
         for later in step_folders(folder):
             if to is not None and step_of(later) <= to.step:
                 break
-            say(f"set aside as {_set_aside(later)}")
+            say(f"a later checkpoint was set aside as {_set_aside(later)}")
         if (folder / CHECKPOINTS).exists():
             flush(folder / CHECKPOINTS)  # else a power cut might bring them back beside records that are cut
         lengths, step = ({}, 0) if to is None else (to.state["files"], to.step)
@@ -117,7 +117,7 @@ def go_back(folder: Path, to: StepFolder | None, say: Callable[[str], None]) -> 
             _cut_back(folder, name, lengths.get(name, 0), step, say)
         (folder / AUDIT).unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"cannot go back to a checkpoint: {error}") from error
+        raise UserError(f"cannot go back to a checkpoint: {error.filename}: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def _named(act: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot {act}: {error}; run.dir and run.name say where a run goes") from error
+        raise UserError(f"cannot {act} ({error.strerror}); run.dir and run.name say where a run goes") from error
 
 
 def _set_aside(path: Path) -> Path:
@@ -143,14 +143,14 @@ def _cut_back(folder: Path, name: str, length: int, step: int, say: Callable[[st
     path = folder / name
     size = path.stat().st_size if path.exists() else 0
     if size < length:
-        say(f"{path}: {length - size:,} bytes fewer than the checkpoint knew of; what they recorded is gone")
+        say(f"{path} is {length - size:,} bytes shorter than when the checkpoint was saved: what they recorded is lost")
         length = path.read_bytes().rfind(b"\n") + 1 if size else 0  # whole lines
     if size <= length:
         return
     with path.open("rb") as file, JsonLines(folder / DISCARDED) as discarded:
         file.seek(max(length - 1, 0))
         if length and file.read(1) != b"\n":
-            raise UserError(f"{path} was changed since the checkpoint was written: move it away, and start again")
+            raise UserError(f"{path} was changed after the checkpoint was saved: move it away, and start again")
         for line in file:
             discarded.write(file=name, back_to_step=step, record=parse_line(line))
     flush(folder / DISCARDED)  # before the cut: a crash in between leaves a line twice rather than none

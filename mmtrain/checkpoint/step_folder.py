@@ -245,18 +245,28 @@ def names_checkpoint(path: Path) -> bool:
     return (path / CHECKPOINTS).is_dir() or (path / MANIFEST).exists() or bool(NAME.fullmatch(path.name))
 
 
+def find_newest(run: Path, say: Callable[[str], None] = say, remedy: str = "restore one of them") -> StepFolder | None:
+    """A run's newest whole checkpoint, held; None if it has none at all.
+
+    Says which damaged ones it passes over. Raises UserError, with the `remedy`, where all are damaged.
+    """
+    found, damaged = newest(run)
+    listed = "".join(f"\n  {folder}: {why}" for folder, why in damaged.items())
+    if found is None and damaged:
+        raise UserError(f"no checkpoint of {run} is whole:{listed}\n{remedy}")
+    if damaged:
+        say(f"these checkpoints are damaged and were passed over:{listed}")
+    return found
+
+
 def find(path: Path, say: Callable[[str], None] = say) -> StepFolder:
     """The checkpoint that a path names: a step folder, or of a run's folder the newest whole one.
 
     Says which damaged ones it passes over. Raises UserError where there is none.
     """
     if (path / CHECKPOINTS).is_dir():
-        found, damaged = newest(path)
-        if found is None:
-            listed = "".join(f"\n  {folder}: {why}" for folder, why in damaged.items())
-            raise UserError(f"{path}: has no whole checkpoint{listed}")
-        for folder, why in damaged.items():
-            say(f"passed over {folder}: {why}")
+        if (found := find_newest(path, say)) is None:
+            raise UserError(f"{path} has no checkpoint yet; needed is a run that has saved one")
         return found
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; needed is a run's folder or one of its checkpoints/step-...")

@@ -249,17 +249,18 @@ class Checkpointer:
         target = step_path(self.folder, step)
         weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
         optimizer = {name: tensor for name, tensor in tensors.items() if "/" in name}
+        file = target
         try:
             for name in RECORDS:  # whose lengths the checkpoint notes
                 if (self.folder / name).exists():
                     flush(self.folder / name)
             with new_step_folder(target) as unfinished:
-                save_file(weights, unfinished / TENSORS)
-                save_file(optimizer, unfinished / OPTIMIZER)
+                for file, part in ((target / TENSORS, weights), (target / OPTIMIZER, optimizer)):
+                    save_file(part, unfinished / file.name)
                 (unfinished / STATE).write_text(state)
                 size = sum(file.stat().st_size for file in unfinished.iterdir())
         except (OSError, SafetensorError) as error:
-            return Saved(step, target, 0, time.monotonic() - start, f"{target}: {error}")
+            return Saved(step, target, 0, time.monotonic() - start, f"{file}: {error}")
         self._whole.add(target)
         self._delete_old()
         return Saved(step, target, size, time.monotonic() - start)

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.small_files import shortened
+from mmtrain.base.printing import shortened
 from mmtrain.config.keys import InsteadOf, RenamedFrom, all_fields, marked, section_of
 from mmtrain.config.problems import explain
 from mmtrain.config.schema import RunConfig
@@ -65,13 +65,13 @@ def restore_config(content: dict[str, Any], source: str) -> RunConfig:
     this version does not know.
     """
     try:
-        return RunConfig.model_validate(_tuples(_with_new_names(content))).changed({"data.allow_pipe": ()})
+        return RunConfig.model_validate(_tuples(with_new_names(content))).changed({"data.allow_pipe": ()})
     except ValidationError as error:
         problems = explain(RunConfig, error.errors(include_url=False), content)
     raise UserError("\n  ".join([f"{source}: a configuration that this version of mmtrain does not know", *problems]))
 
 
-def _with_new_names(content: dict[str, Any]) -> dict[str, Any]:
+def with_new_names(content: dict[str, Any]) -> dict[str, Any]:
     """The same with what renamed keys are called now; the content itself stays as it is."""
     content = dict(content)
     for (section, name), mark in marked(RunConfig, RenamedFrom).items():

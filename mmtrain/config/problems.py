@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from mmtrain.base.printing import shortened
 from mmtrain.config.keys import ELEMENT, Path, RenamedFrom, all_fields, declared_path, section_of
 
 _NOUNS = {int: "an integer", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
@@ -116,7 +117,7 @@ def _value_at(given: Any, path: Path) -> Any:
 def _shown(value: Any) -> str:
     text = "null" if value is None else repr(list(value) if isinstance(value, tuple) else value)
     text = {"True": "true", "False": "false"}.get(text, text)
-    return text if len(text) <= 120 else text[:117] + "..."
+    return shortened(text, 120)
 
 
 def _allowed(annotation: Any, metadata: Sequence[Any]) -> str:

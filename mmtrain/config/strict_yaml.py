@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.small_files import LONGEST_NUMBER, read_limited, shortened
+from mmtrain.base.printing import shortened
+from mmtrain.base.small_files import LONGEST_NUMBER, read_limited
 
 MAX_BYTES = 500_000  # PyYAML reads about 300,000 a second; the shipped configurations have 2,000
 MAX_VALUES = 20_000  # keys and values, aliases expanded; a list of so many shards is said shorter by a glob

@@ -15,10 +15,20 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document
 from mmtrain.evaluation.evaluator import Evaluator
 from mmtrain.evaluation.held_out import pack_documents
-from mmtrain.evaluation.scores import Answer
 
 TOKENS_BEYOND_THE_TRUTH = 16  # of an answer that does not end by itself
 LONGEST_ANSWER = 64  # tokens that are written of an answer: each costs a forward
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A held-out question, what the model said and what it should have said; `right` compares all tokens."""
+
+    key: str
+    question: str
+    given: str
+    truth: str
+    right: bool
 
 
 def write_answers(evaluator: Evaluator, count: int) -> list[Answer]:

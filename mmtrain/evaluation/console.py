@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from mmtrain.base.printing import harmless, message
 from mmtrain.base.progress import SECONDS_BETWEEN_LINES, clock, open_bar
-from mmtrain.evaluation.scores import Answer, Scores
+
+if TYPE_CHECKING:  # they bring torch
+    from mmtrain.evaluation.answers import Answer
+    from mmtrain.evaluation.evaluator import Scores
 
 FIRST_STEPS = 3
 
@@ -107,12 +109,6 @@ class Console:
         if done == start:
             return 0.0 if done == self._max_steps else None
         return (now - started_at) / (done - start) * (self._max_steps - done)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def _percent(share: float | None) -> str:

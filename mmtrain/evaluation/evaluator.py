@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -18,13 +19,28 @@ from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.statistics import Statistics
 from mmtrain.evaluation.held_out import Extent, HeldOut
-from mmtrain.evaluation.scores import Scores
 from mmtrain.plan.schedule import Instruction
 from mmtrain.processes.rank_records import Progress
 
 # Micro-batches of one `engine.evaluate`, per pipeline rank. The first stage may be so many ahead of the last one, so
 # this bounds the hidden states that wait in between, and the idle share of a round to (p - 1) / (5p - 1).
 MICROBATCHES_PER_ROUND = 4
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One evaluation, the same on every rank; what has nothing to be a share of is None.
+
+    `loss` is in nats per supervised token; `token_accuracy` is the share of supervised tokens that are the arg max
+    given the true tokens before them; `exact_match` the share of answers of which every token is, end mark included.
+    """
+
+    loss: float | None
+    token_accuracy: float | None
+    exact_match: float | None
+    answers: int
+    samples: int
+    seconds: float
 
 
 class Evaluator:

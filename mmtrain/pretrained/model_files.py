@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from mmtrain.base.cache import user_cache
 from mmtrain.base.errors import UserError
-from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited, shortened
+from mmtrain.base.printing import shortened
+from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 LONGEST_NAME = 500  # characters of a tensor's; real ones have 80

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.small_files import shortened
+from mmtrain.base.printing import shortened
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.pretrained.families import check_family, global_name, layer_kinds, parameters_on_disk
 from mmtrain.pretrained.model_files import Shape, find_model_folder, no_model, read_json, tensor_shapes

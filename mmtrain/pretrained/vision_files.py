@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.small_files import shortened
+from mmtrain.base.printing import shortened
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.pretrained.model_files import check_numbers, find_model_folder, is_demo, is_finite, is_whole, read_json
 

@@ -29,9 +29,8 @@ from mmtrain.engine.trace import TRACE, TracedStep, Tracer
 from mmtrain.engine.utilization import Utilization, peak_flops
 from mmtrain.evaluation.answers import write_answers
 from mmtrain.evaluation.console import Console
-from mmtrain.evaluation.evaluator import Evaluator
+from mmtrain.evaluation.evaluator import Evaluator, Scores
 from mmtrain.evaluation.held_out import HeldOut
-from mmtrain.evaluation.scores import Scores
 from mmtrain.model.flash import say_ways
 from mmtrain.model.stage import build_chunk
 from mmtrain.plan.calibration import cpu_device, gpu_device

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from step_states import run_state
 
@@ -391,6 +392,26 @@ def test_a_last_save_that_fails_once_is_made_after_all(tmp_path, one_rank, monke
     run.saver.finish()
     assert load_file(find(tmp_path).tensors_file)["w"].item() == 3.0
     assert [record["kind"] for record in run.records] == ["checkpoint_failed", "checkpoint"]
+
+
+def test_a_save_that_safetensors_refuses_names_the_file(tmp_path, one_rank, monkeypatch):
+    def refuses(tensors: dict, file: Path) -> None:
+        if "optimizer" in file.name:
+            raise SafetensorError("Error while serializing")
+
+    monkeypatch.setattr(write_module, "save_file", refuses)
+    run = Run(tmp_path)
+    run.save(1)
+    run.saver.poll()
+    assert "step-00000001/optimizer.safetensors: Error while serializing" in run.records[0]["error"]
+
+
+def test_what_was_renamed_since_a_checkpoint_was_saved_is_compared_by_its_new_name():
+    saved = {"versions": {"torch": "2.11"}, "topology": {"chunks_per_rank": 2, "data": 1}}
+    now = {"versions": {"torch": "2.11"}, "topology": {"stages_per_rank": 3, "data": 1, "device": "cpu"}}
+    assert differences(saved, now) == ["stages_per_rank 2 -> 3"]
+    now["topology"]["stages_per_rank"] = 2
+    assert differences(saved, now) == []
 
 
 def test_an_existing_checkpoint_is_never_written_into(run):

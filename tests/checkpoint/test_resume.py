@@ -267,7 +267,7 @@ def test_steps_that_are_made_cannot_be_configured_away(undisturbed):
     data, model = state["data"]["fingerprint"], state["frozen_fingerprint"]
     settings = state["settings_fingerprint"]
     start.refuse_other_contents(data, model, settings, LAST)
-    with pytest.raises(UserError, match=r"step-00000024: 24 steps are made, and train\.max_steps .* now mean 23"):
+    with pytest.raises(UserError, match=r"step-00000024 has 24 steps, and train\.max_steps .* asks for 23"):
         start.refuse_other_contents(data, model, settings, 23)
 
 
@@ -290,7 +290,7 @@ def test_records_that_were_edited_are_not_cut_in_the_middle_of_a_line(tiny, copi
     metrics = copied / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"loss": ', '"loss":', 1))
     edited = metrics.read_bytes()
-    changed = f"UserError: {metrics} was changed since the checkpoint was written: move it away"
+    changed = f"UserError: {metrics} was changed after the checkpoint was saved: move it away"
     with pytest.raises(AssertionError, match=re.escape(changed)):
         resumed(tiny, tmp_path)
     assert metrics.read_bytes() == edited

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.pretrained.families import check_family, global_name
-from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.model_files import model_folder, read_header
 from mmtrain.pretrained.shapes import llm_shape, matches, projector_parameters, vision_shape
 
 logging.set_verbosity_error()
@@ -282,6 +282,14 @@ def test_damaged_weight_files_are_refused_by_name(llama, tmp_path, damage, messa
     (tmp_path / "model.safetensors").write_bytes(damage((llama / "model.safetensors").read_bytes()))
     with pytest.raises(UserError, match=rf"{tmp_path}/model.safetensors: .*{message}"):
         llm_shape(str(tmp_path))
+
+
+def test_a_damaged_header_is_told_in_text_that_steers_no_terminal(tmp_path):
+    header = json.dumps({"\x1b[2J\u202e": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}, ensure_ascii=False)
+    (tmp_path / "a.safetensors").write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + bytes(4))
+    with pytest.raises(UserError, match="damaged or incomplete") as refused:
+        read_header(tmp_path / "a.safetensors")
+    assert str(refused.value).isprintable()
 
 
 def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):

@@ -26,7 +26,7 @@ from braceexpand import UnbalancedBracesError, braceexpand, char_range_re, int_r
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held, whole_file
 from mmtrain.base.errors import UserError
-from mmtrain.base.small_files import shortened
+from mmtrain.base.printing import shortened
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.pretrained.model_files import PREFIX, is_demo
 
