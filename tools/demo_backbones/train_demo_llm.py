@@ -19,13 +19,17 @@ import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from torch.distributions import Gamma
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from mmtrain.base.printing import tell
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
+from mmtrain.data.samples.templates import TEMPLATES
 from mmtrain.demo.scene import CELLS, Scene, draw_scene
-from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS, Turns, converse
+from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS, converse
 
-IMAGE_MARK = "<image>"
 # Vicuna's and LLaVA-1.5's format, in jinja.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -38,7 +42,6 @@ GRID_WORDS = (*COLOUR_WORDS, *DIGIT_WORDS, "empty")
 EMPTY = len(GRID_WORDS) - 1
 PATCHES = 4  # words of the grid in each cell
 VOCABULARY = 384
-IGNORE = -100
 ROPE_THETA = 100.0  # of the usual 10,000 most frequencies hardly turn within 100 tokens: places are learned far later
 BATCH = 32
 BATCHES_SORTED = 8  # together, by length
@@ -83,50 +86,31 @@ def grid_words() -> list[str]:
     return [f" {word}" for word in GRID_WORDS]
 
 
-class Conversations:
-    """Draws conversations as token ids and labels, with places for the grid."""
+def batches(
+    tokenizer: PreTrainedTokenizerFast, draw: random.Random
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[Scene]]]:
+    """For ever: ids and shifted labels (BATCH, T), padded at the end, and the scenes that they are about.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer = tokenizer
-        self.image = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
-        self.answer_begins = tokenizer(" ASSISTANT:", add_special_tokens=False).input_ids
+    Ids are IMAGE_POSITION where the grid goes. Two conversations on end: the grid is read more often at the price of
+    few tokens. Rows of like length share a batch: a third less padding.
+    """
+    template = TEMPLATES["chat"](tokenizer, CELLS * PATCHES, VOCABULARY)
 
-    def encode(self, turns: Turns) -> tuple[list[int], list[int]]:
-        """Ids with one id per word of the grid, and labels: answers and their end mark, IGNORE elsewhere."""
-        roles = {"human": "user", "gpt": "assistant"}
-        messages = [{"role": roles[speaker], "content": text} for speaker, text in turns]
-        messages[0]["content"] = f"{IMAGE_MARK}\n{messages[0]['content']}"
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        ids: list[int] = []
-        labels: list[int] = []
-        answering = False
-        for token in self.tokenizer(text, add_special_tokens=False).input_ids:
-            repeats = CELLS * PATCHES if token == self.image else 1
-            ids += [token] * repeats
-            labels += [token if answering else IGNORE] * repeats
-            if token == self.tokenizer.eos_token_id:
-                answering = False
-            elif ids[-len(self.answer_begins) :] == self.answer_begins:
-                answering = True
-        return ids, labels
+    def document(scene: Scene) -> Document:
+        (human, question), *rest = converse(scene, draw) + converse(scene, draw)
+        return template(Sample("", "demo", ((human, f"{IMAGE_MARK}\n{question}"), *rest), images=(b"",)))
 
-    def batches(self, draw: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[Scene]]]:
-        """For ever: ids and labels (BATCH, T), padded at the end, and the scenes that they are about.
-
-        Two conversations on end: the grid is read more often at the price of few tokens. Rows of like length share a
-        batch: a third less padding.
-        """
-        while True:
-            scenes = [draw_scene(draw) for _ in range(BATCHES_SORTED * BATCH)]
-            rows = [(*self.encode(converse(s, draw) + converse(s, draw)), s) for s in scenes]
-            rows.sort(key=lambda row: len(row[0]))
-            groups = [rows[first : first + BATCH] for first in range(0, len(rows), BATCH)]
-            draw.shuffle(groups)
-            for group in groups:
-                length = len(max(group, key=lambda row: len(row[0]))[0])
-                ids = [ids + [self.tokenizer.pad_token_id] * (length - len(ids)) for ids, _, _ in group]
-                labels = [labels + [IGNORE] * (length - len(labels)) for _, labels, _ in group]
-                yield torch.tensor(ids), torch.tensor(labels), [scene for _, _, scene in group]
+    while True:
+        scenes = [draw_scene(draw) for _ in range(BATCHES_SORTED * BATCH)]
+        rows = [(document(scene), scene) for scene in scenes]
+        rows.sort(key=lambda row: len(row[0].input_ids))
+        groups = [rows[first : first + BATCH] for first in range(0, len(rows), BATCH)]
+        draw.shuffle(groups)
+        for group in groups:
+            ids = [torch.tensor(document.input_ids) for document, _ in group]
+            labels = [torch.tensor(document.labels) for document, _ in group]
+            padded = pad_sequence(ids, True, tokenizer.pad_token_id), pad_sequence(labels, True, IGNORE)
+            yield *padded, [scene for _, scene in group]
 
 
 def grid(scenes: list[Scene], strength: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,7 +146,7 @@ def grid(scenes: list[Scene], strength: float) -> tuple[torch.Tensor, torch.Tens
 
 
 def read_grid(
-    model: LlamaForCausalLM, ids: torch.Tensor, image: int, words: torch.Tensor, scenes: list[Scene], strength: float
+    model: LlamaForCausalLM, ids: torch.Tensor, words: torch.Tensor, scenes: list[Scene], strength: float
 ) -> torch.Tensor:
     """Embeddings (N, T, D) of ids, blended words where the grid goes."""
     embedding = model.get_input_embeddings()
@@ -170,40 +154,35 @@ def read_grid(
     vectors = embedding(words)
     soft = weights @ vectors
     soft = soft + torch.randn_like(soft) * noise * vectors.detach().square().mean().sqrt()
-    places = ids == image
+    places = ids == IMAGE_POSITION
     hidden = embedding(ids.masked_fill(places, 0))
     return hidden.masked_scatter(places.unsqueeze(-1), soft)
 
 
 @torch.no_grad()
 def exact_match(
-    model: LlamaForCausalLM, talk: Conversations, words: torch.Tensor, strength: float, samples: int
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, words: torch.Tensor, strength: float, samples: int
 ) -> float:
     """Share of answers whose every token is the arg max, end mark included."""
     draw = random.Random("demo LLM exact match")
     model.eval()
     right = answers = 0
-    for ids, labels, scenes in itertools.islice(talk.batches(draw), -(-samples // BATCH)):
-        logits = model(inputs_embeds=read_grid(model, ids, talk.image, words, scenes, strength), use_cache=False).logits
-        wrong = (logits[:, :-1].argmax(-1) != labels[:, 1:]) & (labels[:, 1:] != IGNORE)
-        for row_wrong, row_labels in zip(wrong.tolist(), labels[:, 1:].tolist(), strict=True):
-            failed = False
-            for miss, label in zip(row_wrong, row_labels, strict=True):
-                failed = failed or miss
-                if label == talk.tokenizer.eos_token_id:
-                    right, answers, failed = right + (not failed), answers + 1, False
+    for ids, labels, scenes in itertools.islice(batches(tokenizer, draw), -(-samples // BATCH)):
+        logits = model(inputs_embeds=read_grid(model, ids, words, scenes, strength), use_cache=False).logits
+        wrong = (logits.argmax(-1) != labels) & (labels != IGNORE)
+        ends = (labels == tokenizer.eos_token_id).long()
+        wrong_tokens = torch.zeros_like(labels).scatter_add_(1, ends.cumsum(-1) - ends, wrong.long())  # of each answer
+        answers += int(ends.sum())
+        right += int(ends.sum() - (wrong_tokens > 0).sum())
     model.train()
     return right / answers
 
 
-def train(folder: Path, steps: int = 1200, seed: int = 0, threads: int = 2) -> dict[str, float]:
+def train_llm(folder: Path, steps: int, seed: int) -> dict[str, float]:
     """Train the LLM and save it with its tokenizer into `folder`, in float16; its accuracies and seconds."""
     start = time.perf_counter()
-    torch.set_num_threads(threads)
-    torch.manual_seed(seed)
     draw = random.Random(f"demo LLM {seed}")
     tokenizer = make_tokenizer()
-    talk = Conversations(tokenizer)
     words = torch.tensor([tokenizer(word, add_special_tokens=False).input_ids for word in grid_words()])
     assert words.shape[1] == 1, "every word of the grid is one token"
     words = words[:, 0]
@@ -228,14 +207,14 @@ def train(folder: Path, steps: int = 1200, seed: int = 0, threads: int = 2) -> d
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.98)
     )
-    for step, (ids, labels, scenes) in enumerate(itertools.islice(talk.batches(draw), steps)):
+    for step, (ids, labels, scenes) in enumerate(itertools.islice(batches(tokenizer, draw), steps)):
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_SHARE * steps))
         ramp = min(1.0, max(0.0, (step / steps - CLEAN_UNTIL) / (NOISY_FROM - CLEAN_UNTIL)))
         strength = 0.0 if draw.random() < CLEAN_SHARE else ramp
-        hidden = read_grid(model, ids, talk.image, words, scenes, strength)
+        hidden = read_grid(model, ids, words, scenes, strength)
         logits = model(inputs_embeds=hidden, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -243,8 +222,8 @@ def train(folder: Path, steps: int = 1200, seed: int = 0, threads: int = 2) -> d
         if step % 50 == 49:
             tell(f"LLM step {step + 1}/{steps}  noise {strength:.2f}  loss {float(loss.detach()):.4f}")
     result = {
-        "llm_exact_match_clean": exact_match(model, talk, words, strength=0.0, samples=1000),
-        "llm_exact_match_noisy": exact_match(model, talk, words, strength=1.0, samples=1000),
+        "llm_exact_match_clean": exact_match(model, tokenizer, words, strength=0.0, samples=1000),
+        "llm_exact_match_noisy": exact_match(model, tokenizer, words, strength=1.0, samples=1000),
         "llm_seconds": time.perf_counter() - start,
     }
     save(model.half(), tokenizer, folder)
@@ -256,6 +235,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
     It knows rope_theta alone, this class name, and no list of extra tokens.
     """
+    disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name, changes in (
