@@ -28,7 +28,7 @@ from mmtrain.engine.audit import RankAudit
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.projector import make_projector
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import Instruction, Op, immediate_encodes, training_schedule
@@ -221,7 +221,7 @@ def _execute(case: Case) -> dict[str, Any]:
     config = case.config
     plan = encoding_ahead(make_plan(config), case.ahead)
     mine = plan.ranks[dist.get_rank()]
-    chunks = {s.stage: build_chunk(config, s) for s in mine.stages}
+    stages = {s.stage: build_stage(config, s) for s in mine.stages}
     executed = []
     gradients: list[dict[str, Any]] = []
 
@@ -232,8 +232,8 @@ def _execute(case: Case) -> dict[str, Any]:
             tokens = float(engine._statistics[1])
             gradients.append({n: (p.grad / max(tokens, 1)).double().numpy() for n, p in engine.trainable.items()})
 
-    engine = FrozenPipelineEngine(config, plan, chunks, on_instruction)
-    audit = RankAudit(mine, chunks, engine.optimizer, engine.trainable)
+    engine = FrozenPipelineEngine(config, plan, stages, on_instruction)
+    audit = RankAudit(mine, stages, engine.optimizer, engine.trainable)
     results = []
     share = plan.microbatches_per_step
     mine_of_all = (m for step in case.steps for m in step[mine.data * share :][:share])

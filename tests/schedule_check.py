@@ -147,7 +147,7 @@ def _check_progress(schedule: Schedule, ranks: int, stages: int) -> None:
                 receive = Op.RECEIVE_ACTIVATION if op is Op.FORWARD else Op.RECEIVE_GRADIENT
                 if Instruction(receive, stage, k) not in before:
                     raise ValueError(f"{_place(rank, i, x)}: its receive was not posted before it")
-            elif op in COMPUTES:  # the neighbouring chunk, if there is one, is on this very rank
+            elif op in COMPUTES:  # the neighbouring stage, if there is one, is on this very rank
                 neighbour = Instruction(op, stage - 1 if op is Op.FORWARD else stage + 1, k)
                 if 0 <= neighbour.stage < stages and neighbour not in before:
                     raise ValueError(f"{_place(rank, i, x)}: comes before {neighbour}")

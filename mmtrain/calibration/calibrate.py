@@ -36,7 +36,7 @@ from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.engine.statistics import RankSums
 from mmtrain.engine.step_clock import Reading
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
 from mmtrain.plan.plan import Plan, StagePlan
@@ -71,7 +71,7 @@ class Calibrator:
             name: parameter
             for kind in self._kinds  # in one order on all ranks, whose gradients are reduced in turn
             if kind in self._stages
-            for name, parameter in self._stages[kind].chunk.global_parameters()
+            for name, parameter in self._stages[kind].module.global_parameters()
             if parameter.requires_grad
         }
         self._end = _StepEnd(config, plan, trained, device)
@@ -91,12 +91,12 @@ class Calibrator:
     def _build(
         self, config: RunConfig, kind_of_window: LayerKind, first: int, last: int, count: int
     ) -> dict[str, SingleStage]:
-        """The stages by name; those that recompute share the chunk of the one that does not."""
+        """The stages by name; those that recompute share the module of the one that does not."""
         batch = to_device(self._host_batch, self._device)
 
         def build(kind: LayerKind, first: int, last: int, *, front: bool = False, head: bool = False) -> SingleStage:
-            chunk = build_chunk(config, StagePlan(0, first, last, front, head), device=self._device)
-            return SingleStage(chunk, batch, input_gradient=kind.input_gradient, backward=kind.runs_backward)
+            module = build_stage(config, StagePlan(0, first, last, front, head), device=self._device)
+            return SingleStage(module, batch, input_gradient=kind.input_gradient, backward=kind.runs_backward)
 
         stages = {
             "front": build(self._kinds["front"], 0, 0, front=True),
@@ -157,7 +157,7 @@ class Calibrator:
         """Work as long as a micro-batch's, to send and receive beside."""
         stage = self._stages[self._window[0]]
         with torch.no_grad():
-            stage.chunk(stage.input, stage.batch.position_ids)
+            stage.module(stage.input, stage.batch.position_ids)
 
     # ---- memory
 
@@ -172,7 +172,7 @@ class Calibrator:
             if name == "front":
                 (encode,) = bytes_used(stage.encode, device=self._device)
                 features = stage.features.untyped_storage().nbytes()
-                kept = 0 if stage.chunk.front.encoder_is_frozen else encode.end - features
+                kept = 0 if stage.module.front.encoder_is_frozen else encode.end - features
                 found[ENCODE] = {"kept": kept, "forward": encode.peak - encode.end, "backward": 0}
             work = (stage.forward, stage.release_output, stage.backward)
             forward, sent, backward = bytes_used(*work, device=self._device)
@@ -244,7 +244,7 @@ class _StepEnd:
 
 def matrix_products(stage: SingleStage) -> tuple[Callable[[], None], float]:
     """Products of all tokens with each matrix of the stage's decoder layers, and their FLOPs (2 a multiply-add)."""
-    weights = [p for _, p in stage.chunk.language.global_parameters() if p.ndim == 2]
+    weights = [p for _, p in stage.module.language.global_parameters() if p.ndim == 2]
     tokens = stage.batch.position_ids.numel()
     rows = {w.shape[1]: torch.randn(tokens, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
 

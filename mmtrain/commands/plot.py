@@ -200,17 +200,17 @@ def draw(timelines: Sequence[Timeline], file: Path) -> None:
 
 def _draw_panel(axes: Any, timeline: Timeline, longest: float) -> None:
     pixels = 0.88 * PIXELS / longest  # of a unit of time
-    chunks = timeline.stages_per_rank
+    stages_per_rank = timeline.stages_per_rank
     widths = [bar.end - bar.begin for bar in timeline.bars if bar.work in (Work.FORWARD, Work.BACKWARD)]
     edge = 0.6 if widths and min(widths) * pixels > EDGE_PIXELS else 0.0
     for rank in range(timeline.ranks):
         axes.broken_barh([(0, timeline.length)], (rank - 0.4, 0.8), facecolor=IDLE)
         mine = [bar for bar in timeline.bars if bar.rank == rank]
-        for colour, bars in _by_colour(mine, timeline.ranks, chunks):
+        for colour, bars in _by_colour(mine, timeline.ranks, stages_per_rank):
             spans = [(bar.begin, bar.end - bar.begin) for bar in bars]
             axes.broken_barh(spans, (rank - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=edge)
         for bar in mine:
-            _number(axes, bar, pixels, chunks, timeline.ranks)
+            _number(axes, bar, pixels, stages_per_rank, timeline.ranks)
         axes.text(
             1.008, rank, f"{timeline.idle[rank]:.1%}", transform=axes.get_yaxis_transform(), va="center", fontsize=10
         )
@@ -228,22 +228,22 @@ def _draw_panel(axes: Any, timeline: Timeline, longest: float) -> None:
         axes.xaxis.set_major_formatter(lambda time, _: f"{time / timeline.length:.0%}")
 
 
-def _by_colour(bars: Iterable[Bar], ranks: int, chunks: int) -> Iterable[tuple[str, list[Bar]]]:
+def _by_colour(bars: Iterable[Bar], ranks: int, stages_per_rank: int) -> Iterable[tuple[str, list[Bar]]]:
     found: dict[str, list[Bar]] = defaultdict(list)
     for bar in bars:
-        found[_colour(bar, ranks, chunks)].append(bar)
+        found[_colour(bar, ranks, stages_per_rank)].append(bar)
     return found.items()
 
 
-def _colour(bar: Bar, ranks: int, chunks: int) -> str:
+def _colour(bar: Bar, ranks: int, stages_per_rank: int) -> str:
     """The later a rank's stage, the darker."""
     first, last = (tuple(int(text[i : i + 2], 16) for i in (1, 3, 5)) for text in COLOURS[bar.work])
-    share = 1.0 if chunks == 1 or bar.stage < 0 else (bar.stage // ranks) / (chunks - 1)
+    share = 1.0 if stages_per_rank == 1 or bar.stage < 0 else (bar.stage // ranks) / (stages_per_rank - 1)
     mixed = (round(a + (b - a) * share) for a, b in zip(first, last, strict=True))
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
-def _number(axes: Any, bar: Bar, pixels: float, chunks: int, ranks: int) -> None:
+def _number(axes: Any, bar: Bar, pixels: float, stages_per_rank: int, ranks: int) -> None:
     """The micro-batch, where a bar is wide enough to hold it."""
     if bar.microbatch < 0 or bar.work in (Work.COMMUNICATION, Work.LOAD):
         return
@@ -251,7 +251,7 @@ def _number(axes: Any, bar: Bar, pixels: float, chunks: int, ranks: int) -> None
     width = (bar.end - bar.begin) * pixels
     if width < DIGIT_PIXELS * (len(text) + 0.4):
         return
-    colour = _colour(bar, ranks, chunks)
+    colour = _colour(bar, ranks, stages_per_rank)
     brightness = sum(w * int(colour[i : i + 2], 16) for w, i in ((0.3, 1), (0.59, 3), (0.11, 5)))
     middle = (bar.begin + bar.end) / 2
     shade = "black" if brightness > 140 else "white"

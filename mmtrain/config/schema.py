@@ -156,21 +156,21 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _lists_fit_the_pipeline(self) -> Self:
-        cuts, chunks = self.boundaries, self.stages_per_rank
-        if self.pipeline == 1 and chunks != "auto" and chunks > 1:
+        cuts, each = self.boundaries, self.stages_per_rank
+        if self.pipeline == 1 and each != "auto" and each > 1:
             raise _wrong_together(
-                f"parallel.stages_per_rank: {chunks} stages on one rank; with parallel.pipeline 1 there is nothing to "
+                f"parallel.stages_per_rank: {each} stages on one rank; with parallel.pipeline 1 there is nothing to "
                 "interleave: leave it out"
             )
         if cuts is not None:
             stages = len(cuts) + 1
             wrong = stages % self.pipeline or (self.pipeline == 1 and stages > 1)
-            if wrong or (chunks != "auto" and stages != self.pipeline * chunks):
-                each = f" and stages_per_rank {chunks}" if chunks not in ("auto", 1) else ""
-                needed = self.pipeline * (1 if chunks == "auto" else chunks) - 1
+            if wrong or (each != "auto" and stages != self.pipeline * each):
+                also = f" and stages_per_rank {each}" if each not in ("auto", 1) else ""
+                needed = self.pipeline * (1 if each == "auto" else each) - 1
                 raise _wrong_together(
                     f"parallel.boundaries: {list(cuts)} has {len(cuts)} entries; parallel.pipeline {self.pipeline}"
-                    f"{each} needs {needed}, the first decoder layer of every stage but the first"
+                    f"{also} needs {needed}, the first decoder layer of every stage but the first"
                 )
         if cuts is not None and any(later <= earlier for earlier, later in itertools.pairwise(cuts)):
             raise _wrong_together(

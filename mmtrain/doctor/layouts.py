@@ -52,11 +52,11 @@ def on_ranks(here: Here, ranks: int, target: Callable[[Rank], None]) -> None:
         raise FailedError(failure.message.splitlines()[0])
 
 
-def layout(here: Here, pipeline: str, chunks: str, data: str) -> Seen:
+def layout(here: Here, pipeline: str, stages_per_rank: str, data: str) -> Seen:
     """The demo on a layout against the demo at pipeline 1: losses of every step."""
     expected = losses(pipeline_1(here))
-    name = f"pp{pipeline}x{chunks}-dp{data}"
-    keys = {"pipeline": pipeline, "stages_per_rank": chunks, "data": data}
+    name = f"pp{pipeline}x{stages_per_rank}-dp{data}"
+    keys = {"pipeline": pipeline, "stages_per_rank": stages_per_rank, "data": data}
     run = demo(here, name, *(f"parallel.{key}={value}" for key, value in keys.items()))
     found = losses(run)
     off = worst(found, expected)

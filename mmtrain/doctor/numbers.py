@@ -95,27 +95,27 @@ def run_stage(
     """
     import torch
 
-    from mmtrain.model.stage import build_chunk
+    from mmtrain.model.stage import build_stage
 
-    chunk = build_chunk(config, stage, device=device)
+    module = build_stage(config, stage, device=device)
     found: dict[str, torch.Tensor] = {}
     if hidden is None:
-        hidden = chunk.start(batch)
+        hidden = module.start(batch)
         leaf = None
     else:
         leaf = hidden = hidden.detach().to(device).requires_grad_()
     if stage.head:
-        output, _ = chunk.loss(hidden, batch.position_ids, batch.labels.cpu())
+        output, _ = module.loss(hidden, batch.position_ids, batch.labels.cpu())
         found["loss"] = output.detach()
         output.backward()
     else:
-        output = chunk(hidden, batch.position_ids)
+        output = module(hidden, batch.position_ids)
         found["output"] = output.detach()
         upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         output.backward(upstream)
     if leaf is not None:
         found["gradient of its input"] = leaf.grad
-    named = {name: p.grad for name, p in chunk.global_parameters() if p.grad is not None}
+    named = {name: p.grad for name, p in module.global_parameters() if p.grad is not None}
     return {name: tensor.cpu() for name, tensor in (found | named).items()}
 
 

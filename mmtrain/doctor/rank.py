@@ -20,7 +20,7 @@ from mmtrain.engine.channels import Channels
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import expected_batch
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.processes.rank import Rank
@@ -117,13 +117,13 @@ def measure_memory(config: RunConfig, folder: Path, rank: Rank) -> None:
     join_process_group(device, TIMEOUT_SECONDS)
     limit = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     plan = make_plan(config, limit)
-    chunk = build_chunk(config, plan.ranks[0].stages[0], device=device)
-    engine = FrozenPipelineEngine(config, plan, {0: chunk})
+    stage = build_stage(config, plan.ranks[0].stages[0], device=device)
+    engine = FrozenPipelineEngine(config, plan, {0: stage})
     batches = itertools.cycle([expected_batch(config, models_of(config))])
     engine.train_step(batches)  # makes the optimizer's state, and what libraries keep
     found = memory_of(lambda: engine.train_step(batches), device)
     if found is None:
-        weights = itertools.chain(chunk.parameters(), chunk.buffers(), engine.trainable.values())
+        weights = itertools.chain(stage.parameters(), stage.buffers(), engine.trainable.values())
         state = (t for s in engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
         lasting = tensor_bytes(itertools.chain(weights, state))
         gc.collect()

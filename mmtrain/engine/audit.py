@@ -21,7 +21,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.images import image_transform
 from mmtrain.engine.optimizer import NoOpOptimizer
-from mmtrain.model.stage import Chunk
+from mmtrain.model.stage import Stage
 from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.vision_files import is_timm_name
@@ -63,20 +63,20 @@ class RankAudit:
     def __init__(
         self,
         plan: RankPlan,
-        chunks: Mapping[int, Chunk],
+        stages: Mapping[int, Stage],
         optimizer: torch.optim.Optimizer,
         masters: Mapping[str, torch.Tensor],
     ) -> None:
         self.plan = plan
         self.optimizer = "NoOp" if isinstance(optimizer, NoOpOptimizer) else type(optimizer).__name__
         self.masters = masters
-        named = {name: p for chunk in chunks.values() for name, p in chunk.global_parameters()}
+        named = {name: p for stage in stages.values() for name, p in stage.global_parameters()}
         self.stored = {name: p for name, p in named.items() if p.requires_grad}
         self.frozen: dict[str, torch.Tensor] = {name: p for name, p in named.items() if not p.requires_grad}
-        self._check_holdings(chunks, optimizer)
-        for stage, chunk in chunks.items():
-            kept = set(chunk.state_dict())
-            self.frozen |= {f"stage {stage} {name}": b for name, b in chunk.named_buffers() if name in kept}
+        self._check_holdings(stages, optimizer)
+        for number, stage in stages.items():
+            kept = set(stage.state_dict())
+            self.frozen |= {f"stage {number} {name}": b for name, b in stage.named_buffers() if name in kept}
         self._check_finite()
         self.before = self._fingerprints()
         self._versions = {name: tensor._version for name, tensor in self.frozen.items()}
@@ -88,8 +88,8 @@ class RankAudit:
         stages = ", ".join(str(stage.stage) for stage in self.plan.stages)
         return AuditError(f"rank {self.plan.rank} (stage {stages}): {message}")
 
-    def _check_holdings(self, chunks: Mapping[int, Chunk], optimizer: torch.optim.Optimizer) -> None:
-        trainable = [p for chunk in chunks.values() for p in chunk.parameters() if p.requires_grad]
+    def _check_holdings(self, stages: Mapping[int, Stage], optimizer: torch.optim.Optimizer) -> None:
+        trainable = [p for stage in stages.values() for p in stage.parameters() if p.requires_grad]
         if {id(p) for p in trainable} != {id(p) for p in self.stored.values()}:
             raise self._fail("some trainable parameter has no global name")
         count = sum(p.numel() for p in trainable)

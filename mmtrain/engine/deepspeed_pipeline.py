@@ -24,7 +24,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.optimizer import make_optimizer
-from mmtrain.model.stage import Chunk
+from mmtrain.model.stage import Stage
 from mmtrain.plan.plan import Plan
 
 # DeepSpeed's public methods that would bypass a plan.
@@ -38,26 +38,26 @@ REFUSED = (
 )  # fmt: skip
 
 
-class _RankChunks(nn.Module):
-    """All chunks of one rank, by stage: DeepSpeed's partitioner sees one layer a rank and has nothing to decide."""
+class _RankStages(nn.Module):
+    """All stages of one rank, by number: DeepSpeed's partitioner sees one layer a rank and has nothing to decide."""
 
-    def __init__(self, chunks: Mapping[int, Chunk]) -> None:
+    def __init__(self, stages: Mapping[int, Stage]) -> None:
         super().__init__()
-        self.stages = nn.ModuleDict({str(stage): chunk for stage, chunk in chunks.items()})
+        self.stages = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
 
 
 class DeepSpeedPipeline(PipelineEngine):
     """DeepSpeed's engine around one rank's stages; what would bypass the plan raises NotImplementedError."""
 
     def __init__(
-        self, config: RunConfig, plan: Plan, chunks: Mapping[int, Chunk], trainable: Mapping[str, nn.Parameter]
+        self, config: RunConfig, plan: Plan, stages: Mapping[int, Stage], trainable: Mapping[str, nn.Parameter]
     ) -> None:
         # On a CPU DeepSpeed would compile a shared-memory op (26-43 s) and fails when ninja is not on PATH. Through
         # vars(): reading the attribute makes DeepSpeed try every op it could compile.
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(verbose=False)  # takes the default group as it is
         module = PipelineModule(
-            [LayerSpec(_RankChunks, chunks)] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform"
+            [LayerSpec(_RankStages, stages)] * plan.pipeline, num_stages=plan.pipeline, partition_method="uniform"
         )
         module.eval()
         settings = {

@@ -35,7 +35,7 @@ from mmtrain.engine.single_stage import warm_up
 from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
 from mmtrain.model.loss import count_answers
-from mmtrain.model.stage import Chunk
+from mmtrain.model.stage import Stage
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule, in_common_order
 
@@ -50,7 +50,7 @@ class _Input(NamedTuple):
 class FrozenPipelineEngine(DeepSpeedPipeline):
     """One rank of a pipeline x data grid that executes a plan.
 
-    `chunks` holds this rank's stages; `on_instruction`, if given, is called with (step, instruction) right before each
+    `stages` are this rank's, by number; `on_instruction`, if given, is called with (step, instruction) right before an
     instruction is executed. `first_step`, from 0, is the step that a resumed run goes on with. Rank 0 appends a line to
     `bad_steps_file` for each step that is not finite (see mmtrain.engine.bad_steps). `warms_up` says whether
     everything runs once before the first message (see `warm_up`); None: on a GPU.
@@ -60,21 +60,21 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self,
         config: RunConfig,
         plan: Plan,
-        chunks: Mapping[int, Chunk],
+        stages: Mapping[int, Stage],
         on_instruction: Callable[[int, Instruction], None] | None = None,
         *,
         first_step: int = 0,
         bad_steps_file: Path | None = None,
         warms_up: bool | None = None,
     ) -> None:
-        named = [pair for chunk in chunks.values() for pair in chunk.global_parameters()]
+        named = [pair for stage in stages.values() for pair in stage.global_parameters()]
         self._masters = MasterWeights({name: p for name, p in named if p.requires_grad})
         self.trainable = self._masters.by_name
         """Master weights, fp32, of what trains on this rank, by global name."""
-        super().__init__(config, plan, chunks, self.trainable)
+        super().__init__(config, plan, stages, self.trainable)
         self.run_config = config
         self.plan = plan
-        self.chunks = dict(chunks)
+        self.stages = dict(stages)
         self.on_instruction = on_instruction
         self.step_index = first_step
         self.bad_steps = 0
@@ -97,14 +97,14 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._ahead: dict[int, _Input] = {}  # of the next step, by its micro-batches
         warms_up = self.device.type == "cuda" if warms_up is None else warms_up
         if warms_up:
-            warm_up(config, self.chunks, self._masters, plan.first_trainable_stage, self.device)
+            warm_up(config, self.stages, self._masters, plan.first_trainable_stage, self.device)
         self._posts_ahead = {True: not warms_up, False: not warms_up}  # by whether it trains
         timeout = timedelta(seconds=config.parallel.timeout_seconds)
         self._channels = Channels(plan, self.global_rank, self.device, timeout)
         self.clock = StepClock(self.device)
-        width = next(iter(self.chunks.values())).language.hidden_size
+        width = next(iter(self.stages.values())).language.hidden_size
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
-        self._dtype = next(iter(self.chunks.values())).dtype
+        self._dtype = next(iter(self.stages.values())).dtype
         self._begin_step()
 
     # ---- resuming
@@ -225,7 +225,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
             return
         loaded = self._inputs[microbatch]
         with torch.set_grad_enabled(self._training):
-            self._inputs[microbatch] = loaded._replace(features=self.chunks[stage].encode(loaded.batch))
+            self._inputs[microbatch] = loaded._replace(features=self.stages[stage].encode(loaded.batch))
 
     def _take_input(self, microbatch: int) -> _Input:
         """What was read and encoded for a micro-batch of this step, which from now on counts as used."""
@@ -244,27 +244,27 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._channels.post_receive("activation", stage, microbatch, [integers, hidden])
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        chunk = self.chunks[stage]
+        module = self.stages[stage]
         first = self.plan.first_trainable_stage
         trains = self._training and stage >= first
         with torch.set_grad_enabled(trains):
             if stage == 0:
                 batch, features = self._take_input(microbatch)
-                hidden = chunk.start(batch, features)
+                hidden = module.start(batch, features)
                 integers = torch.stack([batch.position_ids, batch.labels])
             else:
                 integers, hidden = self._take("activation", stage, microbatch)
                 hidden.requires_grad_(trains and stage > first)
             position_ids, labels = integers
             if stage < self._last_stage:
-                output = chunk(hidden, position_ids)
+                output = module(hidden, position_ids)
                 self._integers[stage, microbatch] = integers
             elif self._training:
-                output, supervised = chunk.loss(hidden, position_ids, labels)
+                output, supervised = module.loss(hidden, position_ids, labels)
                 self._losses[microbatch] = output.detach(), supervised
                 self._sums.add(loss_sum=output.detach(), supervised_tokens=supervised)
             else:
-                loss_sum, predicted = chunk.predict(hidden, position_ids, labels)
+                loss_sum, predicted = module.predict(hidden, position_ids, labels)
                 correct, answers, exact = count_answers(labels, predicted)
                 self._sums.add(loss_sum=loss_sum, supervised_tokens=len(predicted))
                 self._sums.add(correct_tokens=correct, answers=answers, exact_answers=exact)

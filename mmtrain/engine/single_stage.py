@@ -18,7 +18,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
 from mmtrain.model.loss import count_answers
-from mmtrain.model.stage import Chunk
+from mmtrain.model.stage import Stage
 from mmtrain.plan.costs import Models, workload
 from mmtrain.plan.planner import models_of
 
@@ -66,50 +66,50 @@ class SingleStage:
     """
 
     def __init__(
-        self, chunk: Chunk, batch: PackedBatch, *, input_gradient: bool, backward: bool, recompute: int = 0
+        self, module: Stage, batch: PackedBatch, *, input_gradient: bool, backward: bool, recompute: int = 0
     ) -> None:
-        self.chunk = chunk
+        self.module = module
         self.batch = batch
         self.runs_backward = backward
         self.recompute = recompute
         self.input_gradient = input_gradient
-        device = next(chunk.parameters()).device
-        shape = (*batch.position_ids.shape, chunk.language.hidden_size)
-        self.input = torch.randn(shape, dtype=chunk.dtype, device=device)
-        self.upstream = None if chunk.language.has_head else torch.randn(shape, dtype=chunk.dtype, device=device)
-        self.features = chunk.encode(batch) if chunk.front is not None else None
+        device = next(module.parameters()).device
+        shape = (*batch.position_ids.shape, module.language.hidden_size)
+        self.input = torch.randn(shape, dtype=module.dtype, device=device)
+        self.upstream = None if module.language.has_head else torch.randn(shape, dtype=module.dtype, device=device)
+        self.features = module.encode(batch) if module.front is not None else None
         self._kept: Any = None
 
     def recomputing(self) -> SingleStage:
-        """The same chunk, all its decoder layers recomputing their activations in backward."""
-        layers = self.chunk.language.last - self.chunk.language.first
-        return SingleStage(self.chunk, self.batch, input_gradient=self.input_gradient, backward=True, recompute=layers)
+        """The same stage, all its decoder layers recomputing their activations in backward."""
+        layers = self.module.language.last - self.module.language.first
+        return SingleStage(self.module, self.batch, input_gradient=self.input_gradient, backward=True, recompute=layers)
 
     def prepare(self) -> None:
-        """What is neither forward nor backward: recomputation is set, since several may share a chunk."""
-        self.chunk.language.recompute(self.recompute)
-        if self.chunk.front is not None and not self.chunk.front.encoder_is_frozen:
+        """What is neither forward nor backward: recomputation is set, since several may share a module."""
+        self.module.language.recompute(self.recompute)
+        if self.module.front is not None and not self.module.front.encoder_is_frozen:
             self.features = self.encode()  # its graph is used up by each backward
 
     def encode(self) -> torch.Tensor | None:
         """What ENCODE runs, where there is a front."""
-        return self.chunk.encode(self.batch)
+        return self.module.encode(self.batch)
 
     def forward(self) -> None:
         """What FORWARD runs; the graph is kept as the engine keeps it: without the values that were sent."""
         with torch.set_grad_enabled(self.runs_backward):
-            if self.chunk.front is not None:
-                hidden = self.chunk.start(self.batch, self.features)
+            if self.module.front is not None:
+                hidden = self.module.start(self.batch, self.features)
             else:
                 hidden = self.input.detach().requires_grad_(self.input_gradient)
-            if self.chunk.language.has_head:
-                self._kept, _ = self.chunk.loss(hidden, self.batch.position_ids, self.batch.labels)
+            if self.module.language.has_head:
+                self._kept, _ = self.module.loss(hidden, self.batch.position_ids, self.batch.labels)
             else:
-                self._kept = self.chunk(hidden, self.batch.position_ids)
+                self._kept = self.module(hidden, self.batch.position_ids)
 
     def release_output(self) -> None:
         """Right after the output was sent: backward needs the graph behind it, not the values."""
-        if self.runs_backward and not self.chunk.language.has_head:
+        if self.runs_backward and not self.module.language.has_head:
             self._kept = get_gradient_edge(self._kept)
         elif not self.runs_backward:
             self._kept = None
@@ -123,7 +123,7 @@ class SingleStage:
 
 def warm_up(
     config: RunConfig,
-    chunks: Mapping[int, Chunk],
+    stages: Mapping[int, Stage],
     masters: MasterWeights,
     first_trainable_stage: int,
     device: torch.device,
@@ -142,14 +142,14 @@ def warm_up(
     host = expected_batch(config, models_of(config))
     batch = to_device(host, device)
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
-        for stage, chunk in chunks.items():
-            trains = stage >= first_trainable_stage
-            alone = SingleStage(chunk, batch, input_gradient=stage > first_trainable_stage, backward=trains)
+        for number, module in stages.items():
+            trains = number >= first_trainable_stage
+            alone = SingleStage(module, batch, input_gradient=number > first_trainable_stage, backward=trains)
             alone.forward()
             alone.backward()
-            if chunk.language.has_head:
+            if module.language.has_head:
                 with torch.no_grad():
-                    _, predicted = chunk.predict(alone.input, batch.position_ids, batch.labels)
+                    _, predicted = module.predict(alone.input, batch.position_ids, batch.labels)
                     count_answers(batch.labels, predicted)
     masters.zero_grad()
     if masters.by_name:

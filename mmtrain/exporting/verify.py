@@ -41,7 +41,7 @@ from mmtrain.exporting.hf import ExportedModel, kept_in_float32
 from mmtrain.exporting.language import MODEL
 from mmtrain.exporting.projector_file import trained_tensors
 from mmtrain.model.language import quiet
-from mmtrain.model.stage import DTYPES, Chunk, build_chunk
+from mmtrain.model.stage import DTYPES, Stage, build_stage
 from mmtrain.plan.plan import StagePlan
 from mmtrain.pretrained.model_files import read_json
 from mmtrain.pretrained.shapes import llm_shape
@@ -77,10 +77,10 @@ def compare_logits(
     the run's, for data that are not here, and for a folder that does not load without a remark.
     """
     samples, batches = zip(*read_samples(checkpoint.config, count), strict=True)
-    chunk = whole_model(checkpoint)
-    frozen_as_trained = _compare_frozen(checkpoint, chunk, folder)
-    expected = _own_logits(chunk, batches, dtype, _own_names(exported.kept_in_float32))
-    del chunk  # memory for one of the two is enough
+    stage = whole_model(checkpoint)
+    frozen_as_trained = _compare_frozen(checkpoint, stage, folder)
+    expected = _own_logits(stage, batches, dtype, _own_names(exported.kept_in_float32))
+    del stage  # memory for one of the two is enough
     model = _stock_model(folder)
     difference = largest = 0.0
     tokens = agreeing = 0
@@ -129,15 +129,15 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
     return samples
 
 
-def whole_model(checkpoint: StepFolder) -> Chunk:
+def whole_model(checkpoint: StepFolder) -> Stage:
     """mmtrain's own model in fp32, all of it as one stage, with the checkpoint's trained tensors."""
     config = checkpoint.config.changed({"model.llm.dtype": "float32", "model.vision.dtype": "float32"})
     layers = len(llm_shape(config.model.llm.path).decoder)
-    chunk = build_chunk(config, StagePlan(0, 0, layers, front=True, head=True))
-    parameters = dict(chunk.global_parameters())
+    stage = build_stage(config, StagePlan(0, 0, layers, front=True, head=True))
+    parameters = dict(stage.global_parameters())
     for name, source in trained_tensors(checkpoint).items():
         parameters[name].data.copy_(source.read())
-    return chunk
+    return stage
 
 
 def batch_fault(
@@ -177,7 +177,7 @@ def batch_fault(
     return None
 
 
-def _compare_frozen(checkpoint: StepFolder, chunk: Chunk, folder: Path) -> bool:
+def _compare_frozen(checkpoint: StepFolder, stage: Stage, folder: Path) -> bool:
     """Whether the frozen weights are those of training; False where other versions of libraries leave that open.
 
     Raises UserError where they are others: the models' files were replaced since.
@@ -185,12 +185,12 @@ def _compare_frozen(checkpoint: StepFolder, chunk: Chunk, folder: Path) -> bool:
     section, state = checkpoint.config.model, checkpoint.state
     dtypes = {"llm": DTYPES[section.llm.dtype], "vision": DTYPES[section.vision.dtype or section.llm.dtype]}
     config = read_json(folder / "config.json")
-    names = [name for name, parameter in chunk.global_parameters() if not parameter.requires_grad]
+    names = [name for name, parameter in stage.global_parameters() if not parameter.requires_grad]
     exported = (name.replace("llm.", MODEL, 1) for name in names)
     exact = _own_names(kept_in_float32(config, exported, dtypes["llm"]))
     found = [
         fingerprint(parameter if name in exact else parameter.to(dtypes[name.partition(".")[0]]))
-        for name, parameter in chunk.global_parameters()
+        for name, parameter in stage.global_parameters()
         if not parameter.requires_grad
     ]
     if model_fingerprint([{"frozen_parameters": found}]) == state["frozen_fingerprint"]:
@@ -210,17 +210,17 @@ def _own_names(exported: Iterable[str]) -> set[str]:
 
 
 def _own_logits(
-    chunk: Chunk, batches: Iterable[PackedBatch], dtype: torch.dtype, exact: Collection[str]
+    stage: Stage, batches: Iterable[PackedBatch], dtype: torch.dtype, exact: Collection[str]
 ) -> list[torch.Tensor]:
     """mmtrain's logits (S, V) at the S supervised positions of each batch, with weights rounded to `dtype`."""
-    for name, parameter in chunk.global_parameters():
+    for name, parameter in stage.global_parameters():
         for part in parameter.data.view(-1).split(1 << 24):  # no second copy of a large matrix
             part.copy_(part if name in exact else part.to(dtype))
     logits = []
     with torch.no_grad():
         for batch in batches:
-            hidden = chunk(chunk.start(batch), batch.position_ids)
-            logits.append(chunk.language.logits(hidden[batch.labels != IGNORE]))
+            hidden = stage(stage.start(batch), batch.position_ids)
+            logits.append(stage.language.logits(hidden[batch.labels != IGNORE]))
     return logits
 
 

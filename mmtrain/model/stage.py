@@ -77,7 +77,7 @@ class Front(nn.Module):
         return self.projector(features.float())
 
 
-class Chunk(nn.Module):
+class Stage(nn.Module):
     """The contents of one stage: contiguous layers that run as one forward call."""
 
     def __init__(self, language: LanguageSlice, front: Front | None, dtype: torch.dtype) -> None:
@@ -171,7 +171,7 @@ def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings:
     return embeddings.flatten(0, 1).index_copy(0, image_places, rows).view_as(embeddings)
 
 
-def build_chunk(config: RunConfig, stage: StagePlan, *, device: torch.device | str = "cpu") -> Chunk:
+def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | str = "cpu") -> Stage:
     """Load one stage from the published files and freeze all but `config.model.trainable`; recompute as planned.
 
     Only the stage's own tensors are read. Raises UserError for missing or unusable model files.
@@ -192,9 +192,9 @@ def build_chunk(config: RunConfig, stage: StagePlan, *, device: torch.device | s
             projector.load_state_dict(read_projector(start, kind, vision.width, language.hidden_size))
         transform = functools.partial(image_transform, config.model.vision.name)
         front = Front(vision, projector.to(device), transform)
-    chunk = Chunk(language, front, dtype).eval()
-    set_trainable(chunk.global_parameters(), config.model.trainable)
-    return chunk
+    module = Stage(language, front, dtype).eval()
+    set_trainable(module.global_parameters(), config.model.trainable)
+    return module
 
 
 def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:

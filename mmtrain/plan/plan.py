@@ -111,7 +111,7 @@ class Plan:
     idle_share: float  # of a step, over all ranks
     minimal_flops_share: float  # of what a step computes: what every exact way of training must compute
     uniform: UniformCut | None  # None with one rank, or with fewer decoder layers than ranks
-    fewer_chunks_time_ratio: float | None  # a step of the best plan with fewer stages a rank over this one's
+    fewer_stages_time_ratio: float | None  # a step of the best plan with fewer stages a rank over this one's
     no_prefetch_time_ratio: float | None  # of this plan without prefetch over this one's
     seconds: StageSeconds  # what was simulated; see `costs`
     ranks: tuple[RankPlan, ...]

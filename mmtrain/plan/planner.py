@@ -91,7 +91,7 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         idle_share=layout.simulation.mean_idle,
         minimal_flops_share=needed / computed,
         uniform=_uniform(search, seconds),
-        fewer_chunks_time_ratio=found[1].simulation.seconds / seconds if len(found) > 1 else None,
+        fewer_stages_time_ratio=found[1].simulation.seconds / seconds if len(found) > 1 else None,
         no_prefetch_time_ratio=None if without.schedule == layout.schedule else without.simulation.seconds / seconds,
         seconds=layout.seconds,
         ranks=ranks,

@@ -36,14 +36,14 @@ _HANGS = {
 def check_layout(config: RunConfig, models: Models) -> None:
     """Raises UserError for more stages than layers, boundaries past the last layer, unfit packs."""
     decoder = len(models.llm.decoder)
-    pipeline, chunks = config.parallel.pipeline, config.parallel.stages_per_rank
+    pipeline, stages_per_rank = config.parallel.pipeline, config.parallel.stages_per_rank
     model = config.model.llm.path
     placed = f"there are only {decoder + 2} layers to place: front, {decoder} decoder layers of {model}, head"
     if pipeline > decoder + 2:
         raise UserError(f"parallel.pipeline: {pipeline} stages, but {placed}; at most {decoder + 2} stages")
-    if chunks != "auto" and pipeline * chunks > decoder + 2:
+    if stages_per_rank != "auto" and pipeline * stages_per_rank > decoder + 2:
         raise UserError(
-            f"parallel.stages_per_rank: {pipeline} ranks of {chunks} stages, but {placed}; at most "
+            f"parallel.stages_per_rank: {pipeline} ranks of {stages_per_rank} stages, but {placed}; at most "
             f"{(decoder + 2) // pipeline}"
         )
     boundaries = config.parallel.boundaries
@@ -140,9 +140,9 @@ def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
 def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int | None, device: Device | None) -> str:
     """The message for a plan beyond the memory limit: what each rank needs, and what was planned and would fit."""
     assert limit is not None
-    pipeline, chunks = config.parallel.pipeline, config.parallel.stages_per_rank
+    pipeline, each = config.parallel.pipeline, config.parallel.stages_per_rank
     by_hand = config.parallel.boundaries is not None
-    cut = given_cut(config, search.costs) if by_hand else search.smallest_cut(1 if chunks == "auto" else chunks)
+    cut = given_cut(config, search.costs) if by_hand else search.smallest_cut(1 if each == "auto" else each)
     stated = config.parallel.device_memory_gib is not None
     source = "parallel.device_memory_gib" if stated else "the GPU's memory, less what CUDA and NCCL take"
     lines = [
@@ -270,8 +270,8 @@ def _more_stages(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
     freed: dict[str, Any] = {} if config.parallel.boundaries is None else {"parallel.boundaries": None}
     if isinstance(config.parallel.recompute_layers, tuple):
         freed["parallel.recompute_layers"] = "auto"
-    chunks = config.parallel.stages_per_rank if isinstance(config.parallel.stages_per_rank, int) else 1
-    for pipeline in range(config.parallel.pipeline + 1, (len(models.llm.decoder) + 2) // chunks + 1):
+    stages_per_rank = config.parallel.stages_per_rank if isinstance(config.parallel.stages_per_rank, int) else 1
+    for pipeline in range(config.parallel.pipeline + 1, (len(models.llm.decoder) + 2) // stages_per_rank + 1):
         yield {"parallel.pipeline": pipeline, **freed}
 
 

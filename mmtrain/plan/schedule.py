@@ -152,7 +152,7 @@ def _in_groups(rank: int, pipeline: int, stages: int, microbatches: int, op: Op,
 
 
 @functools.lru_cache(maxsize=256)  # the search asks again for each place of the encoder
-def _training_orders(pipeline: int, microbatches: int, first: int, chunks: int) -> list[list[Instruction]]:
+def _training_orders(pipeline: int, microbatches: int, first: int, stages_per_rank: int) -> list[list[Instruction]]:
     """Records a run in which every compute takes one tick and every rank does the first of its rules that it can.
 
     1. A backward, once warmed up; but after a backward a forward, if one may run. 2. A forward, if fewer computes are
@@ -160,12 +160,12 @@ def _training_orders(pipeline: int, microbatches: int, first: int, chunks: int) 
     Megatron's closed form holds for multiples of `pipeline` micro-batches only, and not where a rank mixes frozen and
     trained stages.
     """
-    stages = pipeline * chunks
+    stages = pipeline * stages_per_rank
     forwards = [_in_groups(rank, pipeline, stages, microbatches, Op.FORWARD) for rank in range(pipeline)]
     backwards = [_in_groups(rank, pipeline, stages, microbatches, Op.BACKWARD, first) for rank in range(pipeline)]
     # One more than the forwards that 1F1B and Megatron's interleaved 1F1B begin with.
-    each = 1 if chunks == 1 else 2
-    limit = [each * (pipeline - rank - 1) + (chunks - 1) * pipeline + 1 for rank in range(pipeline)]
+    each = 1 if stages_per_rank == 1 else 2
+    limit = [each * (pipeline - rank - 1) + (stages_per_rank - 1) * pipeline + 1 for rank in range(pipeline)]
     orders: list[list[Instruction]] = [[] for _ in range(pipeline)]
     kept = [0] * pipeline
     done: dict[Instruction, int] = {}  # the tick after which it is done

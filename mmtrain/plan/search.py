@@ -1,7 +1,7 @@
 """The layout whose simulated step is shortest: cut x stages per rank x recomputation x where the encoder runs.
 
 seeds (the best cut by its slowest rank, the uniform one, the even one) --move a layer to another stage while that is
-faster--> a cut for each number of chunks --encoder prefetch--> the fastest, unless fewer chunks are as fast
+faster--> a cut for each number of stages a rank --encoder prefetch--> the fastest, unless fewer are as fast
 
 Where there are few cuts, all are tried.
 
@@ -25,8 +25,8 @@ from mmtrain.plan.schedule import Schedule, training_schedule
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 from mmtrain.plan.stage_costs import LayerRange, RankNeed, StageCosts
 
-MOST_CHUNKS = 4
-CHUNK_GAIN = 0.01
+MOST_STAGES_PER_RANK = 4
+STAGE_GAIN = 0.01
 """Share of a step that more stages a rank must save: they cost messages, which may be dearer than assumed."""
 SIMULATED_INSTRUCTIONS = 500_000
 """Of all moves together, a quarter of a second; the largest layouts then end at a cut that one more move might better.
@@ -153,7 +153,7 @@ class Search:
 
     def _bound(self, cut: Cut, encode: float) -> _Bound:
         """What a cut takes at least, without simulation."""
-        (chunks, first, *_), needs = self._placed(cut)
+        (stages_per_rank, first, *_), needs = self._placed(cut)
         works = [sum(stage.forward + stage.backward for stage in need.stages) for need in needs]
         works[0] += encode
         ranks = []
@@ -162,7 +162,7 @@ class Search:
             downstream -= work
             least = before + self.microbatches * work + (behind if rank >= first else 0.0)
             pairs = self.microbatches - self.pipeline + rank  # after the first backward, before the last forward
-            if chunks == 1 and rank >= first and pairs >= 0:
+            if stages_per_rank == 1 and rank >= first and pairs >= 0:
                 least = max(least, before + behind + (pairs + 1) * work + 2 * downstream)
             ranks.append(least)
             before += need.stages[0].forward + encode * (rank == 0)
@@ -209,19 +209,19 @@ class Search:
 
     # ---- everything
 
-    def find(self, chunks: Literal["auto"] | int) -> tuple[Layout, ...]:
+    def find(self, stages_per_rank: Literal["auto"] | int) -> tuple[Layout, ...]:
         """The fastest layout that fits, of a number of stages a rank or of any; empty if none was found.
 
-        Where it has several chunks, the best one with fewer that was found before follows.
+        Where it has several, the best one with fewer that was found before follows.
         """
-        counts = self._possible_chunks() if chunks == "auto" else (chunks,)
+        counts = self._possible_counts() if stages_per_rank == "auto" else (stages_per_rank,)
         found: list[Layout] = []
         for count in counts:
             self._left = SIMULATED_INSTRUCTIONS * count // sum(counts)
             best: Layout | None = None
-            limit = found[-1].simulation.seconds * (1 - CHUNK_GAIN) if found else math.inf
-            one_chunk = found[0].cut if found and found[0].stages_per_rank == 1 else None
-            for cut in self._cuts(count, one_chunk, limit):
+            limit = found[-1].simulation.seconds * (1 - STAGE_GAIN) if found else math.inf
+            one_stage = found[0].cut if found and found[0].stages_per_rank == 1 else None
+            for cut in self._cuts(count, one_stage, limit):
                 if self._without_encoder(cut) >= limit:
                     continue
                 layout = self.with_encodes(cut)
@@ -237,13 +237,13 @@ class Search:
         encode = 0.0 if self._may_prefetch() else self.costs.timings.encode
         return simulate(shape.program, self._stage_seconds(needs, encode)).seconds
 
-    def _possible_chunks(self) -> tuple[int, ...]:
-        """One alone where an even cut's idle share in 1F1B, which chunks divide, is less than what they must save."""
-        if (self.pipeline - 1) / (self.microbatches + self.pipeline - 1) < CHUNK_GAIN:
+    def _possible_counts(self) -> tuple[int, ...]:
+        """One alone where an even cut's idle share in 1F1B, which more divide, is less than what they must save."""
+        if (self.pipeline - 1) / (self.microbatches + self.pipeline - 1) < STAGE_GAIN:
             return (1,)
-        return tuple(v for v in range(1, MOST_CHUNKS + 1) if v == 1 or v * self.pipeline <= self.costs.count)
+        return tuple(v for v in range(1, MOST_STAGES_PER_RANK + 1) if v == 1 or v * self.pipeline <= self.costs.count)
 
-    def _cuts(self, chunks: int, one_chunk: Cut | None, limit: float) -> list[Cut]:
+    def _cuts(self, stages_per_rank: int, one_stage: Cut | None, limit: float) -> list[Cut]:
         """The best cuts found that fit, with the encoder before each forward, and with it in idle slots."""
         found = []
         encode = self.costs.timings.encode
@@ -251,26 +251,26 @@ class Search:
         share = self._left // len(counted)
         for seconds in counted:
             self._left = share
-            score, cut = self.improved(chunks, seconds, one_chunk, limit)
+            score, cut = self.improved(stages_per_rank, seconds, one_stage, limit)
             if score.overflow == 0 and score.seconds < math.inf:
                 found.append(cut)
         return list(dict.fromkeys(found))
 
     def improved(
-        self, chunks: int, encode: float, one_chunk: Cut | None = None, limit: float = math.inf
+        self, stages_per_rank: int, encode: float, one_stage: Cut | None = None, limit: float = math.inf
     ) -> tuple[_Score, Cut]:
         """The best of all cuts if they are few, else the best that moves make of some first cuts.
 
         A first cut that is far beyond `limit` is left as it is.
         """
-        stages, decoder = self.pipeline * chunks, self.costs.count - 2
+        stages, decoder = self.pipeline * stages_per_rank, self.costs.count - 2
         if math.comb(decoder + 1, stages - 1) <= FEW_CUTS:
             return self._best_of_all(stages, encode)
-        seeds: list[Cut | None] = [best_cut(self.costs) if chunks == 1 else even_cut(self.costs, stages)]
+        seeds: list[Cut | None] = [best_cut(self.costs) if stages_per_rank == 1 else even_cut(self.costs, stages)]
         if stages <= decoder:
             seeds.append(uniform_cut(decoder, stages))
-        if one_chunk is not None and chunks > 1:
-            seeds.append(_in_chunks(one_chunk, chunks))
+        if one_stage is not None and stages_per_rank > 1:
+            seeds.append(_divided(one_stage, stages_per_rank))
         known: list[tuple[_Score, Cut]] = []
         for seed in dict.fromkeys(seeds):
             score = self._score(seed, encode, must=not known) if seed is not None else None
@@ -304,9 +304,13 @@ class Search:
     def _may_prefetch(self) -> bool:
         return self.pipeline > 1 and self.prefetch != 0 and self.costs.costs.encoder.frozen
 
-    def smallest_cut(self, chunks: int) -> Cut:
+    def smallest_cut(self, stages_per_rank: int) -> Cut:
         """For what fits nowhere: a cut that comes near."""
-        return smallest_cut(self.costs) if chunks == 1 else self.improved(chunks, self.costs.timings.encode)[1]
+        return (
+            smallest_cut(self.costs)
+            if stages_per_rank == 1
+            else self.improved(stages_per_rank, self.costs.timings.encode)[1]
+        )
 
     def smallest_needs(self, cut: Cut) -> tuple[RankNeed, ...]:
         """What each rank of a cut needs at least."""
@@ -350,11 +354,11 @@ class Search:
         )
 
 
-def _in_chunks(cut: Cut, chunks: int) -> Cut | None:
-    """Each rank's layers of a cut with one stage a rank in so many chunks; None if a rank has fewer layers."""
+def _divided(cut: Cut, stages_per_rank: int) -> Cut | None:
+    """Each rank's layers of a cut with one stage a rank in so many stages; None if a rank has fewer layers."""
     counts = [end - begin for begin, end in itertools.pairwise(cut)]
-    if min(counts) < chunks:
+    if min(counts) < stages_per_rank:
         return None
-    # What does not divide goes to late chunks, whose activations are kept for less long; the front counts as a layer.
-    sizes = [(count + chunk) // chunks for chunk in range(chunks) for count in counts]
+    # What does not divide goes to late stages, whose activations are kept for less long; the front counts as a layer.
+    sizes = [(count + turn) // stages_per_rank for turn in range(stages_per_rank) for count in counts]
     return tuple(itertools.accumulate(sizes, initial=0))

@@ -44,7 +44,7 @@ class Setting:
     polls_sends: bool = True  # see `memory.moments`
 
 
-class Stage(NamedTuple):
+class StageNeed(NamedTuple):
     """One stage, for one micro-batch."""
 
     forward: float  # seconds, the encoder left out
@@ -56,7 +56,7 @@ class Stage(NamedTuple):
 class RankNeed:
     """What the stages of one rank take; seconds for one micro-batch, the encoder included."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageNeed, ...]
     recompute_layers: tuple[int, ...]  # of each stage
     seconds: float
     weight_bytes: int
@@ -144,7 +144,7 @@ class StageCosts:
         shared = self.costs.shared_ends_bytes if both_ends else 0
         return sum(self._weights[end] - self._weights[begin] for begin, end in ranges) - shared
 
-    def _stage(self, begin: int, end: int, recompute: int) -> Stage:
+    def _stage(self, begin: int, end: int, recompute: int) -> StageNeed:
         """Layers [begin, end) of which the first `recompute` decoder layers recompute their activations."""
         costs, timings = self.costs, self.timings
         seconds_of = list(timings.layers[begin:end])
@@ -168,7 +168,7 @@ class StageCosts:
                 kept += cost.kept_bytes
                 most_forward = max(most_forward, kept + cost.forward_working_bytes)
                 most_backward = max(most_backward, kept + cost.backward_working_bytes)
-        return Stage(forward, backward, StageBytes(kept, most_forward, most_backward if runs_backward else 0))
+        return StageNeed(forward, backward, StageBytes(kept, most_forward, most_backward if runs_backward else 0))
 
     # ---- ranks
 

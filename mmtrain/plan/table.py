@@ -75,8 +75,8 @@ def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         yield "costs: assumed, from FLOPs and bytes: shares, no seconds; mmtrain calibrate CONFIG measures those"
     else:
         yield f"costs: {plan.costs}"
-    if plan.fewer_chunks_time_ratio is not None:
-        longer = plan.fewer_chunks_time_ratio - 1
+    if plan.fewer_stages_time_ratio is not None:
+        longer = plan.fewer_stages_time_ratio - 1
         yield f"{plan.stages_per_rank} stages a rank, interleaved: with fewer a step takes {longer:.1%} longer"
     if plan.no_prefetch_time_ratio is not None:
         batches = "micro-batch" if plan.encode_ahead == 1 else "micro-batches"

@@ -32,7 +32,7 @@ from mmtrain.evaluation.console import Console
 from mmtrain.evaluation.evaluator import Evaluator, Scores
 from mmtrain.evaluation.held_out import HeldOut
 from mmtrain.model.flash import say_ways
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.calibration import cpu_device, gpu_device
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
@@ -129,16 +129,16 @@ class _Run:
         rank.progress.at(self.first_step, "loading weights")
         self.console.line(f"loading weights on {plan.pipeline * plan.data} ranks")
         to_build = config if self.start is None else _without_init_from(config)
-        self.chunks = {stage.stage: build_chunk(to_build, stage, device=self.device) for stage in self.mine.stages}
+        self.stages = {stage.stage: build_stage(to_build, stage, device=self.device) for stage in self.mine.stages}
         rank.progress.at(self.first_step, "building the engine")
         self._refuse_short_memory()  # the engine warms up, and would run out of memory without a word on why
         self.engine = FrozenPipelineEngine(
-            *(config, plan, self.chunks, self._before_instruction),
+            *(config, plan, self.stages, self._before_instruction),
             first_step=self.first_step,
             bad_steps_file=rank.folder / BAD_STEPS,
         )
         self._refuse_short_memory()  # master weights, communicators and libraries' workspaces are there now
-        self.audit = RankAudit(self.mine, self.chunks, self.engine.optimizer, self.engine.trainable)
+        self.audit = RankAudit(self.mine, self.stages, self.engine.optimizer, self.engine.trainable)
         starts = of_all_ranks(self.audit.start())
         check_replicas(starts)
         self.about: dict[str, Any] = {  # what every checkpoint says of the run
@@ -205,7 +205,7 @@ class _Run:
         device = gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
         self.utilization = Utilization(config, peak_flops(config, device) if rank.rank == 0 else None)
         self.tracer = Tracer(rank.folder / TRACE, self.plan, trace_steps) if trace_steps else None
-        ways = on_rank_0({way for chunk in self.chunks.values() for way in chunk.attention_ways(self.device)})
+        ways = on_rank_0({way for stage in self.stages.values() for way in stage.attention_ways(self.device)})
         if ways is not None:
             records, lines = say_ways(ways)
             self.metrics.write(kind="attention", step=self.first_step, ways=records)

@@ -20,7 +20,7 @@ from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.launch import main as launch
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.calibration import Calibration, LayerMeasures, Linear, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerKind, run_costs
 from mmtrain.plan.plan import StagePlan
@@ -182,9 +182,9 @@ def test_a_layer_keeps_the_bytes_that_autograd_saves_for_it(parts):
     kept, saved = {}, {}
     for last in (2, 3):
         piece = SingleStage(
-            build_chunk(config, StagePlan(1, 1, last, False, False)), batch, input_gradient=True, backward=True
+            build_stage(config, StagePlan(1, 1, last, False, False)), batch, input_gradient=True, backward=True
         )
-        weights = {p.untyped_storage().data_ptr() for p in piece.chunk.parameters()}
+        weights = {p.untyped_storage().data_ptr() for p in piece.module.parameters()}
         storages: dict[int, int] = {}
 
         def note(tensor: torch.Tensor, weights=weights, storages=storages) -> torch.Tensor:

@@ -21,7 +21,7 @@ from mmtrain.data.stream.catalog import is_held_out
 from mmtrain.engine.audit import fingerprint, model_fingerprint
 from mmtrain.exporting import hf
 from mmtrain.exporting.verify import read_samples
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.plan import StagePlan
 
 
@@ -193,8 +193,8 @@ def test_verify_knows_the_frozen_weights_of_training_from_others(tiny, make_tiny
 
 def start_of_rank(config: RunConfig, stage: StagePlan) -> dict:
     """As RankAudit.start() gives it."""
-    chunk = build_chunk(config, stage)
-    frozen = [fingerprint(tensor) for _, tensor in chunk.global_parameters() if not tensor.requires_grad]
+    module = build_stage(config, stage)
+    frozen = [fingerprint(tensor) for _, tensor in module.global_parameters() if not tensor.requires_grad]
     return {"frozen_parameters": frozen}
 
 

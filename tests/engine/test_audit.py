@@ -13,7 +13,7 @@ from torch import nn
 from mmtrain.base.errors import UserError
 from mmtrain.engine.audit import AuditError, RankAudit, check_replicas, fingerprint, write_audit
 from mmtrain.engine.optimizer import MasterWeights, NoOpOptimizer, make_optimizer
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.planner import make_plan
 
 
@@ -26,12 +26,12 @@ def parts(tmp_path_factory):
 
 @pytest.fixture
 def rank(parts):
-    """The only rank of a pipeline of one: plan, chunk, optimizer."""
+    """The only rank of a pipeline of one: plan, stages, optimizer."""
     config = make_config(parts)
     plan = make_plan(config)
-    chunk = build_chunk(config, plan.ranks[0].stages[0])
-    masters = MasterWeights({n: p for n, p in chunk.global_parameters() if p.requires_grad}).by_name
-    return plan, {0: chunk}, make_optimizer(chunk, masters, config.optimizer), masters
+    stage = build_stage(config, plan.ranks[0].stages[0])
+    masters = MasterWeights({n: p for n, p in stage.global_parameters() if p.requires_grad}).by_name
+    return plan, {0: stage}, make_optimizer(stage, masters, config.optimizer), masters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -53,8 +53,8 @@ def test_a_view_at_an_odd_offset_has_the_fingerprint_of_its_values():
 
 
 def test_a_clean_run_passes_and_is_recorded(rank, tmp_path):
-    plan, chunks, optimizer, masters = rank
-    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    plan, stages, optimizer, masters = rank
+    audit = RankAudit(plan.ranks[0], stages, optimizer, masters)
     for p in audit.masters.values():
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -70,8 +70,8 @@ def test_a_clean_run_passes_and_is_recorded(rank, tmp_path):
 
 
 def test_a_frozen_tensor_that_changed_fails_by_name(rank, tmp_path):
-    plan, chunks, optimizer, masters = rank
-    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    plan, stages, optimizer, masters = rank
+    audit = RankAudit(plan.ranks[0], stages, optimizer, masters)
     audit.frozen["llm.layers.1.mlp.up_proj.weight"].data[0, 0] += 1e-3  # past autograd: versions do not see it
     audit.check_versions()
     with pytest.raises(AuditError, match=r"rank 0: frozen tensor llm\.layers\.1\.mlp\.up_proj\.weight changed"):
@@ -80,8 +80,8 @@ def test_a_frozen_tensor_that_changed_fails_by_name(rank, tmp_path):
 
 
 def test_a_write_to_a_frozen_tensor_is_seen_at_once(rank):
-    plan, chunks, optimizer, masters = rank
-    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    plan, stages, optimizer, masters = rank
+    audit = RankAudit(plan.ranks[0], stages, optimizer, masters)
     with torch.no_grad():
         audit.frozen["llm.norm.weight"].add_(1.0)
     with pytest.raises(AuditError, match=r"frozen tensor llm\.norm\.weight was written to"):
@@ -89,8 +89,8 @@ def test_a_write_to_a_frozen_tensor_is_seen_at_once(rank):
 
 
 def test_a_trainable_tensor_with_a_gradient_must_move(rank, tmp_path):
-    plan, chunks, optimizer, masters = rank
-    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    plan, stages, optimizer, masters = rank
+    audit = RankAudit(plan.ranks[0], stages, optimizer, masters)
     write_audit(
         tmp_path / "audit.json", plan, [audit.finish(set())], learns=False
     )  # no gradient, no movement: nothing wrong
@@ -99,30 +99,30 @@ def test_a_trainable_tensor_with_a_gradient_must_move(rank, tmp_path):
 
 
 def test_a_trainable_tensor_that_is_not_finite_fails(rank, tmp_path):
-    plan, chunks, optimizer, masters = rank
-    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    plan, stages, optimizer, masters = rank
+    audit = RankAudit(plan.ranks[0], stages, optimizer, masters)
     audit.masters["projector.linear_2.bias"].data[0] = float("nan")
     with pytest.raises(AuditError, match=r"projector\.linear_2\.bias is not finite"):
         write_audit(tmp_path / "audit.json", plan, [audit.finish(set())], learns=False)
 
 
 def test_a_rank_that_contradicts_the_plan_does_not_start(rank):
-    plan, chunks, optimizer, masters = rank
+    plan, stages, optimizer, masters = rank
     mine = plan.ranks[0]
     with pytest.raises(AuditError, match="but the plan says NoOp"):
-        RankAudit(replace(mine, optimizer="NoOp"), chunks, optimizer, masters)
+        RankAudit(replace(mine, optimizer="NoOp"), stages, optimizer, masters)
     with pytest.raises(AuditError, match=r"trains [\d,]+ parameters, but the plan says 0"):
-        RankAudit(replace(mine, trainable=0), chunks, optimizer, masters)
-    partial = torch.optim.AdamW([next(p for p in chunks[0].parameters() if p.requires_grad)])
+        RankAudit(replace(mine, trainable=0), stages, optimizer, masters)
+    partial = torch.optim.AdamW([next(p for p in stages[0].parameters() if p.requires_grad)])
     with pytest.raises(AuditError, match="4 tensors train, but the optimizer holds 1"):
-        RankAudit(mine, chunks, partial, masters)
+        RankAudit(mine, stages, partial, masters)
     with pytest.raises(AuditError, match="holds the optimizer NoOp"):
-        RankAudit(mine, chunks, NoOpOptimizer(nn.Module()), masters)
+        RankAudit(mine, stages, NoOpOptimizer(nn.Module()), masters)
 
 
 def test_replicas_that_drift_apart_fail(rank, tmp_path):
-    plan, chunks, optimizer, masters = rank
-    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
+    plan, stages, optimizer, masters = rank
+    audit = RankAudit(plan.ranks[0], stages, optimizer, masters)
     first = audit.finish(set())
     audit.masters["projector.linear_1.weight"].data += 1
     second = {**audit.finish(set()), "rank": 1, "data": 1}
@@ -132,21 +132,21 @@ def test_replicas_that_drift_apart_fail(rank, tmp_path):
 
 @pytest.mark.parametrize("kind,name", [("frozen", "llm.norm.weight"), ("trainable", "projector.linear_1.bias")])
 def test_replicas_that_load_different_weights_do_not_start(rank, kind, name):
-    plan, chunks, optimizer, masters = rank
-    first = RankAudit(plan.ranks[0], chunks, optimizer, masters).start()
+    plan, stages, optimizer, masters = rank
+    first = RankAudit(plan.ranks[0], stages, optimizer, masters).start()
     check_replicas([first, {**first, "rank": 1}])
-    {**dict(chunks[0].global_parameters())}[name].data[0] += 1
-    second = {**RankAudit(plan.ranks[0], chunks, optimizer, masters).start(), "rank": 1}
+    {**dict(stages[0].global_parameters())}[name].data[0] += 1
+    second = {**RankAudit(plan.ranks[0], stages, optimizer, masters).start(), "rank": 1}
     with pytest.raises(AuditError, match=f"ranks 0 and 1 .* loaded different {kind} weights"):
         check_replicas([first, second])
     check_replicas([first, {**second, "pipeline": 1}])  # another stage holds other weights
 
 
 def test_a_buffer_that_checkpoints_hold_is_watched_too(rank, tmp_path):
-    plan, chunks, optimizer, masters = rank
-    chunks[0].language.register_buffer("e_score_correction_bias", torch.zeros(3))
-    audit = RankAudit(plan.ranks[0], chunks, optimizer, masters)
-    chunks[0].language.e_score_correction_bias.data[1] = 1.0
+    plan, stages, optimizer, masters = rank
+    stages[0].language.register_buffer("e_score_correction_bias", torch.zeros(3))
+    audit = RankAudit(plan.ranks[0], stages, optimizer, masters)
+    stages[0].language.e_score_correction_bias.data[1] = 1.0
     with pytest.raises(AuditError, match=r"frozen tensor stage 0 language\.e_score_correction_bias changed"):
         write_audit(tmp_path / "audit.json", plan, [audit.finish(set())], learns=False)
 
@@ -154,11 +154,11 @@ def test_a_buffer_that_checkpoints_hold_is_watched_too(rank, tmp_path):
 def test_a_stored_weight_that_is_not_its_master_rounded_fails(parts, tmp_path):
     config = make_config(parts, model__llm__dtype="bfloat16", model__trainable=("llm.norm",))
     plan = make_plan(config)
-    chunk = build_chunk(config, plan.ranks[0].stages[0])
-    stored = {n: p for n, p in chunk.global_parameters() if p.requires_grad}
+    stage = build_stage(config, plan.ranks[0].stages[0])
+    stored = {n: p for n, p in stage.global_parameters() if p.requires_grad}
     masters = MasterWeights(stored)
-    optimizer = make_optimizer(chunk, masters.by_name, config.optimizer)
-    audit = RankAudit(plan.ranks[0], {0: chunk}, optimizer, masters.by_name)
+    optimizer = make_optimizer(stage, masters.by_name, config.optimizer)
+    audit = RankAudit(plan.ranks[0], {0: stage}, optimizer, masters.by_name)
     masters.by_name["llm.norm.weight"].data += 0.5
     with pytest.raises(AuditError, match=r"llm\.norm\.weight computes with other values than were trained"):
         write_audit(tmp_path / "audit.json", plan, [audit.finish({"llm.norm.weight"})], learns=False)
@@ -167,8 +167,8 @@ def test_a_stored_weight_that_is_not_its_master_rounded_fails(parts, tmp_path):
 
 
 def test_a_run_in_which_nothing_trained_fails_unless_its_learning_rate_is_zero(rank, tmp_path):
-    plan, chunks, optimizer, masters = rank
-    record = RankAudit(plan.ranks[0], chunks, optimizer, masters).finish(set())
+    plan, stages, optimizer, masters = rank
+    record = RankAudit(plan.ranks[0], stages, optimizer, masters).finish(set())
     found = write_audit(tmp_path / "audit.json", plan, [record], learns=False)
     assert found.startswith("0 of 4 trainable tensors moved")
     with pytest.raises(AuditError, match="nothing trained: in no step did a gradient reach any of projector"):
@@ -177,7 +177,7 @@ def test_a_run_in_which_nothing_trained_fails_unless_its_learning_rate_is_zero(r
 
 @pytest.mark.parametrize("name", ["llm.layers.1.mlp.down_proj.weight", "projector.linear_2.weight"])
 def test_weights_that_are_not_finite_are_refused_by_name_before_the_run(rank, name):
-    plan, chunks, optimizer, masters = rank
-    dict(chunks[0].global_parameters())[name].data[0, 0] = float("inf")
+    plan, stages, optimizer, masters = rank
+    dict(stages[0].global_parameters())[name].data[0, 0] = float("inf")
     with pytest.raises(UserError, match=f"{name} holds NaN or infinity"):
-        RankAudit(plan.ranks[0], chunks, optimizer, masters)
+        RankAudit(plan.ranks[0], stages, optimizer, masters)

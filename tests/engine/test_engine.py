@@ -31,7 +31,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.engine.deepspeed_pipeline import REFUSED
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import in_common_order
 
@@ -52,8 +52,8 @@ def build(config, ahead=0, **arguments):
         join_process_group(torch.device("cpu"), 60)
     plan = encoding_ahead(make_plan(config), ahead)
     mine = plan.ranks[dist.get_rank()]
-    chunks = {stage.stage: build_chunk(config, stage) for stage in mine.stages}
-    engine = FrozenPipelineEngine(config, plan, chunks, **arguments)
+    stages = {stage.stage: build_stage(config, stage) for stage in mine.stages}
+    engine = FrozenPipelineEngine(config, plan, stages, **arguments)
 
     def batches(microbatches, share=plan.microbatches_per_step):
         local = [as_batch(m, config.data.pack_length) for m in microbatches[mine.data * share :][:share]]
@@ -139,7 +139,7 @@ def train_warmed_up(config, ahead, warms_up):
     generators = torch.get_rng_state()
     engine, batches = build(config, ahead, warms_up=warms_up, on_instruction=lambda *what: executed.append(what))
     assert torch.equal(torch.get_rng_state(), generators)
-    assert all(p.grad is None for chunk in engine.chunks.values() for p in chunk.parameters())
+    assert all(p.grad is None for stage in engine.stages.values() for p in stage.parameters())
     assert engine.optimizer_state() == {} and not engine.saw_gradient
     eight = [step(10 * s) + step(10 * s + 4) for s in range(3)]
     stream = itertools.chain.from_iterable(map(batches, eight[1:])) if engine.stage_id == 0 else None
@@ -312,7 +312,7 @@ def values(tensors):
 
 def everything(engine):
     """Masters, the weights that are computed with, and AdamW's state, of this rank."""
-    named = [pair for chunk in engine.chunks.values() for pair in chunk.global_parameters()]
+    named = [pair for stage in engine.stages.values() for pair in stage.global_parameters()]
     stored = {name: p for name, p in named if p.requires_grad}
     return values(engine.trainable), values(stored), values(engine.optimizer_state())
 

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 from mmtrain.data.stream.packs import to_device
 from mmtrain.model import attention, flash
 from mmtrain.model.loss import count_answers
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.model.tiny import tiny_model
 from mmtrain.plan.planner import make_plan
 
@@ -45,28 +45,28 @@ def one_call_for_all(q, k, v, offsets, key_offsets, longest, longest_key, *, sca
     return torch.cat([x[0].transpose(0, 1) for x in outputs])
 
 
-def run_micro_batch(device: Pretend, chunks: list, batch) -> torch.Tensor:
+def run_micro_batch(device: Pretend, stages: list, batch) -> torch.Tensor:
     """A micro-batch as the engine runs it, with the messages' tensors handed on; the loss sum."""
-    last = len(chunks) - 1
+    last = len(stages) - 1
     with device.during("load and encode"):
         moved = to_device(batch, DEVICE)
-        hidden = chunks[0].start(moved, chunks[0].encode(moved))
+        hidden = stages[0].start(moved, stages[0].encode(moved))
     inputs, outputs = [], []
-    for number, chunk in enumerate(chunks):
+    for number, stage in enumerate(stages):
         with device.during(f"forward {number}{' (last)' if number == last else ''}"):
             if number:
                 inputs.append(hidden := outputs[-1].detach().requires_grad_())
             if number < last:
-                outputs.append(chunk(hidden, batch.position_ids))
+                outputs.append(stage(hidden, batch.position_ids))
             else:
-                outputs.append(chunk.loss(hidden, batch.position_ids, batch.labels)[0])
+                outputs.append(stage.loss(hidden, batch.position_ids, batch.labels)[0])
     upstream = None
-    for number in reversed(range(len(chunks))):
+    for number in reversed(range(len(stages))):
         with device.during(f"backward {number}"):
             torch.autograd.backward(outputs[number], upstream)
             upstream = inputs[number - 1].grad if number else None
     with device.during("evaluation"), torch.no_grad():
-        _, predicted = chunks[-1].predict(hidden.detach(), batch.position_ids, batch.labels)
+        _, predicted = stages[-1].predict(hidden.detach(), batch.position_ids, batch.labels)
         count_answers(batch.labels, predicted)
     return outputs[-1].detach()
 
@@ -83,19 +83,19 @@ def test_no_stage_waits_for_the_device_and_no_operation_mixes_devices(parts, mon
         data__pack_length=64,
     )
     batch = as_batch(MICROBATCH, 64)
-    chunks = [build_chunk(config, stage) for rank in make_plan(config).ranks for stage in rank.stages]
-    hidden = chunks[0].start(batch)
-    for chunk in chunks[:-1]:
-        hidden = chunk(hidden, batch.position_ids)
-    expected, _ = chunks[-1].loss(hidden, batch.position_ids, batch.labels)
+    stages = [build_stage(config, stage) for rank in make_plan(config).ranks for stage in rank.stages]
+    hidden = stages[0].start(batch)
+    for stage in stages[:-1]:
+        hidden = stage(hidden, batch.position_ids)
+    expected, _ = stages[-1].loss(hidden, batch.position_ids, batch.labels)
     if by_kernel:
         monkeypatch.setattr(attention, "use_flash", lambda *_: True)
         monkeypatch.setattr(attention, "attend_packed", lambda *given: flash.attend_packed(*given, one_call_for_all))
     with Pretend() as device:
-        for chunk in chunks:
-            chunk.to(DEVICE)
+        for stage in stages:
+            stage.to(DEVICE)
         device.waits.clear()
-        loss = run_micro_batch(device, chunks, batch)
+        loss = run_micro_batch(device, stages, batch)
     assert device.mixed == {}
     assert device.waits == {}
     torch.testing.assert_close(loss.inner, expected)

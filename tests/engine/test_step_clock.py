@@ -15,7 +15,7 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.step_clock import Reading, StepClock
 from mmtrain.engine.trace import Work
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import Instruction, Op
 
@@ -131,13 +131,13 @@ def train_with_a_slow_loader_and_a_slow_last_stage(config):
     join_process_group(torch.device("cpu"), 60)
     plan = make_plan(config)
     mine = plan.ranks[dist.get_rank()]
-    chunks = {stage.stage: build_chunk(config, stage) for stage in mine.stages}
-    engine = FrozenPipelineEngine(config, plan, chunks)
+    stages = {stage.stage: build_stage(config, stage) for stage in mine.stages}
+    engine = FrozenPipelineEngine(config, plan, stages)
     batches = (as_batch([[make_document(i)]], config.data.pack_length) for i in range(12))
     steps = []
     for number in range(3):
         if mine.pipeline == 1 and number == 1:
-            chunks[1].loss = slowly(chunks[1].loss)
+            stages[1].loss = slowly(stages[1].loss)
         if mine.pipeline == 1 and number == 2:
             time.sleep(4 * SLOW)  # before it begins, as a rank that has an optimizer to run does
         loaded = slow_batches(batches) if number == 0 else batches

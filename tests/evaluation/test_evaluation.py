@@ -31,7 +31,7 @@ from mmtrain.engine.process_groups import join_process_group
 from mmtrain.evaluation.answers import write_answers
 from mmtrain.evaluation.evaluator import Evaluator
 from mmtrain.evaluation.held_out import HeldOut, permute_images
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import Op
 from mmtrain.processes.rank_records import Progress
@@ -187,8 +187,8 @@ def config_of(scene: Scene, pipeline: int = 1, data: int = 1, **overrides):
 def build(config):
     plan = make_plan(config)
     mine = plan.ranks[dist.get_rank()]
-    chunks = {stage.stage: build_chunk(config, stage) for stage in mine.stages}
-    engine = FrozenPipelineEngine(config, plan, chunks)
+    stages = {stage.stage: build_stage(config, stage) for stage in mine.stages}
+    engine = FrozenPipelineEngine(config, plan, stages)
     packed = PackedBatches(config, mine.data, plan.data) if mine.pipeline == 0 else None
     shown = []
     held_out = None if packed is None else HeldOut(packed)

@@ -17,7 +17,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import new_step_folder, step_path
 from mmtrain.model.projector import make_projector, read_projector
 from mmtrain.model.projector_files import find_projector, refuse_unfit_init_from
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.planner import make_plan
 from mmtrain.training.loop import _without_init_from
 
@@ -151,15 +151,15 @@ def test_stage_0_begins_with_the_given_projector_in_float32_and_all_else_is_unch
     random_start = make_config(tmp_path, **values)
     given_start = make_config(tmp_path, **values, model__projector__init_from=str(tmp_path / "start.safetensors"))
     front, back = (rank.stages[0] for rank in make_plan(given_start).ranks)
-    given = dict(build_chunk(given_start, front).global_parameters())
-    drawn = dict(build_chunk(random_start, front).global_parameters())
+    given = dict(build_stage(given_start, front).global_parameters())
+    drawn = dict(build_stage(random_start, front).global_parameters())
     assert equal({name: given[f"projector.{name}"] for name in expected}, expected)
     assert all(given[f"projector.{name}"].requires_grad for name in expected)
     assert {given[f"projector.{name}"].dtype for name in expected} == {torch.float32}
     assert not equal({name: drawn[f"projector.{name}"] for name in expected}, expected)
     assert all(torch.equal(given[name], drawn[name]) for name in drawn if not name.startswith("projector."))
     (tmp_path / "start.safetensors").unlink()
-    build_chunk(given_start, back)  # the other stages do not ask for it
+    build_stage(given_start, back)  # the other stages do not ask for it
 
 
 def test_before_a_rank_starts_a_projector_that_does_not_fit_is_refused(tmp_path):

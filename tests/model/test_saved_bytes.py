@@ -6,7 +6,7 @@ import pytest
 import torch
 from scenes import WIDTH, make_config, save_parts
 
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.plan import StagePlan
 
 LAYERS = 4
@@ -23,10 +23,10 @@ def parts(tmp_path_factory):
 def saved_bytes(parts, dtype: str, trainable: tuple[str, ...], recompute: int) -> int:
     """Bytes of distinct storages saved by the decoder layers of a middle stage, parameters left out."""
     config = make_config(parts, model__trainable=trainable, model__llm__dtype=dtype)
-    chunk = build_chunk(config, StagePlan(1, 0, LAYERS, False, False, recompute))
-    hidden = torch.randn(BATCH, LENGTH, WIDTH).to(chunk.dtype).requires_grad_()
+    stage = build_stage(config, StagePlan(1, 0, LAYERS, False, False, recompute))
+    hidden = torch.randn(BATCH, LENGTH, WIDTH).to(stage.dtype).requires_grad_()
     positions = torch.arange(LENGTH).expand(BATCH, -1)
-    own = {p.untyped_storage().data_ptr() for p in [*chunk.parameters(), *chunk.buffers()]}
+    own = {p.untyped_storage().data_ptr() for p in [*stage.parameters(), *stage.buffers()]}
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def saved_bytes(parts, dtype: str, trainable: tuple[str, ...], recompute: int) -
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = chunk(hidden, positions)
+        output = stage(hidden, positions)
     output.sum().backward()
     assert hidden.grad is not None and hidden.grad.any(), "frozen layers still pass the gradient on, recomputed or not"
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
@@ -59,10 +59,10 @@ def test_frozen_layers_save_less_than_trained_ones_and_recompute_lowers_both(par
 def test_recompute_changes_no_bit_of_output_or_gradient(parts):
     results = []
     for count in (0, 3):
-        chunk = build_chunk(make_config(parts), StagePlan(1, 0, LAYERS, False, False, count))
-        assert not chunk.training
+        stage = build_stage(make_config(parts), StagePlan(1, 0, LAYERS, False, False, count))
+        assert not stage.training
         hidden = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True)
-        output = chunk(hidden, torch.arange(LENGTH).remainder(20).expand(BATCH, -1))
+        output = stage(hidden, torch.arange(LENGTH).remainder(20).expand(BATCH, -1))
         output.square().sum().backward()
         results.append((output, hidden.grad))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])

@@ -13,7 +13,7 @@ from torch import nn
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.data.stream.images import image_transform
 from mmtrain.model.bookends import decoder_layers
-from mmtrain.model.stage import build_chunk, fuse, set_trainable
+from mmtrain.model.stage import build_stage, fuse, set_trainable
 from mmtrain.plan.planner import make_plan
 from mmtrain.pretrained.families import global_name
 
@@ -28,7 +28,7 @@ def test_a_rank_opens_the_tensors_of_its_planned_layers_alone(tmp_path, tied, op
     for rank in plan.ranks:
         (stage,) = rank.stages
         opened.clear()
-        chunk = build_chunk(make_config(tmp_path), stage)
+        module = build_stage(make_config(tmp_path), stage)
         expected = set()
         for name in on_disk.values():
             layer = name.rsplit(".", 1)[0] if not name.startswith("llm.layers.") else ".".join(name.split(".")[:3])
@@ -37,7 +37,7 @@ def test_a_rank_opens_the_tensors_of_its_planned_layers_alone(tmp_path, tied, op
                 expected.add(name)
         assert {on_disk[name] for name in opened} == expected
         opened_by_all += opened
-        held = {name for name, _ in chunk.global_parameters()}
+        held = {name for name, _ in module.global_parameters()}
         assert any(name.startswith("vision.") for name in held) == (rank.pipeline == 0)
     shared = ["model.embed_tokens.weight"] if tied else []
     assert sorted(opened_by_all) == sorted([*on_disk, *shared]), "all tensors once; a tied matrix at both ends"
@@ -47,59 +47,59 @@ def test_the_projector_stays_in_float32_between_bfloat16_parts(tmp_path):
     save_parts(tmp_path)
     config = make_config(tmp_path, model__llm__dtype="bfloat16")
     (rank,) = make_plan(config).ranks
-    chunk = build_chunk(config, rank.stages[0])
-    kinds = {name: p.dtype for name, p in chunk.global_parameters()}
+    module = build_stage(config, rank.stages[0])
+    kinds = {name: p.dtype for name, p in module.global_parameters()}
     assert {kinds[name] for name in kinds if name.startswith("projector.")} == {torch.float32}
     assert {kinds[name] for name in kinds if not name.startswith("projector.")} == {torch.bfloat16}
-    assert not any(module.training for module in chunk.modules())
-    assert [name for name, p in chunk.global_parameters() if p.requires_grad] == list(rank.trainable_names)
+    assert not any(module.training for module in module.modules())
+    assert [name for name, p in module.global_parameters() if p.requires_grad] == list(rank.trainable_names)
 
 
 def front_of(folder, trainable):
     save_parts(folder)
     config = make_config(folder, model__trainable=trainable)
-    return build_chunk(config, make_plan(config).ranks[0].stages[0])
+    return build_stage(config, make_plan(config).ranks[0].stages[0])
 
 
-def gradients_of(chunk, hidden):
+def gradients_of(module, hidden):
     hidden.square().sum().backward()
-    gradients = {name: p.grad for name, p in chunk.global_parameters() if p.requires_grad}
-    chunk.zero_grad()
+    gradients = {name: p.grad for name, p in module.global_parameters() if p.requires_grad}
+    module.zero_grad()
     return gradients
 
 
 @pytest.mark.parametrize("trainable", [("projector",), ("projector", "vision")])
 @pytest.mark.parametrize("images", [0, 2])
 def test_encoding_ahead_changes_no_bit_of_the_first_stages_output_and_gradients(tmp_path, trainable, images):
-    chunk = front_of(tmp_path, trainable)
+    module = front_of(tmp_path, trainable)
     batch = as_batch([[make_document(0, images=images), make_document(1, images=images // 2)]], 64)
-    features = chunk.encode(batch)
-    assert chunk.front.encoder_is_frozen == (trainable == ("projector",))
-    assert (features is None) == (images == 0 and chunk.front.encoder_is_frozen)
-    assert features is None or features.requires_grad != chunk.front.encoder_is_frozen
-    at_once, ahead = chunk.start(batch), chunk.start(batch, features)
+    features = module.encode(batch)
+    assert module.front.encoder_is_frozen == (trainable == ("projector",))
+    assert (features is None) == (images == 0 and module.front.encoder_is_frozen)
+    assert features is None or features.requires_grad != module.front.encoder_is_frozen
+    at_once, ahead = module.start(batch), module.start(batch, features)
     assert torch.equal(at_once, ahead)
-    expected, found = gradients_of(chunk, at_once), gradients_of(chunk, ahead)
+    expected, found = gradients_of(module, at_once), gradients_of(module, ahead)
     assert expected and all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_uint8_images_are_normalised_where_the_encoder_runs(tmp_path):
-    chunk = front_of(tmp_path, ("projector",))
+    module = front_of(tmp_path, ("projector",))
     batch = as_batch([[make_document(0, images=2)]], 64)
     pixels = torch.randint(256, (2, 3, IMAGE_SIZE, IMAGE_SIZE), generator=torch.Generator().manual_seed(0))
     stored = replace(batch, images=pixels.to(torch.uint8))
     normalised = replace(batch, images=image_transform(str(tmp_path / "vision")).normalise(stored.images))
-    assert torch.equal(chunk.start(stored), chunk.start(normalised))
-    assert not torch.equal(chunk.start(stored), chunk.start(batch))
+    assert torch.equal(module.start(stored), module.start(normalised))
+    assert not torch.equal(module.start(stored), module.start(batch))
 
 
 def test_the_last_stage_runs_its_last_layer_for_supervised_tokens_alone(tmp_path):
     save_parts(tmp_path)
     config = make_config(tmp_path, parallel__pipeline=2)
-    first, last = (build_chunk(config, rank.stages[0]) for rank in make_plan(config).ranks)
+    first, last = (build_stage(config, rank.stages[0]) for rank in make_plan(config).ranks)
     seen = {}
-    for chunk, name in ((first, "first"), (last, "last")):
-        layer = decoder_layers(chunk.language.model)[chunk.language.last - 1]
+    for module, name in ((first, "first"), (last, "last")):
+        layer = decoder_layers(module.language.model)[module.language.last - 1]
         layer.mlp.register_forward_pre_hook(
             lambda _, inputs, name=name: seen.update({name: inputs[0].numel() // WIDTH})
         )

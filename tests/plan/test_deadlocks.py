@@ -63,10 +63,10 @@ class Found(NamedTuple):
     hangs_in_common_order: tuple[Ordering, ...]
 
 
-def layouts(pipelines: Iterable[int], chunks: Iterable[int], microbatches: Sequence[int]) -> Iterator[Layout]:
+def layouts(pipelines: Iterable[int], each: Iterable[int], microbatches: Sequence[int]) -> Iterator[Layout]:
     """The grid: first trainable stage 0, the middle one and the last, without prefetch and one micro-batch ahead."""
     for p in pipelines:
-        for v in chunks:
+        for v in each:
             for m in microbatches:
                 for first in sorted({0, p * v // 2, p * v - 1}):
                     for ahead in (0, 1):
@@ -165,11 +165,11 @@ def test_settings_that_cannot_hang_are_not_refused():
     check_environment(config_of(4), {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
 
 
-@pytest.mark.parametrize(("pipeline", "chunks", "microbatches", "first"), [(2, 1, 3, 0), (4, 1, 5, 3), (3, 2, 7, 2)])
-def test_the_common_order_does_the_same_work(pipeline: int, chunks: int, microbatches: int, first: int):
-    plain = training_schedule(pipeline, microbatches, first, chunks)
+@pytest.mark.parametrize(("pipeline", "each", "microbatches", "first"), [(2, 1, 3, 0), (4, 1, 5, 3), (3, 2, 7, 2)])
+def test_the_common_order_does_the_same_work(pipeline: int, each: int, microbatches: int, first: int):
+    plain = training_schedule(pipeline, microbatches, first, each)
     ordered = in_common_order(plain)
-    check_schedule(ordered, microbatches, first, stages_per_rank=chunks)
+    check_schedule(ordered, microbatches, first, stages_per_rank=each)
     for before, after in zip(plain, ordered, strict=True):
         receives = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
         assert [x for x in before if x.op not in receives] == [x for x in after if x.op not in receives]

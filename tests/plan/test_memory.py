@@ -13,7 +13,7 @@ from mmtrain.plan.simulate import StageSeconds
 
 
 def peaks_of(
-    schedule: Schedule, chunks: int, first: int, stages: list[StageBytes], buffers: Buffers, polls: bool
+    schedule: Schedule, each: int, first: int, stages: list[StageBytes], buffers: Buffers, polls: bool
 ) -> list[int]:
     found = moments(schedule, buffers, polls=polls)
     ranks = len(schedule)
@@ -21,10 +21,10 @@ def peaks_of(
 
 
 def plain_walk(
-    schedule: Schedule, rank: int, chunks: int, first: int, stages: list[StageBytes], buffers: Buffers, polls: bool
+    schedule: Schedule, rank: int, each: int, first: int, stages: list[StageBytes], buffers: Buffers, polls: bool
 ) -> int:
     """The same with a dictionary of everything that is alive, by name, and messages let go by looking into lists."""
-    ranks, count = len(schedule), len(schedule) * chunks
+    ranks, count = len(schedule), len(schedule) * each
     instructions = schedule[rank]
     ahead = next((x.microbatch for x in instructions if x.op is Op.ENCODE), 0)
     alive: dict = {("input", k): buffers.batch + buffers.features for k in range(ahead)}
@@ -81,12 +81,12 @@ def test_peaks_are_those_of_a_plain_walk_over_the_lists() -> None:
     draw = random.Random(0)
     ran_ahead = 0
     for _ in range(40):
-        pipeline, chunks, microbatches = draw.randrange(1, 5), draw.randrange(1, 4), draw.randrange(1, 9)
-        chunks = 1 if pipeline == 1 else chunks
-        count = pipeline * chunks
+        pipeline, each, microbatches = draw.randrange(1, 5), draw.randrange(1, 4), draw.randrange(1, 9)
+        each = 1 if pipeline == 1 else each
+        count = pipeline * each
         first = draw.randrange(count)
         seconds = StageSeconds((1.0,) * count, tuple(1.0 * (s >= first) for s in range(count)), encode=0.7)
-        schedule, encodes, _ = best_encodes(pipeline, microbatches, first, chunks, seconds, draw.randrange(9))
+        schedule, encodes, _ = best_encodes(pipeline, microbatches, first, each, seconds, draw.randrange(9))
         ran_ahead += encodes.ahead > 0
         stages = []
         for stage in range(count):
@@ -94,8 +94,8 @@ def test_peaks_are_those_of_a_plain_walk_over_the_lists() -> None:
             stages.append(StageBytes(kept, kept + draw.randrange(20), kept + draw.randrange(20)))
         buffers = Buffers(draw.randrange(9), draw.randrange(3), draw.randrange(9), draw.randrange(9))
         for polls in (True, False):
-            found = peaks_of(schedule, chunks, first, stages, buffers, polls)
-            plain = [plain_walk(schedule, rank, chunks, first, stages, buffers, polls) for rank in range(pipeline)]
+            found = peaks_of(schedule, each, first, stages, buffers, polls)
+            plain = [plain_walk(schedule, rank, each, first, stages, buffers, polls) for rank in range(pipeline)]
             assert found == plain
     assert ran_ahead >= 5
 

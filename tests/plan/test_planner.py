@@ -12,7 +12,7 @@ from schedule_check import check_schedule
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.costs import minimal_flops, run_costs
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan, models_of
@@ -243,7 +243,7 @@ def test_weight_bytes_and_trainable_counts_are_those_of_the_loaded_stages(tiny) 
         ],
     )
     for rank in make_plan(config).ranks:
-        parameters = dict(build_chunk(config, rank.stages[0]).global_parameters())
+        parameters = dict(build_stage(config, rank.stages[0]).global_parameters())
         assert rank.weight_bytes == sum(p.numel() * p.element_size() for p in parameters.values())
         assert set(rank.trainable_names) == {name for name, p in parameters.items() if p.requires_grad}
         assert rank.trainable == sum(p.numel() for p in parameters.values() if p.requires_grad)
@@ -255,8 +255,8 @@ def test_tied_embeddings_are_held_by_both_ends_and_once_by_a_single_rank(tiny, m
         overrides = [f"model.llm.path={folder}", "parallel.data=1", f"parallel.pipeline={pipeline}"]
         config = load_config(tiny / "config.yaml", overrides)
         for rank in make_plan(config).ranks:
-            chunk = build_chunk(config, rank.stages[0])
-            assert rank.weight_bytes == sum(p.numel() * p.element_size() for _, p in chunk.global_parameters())
+            stage = build_stage(config, rank.stages[0])
+            assert rank.weight_bytes == sum(p.numel() * p.element_size() for _, p in stage.global_parameters())
 
 
 def test_prefetch_that_is_asked_for_is_planned(config_file) -> None:
@@ -298,17 +298,17 @@ def test_the_table_says_who_holds_and_trains_what(config_file) -> None:
     assert sum(line.split()[:1] == ["0-1"] for line in lines) == 1, "replicas share a row"
 
 
-def test_a_plan_with_several_chunks_a_rank_says_which_and_why(config_file) -> None:
+def test_a_plan_with_several_stages_a_rank_says_which_and_why(config_file) -> None:
     plan = plan_of(config_file, "parallel.stages_per_rank=auto", "parallel.device_memory_gib=80")
-    assert plan.stages_per_rank == 2 and plan.fewer_chunks_time_ratio > 1.05
+    assert plan.stages_per_rank == 2 and plan.fewer_stages_time_ratio > 1.05
     lines = [line.split() for line in render(plan)]
     first = next(i for i, line in enumerate(lines) if line[:4] == ["0", "0", "front,", "0-1"])
     assert lines[first + 1] == ["4", "15-19"], "a line a stage"
-    assert f"with fewer a step takes {plan.fewer_chunks_time_ratio - 1:.1%} longer" in sentences(plan)
+    assert f"with fewer a step takes {plan.fewer_stages_time_ratio - 1:.1%} longer" in sentences(plan)
     assert "rank 1: NoOp, all of its layers are frozen" in sentences(plan)
     assert [stage.stage for stage in plan.ranks[1].stages] == [1, 5]
     one = plan_of(config_file, "parallel.device_memory_gib=80")
-    assert plan.idle_share < one.idle_share and one.fewer_chunks_time_ratio is None
+    assert plan.idle_share < one.idle_share and one.fewer_stages_time_ratio is None
 
 
 def test_the_table_compares_with_a_uniform_cut(config_file) -> None:
@@ -344,7 +344,7 @@ def test_more_stages_than_layers_are_refused(config_file) -> None:
     assert "35 stages" in message and "front, 32 decoder layers" in message and "at most 34 stages" in message
 
 
-def test_more_chunks_than_layers_are_refused(config_file) -> None:
+def test_more_stages_on_all_ranks_than_layers_are_refused(config_file) -> None:
     message = refusal(config_file, "parallel.pipeline=8", "parallel.stages_per_rank=5")
     assert "8 ranks of 5 stages" in message and "32 decoder layers" in message and message.endswith("at most 4")
 

@@ -1,7 +1,7 @@
 """The rank's part of bench_gpu.py, over weights that are made on the device.
 
-random LLaVA on the device --shared_chunk--> mmtrain's stage over the very tensors of its LLM, raced against stock
-shape, a stage of a plan --random_chunk--> mmtrain's stage with nothing else on the device, as a rank of a pipeline
+random LLaVA on the device --shared_stage--> mmtrain's stage over the very tensors of its LLM, raced against stock
+shape, a stage of a plan --random_stage--> mmtrain's stage with nothing else on the device, as a rank of a pipeline
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from mmtrain.model.flash import Way, say_ways
 from mmtrain.model.language import LanguageSlice
 from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import make_projector
-from mmtrain.model.stage import Chunk, Front, set_trainable
+from mmtrain.model.stage import Front, Stage, set_trainable
 from mmtrain.model.vision import load_vision
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan
@@ -78,10 +78,10 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
         script = random_llava(shape, dtype, device, SEED)
         tower = CLIPVisionModel.from_pretrained(parts / "vision", dtype=dtype, attn_implementation="sdpa")
         script.model.vision_tower.load_state_dict(tower.state_dict())
-        chunk = shared_chunk(script, config, device, plan.ranks[0].recompute_layers)
+        stage = shared_stage(script, config, device, plan.ranks[0].recompute_layers)
         tuned = with_shared_weights(script)
         contestants: dict[str, Contestant] = {
-            MMTRAIN: Mmtrain(config, plan, work.packed_batches(), device, {0: chunk}),
+            MMTRAIN: Mmtrain(config, plan, work.packed_batches(), device, {0: stage}),
             SCRIPT: Stock(script, "script", work.padded_steps()),
         }
         if with_tuned:
@@ -92,7 +92,7 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
         def afterwards() -> dict[str, Any]:
             state = device_state(device)  # before its clocks fall
             counts = {name: counted(contestant.step, device) for name, contestant in contestants.items()}
-            return {"counts": counts, "device_state": state, "attention": say_ways([chunk.attention_ways(device)])[1]}
+            return {"counts": counts, "device_state": state, "attention": say_ways([stage.attention_ways(device)])[1]}
 
         matrices = [p for p in layers.parameters() if p.ndim == 2]
         run_row(settings, row, contestants, rank, facts, matrices, afterwards)
@@ -110,16 +110,16 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
     plan = make_plan(config, memory)
     mine = plan.ranks[rank.rank]
     try:
-        chunks = {stage.stage: random_chunk(shape, config, stage, device) for stage in mine.stages}
-        mmtrain = Mmtrain(config, plan, work.packed_batches(), device, chunks)
-        parameters = (p for chunk in chunks.values() for _, p in chunk.language.global_parameters())
+        stages = {stage.stage: random_stage(shape, config, stage, device) for stage in mine.stages}
+        mmtrain = Mmtrain(config, plan, work.packed_batches(), device, stages)
+        parameters = (p for stage in stages.values() for _, p in stage.language.global_parameters())
         matrices = list(itertools.islice((p for p in parameters if p.ndim == 2), MATRICES))
 
         def afterwards() -> dict[str, Any]:
             idle, state = mmtrain.idle, device_state(device)
             layers = [name for stage in mine.stages for name in stage.layers]
             took = counted(mmtrain.step, device) | (memory_of(mmtrain.step, device) or {})
-            ways = {way for chunk in chunks.values() for way in chunk.attention_ways(device)}
+            ways = {way for stage in stages.values() for way in stage.attention_ways(device)}
             mine_found = {"layers": layers, "planned_bytes": mine.total_bytes} | took
             of_ranks: list[tuple[set[Way], dict[str, Any]]] = [(set(), {})] * pipeline
             dist.all_gather_object(of_ranks, (ways, mine_found))
@@ -142,9 +142,9 @@ def counted(step: Callable[[], object], device: torch.device) -> dict[str, int |
     return {"host_waits": host_waits(step, device), "launches": launches(step, device)}
 
 
-def shared_chunk(
+def shared_stage(
     model: LlavaForConditionalGeneration, config: RunConfig, device: torch.device, recompute_layers: int
-) -> Chunk:
+) -> Stage:
     """mmtrain's only stage over the LLM of `model`, no tensor of which is copied; encoder and projector are its own."""
     language_model = model.model.language_model
     with torch.device("meta"):
@@ -153,10 +153,10 @@ def shared_chunk(
     llm.load_state_dict(tensors | {"lm_head.weight": model.lm_head.weight}, assign=True)
     llm.model.rotary_emb = copy.deepcopy(language_model.rotary_emb)  # its buffers are in no state_dict
     stage = StagePlan(0, 0, llm.config.num_hidden_layers, front=True, head=True, recompute_layers=recompute_layers)
-    return _chunk(llm, config, stage, device)
+    return _stage(llm, config, stage, device)
 
 
-def random_chunk(shape: ModelSize, config: RunConfig, stage: StagePlan, device: torch.device) -> Chunk:
+def random_stage(shape: ModelSize, config: RunConfig, stage: StagePlan, device: torch.device) -> Stage:
     """A stage whose LLM weights are drawn on the device, by their names: no file is read, no other weight is made."""
     dtype = DTYPES[config.model.llm.dtype]
     with torch.device("meta"):
@@ -172,11 +172,11 @@ def random_chunk(shape: ModelSize, config: RunConfig, stage: StagePlan, device: 
     llm.load_state_dict(tensors, assign=True)
     with torch.device(device):
         llm.model.rotary_emb = type(llm.model.rotary_emb)(config=llm.config)  # its buffers are in no state_dict
-    return _chunk(llm, config, stage, device)
+    return _stage(llm, config, stage, device)
 
 
-def _chunk(llm: LlamaForCausalLM, config: RunConfig, stage: StagePlan, device: torch.device) -> Chunk:
-    """What `build_chunk` makes of files, over an LLM in memory whose modules are those of the stage."""
+def _stage(llm: LlamaForCausalLM, config: RunConfig, stage: StagePlan, device: torch.device) -> Stage:
+    """What `build_stage` makes of files, over an LLM in memory whose modules are those of the stage."""
     dtype = DTYPES[config.model.llm.dtype]
     llm.set_attn_implementation(ATTENTION)
     language = LanguageSlice(llm, stage.first, stage.last, embedding=stage.front, head=stage.head)
@@ -188,6 +188,6 @@ def _chunk(llm: LlamaForCausalLM, config: RunConfig, stage: StagePlan, device: t
         vision = load_vision(config.model.vision.name, SELECT_LAYER, dtype, device)
         projector = make_projector(config.model.projector.type, vision.width, language.hidden_size, config.run.seed)
         front = Front(vision, projector.to(device), functools.partial(image_transform, config.model.vision.name))
-    chunk = Chunk(language, front, dtype).eval()
-    set_trainable(chunk.global_parameters(), config.model.trainable)
-    return chunk
+    module = Stage(language, front, dtype).eval()
+    set_trainable(module.global_parameters(), config.model.trainable)
+    return module

@@ -11,7 +11,7 @@ from bench_contestant import Gradients
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.model.stage import Chunk, build_chunk
+from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.schedule import Instruction, Op
 
@@ -19,7 +19,7 @@ from mmtrain.plan.schedule import Instruction, Op
 class Mmtrain:
     """One rank of a run. `batches` is one endless iterator over micro-batches: the engine may read ahead in it.
 
-    `chunks` are this rank's stages, loaded from the configuration's files by default.
+    `stages` are this rank's stages, loaded from the configuration's files by default.
     """
 
     def __init__(
@@ -28,17 +28,17 @@ class Mmtrain:
         plan: Plan,
         batches: Iterator[PackedBatch],
         device: torch.device,
-        chunks: Mapping[int, Chunk] | None = None,
+        stages: Mapping[int, Stage] | None = None,
     ) -> None:
         mine = plan.ranks[dist.get_rank()]
-        if chunks is None:
-            chunks = {stage.stage: build_chunk(config, stage, device=device) for stage in mine.stages}
+        if stages is None:
+            stages = {stage.stage: build_stage(config, stage, device=device) for stage in mine.stages}
         self.gradients: Gradients | None = None
         self.idle: list[float] = []
         """Share of the latest step that each rank waited."""
         self._sums: Gradients = {}
         self._batches = batches if mine.pipeline == 0 else None
-        self._engine = FrozenPipelineEngine(config, plan, chunks, self._keep_gradients)
+        self._engine = FrozenPipelineEngine(config, plan, stages, self._keep_gradients)
 
     def step(self) -> float:
         result = self._engine.train_step(self._batches)

@@ -167,7 +167,7 @@ def _halved(layout: Layout) -> Layout:
     """For a model of half as many layers."""
     from dataclasses import replace
 
-    stages = layout.pipeline * layout.chunks
+    stages = layout.pipeline * layout.stages_per_rank
     return replace(layout, boundaries=(1, 2, 3) if stages == 4 else layout.boundaries and (layout.boundaries[0] // 2,))
 
 

@@ -31,7 +31,7 @@ from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import expected_batch
-from mmtrain.model.stage import Chunk, build_chunk
+from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.calibration import calibration_key, cpu_device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.plan import Plan, StagePlan
@@ -56,7 +56,7 @@ class Layout:
     pipeline: int
     microbatches: int  # of a replica's step
     boundaries: tuple[int, ...] | None = None  # None: the planner's choice
-    chunks: int = 1
+    stages_per_rank: int = 1
     recompute: tuple[int, ...] | int = 0
     prefetch: str | int = 0
 
@@ -96,7 +96,7 @@ def layout_config(settings: Settings, layout: Layout, folder: Path, calibration:
     tree["parallel"] |= {
         "data": replicas,
         "boundaries": layout.boundaries,
-        "stages_per_rank": layout.chunks,
+        "stages_per_rank": layout.stages_per_rank,
         "recompute_layers": layout.recompute,
         "encoder_prefetch": layout.prefetch,
     }
@@ -115,8 +115,8 @@ class Runner:
         self.config = config
         self.plan = make_plan(config, device=cpu_device(config))
         mine = self.plan.ranks[dist.get_rank()]
-        self._chunks = {stage.stage: _shared_chunk(config, stage, weights) for stage in mine.stages}
-        self.engine = FrozenPipelineEngine(config, self.plan, self._chunks)
+        self._stages = {stage.stage: _shared_stage(config, stage, weights) for stage in mine.stages}
+        self.engine = FrozenPipelineEngine(config, self.plan, self._stages)
         replicas = range(mine.data, 1 << 30, self.plan.data)
         self._batches = _batches(config, models, replicas) if mine.pipeline == 0 else None
         self.seconds: list[float] = []
@@ -138,7 +138,7 @@ class Runner:
 
         Two steps are traced, and the second counts: what it finds at its begin is then known, too.
         """
-        weights = (t for chunk in self._chunks.values() for t in (*chunk.parameters(), *chunk.buffers()))
+        weights = (t for stage in self._stages.values() for t in (*stage.parameters(), *stage.buffers()))
         state = (t for s in self.engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
         lasting = tensor_bytes(itertools.chain(weights, state, self.engine.trainable.values()))
         gc.collect()
@@ -147,13 +147,13 @@ class Runner:
         return lasting + first.end + second.peak
 
 
-def _shared_chunk(config: RunConfig, stage: StagePlan, weights: dict[str, torch.Tensor]) -> Chunk:
-    """A stage's chunk over frozen weights that are in memory once, whatever layouts use them."""
-    chunk = build_chunk(config, stage)
-    for name, parameter in chunk.global_parameters():
+def _shared_stage(config: RunConfig, stage: StagePlan, weights: dict[str, torch.Tensor]) -> Stage:
+    """A stage over frozen weights that are in memory once, whatever layouts use them."""
+    module = build_stage(config, stage)
+    for name, parameter in module.global_parameters():
         if not parameter.requires_grad:
             parameter.data = weights.setdefault(name, parameter.data)
-    return chunk
+    return module
 
 
 def _batches(config: RunConfig, models: Models, seeds: range) -> Iterator[PackedBatch]:

@@ -27,7 +27,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
-from mmtrain.model.stage import build_chunk
+from mmtrain.model.stage import build_stage
 from mmtrain.plan.plan import Plan
 from mmtrain.processes.rank import Rank
 
@@ -88,8 +88,8 @@ def measure(config: RunConfig, plan: Plan, options: argparse.Namespace, rank: Ra
     device, mine = torch.device(rank.device), plan.ranks[rank.rank]
     join_process_group(device, config.parallel.timeout_seconds)
     packed = PackedBatches(config, mine.data, plan.data) if mine.pipeline == 0 else None
-    chunks = {stage.stage: build_chunk(config, stage, device=device) for stage in mine.stages}
-    engine = FrozenPipelineEngine(config, plan, chunks)
+    stages = {stage.stage: build_stage(config, stage, device=device) for stage in mine.stages}
+    engine = FrozenPipelineEngine(config, plan, stages)
     batches = None if packed is None else iter(packed)
     extra = _random_projector(options.width) if rank.rank == 0 and options.width else {}
     state = {**run_state(config, plan, torch.get_num_threads(), device), "loss": None, "data": {"counts": None}}
