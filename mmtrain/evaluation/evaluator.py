@@ -20,7 +20,7 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.statistics import Statistics
 from mmtrain.evaluation.held_out import Extent, HeldOut
 from mmtrain.plan.schedule import Instruction
-from mmtrain.processes.rank_records import Progress
+from mmtrain.processes.rank_records import Whereabouts
 
 # Micro-batches of one `engine.evaluate`, per pipeline rank. The first stage may be so many ahead of the last one, so
 # this bounds the hidden states that wait in between, and the idle share of a round to (p - 1) / (5p - 1).
@@ -53,7 +53,7 @@ class Evaluator:
         self,
         engine: FrozenPipelineEngine,
         held_out: HeldOut | None,
-        progress: Progress,
+        progress: Whereabouts,
         show: Callable[[int, int], None],
     ) -> None:
         """Agree with all ranks on what to evaluate; raises UserError where they have read different samples."""

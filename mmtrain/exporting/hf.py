@@ -130,7 +130,7 @@ def _config(
     }
 
 
-class _Shape(torch.Tensor):
+class _MetaTensor(torch.Tensor):
     """A tensor on the meta device that stays there: transformers moves what it loads to the CPU."""
 
     @classmethod
@@ -147,7 +147,7 @@ def refuse_loading_faults(config: Mapping[str, Any], tensors: Mapping[str, Tenso
     The loader's own conversions run (names, experts fused, ties), on shapes alone.
     """
     shapes = {
-        name: torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(_Shape)
+        name: torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(_MetaTensor)
         for name, source in tensors.items()
     }
     _, report = _load(config, shapes)

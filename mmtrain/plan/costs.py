@@ -135,7 +135,7 @@ def run_costs(config: RunConfig, models: Models) -> RunCosts:
     """Costs of a micro-batch of the expected contents."""
     llm, vision = config.model.llm.dtype, config.model.vision.dtype or config.model.llm.dtype
     work = workload(config, models.vision)
-    return _Run(models, config.model.trainable, work, BYTES[llm], BYTES[vision]).costs()
+    return _LayerCosts(models, config.model.trainable, work, BYTES[llm], BYTES[vision]).costs()
 
 
 def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> Flops:
@@ -144,14 +144,14 @@ def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> F
     The encoder as far as the selected block, the projector, every decoder layer; of the last one queries, output and
     MLP for supervised tokens only, and so the head; gradients of inputs behind what trains, weight gradients of that.
     """
-    costs = _Run(models, trainable, work).costs(rows_alone=True)
+    costs = _LayerCosts(models, trainable, work).costs(rows_alone=True)
     return sum((layer.needed_flops for layer in costs.layers), Flops(costs.encoder.forward))
 
 
 _VISION_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers)\.(\d+)\.")
 
 
-class _Run:
+class _LayerCosts:
     """Costs of the layers of a run; sizes are bytes of an element of the LLM and of the vision encoder."""
 
     def __init__(

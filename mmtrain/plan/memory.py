@@ -1,6 +1,6 @@
 """How much memory a schedule takes on a rank, from a walk over the rank's very instructions.
 
-schedule --moments--> what lives while each instruction runs: activations kept, messages, features, the work itself
+schedule --instants--> what lives while each instruction runs: activations kept, messages, features, the work itself
          --peak, with the bytes of stages--> the most bytes at once
 
 A message that was sent is kept by its sender until it is known to be gone: once another message has come from its
@@ -37,7 +37,7 @@ class StageBytes(NamedTuple):
     backward: int  # most at once while BACKWARD runs
 
 
-class Moment(NamedTuple):
+class Instant(NamedTuple):
     """What lives on a rank while one instruction runs."""
 
     op: Op  # FORWARD, BACKWARD, ENCODE, or OPTIMIZER_STEP for the step's end
@@ -47,14 +47,14 @@ class Moment(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The most bytes at once beyond weights and optimizer state, and what they are at that moment."""
+    """The most bytes at once beyond weights and optimizer state, and what they are at that instant."""
 
     activations: int  # kept for backwards, messages, features, batches
     working: int  # of the instruction that runs
 
 
-def moments(schedule: Schedule, buffers: Buffers, *, polls: bool) -> tuple[tuple[Moment, ...], ...]:
-    """Per pipeline rank, every moment of a training step that takes more than all others in something.
+def instants(schedule: Schedule, buffers: Buffers, *, polls: bool) -> tuple[tuple[Instant, ...], ...]:
+    """Per pipeline rank, every instant of a training step that takes more than all others in something.
 
     `polls`: sends that are known to be gone are let go at the next send; else all are kept until the step's end.
     """
@@ -62,8 +62,8 @@ def moments(schedule: Schedule, buffers: Buffers, *, polls: bool) -> tuple[tuple
     return tuple(_largest(_walk(schedule, rank, buffers, gone[rank])) for rank in range(len(schedule)))
 
 
-def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, int]) -> list[Moment]:
-    """Every moment of a rank; `gone`: for sends by index, the index at which they are known to be gone."""
+def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, int]) -> list[Instant]:
+    """Every instant of a rank; `gone`: for sends by index, the index at which they are known to be gone."""
     ranks, instructions = len(schedule), schedule[rank]
     found: dict[tuple[Op, int, tuple[int, ...]], int] = {}
     kept = [0] * (max(x.stage for x in instructions) // ranks + 1)
@@ -98,7 +98,7 @@ def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, in
                 on_their_way.append((gone[i], size))
             waiting += size
     note(Op.OPTIMIZER_STEP, 0)
-    return [Moment(*key, size) for key, size in found.items()]
+    return [Instant(*key, size) for key, size in found.items()]
 
 
 def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
@@ -124,23 +124,23 @@ def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
     return gone
 
 
-def _largest(found: Sequence[Moment]) -> tuple[Moment, ...]:
-    """Without moments that another one of the same work exceeds in everything, so that a peak is found quickly."""
-    result: list[Moment] = []
-    for moment in sorted(found, key=lambda x: (-sum(x.kept), -x.buffers)):
+def _largest(found: Sequence[Instant]) -> tuple[Instant, ...]:
+    """Without instants that another one of the same work exceeds in everything, so that a peak is found quickly."""
+    result: list[Instant] = []
+    for instant in sorted(found, key=lambda x: (-sum(x.kept), -x.buffers)):
         if not any(
-            larger.op is moment.op
-            and larger.place == moment.place
-            and larger.buffers >= moment.buffers
-            and all(a >= b for a, b in zip(larger.kept, moment.kept, strict=True))
+            larger.op is instant.op
+            and larger.place == instant.place
+            and larger.buffers >= instant.buffers
+            and all(a >= b for a, b in zip(larger.kept, instant.kept, strict=True))
             for larger in result
         ):
-            result.append(moment)
+            result.append(instant)
     return tuple(result)
 
 
-def peak(found: Sequence[Moment], stages: Sequence[StageBytes], encode_working: int, end_working: int) -> Peak:
-    """The moment that takes most, given the bytes of a rank's stages, and of the encoder's and optimizer's work."""
+def peak(found: Sequence[Instant], stages: Sequence[StageBytes], encode_working: int, end_working: int) -> Peak:
+    """The instant that takes most, given the bytes of a rank's stages, and of the encoder's and optimizer's work."""
     most = Peak(0, 0)
     for op, place, kept, buffers in found:
         activations = buffers

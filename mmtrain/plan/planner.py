@@ -82,7 +82,7 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         boundaries=tuple(border - 1 for border in cut[1:-1]),
         first_trainable_stage=layout.first_trainable_stage,
         microbatches_per_step=microbatches,
-        encode_ahead=layout.encode_ahead,
+        encode_ahead=layout.prefetched,
         packs_per_microbatch=config.train.packs_per_microbatch,
         pack_length=config.data.pack_length,
         memory_limit_bytes=limit,

@@ -41,7 +41,7 @@ def best_encodes(
     found = schedule, immediate_encodes(schedule[0]), simulate(program, seconds)
     if exactly is None and (pipeline == 1 or most_ahead == 0 or seconds.encode == 0):
         return found
-    filled: dict[Encodes, float] = {}  # to a lower bound of the step's seconds, in the order of `ahead`
+    filled: dict[Encodes, float] = {}  # to a lower bound of the step's seconds, in the order of `prefetched`
     for ahead in _candidates(min(microbatches, most_ahead)) if exactly is None else (exactly,):
         for gap in GAPS:
             encodes, least = _fill_gaps(program, microbatches, seconds, ahead, gap, max(most_ahead, ahead))
@@ -62,7 +62,7 @@ def best_encodes(
         if changed[2].seconds < limit:
             found, limit = changed, changed[2].seconds
     for encodes, least in filled.items():  # as good as the best, with a smaller buffer
-        if encodes.ahead < found[1].ahead and least <= limit * (1 + GAIN):
+        if encodes.prefetched < found[1].prefetched and least <= limit * (1 + GAIN):
             changed = run(encodes)
             if changed[2].seconds <= limit * (1 + GAIN):
                 return changed

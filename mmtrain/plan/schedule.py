@@ -74,10 +74,10 @@ Schedule = tuple[tuple[Instruction, ...], ...]
 class Encodes:
     """Where rank 0 runs the encoder: `before[i]` micro-batches right before its i-th compute, `before[-1]` at the end.
 
-    A step begins with the features of its first `ahead` micro-batches at hand, and leaves as many of the next.
+    A step begins with the features of its first `prefetched` micro-batches at hand, and leaves as many of the next.
     """
 
-    ahead: int
+    prefetched: int
     before: tuple[int, ...]
 
 
@@ -218,13 +218,13 @@ def _with_encodes(order: list[Instruction], microbatches: int, encodes: Encodes 
     """Rank 0's computes with ENCODE among them."""
     if encodes is None:
         encodes = immediate_encodes(order)
-    result, encoded = [], encodes.ahead
+    result, encoded = [], encodes.prefetched
     for compute, count in zip([*order, None], encodes.before, strict=True):
         result += [Instruction(Op.ENCODE, 0, encoded + i) for i in range(count)]
         encoded += count
         if compute is not None:
             result.append(compute)
-    assert encoded == encodes.ahead + microbatches, "a step encodes as many micro-batches as it uses"
+    assert encoded == encodes.prefetched + microbatches, "a step encodes as many micro-batches as it uses"
     return result
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from mmtrain.plan.cut import Cut, best_cut, even_cut, first_trainable_stage, ranges_of, smallest_cut, uniform_cut
-from mmtrain.plan.memory import Moment, moments
+from mmtrain.plan.memory import Instant, instants
 from mmtrain.plan.prefetch import best_encodes
 from mmtrain.plan.schedule import Schedule, training_schedule
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
@@ -43,14 +43,14 @@ MOST_TRIALS = 16
 """Moves simulated before a cut counts as the best of its neighbours, those with the lowest bound first."""
 
 
-class _Shape(NamedTuple):
+class _Form(NamedTuple):
     """What depends on a layout's form alone."""
 
     stages_per_rank: int
     first_trainable_stage: int
     schedule: Schedule
     program: Program
-    moments: tuple[tuple[Moment, ...], ...]  # per rank
+    instants: tuple[tuple[Instant, ...], ...]  # per rank
 
 
 class _Bound(NamedTuple):
@@ -79,7 +79,7 @@ class Layout:
     needs: tuple[RankNeed, ...]  # per pipeline rank
     seconds: StageSeconds
     schedule: Schedule
-    encode_ahead: int
+    prefetched: int
     simulation: Simulation
 
     @property
@@ -99,7 +99,7 @@ class Search:
         self.prefetch = prefetch
         self.pipeline = costs.setting.pipeline
         self.microbatches = costs.setting.microbatches_per_step
-        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self._forms: dict[tuple[int, int], _Form] = {}
         self._needs: dict[tuple[tuple[int, int], int, tuple[LayerRange, ...]], RankNeed] = {}
         self._left = SIMULATED_INSTRUCTIONS
 
@@ -116,19 +116,19 @@ class Search:
         """Whether every rank of it fits."""
         return all(self.costs.fits(need) for need in layout.needs)
 
-    def _placed(self, cut: Cut) -> tuple[_Shape, tuple[RankNeed, ...]]:
+    def _placed(self, cut: Cut) -> tuple[_Form, tuple[RankNeed, ...]]:
         """The form of a cut, and what its ranks take."""
         form = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
-        if form not in self._shapes:
+        if form not in self._forms:
             schedule = training_schedule(self.pipeline, self.microbatches, form[1], form[0])
-            found = moments(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
-            self._shapes[form] = _Shape(*form, schedule, Program(schedule), found)
-        shape, needs = self._shapes[form], []
+            found = instants(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
+            self._forms[form] = _Form(*form, schedule, Program(schedule), found)
+        shape, needs = self._forms[form], []
         for rank in range(self.pipeline):
             ranges = tuple(self.costs.same_range(*layer_range) for layer_range in ranges_of(cut, rank, self.pipeline))
             key = form, rank, ranges
             if key not in self._needs:
-                self._needs[key] = self.costs.need(rank, ranges, shape.moments[rank])
+                self._needs[key] = self.costs.need(rank, ranges, shape.instants[rank])
             needs.append(self._needs[key])
         return shape, tuple(needs)
 
@@ -337,7 +337,7 @@ class Search:
         exactly = None if self.prefetch == "auto" else self.prefetch
         shape = self.pipeline, self.microbatches, layout.first_trainable_stage, layout.stages_per_rank
         schedule, encodes, simulation = best_encodes(*shape, layout.seconds, most, exactly=exactly)
-        found = moments(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)[0]
+        found = instants(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)[0]
         seconds, ranges = layout.seconds, ranges_of(layout.cut, 0, self.pipeline)
         need = self.costs.need_of(ranges, layout.needs[0].recompute_layers, found)
         if exactly is not None and not self.costs.fits(need):
@@ -349,7 +349,7 @@ class Search:
             needs=(need, *layout.needs[1:]),
             seconds=seconds,
             schedule=schedule,
-            encode_ahead=encodes.ahead,
+            prefetched=encodes.prefetched,
             simulation=simulation,
         )
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device, cpu_device, find_calibration
 from mmtrain.plan.costs import FP32, LayerCost, Models, RunCosts, run_costs
-from mmtrain.plan.memory import Buffers, Moment, StageBytes, moments, peak
+from mmtrain.plan.memory import Buffers, Instant, StageBytes, instants, peak
 from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.timings import CPU, GPU, Timings, assumed_timings, calibrated
 
@@ -41,7 +41,7 @@ class Setting:
     microbatches_per_step: int
     memory_bytes: int | None  # a rank's limit
     recompute_layers: Literal["auto"] | tuple[int, ...]  # per pipeline rank
-    polls_sends: bool = True  # see `memory.moments`
+    polls_sends: bool = True  # see `memory.instants`
 
 
 class StageNeed(NamedTuple):
@@ -96,9 +96,9 @@ class StageCosts:
             same = i > 0 and layer.kind == costs.layers[i - 1].kind
             self._run_begins.append(self._run_begins[-1] if same else i)
         self.stage = functools.cache(self._stage)
-        self._one_stage_moments = functools.cache(self._find_one_stage_moments)
+        self._one_stage_instants = functools.cache(self._find_one_stage_instants)
         self._one_stage_need = functools.cache(
-            lambda rank, first, layer_range: self.need(rank, [layer_range], self._one_stage_moments(first)[rank])
+            lambda rank, first, layer_range: self.need(rank, [layer_range], self._one_stage_instants(first)[rank])
         )
 
     # ---- stages
@@ -172,8 +172,8 @@ class StageCosts:
 
     # ---- ranks
 
-    def need(self, rank: int, ranges: Sequence[LayerRange], found: Sequence[Moment]) -> RankNeed:
-        """What a rank with these stages takes, at the moments of its schedule.
+    def need(self, rank: int, ranges: Sequence[LayerRange], found: Sequence[Instant]) -> RankNeed:
+        """What a rank with these stages takes, at the instants of its schedule.
 
         With "auto" recompute the fewest layers that fit, or, where nothing does, as many as take the least memory.
         """
@@ -191,7 +191,7 @@ class StageCosts:
             return min(needs, key=lambda need: need.total_bytes)
         return self.need_of(ranges, _split(self.setting.recompute_layers[rank], layers), found)
 
-    def need_of(self, ranges: Sequence[LayerRange], recompute: Sequence[int], found: Sequence[Moment]) -> RankNeed:
+    def need_of(self, ranges: Sequence[LayerRange], recompute: Sequence[int], found: Sequence[Instant]) -> RankNeed:
         """The same where so many decoder layers of each stage recompute, the first ones."""
         stages = tuple(self.stage(*layer_range, count) for layer_range, count in zip(ranges, recompute, strict=True))
         end_working = FP32 * sum(self._trainable[end] - self._trainable[begin] for begin, end in ranges)  # AdamW's root
@@ -228,10 +228,10 @@ class StageCosts:
             first = rank if begin <= self.first_trainable else 0
         return self._one_stage_need(rank, first, self.same_range(begin, end))
 
-    def _find_one_stage_moments(self, first: int) -> tuple[tuple[Moment, ...], ...]:
+    def _find_one_stage_instants(self, first: int) -> tuple[tuple[Instant, ...], ...]:
         setting = self.setting
         schedule = training_schedule(setting.pipeline, setting.microbatches_per_step, first)
-        return moments(schedule, self.buffers, polls=setting.polls_sends)
+        return instants(schedule, self.buffers, polls=setting.polls_sends)
 
 
 def stage_costs(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmtrain.processes.job import Job
-from mmtrain.processes.rank_records import OUT_OF_MEMORY, ErrorRecord, Progress
+from mmtrain.processes.rank_records import OUT_OF_MEMORY, ErrorRecord, Whereabouts
 
 FORK_SERVER_IS_GONE = 255  # the exit code that multiprocessing gives to its children then (popen_forkserver.py)
 FORK_SERVER_ENDED = (
@@ -56,7 +56,7 @@ def find_origin(
     for rank in sorted(exit_codes.keys() - {error.rank for error in errors}):  # it had no time for last words
         code = exit_codes[rank]
         if code == -signal.SIGABRT and rank in waited:
-            step, doing = Progress.read(records / f"progress-{rank}") or (0, "start-up")
+            step, doing = Whereabouts.read(records / f"progress-{rank}") or (0, "start-up")
             errors.append(ErrorRecord(rank, step, doing, "peer", waited[rank], "", time.time()))
             continue
         forked = code == FORK_SERVER_IS_GONE and not job.on_gpus
@@ -78,7 +78,7 @@ def find_origin(
 
 def whereabouts(job: Job, records: Path, rank: int, what: str) -> str:
     """`what` happened to a rank ("was", "was killed by SIGKILL"), in which step, at what work."""
-    seen = Progress.read(records / f"progress-{rank}")
+    seen = Whereabouts.read(records / f"progress-{rank}")
     return f"{_name(job, rank)} {what} {'before its first step' if seen is None else _at(*seen)}"
 
 

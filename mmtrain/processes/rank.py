@@ -25,7 +25,7 @@ from mmtrain.processes.blame import describe
 from mmtrain.processes.job import Job
 from mmtrain.processes.log import log_name, send_output_to
 from mmtrain.processes.parent import die_with_parent
-from mmtrain.processes.rank_records import ErrorRecord, Progress
+from mmtrain.processes.rank_records import ErrorRecord, Whereabouts
 from mmtrain.processes.stop import STOP_FILE, StopRequest
 
 Result = TypeVar("Result")
@@ -48,7 +48,7 @@ class Rank:
     device: str
     folder: Path
     console: TextIO | None
-    progress: Progress
+    progress: Whereabouts
     stop: StopRequest
 
     def tell(self, *messages: str) -> None:
@@ -84,7 +84,7 @@ def run_rank(target: Callable[[Rank], Result], job: Job, records: Path | None = 
     log = send_output_to(log_path, f"rank {rank}", [1, 2])
     faulthandler.enable(file=2)
 
-    progress = Progress(records / f"progress-{rank}" if records else None)
+    progress = Whereabouts(records / f"progress-{rank}" if records else None)
     try:
         import torch
 

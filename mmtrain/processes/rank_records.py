@@ -47,7 +47,7 @@ DEAD_WORKER = re.compile(
 OUT_OF_MEMORY = "if nobody did that, the machine ran out of memory: see dmesg"
 
 
-class Progress:
+class Whereabouts:
     """Step and current work of a rank in a file that survives the process; `path` None keeps them in memory."""
 
     _FORMAT = struct.Struct("<qi200s")
@@ -99,7 +99,7 @@ class ErrorRecord:
     time: float
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, progress: Progress) -> Self:
+    def of(cls, error: BaseException, rank: int, progress: Whereabouts) -> Self:
         kind, cause = _kind_and_cause(error)
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if f.filename.startswith(PACKAGE) and f.filename != RANK_PROCESS] or frames

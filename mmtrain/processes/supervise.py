@@ -25,7 +25,7 @@ from mmtrain.processes.blame import Failure, find_origin, whereabouts
 from mmtrain.processes.job import Job
 from mmtrain.processes.log import output_to_log
 from mmtrain.processes.rank import ENDING_SIGNALS, Rank, run_rank
-from mmtrain.processes.rank_records import Progress
+from mmtrain.processes.rank_records import Whereabouts
 from mmtrain.processes.stop import SECONDS_TOGETHER, STOP_FILE, STOP_SIGNALS, Asked, StopFile
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -197,7 +197,7 @@ def _stopped_ranks_continued(records: Path) -> Iterator[None]:
     def watch() -> None:
         while not is_over.wait(1):
             for file in records.glob("progress-*"):
-                process = Progress.process(file)
+                process = Whereabouts.process(file)
                 if process and _is_stopped_and_told_to_end(process):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Peak memory of schedules: moments by hand, and against a plain walk that keeps every single tensor apart."""
+"""Peak memory of schedules: instants by hand, and against a plain walk that keeps every single tensor apart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mmtrain.plan.memory import Buffers, Peak, StageBytes, moments, peak
+from mmtrain.plan.memory import Buffers, Peak, StageBytes, instants, peak
 from mmtrain.plan.prefetch import best_encodes
 from mmtrain.plan.schedule import COMPUTES, Op, Schedule, needed_before, sent_after, training_schedule
 from mmtrain.plan.simulate import StageSeconds
@@ -15,7 +15,7 @@ from mmtrain.plan.simulate import StageSeconds
 def peaks_of(
     schedule: Schedule, each: int, first: int, stages: list[StageBytes], buffers: Buffers, polls: bool
 ) -> list[int]:
-    found = moments(schedule, buffers, polls=polls)
+    found = instants(schedule, buffers, polls=polls)
     ranks = len(schedule)
     return [sum(peak(found[rank], stages[rank::ranks], encode_working=7, end_working=3)) for rank in range(ranks)]
 
@@ -87,7 +87,7 @@ def test_peaks_are_those_of_a_plain_walk_over_the_lists() -> None:
         first = draw.randrange(count)
         seconds = StageSeconds((1.0,) * count, tuple(1.0 * (s >= first) for s in range(count)), encode=0.7)
         schedule, encodes, _ = best_encodes(pipeline, microbatches, first, each, seconds, draw.randrange(9))
-        ran_ahead += encodes.ahead > 0
+        ran_ahead += encodes.prefetched > 0
         stages = []
         for stage in range(count):
             kept = draw.randrange(20) * (stage >= first)
@@ -104,7 +104,7 @@ def test_a_rank_of_1f1b_keeps_as_many_microbatches_as_ranks_follow() -> None:
     stages, buffers = [StageBytes(100, 110, 120)] * 4, Buffers(0, 0, 0, 0)
     schedule = training_schedule(4, 8, 0)
     assert peaks_of(schedule, 1, 0, stages, buffers, True) == [3 * 100 + 120, 220 + 100, 220, 120]
-    found = moments(schedule, buffers, polls=True)
+    found = instants(schedule, buffers, polls=True)
     assert peak(found[0], stages[:1], 7, 3) == Peak(activations=400, working=20)
     only_forward = training_schedule(4, 8, 3)
     assert peaks_of(only_forward, 1, 3, stages, buffers, True) == [110, 110, 110, 120]
@@ -130,10 +130,10 @@ def test_an_answer_tells_that_a_message_is_gone() -> None:
 def test_features_that_wait_are_counted() -> None:
     seconds = StageSeconds((1.0,) * 4, (1.0,) * 4, encode=1.0)
     schedule, encodes, _ = best_encodes(4, 4, 0, 1, seconds, 4)
-    without = moments(training_schedule(4, 4, 0), Buffers(0, 0, 0, 0), polls=True)
+    without = instants(training_schedule(4, 4, 0), Buffers(0, 0, 0, 0), polls=True)
     buffers = Buffers(0, 0, 1000, 10)
     stages = [StageBytes(0, 0, 0)]
-    assert encodes.ahead > 0
-    most = sum(peak(moments(schedule, buffers, polls=True)[0], stages, 0, 0))
-    assert encodes.ahead * 1010 <= most <= 4 * 1010
+    assert encodes.prefetched > 0
+    most = sum(peak(instants(schedule, buffers, polls=True)[0], stages, 0, 0))
+    assert encodes.prefetched * 1010 <= most <= 4 * 1010
     assert sum(peak(without[0], stages, 0, 0)) == 0

@@ -188,8 +188,8 @@ def test_every_schedule_with_an_encoder_that_runs_ahead_passes_the_checker(pipel
             schedule, encodes, _ = best_encodes(pipeline, microbatches, first, each, seconds, most, exactly=exactly)
             check_schedule(schedule, microbatches, first, stages_per_rank=each)
             assert most_buffered(schedule) <= max(most, 1), "a micro-batch is encoded before its forward in any case"
-            assert exactly is None or encodes.ahead == exactly
-            ahead += encodes.ahead > 0
+            assert exactly is None or encodes.prefetched == exactly
+            ahead += encodes.prefetched > 0
     assert ahead > 5
 
 

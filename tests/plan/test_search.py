@@ -21,7 +21,7 @@ from mmtrain.plan.cut import (
     smallest_cut,
     uniform_cut,
 )
-from mmtrain.plan.memory import moments, peak
+from mmtrain.plan.memory import instants, peak
 from mmtrain.plan.schedule import Op, training_schedule
 from mmtrain.plan.search import SIMULATED_INSTRUCTIONS, Layout, Search
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
@@ -78,14 +78,14 @@ def rank_by_hand(costs: StageCosts, cut: Cut, rank: int, again: int) -> tuple[fl
         memory -= costs.costs.shared_ends_bytes
     schedule = training_schedule(pipeline, costs.setting.microbatches_per_step, first, each)
     peaks = [4 * trainable]
-    for moment in moments(schedule, costs.buffers, polls=costs.setting.polls_sends)[rank]:
-        total = moment.buffers + sum(n * kept for n, (kept, _, _) in zip(moment.kept, most, strict=True))
-        if moment.op is Op.FORWARD:
-            total += most[moment.place][1]
-        elif moment.op is Op.BACKWARD:
-            total += most[moment.place][2]
+    for instant in instants(schedule, costs.buffers, polls=costs.setting.polls_sends)[rank]:
+        total = instant.buffers + sum(n * kept for n, (kept, _, _) in zip(instant.kept, most, strict=True))
+        if instant.op is Op.FORWARD:
+            total += most[instant.place][1]
+        elif instant.op is Op.BACKWARD:
+            total += most[instant.place][2]
         else:
-            total += costs.costs.encoder.working_bytes if moment.op is Op.ENCODE else 4 * trainable
+            total += costs.costs.encoder.working_bytes if instant.op is Op.ENCODE else 4 * trainable
         peaks.append(total)
     return seconds, memory + max(peaks)
 
@@ -158,7 +158,7 @@ def test_the_smallest_cut_has_the_least_memory_of_all() -> None:
         def largest(cut: Cut, costs: StageCosts = tight) -> int:
             first, needs = first_trainable_stage(costs, cut), []
             schedule = training_schedule(3, 4, first)
-            for rank, found in enumerate(moments(schedule, costs.buffers, polls=True)):
+            for rank, found in enumerate(instants(schedule, costs.buffers, polls=True)):
                 needs.append(costs.need(rank, ranges_of(cut, rank, 3), found).total_bytes)
             return max(needs)
 
@@ -213,11 +213,11 @@ def checked(costs: StageCosts, layout: Layout) -> None:
     microbatches = costs.setting.microbatches_per_step
     check_schedule(layout.schedule, microbatches, first, stages_per_rank=each)
     assert layout.simulation == simulate(Program(layout.schedule), layout.seconds)
-    found = moments(layout.schedule, costs.buffers, polls=costs.setting.polls_sends)
+    found = instants(layout.schedule, costs.buffers, polls=costs.setting.polls_sends)
     for rank, need in enumerate(layout.needs):
         seconds, memory = rank_by_hand(costs, layout.cut, rank, sum(need.recompute_layers))
         assert need.seconds == pytest.approx(seconds)
-        if not layout.encode_ahead and rank:
+        if not layout.prefetched and rank:
             assert need.total_bytes == memory
         most = peak(
             found[rank],
@@ -257,7 +257,7 @@ def test_a_plan_never_exceeds_its_limit_and_is_never_slower_than_the_uniform_cut
             assert layout.simulation.seconds <= uniform.simulation.seconds
         planned += 1
         interleaved += layout.stages_per_rank > 1
-        ahead += layout.encode_ahead > 0
+        ahead += layout.prefetched > 0
         recomputing += any(layout.recompute_layers)
     assert min(planned, interleaved, ahead, recomputing, tight) >= 5, (planned, interleaved, ahead, recomputing, tight)
 
@@ -308,10 +308,10 @@ def test_an_encoder_gets_into_idle_slots_and_the_cut_counts_on_it() -> None:
     """p = 2, 8 layers of 1, an encoder of 2: without prefetch rank 0 holds less than rank 1, with it as much."""
     costs = equal_costs([1.0] * 8, pipeline=2, microbatches=4, encode=2.0)
     (without,), (ahead,) = Search(costs, 0).find(1), Search(costs, "auto").find(1)
-    assert without.encode_ahead == 0 and ahead.encode_ahead > 0
+    assert without.prefetched == 0 and ahead.prefetched > 0
     assert ahead.simulation.seconds < 0.95 * without.simulation.seconds
     (asked,) = Search(costs, 3).find(1)
-    assert asked.encode_ahead == 3
+    assert asked.prefetched == 3
 
 
 def test_the_search_is_a_function_of_its_costs_alone() -> None:

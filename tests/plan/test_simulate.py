@@ -110,7 +110,7 @@ def test_an_encoder_that_runs_ahead_is_never_slower_and_never_holds_more_than_it
         schedule, encodes, step = best_encodes(pipeline, microbatches, first, each, seconds, most)
         assert step == simulate(Program(schedule), seconds), "what is promised is what the lists take"
         assert step.seconds <= without.seconds
-        assert encodes.ahead <= min(most, microbatches) and most_buffered(schedule) <= max(1, most)
+        assert encodes.prefetched <= min(most, microbatches) and most_buffered(schedule) <= max(1, most)
         hidden = step_of(pipeline, microbatches, first, dataclasses.replace(seconds, encode=0.0))
         assert step.seconds >= hidden.seconds - 1e-9
         gained += step.seconds < 0.98 * without.seconds
@@ -122,7 +122,7 @@ def test_an_encoder_that_fits_into_what_is_idle_costs_nothing() -> None:
     seconds = StageSeconds((1.0,) * 4, (1.0,) * 4, encode=1.0)
     _, encodes, step = best_encodes(4, 4, 0, 1, seconds, 4)
     assert step_of(4, 4, 0, seconds).seconds == pytest.approx(15)
-    assert step.seconds == pytest.approx(14) and encodes.ahead > 0
+    assert step.seconds == pytest.approx(14) and encodes.prefetched > 0
 
 
 def test_without_room_for_features_nothing_runs_ahead() -> None:

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
-from mmtrain.processes.rank_records import ErrorRecord, Progress
+from mmtrain.processes.rank_records import ErrorRecord, Whereabouts
 
 
 def record_of(error: Exception) -> ErrorRecord:
-    progress = Progress()
+    progress = Whereabouts()
     progress.at(3, "FORWARD(stage 1, micro-batch 2)")
     try:
         raise error
@@ -30,15 +30,15 @@ def record_of(error: Exception) -> ErrorRecord:
 def test_progress_can_be_read_after_the_process_was_killed(tmp_path):
     child = os.fork()
     if child == 0:
-        progress = Progress(tmp_path / "progress")
+        progress = Whereabouts(tmp_path / "progress")
         progress.at(41, "BACKWARD(stage 2, micro-batch 7)")
         os.kill(os.getpid(), 9)
     os.waitpid(child, 0)
-    assert Progress.read(tmp_path / "progress") == (41, "BACKWARD(stage 2, micro-batch 7)")
+    assert Whereabouts.read(tmp_path / "progress") == (41, "BACKWARD(stage 2, micro-batch 7)")
 
 
 def test_progress_of_a_rank_that_never_started_is_unknown(tmp_path):
-    assert Progress.read(tmp_path / "progress") is None
+    assert Whereabouts.read(tmp_path / "progress") is None
 
 
 @pytest.mark.parametrize(
