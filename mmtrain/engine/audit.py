@@ -224,14 +224,8 @@ def write_audit(path: Path, plan: Plan, records: Sequence[dict[str, Any]], *, le
             f"nothing trained: in no step did a gradient reach any of {', '.join(plan.trainable)}; is there an image "
             "in the data, and a text to answer with?"
         )
-    content = {
-        "pipeline": plan.pipeline,
-        "data": plan.data,
-        "passed": not failures,
-        "failures": failures,
-        "ranks": records,
-    }
-    write_whole(path, json.dumps(content, indent=2) + "\n")
+    content = {"pipeline": plan.pipeline, "data": plan.data, "passed": not failures, "failures": failures}
+    write_whole(path, json.dumps({**content, "ranks": records}, indent=2) + "\n")
     if failures:
         raise AuditError(f"{len(failures)} failure(s), all in {path}: " + "; ".join(failures[:5]))
     return f"{moved} of {len(tensors)} trainable tensors moved, frozen weights unchanged on all ranks"

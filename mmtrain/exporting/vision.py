@@ -285,11 +285,8 @@ def _activation(module: nn.Module) -> str | None:
     """transformers' name of an activation function (`hidden_act`), or None for one without an exact counterpart."""
     if type(module) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_pytorch_tanh"}[module.approximate]
-    known = {
-        timm.layers.GELU: "gelu",
-        timm.layers.GELUTanh: "gelu_pytorch_tanh",
-        timm.layers.QuickGELU: "quick_gelu",
-    }
+    layers = timm.layers
+    known = {layers.GELU: "gelu", layers.GELUTanh: "gelu_pytorch_tanh", layers.QuickGELU: "quick_gelu"}
     return known.get(type(module))
 
 

@@ -8,7 +8,7 @@ supervised tokens only. Only what lies behind something trainable runs backward;
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
@@ -123,12 +123,6 @@ def workload(config: RunConfig, vision: VisionShape) -> Workload:
     tokens = config.train.packs_per_microbatch * config.data.pack_length
     document = min(config.data.pack_length, vision.tokens_per_image + config.data.expected_text_tokens)
     return Workload(tokens, document, tokens / document, tokens * config.data.expected_supervised_fraction)
-
-
-def document_of(lengths: Iterable[int]) -> float:
-    """The document length of a Workload that has the attention of these documents: sum of squares over sum."""
-    lengths = list(lengths)
-    return sum(n * n for n in lengths) / max(1, sum(lengths))
 
 
 def run_costs(config: RunConfig, models: Models) -> RunCosts:

@@ -7,7 +7,6 @@ headers of its safetensors files, so a 70B checkpoint is described by reading a 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -225,8 +224,3 @@ def impossible(source: str, key: str, value: Any, needed: str) -> UserError:
 def is_whole(value: Any, least: int, most: int) -> bool:
     """Whether a value of JSON is a whole number in these bounds; true and 4.0 are none."""
     return type(value) is int and least <= value <= most
-
-
-def is_finite(value: Any) -> bool:
-    """Whether a value of JSON is a number that is neither infinite nor NaN."""
-    return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)

@@ -199,12 +199,8 @@ def _from_record(recorded: Recorded) -> LlmShape:
 
 def _same_size(config_json: dict[str, Any], shape: LlmShape) -> bool:
     """Whether a folder's config.json agrees with a record; a fine-tune may keep the name but not the size."""
-    actual = {
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": len(shape.decoder),
-        "vocab_size": shape.vocab_size,
-    }
-    return all(config_json.get(key, value) == value for key, value in actual.items())
+    sizes = {"hidden_size": shape.hidden_size, "num_hidden_layers": len(shape.decoder), "vocab_size": shape.vocab_size}
+    return all(config_json.get(key, size) == size for key, size in sizes.items())
 
 
 def _first(config_json: dict[str, Any], *keys: str) -> int | None:

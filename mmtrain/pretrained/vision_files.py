@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.config.limits import MAX_LAYERS
-from mmtrain.pretrained.model_files import check_numbers, find_model_folder, is_demo, is_finite, is_whole, read_json
+from mmtrain.pretrained.model_files import check_numbers, find_model_folder, is_demo, is_whole, read_json
 
 HF_FAMILIES = {
     "clip": "CLIPImageProcessor",
@@ -23,14 +23,10 @@ HF_FAMILIES = {
 DEFAULT_IMAGE_SIZE = 224  # of CLIPVisionConfig and SiglipVisionConfig
 BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
 VISION_BOUNDS = {
-    "hidden_size": (1, 1_000_000),
-    "num_hidden_layers": (1, MAX_LAYERS),
-    "num_attention_heads": (1, 10_000),
-    "num_heads": (1, 10_000),
-    "depth": (1, MAX_LAYERS),
-    "intermediate_size": (1, 1_000_000),
-    "image_size": (1, 30_000),
-    "patch_size": (1, 30_000),
+    **dict.fromkeys(("hidden_size", "intermediate_size"), (1, 1_000_000)),
+    **dict.fromkeys(("num_hidden_layers", "depth"), (1, MAX_LAYERS)),
+    **dict.fromkeys(("num_attention_heads", "num_heads"), (1, 10_000)),
+    **dict.fromkeys(("image_size", "patch_size"), (1, 30_000)),
 }
 
 
@@ -122,7 +118,9 @@ def preprocessing(folder: Path) -> Preprocessing:
     facts = read_json(file)
     found = [facts.get(key) for key in ("image_mean", "image_std")]
     for key, values in zip(("image_mean", "image_std"), found, strict=True):
-        if not (isinstance(values, list) and len(values) == 3 and all(map(is_finite, values))):
+        # A comparison that NaN and infinity fail, and a whole number too large for a float.
+        is_list = isinstance(values, list) and len(values) == 3
+        if not is_list or not all(type(value) in (int, float) and abs(value) < 1e300 for value in values):
             raise UserError(f"{file}: {key} is {shortened(repr(values))}; needed are three numbers")
     if min(found[1]) <= 0:
         raise UserError(f"{file}: image_std is {found[1]}; needed are three numbers above 0")

@@ -23,7 +23,6 @@ from mmtrain.plan.costs import (
     Models,
     RunCosts,
     Workload,
-    document_of,
     minimal_flops,
     run_costs,
     workload,
@@ -439,7 +438,7 @@ def test_minimal_flops_are_the_sum_of_what_cannot_be_left_out() -> None:
     models = models_of(make_config())
     lengths, supervised = (656, 700, 600), 240
     tokens = sum(lengths)
-    work = Workload(tokens, document_of(lengths), 3, supervised)
+    work = Workload(tokens, sum(n * n for n in lengths) / tokens, 3, supervised)
     matrices = 4 * 4096 * 4096 + 3 * 4096 * 11008
     scores = sum(4 * 4096 * n * (n + 1) / 2 for n in lengths)
     layer = 2 * matrices * tokens + scores, 2 * matrices * tokens + 2 * scores
