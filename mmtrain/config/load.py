@@ -47,14 +47,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return validated(_tuples(content), str(path))
 
 
-def validated(content: dict[str, Any], source: str) -> RunConfig:
+def validated(content: dict[str, Any], source: str, heading: str = "") -> RunConfig:
     """The configuration with this content; raises UserError, which names the source, for all its problems."""
     try:
         return RunConfig.model_validate(content)
     except ValidationError as error:
         problems = explain(RunConfig, error.errors(include_url=False), content)
-    heading = f"{source}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    raise UserError("\n  ".join([heading, *problems]))
+    heading = heading or f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    raise UserError("\n  ".join([f"{source}: {heading}", *problems]))
 
 
 def restore_config(content: dict[str, Any], source: str) -> RunConfig:
@@ -64,11 +64,8 @@ def restore_config(content: dict[str, Any], source: str) -> RunConfig:
     empty: no file says which programs may run. Raises UserError, naming the source, where it has keys or values that
     this version does not know.
     """
-    try:
-        return RunConfig.model_validate(_tuples(with_new_names(content))).changed({"data.allow_pipe": ()})
-    except ValidationError as error:
-        problems = explain(RunConfig, error.errors(include_url=False), content)
-    raise UserError("\n  ".join([f"{source}: a configuration that this version of mmtrain does not know", *problems]))
+    unknown = "a configuration that this version of mmtrain does not know"
+    return validated(_tuples(with_new_names(content)), source, unknown).changed({"data.allow_pipe": ()})
 
 
 def with_new_names(content: dict[str, Any]) -> dict[str, Any]:

@@ -85,6 +85,14 @@ def test_only_the_command_line_says_which_programs_may_run(minimal, tmp_path):
         load_config(written(tmp_path, yaml.safe_dump(content)))
 
 
+def test_what_an_earlier_version_saved_is_refused_by_the_names_of_today(minimal):
+    content = load_config(minimal).model_dump(mode="json")
+    content["parallel"] |= {"chunks_per_rank": "many"}
+    del content["parallel"]["stages_per_rank"]
+    with pytest.raises(UserError, match=r"state\.json: a configuration .*\n  parallel\.stages_per_rank: 'many' is not"):
+        restore_config(content, "state.json")
+
+
 def test_every_key_says_what_it_means():
     leaves = [(path, field) for path, field in all_fields(RunConfig) if not hasattr(field.annotation, "model_fields")]
     assert len(leaves) > 30
