@@ -34,9 +34,10 @@ def load_tool(name: str) -> ModuleType:
 # last of them would work alone for minutes.
 DEMO = ("tests/test_main_job.py", "tests/exporting/test_demo_export.py")
 LONGEST = (
-    *("demo", "tests/checkpoint/test_resume.py", "tests/training/test_loop.py", "tests/test_ledger.py"),
-    *("tests/processes/test_supervise.py", "tests/checkpoint/test_resume_pairs.py", "tests/test_launch.py"),
-    *("tests/model/test_probe.py", "tests/test_parity.py", "tests/commands/test_doctor.py", "tests/api/test_api.py"),
+    *("demo", "tests/checkpoint/test_resume.py", "tests/test_launch.py", "tests/processes/test_supervise.py"),
+    *("tests/api/test_api.py", "tests/test_parity.py", "tests/processes/test_gpus.py", "tests/commands/test_doctor.py"),
+    *("tests/checkpoint/test_resume_pairs.py", "tests/training/test_loop.py", "tests/model/test_probe.py"),
+    *("tests/engine/test_engine.py", "tests/test_trainable_anywhere.py", "tests/exporting/test_hf.py"),
 )
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import MAIN_JOB as CONFIG
+from conftest import DemoRun
+from rank_runs import train
 from safetensors.torch import load_file
 
-CONFIG = Path(__file__).parent.parent / "configs" / "llava_pp4.yaml"
+from mmtrain import launch
 
 
-def train(folder: Path, cache: Path, *overrides: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "mmtrain.launch", str(CONFIG), f"run.dir={folder}", *overrides]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    environment.pop("OMP_NUM_THREADS", None)
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=240)
+@pytest.fixture
+def demo(demo_run, demo_cache, monkeypatch) -> DemoRun:
+    """With the data that it has made in this process's cache, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(demo_cache))
+    return demo_run
 
 
 def records(folder: Path, kind: str) -> list[dict]:
@@ -53,17 +53,15 @@ def test_the_projector_learns_to_make_the_llm_read_handwriting_that_nothing_has_
 
 
 @pytest.mark.timeout(1000)
-def test_loss_and_gradient_norm_do_not_depend_on_the_layout(tmp_path, demo_cache):
+def test_loss_and_gradient_norm_do_not_depend_on_the_layout(tmp_path, demo):
     runs = {}
     for pipeline, data in ((1, 1), (2, 1), (4, 1), (2, 2)):
         folder = tmp_path / f"{pipeline}x{data}"
-        folder.mkdir()
-        layout = (f"parallel.pipeline={pipeline}", f"parallel.data={data}", "parallel.threads_per_rank=1")
-        ran = train(folder, demo_cache, *layout, "train.max_steps=12", "eval.shards=null")
-        assert ran.returncode == 0, ran.stderr
+        layout = (f"parallel.pipeline={pipeline}", f"parallel.data={data}")
+        train(CONFIG, f"run.dir={folder}", *layout, "train.max_steps=6", "eval.shards=null")
         runs[pipeline, data] = records(folder, "train")
     reference = runs[1, 1]
-    assert len(reference) == 12 and reference[-1]["loss"] < reference[0]["loss"]
+    assert len(reference) == 6 and reference[-1]["loss"] < reference[0]["loss"]
     for steps in runs.values():
         for step, expected in zip(steps, reference, strict=True):
             assert step["loss"] == pytest.approx(expected["loss"], rel=1e-4)
@@ -72,16 +70,16 @@ def test_loss_and_gradient_norm_do_not_depend_on_the_layout(tmp_path, demo_cache
                 assert step[same] == expected[same]
 
 
-def test_with_a_learning_rate_of_0_no_answer_changes(tmp_path, demo_cache):
-    ran = train(tmp_path, demo_cache, "optimizer.lr=0", "train.max_steps=3", "eval.permuted_control=false")
-    assert ran.returncode == 0, ran.stderr
+def test_with_a_learning_rate_of_0_no_answer_changes(tmp_path, demo):
+    settings = ("optimizer.lr=0", "train.max_steps=3", "eval.permuted_control=false")
+    train(CONFIG, f"run.dir={tmp_path}", "parallel.pipeline=2", *settings)
     before, after = records(tmp_path, "eval")
     del before["seconds"], after["seconds"]
     assert before | {"step": 3} == after
     assert before["exact_match"] < 0.05
 
 
-def test_nothing_to_train_is_refused(tmp_path, demo_cache):
-    ran = train(tmp_path, demo_cache, "model.trainable=[]")
-    assert ran.returncode == 2 and "model.trainable" in ran.stderr
+def test_nothing_to_train_is_refused(tmp_path, capsys):
+    assert launch.main([str(CONFIG), f"run.dir={tmp_path}", "model.trainable=[]"]) == 2
+    assert "model.trainable" in capsys.readouterr().err
     assert not (tmp_path / "llava_pp4").exists()

@@ -334,15 +334,3 @@ def test_the_checker_understands_several_stages_per_rank() -> None:
         check_schedule(late_forward, 1, 0, stages_per_rank=2)
     with pytest.raises(ValueError, match=r"this stage is not on this rank"):
         check_schedule(good, 1, 0)
-
-
-def test_receives_follow_the_order_of_sends_on_every_channel() -> None:
-    for pipeline, microbatches in itertools.product((2, 4, 6), (1, 3, 8)):
-        schedule = training_schedule(pipeline, microbatches, 0)
-        for stage in range(pipeline - 1):
-            sent = [x.microbatch for x in schedule[stage] if x.op is Op.SEND_ACTIVATION]
-            received = [x.microbatch for x in schedule[stage + 1] if x.op is Op.RECEIVE_ACTIVATION]
-            assert sent == received == list(range(microbatches))
-            sent = [x.microbatch for x in schedule[stage + 1] if x.op is Op.SEND_GRADIENT]
-            received = [x.microbatch for x in schedule[stage] if x.op is Op.RECEIVE_GRADIENT]
-            assert sent == received == list(range(microbatches))

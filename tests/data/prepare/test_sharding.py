@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import webdataset
+from llava_data import keys_in, read_members
 from PIL import Image
 
 from mmtrain.base.errors import UserError
@@ -35,15 +36,6 @@ def picture(number: int, suffix: str = "png") -> bytes:
 def sample(key: str, images: int = 1, text: str = "A cat.", suffix: str = "png"):
     turns = [{"from": "human", "value": "<image>" * images}, {"from": "gpt", "value": text}]
     return key, {"id": key, "conversations": turns}, [(suffix, picture(number, suffix)) for number in range(images)]
-
-
-def read_members(tar: Path) -> list[dict]:
-    """What webdataset finds in a tar."""
-    return list(webdataset.tariterators.tarfile_samples([{"url": str(tar)}]))
-
-
-def keys_in(tar: Path) -> list[str]:
-    return [members["__key__"] for members in read_members(tar)]
 
 
 def names_in(folder: Path) -> list[str]:
