@@ -97,12 +97,12 @@ def stock(parts):
     return {name: stock_gradients(model, step) for name, step in STEPS.items()}
 
 
-def slow_if_long(layout: str) -> object:
+def slow_if_long(*layouts: str) -> list[object]:
     """--fast has pipeline 1 and 2."""
-    return pytest.param(layout, marks=pytest.mark.slow if layout.startswith(("pp3", "pp4")) else ())
+    return [pytest.param(one, marks=pytest.mark.slow if one.startswith(("pp3", "pp4")) else ()) for one in layouts]
 
 
-@pytest.mark.parametrize("layout", map(slow_if_long, [*LAYOUTS, *INTERLEAVED]))
+@pytest.mark.parametrize("layout", slow_if_long(*LAYOUTS, *INTERLEAVED))
 def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
     pipeline, data, *cut = LAYOUTS.get(layout) or INTERLEAVED[layout]
     config = partial(make_config, parts, parallel__pipeline=pipeline, parallel__data=data)
@@ -149,7 +149,7 @@ def test_stages_of_the_front_alone_and_of_the_head_alone_change_nothing(parts, s
     assert [rank["audit"]["frozen"]["tensors"] > 0 for rank in ranks] == [True] * 4
 
 
-@pytest.mark.parametrize("layout", map(slow_if_long, ["pp2", "pp4", "pp2dp2"]))
+@pytest.mark.parametrize("layout", slow_if_long("pp2", "pp4", "pp2dp2"))
 def test_a_step_without_labels_updates_nothing_and_says_so(parts, layout):
     pipeline, data = LAYOUTS[layout]
     unlabelled = tuple([[make_document(90 + i, labelled=False)]] for i in range(4))
@@ -204,7 +204,7 @@ def stock_run(parts, twenty_steps):
     return history
 
 
-@pytest.mark.parametrize("layout", map(slow_if_long, ["pp1", "pp2", "pp3", "pp4", "pp2dp2"]))
+@pytest.mark.parametrize("layout", slow_if_long("pp1", "pp2", "pp3", "pp4", "pp2dp2"))
 def test_twenty_steps_follow_the_stock_training_loop(parts, twenty_steps, stock_run, layout):
     pipeline, data = LAYOUTS.get(layout, (3, 1))
     config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data)
