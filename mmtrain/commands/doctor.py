@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,10 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.open("a").close()  # or say now that it cannot be written
     result: dict[str, Any] = {"machine": describe_machine(), "gpus": [], "checks": []}
-    gpus, began = _gpus(), time.monotonic()
+    gpus: tuple[Gpu, ...] = ()
+    with contextlib.suppress(UserError):  # which the check of the driver then says
+        gpus = visible_gpus()
+    began, on_terminal = time.monotonic(), sys.stdout.isatty()
     tell(*table_lines(("",), [(_headline(gpus, result["machine"]["versions"]),)]))
     result["gpus"] = [asdict(gpu) for gpu in gpus]
     folder = Path(tempfile.mkdtemp(prefix="doctor-"))
@@ -119,11 +122,16 @@ def run(options: argparse.Namespace) -> int:
     outcomes: list[Outcome] = []
     try:
         for check in _chosen(options):
-            with _shown_running(check):
-                limit = check.seconds if options.timeout is None else options.timeout
-                outcomes.append(run_check(check, replace(here, folder=folder / check.name), limit))
+            if on_terminal:  # what is being waited for
+                show_words(f"{check.name}: {check.purpose}")
+            limit = check.seconds if options.timeout is None else options.timeout
+            outcomes.append(run_check(check, replace(here, folder=folder / check.name), limit))
+            if on_terminal:
+                clear_line()
             _print(outcomes[-1])
     finally:
+        if on_terminal:
+            clear_line()
         failed = [outcome.name for outcome in outcomes if outcome.outcome == "failed"]
         if failed:
             tell(f"kept: {folder}, with the log.txt of {', '.join(failed)}")
@@ -148,30 +156,10 @@ def _chosen(options: argparse.Namespace) -> list[Check]:
     return [check for check in chosen if check.quick or not options.quick]
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    try:
-        return visible_gpus()
-    except UserError:  # which the check of the driver then says
-        return ()
-
-
 def _headline(gpus: Sequence[Gpu], versions: Mapping[str, str]) -> str:
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
     devices = ", ".join(gpu.name for gpu in gpus) or "no GPU: ranks run on the CPU"
     return f"{devices}; {usable_cores()} cores; python {platform.python_version()}, {libraries}"
-
-
-@contextlib.contextmanager
-def _shown_running(check: Check) -> Iterator[None]:
-    """On a terminal, what is being waited for."""
-    shown = sys.stdout.isatty()
-    if shown:
-        show_words(f"{check.name}: {check.purpose}")
-    try:
-        yield
-    finally:
-        if shown:
-            clear_line()
 
 
 def _print(outcome: Outcome) -> None:

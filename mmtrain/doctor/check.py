@@ -105,7 +105,7 @@ def run_check(check: Check, here: Here, limit: float) -> Outcome:
     """Run it in a child, for at most `limit` seconds; everything that it started has ended when this returns."""
     needed = max(check.gpus, check.ranks if here.gpus else 0)
     if needed > len(here.gpus):
-        return Outcome(check.name, "left out", f"needs {_count(needed, 'GPU')}; here: {len(here.gpus)}")
+        return Outcome(check.name, "left out", f"needs {needed} GPU{'s' * (needed > 1)}; here: {len(here.gpus)}")
     here.folder.mkdir(parents=True)
     (here.folder / HERE).write_bytes(TypeAdapter(Here).dump_json(here))
     mark, began = uuid.uuid4().hex, time.monotonic()
@@ -157,10 +157,6 @@ def _end_family(mark: str) -> None:
 def _last_words(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
     return f"; it said last: {lines[-1].strip()}" if lines else ""
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def main(function: str, path: str) -> None:

@@ -72,22 +72,14 @@ class Launched:
         self.run = run
         self.scratch = scratch
         scratch.mkdir(parents=True)
-        self._stdout, self._stderr = scratch / "stdout", scratch / "stderr"
-        with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
+        self.stdout, self.stderr = scratch / "stdout", scratch / "stderr"
+        with self.stdout.open("w") as stdout, self.stderr.open("w") as stderr:
             self.process = subprocess.Popen(
                 **python_child("-m", "mmtrain.launch", *arguments, TMPDIR=str(scratch), PYTHONUNBUFFERED="1"),
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
             )
-
-    @property
-    def stdout(self) -> str:
-        return self._stdout.read_text()
-
-    @property
-    def stderr(self) -> str:
-        return self._stderr.read_text()
 
     def processes(self) -> list[int]:
         """Living processes of the job."""
@@ -116,21 +108,23 @@ class Launched:
 
         A job that is not gone after `timeout` seconds is killed as a whole; its seconds say so.
         """
-        condition, ranks = self._moment(kill), {}
-        while not condition():
-            if self.process.poll() is not None:
-                return None
-            if not ranks and any(doing == "loading weights" for _, doing in self.progress().values()):
-                ranks = self.ranks()  # now: at the moment itself reading the log would take too long
-            time.sleep(POLL)
+        ranks: dict[int, int] = {}
+        for has_come in self._moments(kill):
+            while not has_come():
+                if self.process.poll() is not None:
+                    return None
+                if not ranks and any(doing == "loading weights" for _, doing in self.progress().values()):
+                    ranks = self.ranks()  # now: at the moment itself reading the log would take too long
+                time.sleep(POLL)
         time.sleep(kill.delay)
         if self.process.poll() is not None:
             return None
+        rank = None
         if kill.who in ("rank", "stop"):
-            ranks = ranks or self.ranks()
-        if kill.who in ("rank", "stop") and not ranks:  # there are none yet
-            kill = replace(kill, who="all")
-        rank = draw.choice(sorted(ranks)) if kill.who in ("rank", "stop") else None
+            if ranks := ranks or self.ranks():
+                rank = draw.choice(sorted(ranks))
+            else:
+                kill = replace(kill, who="all")
         try:
             if rank is not None:
                 os.kill(ranks[rank], signal.SIGKILL if kill.who == "rank" else signal.SIGSTOP)
@@ -153,7 +147,7 @@ class Launched:
             tore_a_save=any((self.run / CHECKPOINTS).glob(f"*{UNFINISHED}")),
             seconds=seconds,
             exit_code=self.process.returncode,
-            message=self.stderr,
+            message=self.stderr.read_text(),
             expected_message=None if rank is None else expected_message(rank, kill.who),
         )
 
@@ -166,28 +160,19 @@ class Launched:
             time.sleep(0.01)
         self.process.wait()
 
-    def _moment(self, kill: Kill) -> Callable[[], bool]:
-        if kill.when == "start":
-            return lambda: True
-        if kill.when == "load":
-            return lambda: any(doing == kill.work for _, doing in self.progress().values())
+    def _moments(self, kill: Kill) -> list[Callable[[], bool]]:
+        """What must have come before the kill, one after the other."""
         saves = self.run / CHECKPOINTS
 
         def in_step() -> bool:
             return any(step >= kill.step and doing[0].isupper() for step, doing in self.progress().values())
 
-        if kill.when == "step":
-            return in_step
-
-        def saving() -> bool:
-            nonlocal reached
-            reached = reached or in_step()
-            if not reached or not saves.is_dir():
-                return False
-            return any(name.name.endswith(UNFINISHED) for name in os.scandir(saves))
-
-        reached = False
-        return saving
+        return {
+            "start": [],
+            "load": [lambda: any(doing == kill.work for _, doing in self.progress().values())],
+            "step": [in_step],
+            "save": [in_step, lambda: any(saves.glob(f"*{UNFINISHED}"))],
+        }[kill.when]
 
 
 def expected_message(rank: int, who: str) -> str:

@@ -36,7 +36,7 @@ def _drill(here: Here, blow: Kill, timeout: int, limit: float) -> Seen:
     finally:
         run.end()
     if killed is None:
-        raise FailedError(f"the run ended before step {STEP}: {run.stderr.strip().splitlines()[-1:]}")
+        raise FailedError(f"the run ended before step {STEP}: {run.stderr.read_text().strip().splitlines()[-1:]}")
     said = killed.message.strip()
     facts = {"seconds": killed.seconds, "exit_code": killed.exit_code, "message": said, "doing": killed.doing}
     done = "killed" if blow.who == "rank" else "stopped"

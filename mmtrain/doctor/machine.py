@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -35,24 +35,16 @@ SHARED_MEMORY = Path("/dev/shm")
 HOST_BYTES_A_RANK = 4 * 2**30  # a rank's libraries, its CUDA context and weights on their way
 
 
-class Trap(NamedTuple):
-    """A variable which, with such a value, makes runs wrong or slow; see `check_environment` for those that hang."""
-
-    variable: str
-    value: str  # regular expression
-    effect: str
-
-
 NO_TIMEOUT = "a rank that hangs hangs all others, whatever parallel.timeout_seconds says"
 LIBRARIES = ("deepspeed", "torch", "transformers", "timm", "pillow")
 THREE_DIGITS = "float32 products keep 3 digits: results differ from other machines'"
-TRAPS = (
-    Trap("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", NO_TIMEOUT),
-    Trap("NCCL_ASYNC_ERROR_HANDLING", "0", NO_TIMEOUT),
-    Trap("NVIDIA_TF32_OVERRIDE", "1", THREE_DIGITS),
-    Trap("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1", THREE_DIGITS),
-    Trap("NCCL_P2P_DISABLE", "1", "GPUs send each other everything through the host's memory"),
-    Trap("NCCL_SHM_DISABLE", "1", "GPUs send each other everything through the network"),
+TRAPS = (  # variable, value, what it does to runs; see `check_environment` for those that make them hang
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", NO_TIMEOUT),
+    ("NCCL_ASYNC_ERROR_HANDLING", "0", NO_TIMEOUT),
+    ("NVIDIA_TF32_OVERRIDE", "1", THREE_DIGITS),
+    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1", THREE_DIGITS),
+    ("NCCL_P2P_DISABLE", "1", "GPUs send each other everything through the host's memory"),
+    ("NCCL_SHM_DISABLE", "1", "GPUs send each other everything through the network"),
 )
 
 
@@ -166,7 +158,7 @@ def traps(variables: Mapping[str, str]) -> Iterator[str]:
     except UserError as error:
         yield str(error)
     for variable, value, effect in TRAPS:
-        if variable in variables and re.fullmatch(value, variables[variable].strip()):
+        if variables.get(variable, "").strip() == value:
             yield f"{variable}={variables[variable]}: {effect}; unset it"
     if all(variable in variables for variable in TORCHRUN_VARIABLES):
         names = ", ".join(TORCHRUN_VARIABLES)

@@ -144,7 +144,7 @@ def _undisturbed(setup: Setup) -> Reference:
     finally:
         start.end()
     if start.process.returncode:
-        raise UserError(f"the undisturbed run fails: {start.stderr.strip().removeprefix('error: ')}")
+        raise UserError(f"the undisturbed run fails: {start.stderr.read_text().strip().removeprefix('error: ')}")
     return Reference(start.run, seconds or 0.0)
 
 
@@ -191,7 +191,8 @@ def _run_trial(number: int, kills: Sequence[Kill], reference: Reference, setup: 
                 trial.problems += _wrong_after_kill(killed, run, limit)
         finally:
             start.end()
-        begun = re.search(r"^(?:going on after step|complete: .* has made all its) (\d+) ", start.stdout, re.M)
+        said = start.stdout.read_text()
+        begun = re.search(r"^(?:going on after step|complete: .* has made all its) (\d+) ", said, re.M)
         if begun or (killed is None and start.process.returncode == 0):  # else it ended before it said so
             trial.resumed_at.append(int(begun[1]) if begun else 0)
             if trial.resumed_at[-1] != expected:
@@ -200,7 +201,7 @@ def _run_trial(number: int, kills: Sequence[Kill], reference: Reference, setup: 
                 )
         if killed is None:  # it came to an end of its own
             if start.process.returncode:
-                trial.problems.append(f"exit code {start.process.returncode}: {start.stderr.strip()}")
+                trial.problems.append(f"exit code {start.process.returncode}: {start.stderr.read_text().strip()}")
             break
     if not trial.problems:
         _compare(trial, run, reference)
