@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from mmtrain.base.errors import UserError
@@ -73,7 +72,7 @@ class JsonLines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -100,7 +100,7 @@ UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 
 
-class Outcome:
+class Tally:
     """What became of the records, in their order: counts, and a line in rejected.jsonl for each that is left out."""
 
     def __init__(self, intake: Intake, rejected: JsonLines, total: int) -> None:
@@ -173,24 +173,24 @@ def run(options: argparse.Namespace) -> None:
     with contextlib.closing(UnfinishedRun(out, run, options.resume)) as unfinished:
         rejected_file.unlink(missing_ok=True)  # it is made again, from the first record on
         with JsonLines(rejected_file) as rejected:
-            outcome = Outcome(intake, rejected, sum(files.values()))
+            tally = Tally(intake, rejected, sum(files.values()))
             try:
-                _write_all(outcome, options, unfinished)
-                if not outcome.samples:
-                    seen = f"see {rejected_file}: {_by_reason(outcome.reasons)}" if outcome.reasons else "there is none"
+                _write_all(tally, options, unfinished)
+                if not tally.samples:
+                    seen = f"see {rejected_file}: {_by_reason(tally.reasons)}" if tally.reasons else "there is none"
                     raise UserError(f"no record became a sample; {seen}")
-                _write_summary(out, run, outcome)
+                _write_summary(out, run, tally)
             except (UserError, OSError) as error:
-                raise _unfinished(error, outcome, unfinished, rejected_file) from error
+                raise _unfinished(error, tally, unfinished, rejected_file) from error
         unfinished.end()
-    images_written = sum(shard.images for shard in outcome.shards)
-    say(f"{out}: {len(outcome.shards):,} shards, {outcome.samples:,} samples, {images_written:,} images")
-    see = f", see {rejected_file}" if outcome.reasons else ""
-    say(f"rejected: {outcome.reasons.total():,}{see}", *reason_lines(outcome.reasons))
+    images_written = sum(shard.images for shard in tally.shards)
+    say(f"{out}: {len(tally.shards):,} shards, {tally.samples:,} samples, {images_written:,} images")
+    see = f", see {rejected_file}" if tally.reasons else ""
+    say(f"rejected: {tally.reasons.total():,}{see}", *reason_lines(tally.reasons))
     say(f"use it: {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
 
 
-def _write_all(outcome: Outcome, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:
+def _write_all(tally: Tally, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:
     """Run every job and take its result."""
     known = unfinished.finished
     if known:
@@ -199,7 +199,7 @@ def _write_all(outcome: Outcome, options: argparse.Namespace, unfinished: Unfini
 
     def tick(through: int) -> None:
         ahead = max(through - made, 0)
-        progress.show(min(done + ahead, outcome.total - 1), made - lost + ahead, _lost(outcome))
+        progress.show(min(done + ahead, tally.total - 1), made - lost + ahead, _lost(tally))
 
     count = None
     if options.tokenizer is not None:
@@ -208,31 +208,29 @@ def _write_all(outcome: Outcome, options: argparse.Namespace, unfinished: Unfini
         count = TextCounter(options.tokenizer, options.template)
     limits = ImageLimits(options.max_pixels, options.max_side)
     with (
-        shard_pool(outcome.intake.images, options.out, limits, count, options.workers, known) as run,
-        ProgressBar("records", outcome.total, say, sys.stdout) as progress,
+        shard_pool(tally.intake.images, options.out, limits, count, options.workers, known) as run,
+        ProgressBar("records", tally.total, say, sys.stdout) as progress,
     ):
-        for job, finished in run(iter(outcome.intake), tick):
-            outcome.add(job, finished)
+        for job, finished in run(iter(tally.intake), tick):
+            tally.add(job, finished)
             unfinished.add(job.number, finished)
             done += job.end - job.first
             if job.number not in known:
                 made += len(job.candidates)
                 lost += len(finished.rejected)
-        progress.show(done, made - lost, _lost(outcome))
+        progress.show(done, made - lost, _lost(tally))
 
 
-def _lost(outcome: Outcome) -> str:
-    return f"{outcome.reasons.total():,} rejected"
+def _lost(tally: Tally) -> str:
+    return f"{tally.reasons.total():,} rejected"
 
 
-def _unfinished(
-    error: UserError | OSError, outcome: Outcome, unfinished: UnfinishedRun, rejected_file: Path
-) -> UserError:
+def _unfinished(error: UserError | OSError, tally: Tally, unfinished: UnfinishedRun, rejected_file: Path) -> UserError:
     """The error with what is left and how to go on from there."""
     if isinstance(error, OSError):
         error = UserError(f"{error.filename or unfinished.out}: cannot be written ({error.strerror}). Free space")
-    listed = f"; {rejected_file} lists what was left out" if outcome.reasons else ""
-    if outcome.samples:
+    listed = f"; {rejected_file} lists what was left out" if tally.reasons else ""
+    if tally.samples:
         return UserError(f"{error}{listed}. {unfinished.out} is unfinished: go on with --resume, or delete it")
     unfinished.discard()  # another try needs no cleaning up
     return UserError(f"{error}{listed}")
@@ -259,17 +257,17 @@ def _describe(file: Path, records: int) -> dict:
         return {"file": file.name, "records": records, "bytes": stream.tell(), "sha256": digest}
 
 
-def _write_summary(out: Path, run: dict, outcome: Outcome) -> None:
-    shards = outcome.shards
+def _write_summary(out: Path, run: dict, tally: Tally) -> None:
+    shards = tally.shards
     content = {
         "format_version": 2,
-        "records": outcome.total,
-        "samples": outcome.samples,
+        "records": tally.total,
+        "samples": tally.samples,
         "images": sum(shard.images for shard in shards),
         "image_pixels": sum(shard.image_pixels for shard in shards),
         "text_tokens": None if shards[0].text_tokens is None else sum(shard.text_tokens or 0 for shard in shards),
         "bytes": sum(shard.bytes for shard in shards),
-        "rejected": dict(sorted(outcome.reasons.items())),
+        "rejected": dict(sorted(tally.reasons.items())),
         **run,
         "sha256": hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest(),  # of those of shards
         "shards": [asdict(shard) for shard in shards],

@@ -191,7 +191,7 @@ class DataSetSection(Section):
     shards: Free[Shards]
     """webdataset tars: a path, a glob, a brace range, or a list"""
     weight: Kept[Float] = Field(1.0, gt=0, le=1e6)
-    """passes over it in an epoch: 2.5 is twice all of it and half of it once more, 0.1 a tenth"""
+    """how often an epoch draws its samples: 2.5 is twice all of them and half of them once more, 0.1 a tenth"""
 
 
 class DataSection(Section):
@@ -253,7 +253,7 @@ class TrainSection(Section):
     max_steps: Kept[PositiveInt | None] = None
     """optimizer steps of the run; or set train.epochs"""
     epochs: Annotated[Kept[PositiveInt | None], InsteadOf("train.max_steps")] = None
-    """passes over the data instead; the last step is filled up from the pass that would follow"""
+    """epochs instead: all data sets by their weights; the last step is filled up from the epoch that would follow"""
     max_bad_steps: Free[NonNegativeInt] = 0
     """steps with a NaN or infinite loss or gradient that a run leaves out, without an update, before it stops; each is
     written to bad_steps.jsonl"""

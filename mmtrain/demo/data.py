@@ -1,6 +1,6 @@
 """The demo's data set: conversations about pictures, in LLaVA's form, as webdataset shards in the user's cache.
 
-split --draw scenes--> picture (PNG) + conversation --data/sharding--> CACHE/demo/<split>-<fingerprint>/shard-*.tar
+split --draw scenes--> picture (PNG) + conversation --sharding--> CACHE/demo/<split>-<fingerprint>/shard-*.tar
 
 Made on first use, in seconds, from the scans that belong to the split; the same wherever Pillow compresses alike.
 """

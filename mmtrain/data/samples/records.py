@@ -3,7 +3,7 @@
 any JSON value --parse_record--> Record: id, conversation, image names
 image name, folder --read_image--> suffix and bytes of a file that Pillow decodes to its end
 
-What passes here, `samples.read_sample` accepts. What does not is `Rejected`, with a reason code: data sets of hundreds
+What passes here, `sample.read_sample` accepts. What does not is `Rejected`, with a reason code: data sets of hundreds
 of thousands of records always hold some bad ones, and none of them may pass in silence or stop a run days later.
 """
 
@@ -26,13 +26,13 @@ from mmtrain.config.limits import MAX_IMAGE_PIXELS
 
 IMAGE_MARK = "<image>"  # LLaVA's DEFAULT_IMAGE_TOKEN, in the text of a turn
 ROLES = ("system", "human", "gpt")
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")  # that samples.read_sample takes for images
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")  # that sample.read_sample takes for images
 # GIF and BMP come under the name .jpg in data sets that renamed what they downloaded (OCR-VQA). Pillow knows more
 # formats; EPS among them starts Ghostscript on the file's content.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 WEBP_WEIGHT = 2  # WebP's decoder takes 15 bytes a pixel where the others, with their RGB, take 8 (10,000 x 10,000)
 MAX_IMAGE_BYTES = 64 << 20
-MAX_JSON_BYTES = 16 << 20
+MAX_RECORD_BYTES = 16 << 20
 # Of a conversation, far above real ones (LLaVA's longest: fewer than 200 turns, 200 kB). Chat templates write it twice
 # for each answer, so time grows with the square of turns: 500 short ones take 0.4 s, with 1 MB of text 4.6 s, 4,000
 # short ones 24 s. Tokenizing takes about 400 bytes of memory a byte of text.
@@ -111,8 +111,8 @@ def parse_record(value: object) -> Record:
         size = len(record_json(value))
     except (ValueError, RecursionError) as error:
         raise Rejected("not_json", str(error)) from None
-    if size > MAX_JSON_BYTES:
-        raise Rejected("too_many_bytes", f"{size:,} bytes of JSON, where {MAX_JSON_BYTES:,} are allowed")
+    if size > MAX_RECORD_BYTES:
+        raise Rejected("too_many_bytes", f"{size:,} bytes of JSON, where {MAX_RECORD_BYTES:,} are allowed")
     identifier = value.get("id")
     if not (identifier is None or (isinstance(identifier, str) and identifier) or type(identifier) is int):
         raise Rejected("bad_id", f"id is {_short(identifier)}")

@@ -33,7 +33,7 @@ from pydantic import BaseModel, Field, InstanceOf, Strict, ValidationError
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
-from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_JSON_BYTES, REASONS, Rejected
+from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, Rejected
 from mmtrain.data.samples.sample import Sample, image_number
 from mmtrain.data.shards.retry import RETRY_SECONDS, may_pass, read_again
 
@@ -382,9 +382,9 @@ def _faults(before: str, rows: list[_FaultRow], samples: int) -> Faults:
 
 def _refuse_large(columns: IndexColumns) -> None:
     """Raise ValueError for a member too large to be read into memory whose sample is not marked as unusable."""
-    for at in np.flatnonzero(columns.size > min(MAX_JSON_BYTES, MAX_IMAGE_BYTES)).tolist():
+    for at in np.flatnonzero(columns.size > min(MAX_RECORD_BYTES, MAX_IMAGE_BYTES)).tolist():
         suffix, size = columns.suffix[at], int(columns.size[at])
-        limit = MAX_JSON_BYTES if suffix == "json" else MAX_IMAGE_BYTES if image_number(suffix) is not None else size
+        limit = MAX_RECORD_BYTES if suffix == "json" else MAX_IMAGE_BYTES if image_number(suffix) is not None else size
         place = int(np.searchsorted(columns.first_member, at, side="right")) - 1
         if size > limit and place not in columns.faults:
             raise ValueError(f"members.size: {suffix} has {size:,} bytes; at most {limit:,} can be trained on")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TextIO
 from mmtrain.base.durable import lock
 from mmtrain.base.errors import UserError
 from mmtrain.base.progress import ProgressBar
-from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_JSON_BYTES, Rejected, open_image
+from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, Rejected, open_image
 from mmtrain.data.samples.sample import Sample, image_number, image_suffixes, read_sample
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.data.shards.index import (
@@ -244,7 +244,7 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
         suffix = suffix.lower()
         stream.seek(file.offset)
         is_image = image_number(suffix) is not None
-        limit = MAX_IMAGE_BYTES if is_image else MAX_JSON_BYTES if suffix == "json" else 0
+        limit = MAX_IMAGE_BYTES if is_image else MAX_RECORD_BYTES if suffix == "json" else 0
         crc32, content = 0, b""
         for chunk in _chunks(stream, file.size, max(limit, _CHUNK)):
             crc32, content = zlib.crc32(chunk, crc32), chunk

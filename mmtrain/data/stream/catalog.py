@@ -61,14 +61,6 @@ class Place:
     members: tuple[Member, ...]
 
 
-class _Shard(NamedTuple):
-    """What planning takes of a shard's index: (samples,) int32 each."""
-
-    lengths: np.ndarray
-    planned: np.ndarray  # lengths, or HELD_OUT
-    images: np.ndarray
-
-
 class _Stored(NamedTuple):
     """What reading takes of a shard's index, in arrays, which forked workers share: no Python object a sample."""
 
@@ -128,22 +120,22 @@ class Catalog:
         digest = hashlib.sha256(f"{text_fingerprint} {tokens_per_image}".encode())
         lengths = []
         for one in sets:
-            read = [self._read_shard(one.name, shard, digest) for shard in one.shards]
-            sizes, planned, images = (
-                np.array([len(shard.lengths) for shard in read]),
-                np.concatenate([shard.planned for shard in read]),
-                np.concatenate([shard.images for shard in read]),
-            )
-            self.sample_sets.append(SampleSet(one.weight, sizes, planned, images))
-            lengths += [shard.lengths for shard in read]
+            read = (self._read_shard(one.name, shard, digest) for shard in one.shards)
+            lengths_of_shards, planned, images = zip(*read, strict=True)
+            sizes = np.array(list(map(len, lengths_of_shards)))
+            self.sample_sets.append(SampleSet(one.weight, sizes, np.concatenate(planned), np.concatenate(images)))
+            lengths += lengths_of_shards
         self.lengths = np.concatenate(lengths)
         """(samples,) int32 tokens of each sample, those of its images included, held-out ones too; or UNUSABLE."""
         self.fingerprint = digest.hexdigest()
         """Of everything that decides which samples there are and how they are planned; the shards' bytes included."""
         self._suffix_texts = list(self._suffixes)
 
-    def _read_shard(self, name: str, shard: Path, digest: hashlib._Hash) -> _Shard:
-        """The next shard's samples; notes faults and held-out ones, and adds to the fingerprint."""
+    def _read_shard(self, name: str, shard: Path, digest: hashlib._Hash) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The next shard's lengths, the same or HELD_OUT, and images, (samples,) int32 each; notes what else is known.
+
+        That is where they are stored, faults, held-out samples and the fingerprint.
+        """
         index, first = read_columns(shard, self.retry_seconds), self.firsts[-1]
         texts = index.texts.get(self.text_fingerprint)
         if texts is None:
@@ -172,19 +164,11 @@ class Catalog:
             self.held_out += (first + held_out).tolist()
         names = np.array([key.encode() for key in index.keys], np.bytes_)
         suffix = [self._suffixes.setdefault(suffix, len(self._suffixes)) for suffix in index.suffix]
-        self._stored.append(
-            _Stored(
-                names,
-                index.first_member.astype(np.int32),
-                np.array(suffix, np.int32),
-                index.offset,
-                index.size,
-                index.crc32,
-            )
-        )
+        firsts, suffixes = index.first_member.astype(np.int32), np.array(suffix, np.int32)
+        self._stored.append(_Stored(names, firsts, suffixes, index.offset, index.size, index.crc32))
         self.firsts.append(first + len(lengths))
         digest.update(b"\n".join(names) + index.crc32.tobytes() + lengths.tobytes() + planned.tobytes())
-        return _Shard(lengths, planned, images)
+        return lengths, planned, images
 
     def __len__(self) -> int:
         return self.firsts[-1]

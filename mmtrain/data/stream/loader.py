@@ -65,8 +65,8 @@ class PackedBatches:
             kept = int((one.lengths != HELD_OUT).sum())
             if round(section.weight * kept) == 0:
                 raise UserError(
-                    f"data.sets: {section.name} is never drawn: weight {section.weight:g} of {kept:,} samples that are "
-                    "not held out is less than one a pass; raise its weight, or leave it out"
+                    f"data.sets: {section.name} is never drawn: weight {section.weight:g} of its {kept:,} samples that "
+                    "are not held out gives none in an epoch; raise its weight, or leave it out"
                 )
         self.order = PackOrder(
             self.catalog.sample_sets, config.run.seed, self.processor.capacity, data.shuffle_shards, data.pack_window

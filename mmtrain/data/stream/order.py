@@ -1,7 +1,7 @@
 """The order of an epoch: which samples share which pack, and in which order, as a pure function without I/O.
 
 sets of samples (lengths, shard sizes, weight)
---passes: shards permuted, samples permuted inside each--> one sequence per set
+--draws: shards permuted, samples permuted inside each--> one sequence per set
 --groups: the same share of every sequence, permuted--> windows of about `pack_window` samples
 --pack_best_fit, packs permuted--> EpochPlan: samples (planned,), starts (packs + 1,)
 --PackOrder: epochs one after the other--> one endless list of packs
@@ -33,7 +33,7 @@ _PLANS_KEPT = 2  # a step may span two epochs
 class SampleSet:
     """One data set as planning sees it."""
 
-    weight: float  # passes over it in an epoch, > 0
+    weight: float  # how often an epoch draws its samples, > 0
     shard_sizes: np.ndarray  # (shards,) samples in each shard, held-out ones too
     lengths: np.ndarray  # (samples,) int32 tokens, those of images included; or HELD_OUT, UNUSABLE
     images: np.ndarray  # (samples,) int32 images of each sample
@@ -79,7 +79,7 @@ def plan_epoch(
 ) -> EpochPlan:
     """Draw and pack one epoch.
 
-    A set of weight w gives floor(w) whole passes and the first frac(w) of one more. The epoch is cut into groups, each
+    A set of weight w is drawn floor(w) times whole, and its first frac(w) once more. The epoch is cut into groups, each
     with its share of every set, of about `shuffle_shards` shards together (of small shards as many as hold
     `pack_window` samples): a stretch of training reads few shards, and every stretch holds the sets in proportion.
     Samples are permuted within a group, whose windows of about `pack_window` samples are packed one by one.

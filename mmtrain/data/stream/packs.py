@@ -36,7 +36,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Pack:
-    """Whole documents and gaps that share a token sequence; `epoch` counts passes over the data, from 0."""
+    """Whole documents and gaps that share a token sequence; `epoch` counts from 0."""
 
     entries: tuple[Document | Gap, ...]
     epoch: int = 0

@@ -14,7 +14,7 @@ from mmtrain.data.samples import records
 from mmtrain.data.samples.records import (
     IMAGE_FORMATS,
     MAX_IMAGE_BYTES,
-    MAX_JSON_BYTES,
+    MAX_RECORD_BYTES,
     MAX_TEXT_BYTES,
     MAX_TURNS,
     REASONS,
@@ -78,7 +78,7 @@ BAD_TEXTS = [
     ("turn_order", turns(("human", "<image>"), ("human", "Who?"), ("gpt", "Yes.")), False),
     ("turn_order", turns(("human", "<image>"), ("gpt", "Yes."), ("human", "Who?")), False),
     ("turn_order", turns(("system", "<image>"), ("gpt", "Yes.")), False),
-    ("too_many_bytes", record(extra="a" * MAX_JSON_BYTES), True),
+    ("too_many_bytes", record(extra="a" * MAX_RECORD_BYTES), True),
     ("too_long", turns(("human", "<image>"), ("gpt", "a" * MAX_TEXT_BYTES)), False),
     ("too_long", turns(*[("human", "<image>"), ("gpt", "Yes.")] * (MAX_TURNS // 2 + 1)), False),
     ("bad_image_field", record(image=7), True),

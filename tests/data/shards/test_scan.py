@@ -123,7 +123,7 @@ def test_pixels_below_pillows_own_limit_are_for_the_run_to_judge(tmp_path):
 
 def test_members_over_the_limits_are_passed_over_in_pieces_and_others_may_have_any_size(tmp_path, monkeypatch):
     monkeypatch.setattr(indexing, "MAX_IMAGE_BYTES", 1000)
-    monkeypatch.setattr(indexing, "MAX_JSON_BYTES", 300)
+    monkeypatch.setattr(indexing, "MAX_RECORD_BYTES", 300)
     monkeypatch.setattr(indexing, "_CHUNK", 256)
     just, more = PNG + bytes(1000 - len(PNG)), PNG + bytes(1001 - len(PNG))
     long = TEXT + b" " * (301 - len(TEXT))

@@ -337,7 +337,7 @@ def test_workers_end_with_a_killed_rank(tiny):
 def test_a_data_set_that_no_epoch_draws_from_is_refused(tiny, tmp_path, make_tiny):
     make_tiny.make_tiny_shards(tmp_path, samples=20, shards=1)
     sets = f"[{{name: a, shards: {tiny}/shards/*.tar}}, {{name: few, shards: {tmp_path}/*.tar, weight: 0.02}}]"
-    with pytest.raises(UserError, match=r"data\.sets: few is never drawn: weight 0\.02 of 20 samples"):
+    with pytest.raises(UserError, match=r"data\.sets: few is never drawn: weight 0\.02 of its 20 samples"):
         open_batches(tiny, f"data.sets={sets}")
 
 
