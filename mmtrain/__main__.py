@@ -6,6 +6,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import mmtrain
 from mmtrain.base.printing import harmless, run_command, show_error, tell
@@ -53,6 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = importlib.import_module(COMMANDS[command][0])
     options = module.parse_arguments(others)
     return run_command(lambda: module.run(options), **options.ending)
+
+
+def door(command: str) -> NoReturn:
+    """A script in tools/: run `mmtrain COMMAND` with its arguments, and end with its exit code."""
+    sys.exit(main([command, *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

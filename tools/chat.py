@@ -1,8 +1,6 @@
 """`mmtrain chat`, from a checkout: python tools/chat.py --help."""
 
-import sys
-
-from mmtrain.__main__ import main
+from mmtrain.__main__ import door
 
 if __name__ == "__main__":
-    sys.exit(main(["chat", *sys.argv[1:]]))
+    door("chat")

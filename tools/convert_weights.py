@@ -1,8 +1,6 @@
 """`mmtrain convert`, from a checkout: python tools/convert_weights.py --help."""
 
-import sys
-
-from mmtrain.__main__ import main
+from mmtrain.__main__ import door
 
 if __name__ == "__main__":
-    sys.exit(main(["convert", *sys.argv[1:]]))
+    door("convert")

@@ -1,8 +1,6 @@
 """`mmtrain index`, from a checkout: python tools/index_shards.py --help."""
 
-import sys
-
-from mmtrain.__main__ import main
+from mmtrain.__main__ import door
 
 if __name__ == "__main__":
-    sys.exit(main(["index", *sys.argv[1:]]))
+    door("index")

@@ -1,8 +1,6 @@
 """`mmtrain shard`, from a checkout: python tools/shard_dataset.py --help."""
 
-import sys
-
-from mmtrain.__main__ import main
+from mmtrain.__main__ import door
 
 if __name__ == "__main__":
-    sys.exit(main(["shard", *sys.argv[1:]]))
+    door("shard")

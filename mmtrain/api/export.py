@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from mmtrain.api.run import Run
 from mmtrain.base.errors import UserError
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
+Format = Literal["safetensors", "llava", "hf"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class DifferentError(Exception):
@@ -23,10 +25,10 @@ class DifferentError(Exception):
 
 def export(
     run: Run | str | Path,
-    format: Literal["safetensors", "llava", "hf"],
+    format: Format,
     out: str | Path,
     *,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    dtype: Dtype | None = None,
     max_shard_gb: float = 5.0,
     verify: int | None = None,
     say: Callable[[str], None] = _log.info,
@@ -39,12 +41,13 @@ def export(
     so many held-out samples ("hf"). `say` gets what was done, `show` what is read or written, its bytes so far and in
     all. Raises UserError, and DifferentError where `verify` finds a difference.
     """
+    for name, value, known in (("format", format, get_args(Format)), ("dtype", dtype or "float32", get_args(Dtype))):
+        if value not in known:
+            raise UserError(f"{name} {value!r}: there are {', '.join(known)}")
+    if not max_shard_gb > 0:
+        raise UserError(f"max_shard_gb {max_shard_gb}: a number above 0 is needed")
     if verify is not None and format != "hf":
-        raise UserError("--verify runs the exported model, and only --format hf exports one; leave it out")
-    if format not in ("safetensors", "llava", "hf"):
-        raise UserError(f"format {format!r}: there are safetensors, llava and hf")
-    if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise UserError(f"dtype {dtype!r}: there are float32, bfloat16 and float16")
+        raise UserError("verify (--verify) runs the exported model, and only hf (--format hf) is one: leave it out")
     out = Path(out)
     checkpoint = find(run.folder if isinstance(run, Run) else Path(run), say)
     say(f"{checkpoint.path}: {checkpoint.step:,} steps")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mmtrain
+from mmtrain.api.export import export
 from mmtrain.api.run import Run
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _log = logging.getLogger(__name__)
-SHARD_BYTES = 5 * 10**9
 LARGEST_TOKEN = 10**9
 LONGEST_SIDE = 4_096  # pixels of a picture for the encoder; the largest take 1,540
 NEEDED = "needed is a run or checkpoint of mmtrain, or a Hugging Face LLaVA folder (mmtrain export makes one)"
@@ -119,10 +119,6 @@ def exported(
     checkpoint: StepFolder, say: Callable[[str], None], show: Callable[[str, int, int], None] = lambda *_: None
 ) -> Path:
     """A checkpoint's LLaVA folder in the cache, which is made once; raises UserError where it cannot be exported."""
-    from mmtrain.exporting.hf import export_hf
-    from mmtrain.exporting.tensors import new_folder
-    from mmtrain.model.stage import DTYPES
-
     key = hashlib.sha256(f"{checkpoint.fingerprint} {mmtrain.__version__}".encode()).hexdigest()[:20]
     folder = cache_folder("chat") / key
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -130,9 +126,7 @@ def exported(
         if not folder.is_dir():
             say(f"exporting {checkpoint.path} for transformers, once, into {folder}")
             try:
-                with new_folder(folder) as unfinished:
-                    dtype = DTYPES[checkpoint.config.model.llm.dtype]
-                    export_hf(checkpoint, unfinished, dtype, SHARD_BYTES, show)
+                export(checkpoint.path, "hf", folder, show=show)
             except UserError as error:
                 if not folder.is_dir():  # else another process was faster, where nothing can be locked
                     raise UserError(f"{checkpoint.path} cannot be exported, and so not be asked: {error}") from error
@@ -243,7 +237,7 @@ class Conversation:
         if longest is not None and length + self.limit > longest:
             raise UserError(
                 f"the conversation has {length:,} tokens, and an answer may have {self.limit:,}; the model takes "
-                f"{longest:,} together: begin anew, with fewer pictures, or set --max-new-tokens"
+                f"{longest:,} together: begin anew, with fewer pictures, or lower max_new_tokens (--max-new-tokens)"
             )
         try:
             with torch.inference_mode():
@@ -258,7 +252,7 @@ class Conversation:
             raise UserError("the GPU has no memory left for this conversation: take fewer or shorter") from None
         ends = self.model.generation_config.eos_token_id
         if len(output) == self.limit and int(output[-1]) not in (ends if isinstance(ends, list) else [ends]):
-            self.say(f"(cut after {self.limit} tokens; --max-new-tokens sets another limit)")
+            self.say(f"(cut after {self.limit} tokens; max_new_tokens, or --max-new-tokens, sets another limit)")
         answer = self.processor.tokenizer.decode(output, skip_special_tokens=True).strip()
         self.messages.append(_message("assistant", answer))
         return answer
@@ -277,7 +271,7 @@ class Conversation:
         except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
             raise UserError(
                 f"the model's chat template does not take this conversation ({harmless(str(error))})"
-                + ("; leave out --system" if messages[0]["role"] == "system" else "")
+                + ("; leave out the system turn (--system)" if messages[0]["role"] == "system" else "")
             ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,14 @@ def command_parser(
     )
     parser.set_defaults(ending=ending)
     return parser
+
+
+def share(text: str) -> float:
+    """The `type` of an argument that is a share."""
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}: a share from 0 to 1 is needed")
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:

@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from mmtrain.base.arguments import command_parser
 from mmtrain.base.durable import whole_file, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import tell
+from mmtrain.exporting.tensors import INDEX, TensorWriter, check_written, in_memory
 from mmtrain.model.weights import read_pickled
 from mmtrain.pretrained.model_files import model_folder, read_weight_map
 
@@ -30,7 +29,6 @@ EXAMPLES = """\
   from the local Hugging Face cache (hf download ID) into a new folder, with config and tokenizer:
     mmtrain convert lmsys/vicuna-7b-v1.5 --out ~/models/vicuna-7b-v1.5
 """
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WEIGHT_SUFFIXES = {".bin", ".safetensors", ".pt", ".pth", ".h5", ".msgpack", ".ot", ".onnx", ".gguf"}
 
@@ -51,15 +49,10 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 def write_shard(tensors: dict[str, torch.Tensor], file: Path) -> int:
-    """Write a file under a temporary name, compare it with `tensors`, then name it; returns its bytes."""
+    """Write a file under a temporary name, read it again, then name it; returns its bytes."""
     with whole_file(file) as unfinished:
-        save_file(tensors, unfinished, metadata={"format": "pt"})
-        with safe_open(unfinished, framework="pt") as stored:
-            for name, tensor in tensors.items():
-                copy = stored.get_tensor(name)
-                same = copy.dtype == tensor.dtype and copy.shape == tensor.shape
-                if not same or not torch.equal(copy.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)):
-                    raise OSError(f"{file}: {name} does not read back as written; check the disk")
+        digest = TensorWriter(None).write(unfinished, {name: in_memory(tensor) for name, tensor in tensors.items()})
+        check_written(unfinished.parent, {unfinished.name: digest})
     return file.stat().st_size
 
 

@@ -19,8 +19,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
-from mmtrain.api.export import DifferentError, export
+from mmtrain.api.export import DifferentError, Dtype, Format, export
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import show_error, tell
 from mmtrain.base.progress import ByteBars
@@ -72,11 +73,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="DIR|RUN",
         help="a step folder, or a run: its newest whole one",
     )
-    parser.add_argument("--format", choices=("safetensors", "llava", "hf"), required=True, help="see above")
+    parser.add_argument("--format", choices=get_args(Format), required=True, help="see above")
     parser.add_argument("--out", type=Path, required=True, help="folder to make; must not exist, or be empty")
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=get_args(Dtype),
         help="of the tensors written (default: hf: that of the run's LLM; else float32, in which they were trained)",
     )
     parser.add_argument(

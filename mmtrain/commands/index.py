@@ -95,11 +95,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     cores = usable_cores()
     parser.add_argument(
-        "--workers",
-        type=positive(int),
-        default=cores,
-        metavar="N",
-        help=f"processes, a shard at a time each ({cores})",
+        "--workers", type=positive(int), default=cores, metavar="N", help=f"processes, a shard at a time each ({cores})"
     )
     parser.add_argument("--rebuild", action="store_true", help="make every index anew, from the tars as they are now")
     return parser.parse_args(arguments)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,22 +34,14 @@ EXAMPLES = """\
   another step of the trace, another layout of the plan:
     mmtrain plot --plan demo:llava_pp4 parallel.stages_per_rank=2 --trace runs/v2 --step 2
 """
-# Okabe and Ito's colours, which the colour-blind tell apart; a rank's first stage and its last.
-COLOURS = {
-    Work.ENCODE: ("#009E73", "#009E73"),
-    Work.FORWARD: ("#56B4E9", "#0072B2"),
-    Work.BACKWARD: ("#F0C75E", "#D55E00"),
-    Work.COMMUNICATION: ("#CC79A7", "#CC79A7"),
-    Work.LOAD: ("#5D4A8A", "#5D4A8A"),
-    Work.OPTIMIZER: ("#333333", "#333333"),
-}
-NAMES = {
-    Work.ENCODE: "encoder",
-    Work.FORWARD: "forward",
-    Work.BACKWARD: "backward",
-    Work.COMMUNICATION: "communication",
-    Work.LOAD: "data",
-    Work.OPTIMIZER: "optimizer",
+# Name, and Okabe and Ito's colours, which the colour-blind tell apart: of a rank's first stage and of its last.
+STYLES = {
+    Work.ENCODE: ("encoder", "#009E73", "#009E73"),
+    Work.FORWARD: ("forward", "#56B4E9", "#0072B2"),
+    Work.BACKWARD: ("backward", "#F0C75E", "#D55E00"),
+    Work.COMMUNICATION: ("communication", "#CC79A7", "#CC79A7"),
+    Work.LOAD: ("data", "#5D4A8A", "#5D4A8A"),
+    Work.OPTIMIZER: ("optimizer", "#333333", "#333333"),
 }
 IDLE = "#ECECEC"
 PIXELS, DPI = 1200, 100
@@ -187,7 +179,7 @@ def draw(timelines: Sequence[Timeline], file: Path) -> None:
     for axes, timeline in zip(panels, timelines, strict=True):
         _draw_panel(axes, timeline, longest)
     used = {bar.work for timeline in timelines for bar in timeline.bars}
-    keys = [Patch(facecolor=COLOURS[work][-1], label=NAMES[work]) for work in COLOURS if work in used]
+    keys = [Patch(facecolor=last, label=name) for work, (name, _, last) in STYLES.items() if work in used]
     keys.append(Patch(facecolor=IDLE, label="idle"))
     if max(timeline.stages_per_rank for timeline in timelines) > 1:
         keys.append(Patch(facecolor="none", label="darker: a later stage of the rank"))
@@ -206,11 +198,11 @@ def _draw_panel(axes: Any, timeline: Timeline, longest: float) -> None:
     for rank in range(timeline.ranks):
         axes.broken_barh([(0, timeline.length)], (rank - 0.4, 0.8), facecolor=IDLE)
         mine = [bar for bar in timeline.bars if bar.rank == rank]
-        for colour, bars in _by_colour(mine, timeline.ranks, stages_per_rank):
-            spans = [(bar.begin, bar.end - bar.begin) for bar in bars]
-            axes.broken_barh(spans, (rank - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=edge)
-        for bar in mine:
-            _number(axes, bar, pixels, stages_per_rank, timeline.ranks)
+        colours = [_colour(bar, timeline.ranks, stages_per_rank) for bar in mine]
+        spans = [(bar.begin, bar.end - bar.begin) for bar in mine]
+        axes.broken_barh(spans, (rank - 0.4, 0.8), facecolor=colours, edgecolor="white", linewidth=edge)
+        for bar, colour in zip(mine, colours, strict=True):
+            _number(axes, bar, pixels, colour)
         axes.text(
             1.008, rank, f"{timeline.idle[rank]:.1%}", transform=axes.get_yaxis_transform(), va="center", fontsize=10
         )
@@ -228,22 +220,15 @@ def _draw_panel(axes: Any, timeline: Timeline, longest: float) -> None:
         axes.xaxis.set_major_formatter(lambda time, _: f"{time / timeline.length:.0%}")
 
 
-def _by_colour(bars: Iterable[Bar], ranks: int, stages_per_rank: int) -> Iterable[tuple[str, list[Bar]]]:
-    found: dict[str, list[Bar]] = defaultdict(list)
-    for bar in bars:
-        found[_colour(bar, ranks, stages_per_rank)].append(bar)
-    return found.items()
+def _colour(bar: Bar, ranks: int, stages_per_rank: int) -> tuple[float, ...]:
+    """Red, green and blue from 0 to 1: the later a rank's stage, the darker."""
+    from matplotlib.colors import to_rgb
 
-
-def _colour(bar: Bar, ranks: int, stages_per_rank: int) -> str:
-    """The later a rank's stage, the darker."""
-    first, last = (tuple(int(text[i : i + 2], 16) for i in (1, 3, 5)) for text in COLOURS[bar.work])
     share = 1.0 if stages_per_rank == 1 or bar.stage < 0 else (bar.stage // ranks) / (stages_per_rank - 1)
-    mixed = (round(a + (b - a) * share) for a, b in zip(first, last, strict=True))
-    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+    return tuple(a + (b - a) * share for a, b in zip(*map(to_rgb, STYLES[bar.work][1:]), strict=True))
 
 
-def _number(axes: Any, bar: Bar, pixels: float, stages_per_rank: int, ranks: int) -> None:
+def _number(axes: Any, bar: Bar, pixels: float, colour: Sequence[float]) -> None:
     """The micro-batch, where a bar is wide enough to hold it."""
     if bar.microbatch < 0 or bar.work in (Work.COMMUNICATION, Work.LOAD):
         return
@@ -251,10 +236,9 @@ def _number(axes: Any, bar: Bar, pixels: float, stages_per_rank: int, ranks: int
     width = (bar.end - bar.begin) * pixels
     if width < DIGIT_PIXELS * (len(text) + 0.4):
         return
-    colour = _colour(bar, ranks, stages_per_rank)
-    brightness = sum(w * int(colour[i : i + 2], 16) for w, i in ((0.3, 1), (0.59, 3), (0.11, 5)))
+    brightness = sum(weight * light for weight, light in zip((0.3, 0.59, 0.11), colour, strict=True))
     middle = (bar.begin + bar.end) / 2
-    shade = "black" if brightness > 140 else "white"
+    shade = "black" if brightness > 0.55 else "white"
     size = LARGE if width > ROOMY_PIXELS else SMALL
     axes.text(middle, bar.rank, text, ha="center", va="center_baseline", fontsize=size, color=shade)
 

@@ -1,4 +1,4 @@
-"""Record a model's shapes, so that `--plan` works on machines that do not have its weights.
+"""Record a model's shapes, so that `mmtrain plan` works on machines that do not have its weights.
 
 A record says what planning needs of a model's config.json and lists every parameter's name and shape: a small JSON file
 in mmtrain/pretrained/recorded/. The model is built without memory for its weights; only its config.json is needed.

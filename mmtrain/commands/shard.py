@@ -42,7 +42,7 @@ from pathlib import Path
 
 import PIL
 
-from mmtrain.base.arguments import command_parser, positive
+from mmtrain.base.arguments import command_parser, positive, share
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
@@ -58,13 +58,7 @@ from mmtrain.data.prepare.shard_resume import (
     refuse_another_run,
     refuse_used_folder,
 )
-from mmtrain.data.prepare.sharding import (
-    FinishedShard,
-    Rejection,
-    ShardJob,
-    WrittenShard,
-    shard_pool,
-)
+from mmtrain.data.prepare.sharding import FinishedShard, Rejection, ShardJob, WrittenShard, shard_pool
 from mmtrain.data.samples.records import REASONS, ImageLimits, reason_lines
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
@@ -307,7 +301,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--tokenizer", metavar="PATH", help="the LLM's folder, its hub id in the local cache, or demo:llm")
     add("--template", choices=("plain", "chat"), help="data.template of the training run")
-    add("--max-reject-rate", type=float, default=0.05, metavar="R", help="stop at more bad records, as a share (0.05)")
+    add("--max-reject-rate", type=share, default=0.05, metavar="R", help="stop at more bad records, as a share (0.05)")
     add(
         "--duplicate-ids",
         choices=("reject", "keep"),
@@ -341,8 +335,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--shard-bytes {options.shard_bytes}: at least 1MB is needed")
     if options.max_pixels > MAX_IMAGE_PIXELS:
         parser.error(f"--max-pixels {options.max_pixels}: at most {MAX_IMAGE_PIXELS} are read in training")
-    if not 0 <= options.max_reject_rate <= 1:
-        parser.error(f"--max-reject-rate {options.max_reject_rate}: a share from 0 to 1 is needed")
     interrupted = f"stopped by Ctrl-C; {options.out} is unfinished: go on with --resume, or delete it"
     options.ending = {"unnamed": options.out, "interrupted": interrupted}
     return options

@@ -25,16 +25,10 @@ import torch
 import yaml
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from mmtrain.base.arguments import command_parser
+from mmtrain.base.arguments import command_parser, positive, share
 from mmtrain.base.printing import tell
 from mmtrain.data.prepare.sharding import KeyedSample, write_shard
 from mmtrain.model.timm_folder import save_timm_folder
@@ -86,47 +80,30 @@ def _tiny_config(
     family: str, layers: int, width: int, tied: bool | None, tokenizer: PreTrainedTokenizerFast, config_values: dict
 ) -> PreTrainedConfig:
     heads = 4
-    wanted = {
-        "hidden_size": width,
-        "n_embd": width,
-        "intermediate_size": 2 * width,
-        "moe_intermediate_size": width,
-        "shared_expert_intermediate_size": width,
-        "ffn_dim": 2 * width,
-        "num_hidden_layers": layers,
-        "n_layer": layers,
-        "num_attention_heads": heads,
-        "n_head": heads,
-        "num_key_value_heads": heads // 2,
-        "head_dim": width // heads,
-        "query_pre_attn_scalar": width // heads,
-        "max_position_embeddings": 4096,
-        "sliding_window": 32,
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": width // 2,
-        "kv_lora_rank": width // 2,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "initializer_range": WEIGHT_STD,
-    }
+    wanted = (
+        (width, "hidden_size n_embd moe_intermediate_size shared_expert_intermediate_size"),
+        (2 * width, "intermediate_size ffn_dim"),
+        (width // 2, "q_lora_rank kv_lora_rank"),
+        (width // heads, "head_dim query_pre_attn_scalar"),
+        (layers, "num_hidden_layers n_layer"),
+        (heads, "num_attention_heads n_head num_experts num_local_experts n_routed_experts"),
+        (heads // 2, "num_key_value_heads num_experts_per_tok"),
+        (1, "n_shared_experts n_group topk_group"),
+        (16, "qk_nope_head_dim v_head_dim"),
+        (8, "qk_rope_head_dim"),
+        (32, "sliding_window"),
+        (4096, "max_position_embeddings"),
+        (WEIGHT_STD, "initializer_range"),
+    )
     default = AutoConfig.for_model(family)
-    values = {name: value for name, value in wanted.items() if hasattr(default, name)}
-    if family.startswith(
-        "deepseek"
-    ):  # multi-head latent attention has no grouped keys, and head_dim is the rotary part
+    values = {name: value for value, names in wanted for name in names.split() if hasattr(default, name)}
+    if family.startswith("deepseek"):  # its latent attention has no grouped keys, and head_dim is the rotary part
         values |= {"num_key_value_heads": heads, "head_dim": 8, "first_k_dense_replace": 1}
     if tied is not None:
         values["tie_word_embeddings"] = tied
     special = {
-        "vocab_size": -(-(len(tokenizer) + 1) // 64)
-        * 64,  # spare rows, as real models have: transformers may add a token
+        # Spare rows, as real models have: transformers may add a token.
+        "vocab_size": -(-(len(tokenizer) + 1) // 64) * 64,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -155,24 +132,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_tiny_vision(
-    folder: str | Path,
-    image_size: int = 32,
-    patch_size: int = 8,
-    blocks: int = 4,
-    width: int = 48,
-    seed: int = 0,
-    class_token: bool = False,
-) -> Path:
+def make_tiny_vision(folder: str | Path, seed: int = 0, class_token: bool = False) -> Path:
     """Save a random ViT into `folder` in timm's local format: timm.create_model("local-dir:FOLDER") loads it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     architecture = "vit_tiny_patch16_224"
     model_args = {
-        "img_size": image_size,
-        "patch_size": patch_size,
-        "embed_dim": width,
-        "depth": blocks,
+        "img_size": 32,
+        "patch_size": 8,
+        "embed_dim": 48,
+        "depth": 4,
         "num_heads": 3,
         "class_token": class_token,
         "global_pool": "avg",
@@ -265,7 +234,7 @@ def paint(scene: dict, suffix: str) -> bytes:
     return stream.getvalue()
 
 
-def make_config(folder: str | Path, name: str, pipeline: int = 4, data: int = 1) -> Path:
+def make_config(folder: str | Path, name: str, pipeline: int = 4) -> Path:
     """Write `folder`/config.yaml, a run over the folder's model and shards."""
     folder = Path(folder).resolve()
     config = {
@@ -275,7 +244,7 @@ def make_config(folder: str | Path, name: str, pipeline: int = 4, data: int = 1)
             "vision": {"name": str(folder / "vision"), "select_layer": -2},
             "trainable": ["projector"],
         },
-        "parallel": {"pipeline": pipeline, "data": data},
+        "parallel": {"pipeline": pipeline},
         "data": {"shards": str(folder / "shards" / "*.tar"), "pack_length": 128, "workers": 1},
         "train": {"packs_per_step": 8, "packs_per_microbatch": 1, "max_steps": 20},
         "optimizer": {"lr": 1e-3},
@@ -300,12 +269,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("tiny", __doc__, EXAMPLES)
     parser.add_argument("folder", type=Path, help="where to write (existing files of these names are replaced)")
     parser.add_argument("--family", default="llama", help="transformers model_type: llama, mistral, qwen2, gemma2, ...")
-    parser.add_argument("--layers", type=int, default=8, help="decoder layers (default 8, two for each of four ranks)")
-    parser.add_argument("--width", type=int, default=64, help="hidden size, a multiple of 16 (default 64)")
-    parser.add_argument("--samples", type=int, default=96, help="samples in the shards (default 96)")
-    parser.add_argument("--text-only-fraction", type=float, default=0.125, help="share of samples without an image")
-    parser.add_argument("--two-image-fraction", type=float, default=0.0, help="share of samples with two images")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=positive(int), default=8, help="decoder layers (default 8: two a rank)")
+    parser.add_argument("--width", type=positive(int), default=64, help="hidden size, a multiple of 16 (default 64)")
+    parser.add_argument("--samples", type=positive(int), default=96, help="samples in the shards (default 96)")
+    parser.add_argument("--text-only-fraction", type=share, default=0.125, help="share of samples without an image")
+    parser.add_argument("--two-image-fraction", type=share, default=0.0, help="share of samples with two images")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and scenes (default 0)")
     options = parser.parse_args(arguments)
     if options.width % 16:
         parser.error(

@@ -39,7 +39,7 @@ class Scans:
         except ImportError:
             raise UserError(
                 "the demo's handwriting comes with scikit-learn, which is not installed; install it: "
-                "pip install scikit-learn (or mmtrain's extra `demo`)"
+                "pip install 'mmtrain[demo]'"
             ) from None
         scans = load_digits()
         order = np.random.default_rng(SPLIT_SEED).permutation(len(scans.target))

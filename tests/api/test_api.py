@@ -101,10 +101,12 @@ def test_an_export_is_made_and_says_what_it_did_to_the_log(finished, tmp_path, c
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     with pytest.raises(mmtrain.UserError, match="exists and is not empty"):
         mmtrain.export(finished.folder, "llava", folder)
-    with pytest.raises(mmtrain.UserError, match="there are float32, bfloat16 and float16"):
+    with pytest.raises(mmtrain.UserError, match="dtype 'int32': there are float32, bfloat16, float16"):
         mmtrain.export(finished, "safetensors", tmp_path / "whole", dtype="int32")
-    with pytest.raises(mmtrain.UserError, match="there are safetensors, llava and hf"):
+    with pytest.raises(mmtrain.UserError, match="there are safetensors, llava, hf"):
         mmtrain.export(finished, "onnx", tmp_path / "other")
+    with pytest.raises(mmtrain.UserError, match="max_shard_gb 0: a number above 0"):
+        mmtrain.export(tmp_path / "no run", "hf", tmp_path / "other", max_shard_gb=0)
 
 
 def test_an_answer_is_that_of_stock_transformers_and_nothing_is_printed(tmp_path, monkeypatch, capsys):

@@ -161,7 +161,10 @@ def test_a_model_that_was_trained_on_captions_captions_and_says_that_it_cannot_b
 
 def test_an_answer_that_was_cut_is_said_to_be(work, llava, capsys):
     assert "cut after 12 tokens" not in say(capsys, llava, work / "one.png", "--max-new-tokens", "200")[1]
-    assert "(cut after 1 tokens; --max-new" in say(capsys, llava, work / "one.png", "--max-new-tokens", "1")[1]
+    assert (
+        "(cut after 1 tokens; max_new_tokens, or --max-new"
+        in say(capsys, llava, work / "one.png", "--max-new-tokens", "1")[1]
+    )
 
 
 def test_what_a_model_says_cannot_steer_the_terminal(llava, capsys):
@@ -353,7 +356,7 @@ def test_a_template_without_system_turns_says_what_to_leave_out(work, llava, tmp
     refusal = "{%- if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{%- endif %}"
     (tmp_path / "llava" / "chat_template.jinja").write_text(refusal + template)
     said = refused(capsys, tmp_path / "llava", work / "one.png", "--system", "Be brief.", "--prompt", "What?")
-    assert "no system turns" in said and "leave out --system" in said
+    assert "no system turns" in said and "leave out the system turn (--system)" in said
 
 
 def test_without_a_chat_template_nothing_is_guessed(work, llava, tmp_path, capsys):

@@ -59,7 +59,7 @@ def test_a_plan_is_drawn_without_a_run(tiny, tmp_path, capsys):
     assert said[0].startswith("predicted for tiny: idle ") and "% (rank 0: " in said[0]
     assert said[1] == f"written to {file}"
     for work in (Work.FORWARD, Work.BACKWARD):
-        for shade in plot_schedule.COLOURS[work]:  # of a rank's two stages
+        for shade in plot_schedule.STYLES[work][1:]:  # of a rank's two stages
             assert pixels_of(file, shade) > 1000
     assert pixels_of(file, plot_schedule.IDLE) > 1000
     assert list(tmp_path.iterdir()) == [file]
@@ -80,7 +80,7 @@ def test_idle_shares_of_a_trace_are_those_of_the_step_and_replica_asked_for(trac
 def test_bars_are_as_long_as_what_they_stand_for(trace, tmp_path):
     file = tmp_path / "trace.png"
     assert plot(file, "--trace", trace) == 0
-    first, last = (pixels_of(file, colour) for colour in (plot_schedule.COLOURS[Work.FORWARD][0], "#D55E00"))
+    first, last = (pixels_of(file, colour) for colour in (plot_schedule.STYLES[Work.FORWARD][1], "#D55E00"))
     # Forwards take an eighth of the step on both ranks, backwards what is left of 3/4 and 1/4 of it.
     assert last / first == pytest.approx((5 / 8 + 1 / 8) / (2 / 8), rel=0.1)
 

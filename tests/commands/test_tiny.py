@@ -77,7 +77,13 @@ def test_other_families_load_in_stock_transformers_with_signals_that_tests_can_s
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--width", "50"], "not a multiple of 16"), (["--family", "lama"], "no such model_type; nearest: llama")],
+    [
+        (["--width", "50"], "not a multiple of 16"),
+        (["--family", "lama"], "no such model_type; nearest: llama"),
+        (["--layers", "0"], "--layers: 0: a whole number, at least 1"),
+        (["--samples", "0"], "--samples: 0: a whole number"),
+        (["--two-image-fraction", "2"], "--two-image-fraction: 2: a share from 0 to 1"),
+    ],
 )
 def test_what_cannot_be_built_is_refused(make_tiny, tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit):
