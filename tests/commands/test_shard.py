@@ -142,7 +142,7 @@ def test_dataset_json_counts_what_is_there(folder, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"20 of 20 records  [\d,]+ samples/s  1 rejected\n", printed)
     assert f"3 shards, 19 samples, {images} images" in printed
-    assert "1 missing_image: an image file that does not exist" in printed
+    assert "1  missing_image: an image file that does not exist" in printed
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
     assert details["missing_image"].startswith("none.png: no such file")
     assert keys_in(folder / "out" / "shard-000000.tar") == ["x", "4"]
     printed = capsys.readouterr().out
-    assert all(f"1 {reason}: " in printed for reason in bad)
+    assert all(f"1  {reason}: " in printed for reason in bad)
     assert json.loads((folder / "out" / "dataset.json").read_text())["rejected"] == Counter(bad.keys())
 
 
