@@ -81,7 +81,7 @@ REASONS = {
 def reason_lines(reasons: Counter[str]) -> list[str]:
     """How many samples cannot be trained on for each reason, as a table."""
     rows = ((f"  {count:,}", f"{code}: {REASONS[code]}") for code, count in reasons.most_common())
-    return table_lines((">", ""), rows)
+    return table_lines((">", ""), rows) if reasons else []
 
 
 class Rejected(Exception):  # noqa: N818
