@@ -146,9 +146,6 @@ def test_every_layout_is_predicted_and_measured_in_one_run(tmp_path):
         assert row["memory_error"] == pytest.approx([0, 0], abs=0.2), row["name"]
     assert {layout["stages_per_rank"] for layout in found["layouts"]} == {1, 2}
     (pair,) = found["prefetch"]
-    assert (
-        pair["kept_pairs"] == pair["pairs"] == 2
-        and "whole model" in ran.stdout
-        and "the encoder running ahead" in ran.stdout
-    )
+    assert pair["kept_pairs"] == pair["pairs"] == 2 and "the encoder running ahead" in ran.stdout
+    assert "whole model" in [row["name"] for row in found["judged"]]  # the table wraps names
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
