@@ -59,7 +59,7 @@ def module_names() -> list[str]:
 
 
 def wing_of(name: str) -> str:
-    """The wing that holds a module: `plan.shapes` -> `plan`; data's rooms count as wings."""
+    """The wing that holds a module: `plan.costs` -> `plan`; data's rooms count as wings."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "data" else parts[0]
 
@@ -97,7 +97,7 @@ def parse(name: str) -> ast.AST:
 
 
 def own_module(imported: str) -> str | None:
-    """The mmtrain module that an import names: `mmtrain.pretrained.shapes.matches` -> `plan.shapes`."""
+    """The mmtrain module that an import names: `mmtrain.pretrained.shapes.matches` -> `pretrained.shapes`."""
     parts = imported.split(".")
     for length in range(len(parts), 1, -1):
         name = ".".join(parts[1:length])

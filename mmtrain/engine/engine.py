@@ -2,7 +2,7 @@
 
 - every rank runs exactly the instructions of `plan.schedule`, for each of its stages; nothing upstream of the first
   trainable stage runs backward or receives a gradient;
-- the frozen encoder may be ahead of the rest, also of the optimizer: features of coming micro-batches wait in a buffer;
+- the frozen encoder's features may be prefetched, also past the optimizer: those of coming micro-batches wait;
 - a message is (position_ids and labels stacked (2, B, L), on the host; hidden (B, L, D)); a gradient is (B, L, D);
   `channels` carries them, matched by order alone;
 - no forward or backward waits for the device: what depends on data is known on the host;

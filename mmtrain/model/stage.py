@@ -48,7 +48,7 @@ class Front(nn.Module):
 
     @property
     def encoder_is_frozen(self) -> bool:
-        """Whether nothing of the encoder trains: then it may run ahead of everything else."""
+        """Whether nothing of the encoder trains: then its features may be prefetched."""
         return not any(p.requires_grad for p in self.vision.parameters())
 
     def encode(self, images: torch.Tensor | None) -> torch.Tensor | None:

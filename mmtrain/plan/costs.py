@@ -96,7 +96,7 @@ class EncoderCost:
     """The vision encoder's forward, an instruction of its own on stage 0."""
 
     forward: int  # FLOPs
-    frozen: bool  # else it belongs to the step, and may not run ahead
+    frozen: bool  # else it belongs to the step, and is not prefetched
     working_bytes: int
     feature_bytes: int  # what a micro-batch's features take until its forward
     batch_bytes: int  # what a loaded micro-batch takes until its forward

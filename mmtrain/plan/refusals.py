@@ -69,20 +69,20 @@ def check_layout(config: RunConfig, models: Models) -> None:
 
 
 def check_prefetch(config: RunConfig, models: Models) -> None:
-    """Raises UserError for an encoder that is told to run ahead though it trains, or further than a step is long."""
-    ahead = config.parallel.encoder_prefetch
-    if ahead in ("auto", 0):
+    """Raises UserError for a prefetch of features though the encoder trains, or of more than a step has."""
+    count = config.parallel.encoder_prefetch
+    if count in ("auto", 0):
         return
     trained = next((p.name for p in models.vision.parameters if matches(p.name, config.model.trainable)), None)
     if trained is not None:
         raise UserError(
-            f"parallel.encoder_prefetch: {ahead}, but {trained} trains: an encoder that trains cannot run ahead of "
-            "its own update; use auto or 0"
+            f"parallel.encoder_prefetch: {count}, but {trained} trains: features of an encoder that trains cannot be "
+            "made before its update; use auto or 0"
         )
     microbatches = config.train.packs_per_step // (config.parallel.data * config.train.packs_per_microbatch)
-    if ahead > microbatches:
+    if count > microbatches:
         raise UserError(
-            f"parallel.encoder_prefetch: {ahead}, but a step of one replica has {microbatches} micro-batches: at most "
+            f"parallel.encoder_prefetch: {count}, but a step of one replica has {microbatches} micro-batches: at most "
             f"{microbatches}"
         )
 

@@ -7,8 +7,8 @@ ranks in groups of `pipeline`, and the idle share falls from (p - 1) / (m + p - 
 stages a rank, at the price of v times the messages. Stages upstream of the first trainable one run forwards only:
 nothing there needs a gradient.
 
-The vision encoder has instructions of its own, LOAD and ENCODE: while it is frozen it may run ahead of stage 0's
-forwards, into the next step too, wherever rank 0 would wait (`Encodes`).
+The vision encoder has instructions of its own, LOAD and ENCODE: while it is frozen its features are
+prefetched, for the next step too, wherever rank 0 would wait (`Encodes`).
 
 Messages are part of the lists. A receive is posted one compute (FORWARD or BACKWARD) ahead of its use and waited for at
 that use; a send is asynchronous and waited for at the step's end (waiting inside the step deadlocked 175 of 2,528

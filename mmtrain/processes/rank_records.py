@@ -1,6 +1,6 @@
 """What outlives a rank's process: where it was, in a small file that it shares, and its last words if it failed.
 
-By them the launcher says who failed, where and why (see supervise).
+By them the launcher says who failed, where and why (see blame).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simulated steps against drawings made by hand and known idle shares; encoders that run ahead."""
+"""Simulated steps against drawings made by hand and known idle shares; encoder prefetch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_schedule_that_cannot_finish_has_no_program() -> None:
         Program(lists)
 
 
-# ---- encoders that run ahead
+# ---- encoder prefetch
 
 
 def test_an_encoder_that_runs_ahead_is_never_slower_and_never_holds_more_than_it_may() -> None:
