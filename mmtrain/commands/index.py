@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> None:
             stream=sys.stdout,
         )
     found = survey(tars, fingerprint)
+    assert found.text_lengths is not None  # a fingerprint was given
     tell(f"{len(tars):,} shards, {len(found.images):,} samples, {found.images.sum():,} images")
     longest, where = int(found.text_lengths.max(initial=0)), "none"
     if longest:
