@@ -175,7 +175,7 @@ def test_a_plan_that_cannot_be_printed_is_an_error(tiny, tmp_path):
             text=True,
             timeout=60,
         )
-    assert (ended.returncode, ended.stderr) == (2, "error: standard output: No space left on device\n")
+    assert (ended.returncode, ended.stderr) == (2, "error: standard output cannot be used: No space left on device\n")
 
 
 def test_the_shipped_configs_include_one_of_72b():
@@ -323,7 +323,7 @@ def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeyp
             ranks.append(stack.enter_context(running([*common, f"optimizer.lr=0.{rank}"], tmp_path)))
         for rank in ranks:
             assert rank.wait() == 2, rank.stderr
-            assert rank.stderr.startswith("error: another run than on rank 0 is planned on rank 1: ")
+            assert rank.stderr.startswith("error: rank 1 planned a different run than rank 0: ")
 
 
 GPU = Gpu("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6), "")  # no run here may get so far as to use it

@@ -148,7 +148,7 @@ def run_command(
             show_error(error)
             return 2
         except OSError as error:
-            show_error(f"{error.filename or unnamed}: {error.strerror or error}")
+            show_error(f"{error.filename or unnamed} cannot be used: {error.strerror or error}")
             return 2
         except KeyboardInterrupt:
             note(interrupted)

@@ -98,7 +98,7 @@ def read_yaml(path: Path) -> Any:
     try:
         text = read_limited(path, MAX_BYTES, "a configuration").decode("utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such configuration file") from None
+        raise UserError(f"{path}: no such configuration file; give the path of one, or demo:llava_pp4") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read as text ({error})") from None
     return parse_yaml(text, str(path))

@@ -178,7 +178,8 @@ class Launched:
 def expected_message(rank: int, who: str) -> str:
     """The launcher's message, as a regular expression: that a rank was killed, or, if stopped, what it was at."""
     at = r"(in step \d+ \(counted from 0\), at \S.*|before its first step)"
+    was = rf"(was {at}|had not begun its first step)"
     named = rf"rank {rank} \(stage [^)]*\) "
     if who == "rank":
         return rf"\Aerror: {named}was killed by SIGKILL \(.*\) {at}\n  log: .*\n\Z"
-    return rf"\Aerror: rank \d+ \(stage [^)]*\) lost its connection to another rank {at}(\n.*)*\n  {named}was {at}\n"
+    return rf"\Aerror: rank \d+ \(stage [^)]*\) lost its connection to another rank {at}(\n.*)*\n  {named}{was}\n"

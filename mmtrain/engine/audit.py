@@ -105,7 +105,8 @@ class RankAudit:
         """Raises UserError naming a tensor that was loaded with NaN or infinity: no step could come out right."""
         for name, tensor in {**self.frozen, **self.masters}.items():
             if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
-                raise UserError(f"{name} holds NaN or infinity: the model's files are damaged; download them again")
+                source = "model.projector.init_from" if name.startswith("projector.") else "the model's folder"
+                raise UserError(f"{name} holds NaN or infinity: its file, of {source}, is damaged; get it again")
 
     def start(self) -> dict[str, Any]:
         """What this rank begins with, for `check_replicas` and `model_fingerprint`."""

@@ -88,7 +88,7 @@ class Tracer:
         if recorded is None:
             return None
         if not recorded:
-            return "no trace: it begins with the second step, and none was made"
+            return "no trace was written: it begins with the second step, which was not made"
         ranks = on_rank_0(recorded)
         if ranks is None:
             return None
@@ -96,7 +96,7 @@ class Tracer:
         try:
             write_trace(self._file, self._plan, ranks)
         except OSError as error:  # the run is worth more than its trace
-            return f"no trace: {self._file} cannot be written: {error.strerror}"
+            return f"no trace was written: {self._file} cannot be written: {error.strerror}"
         return f"trace of {steps}: {self._file}; it opens in ui.perfetto.dev"
 
 

@@ -66,8 +66,8 @@ def agree(config: RunConfig, plan: Plan, trace_steps: int, rank: int) -> Any:
         store.wait([f"mmtrain/read/{other}" for other in range(world_size)])
     if others:
         raise UserError(
-            f"another run than on rank 0 is planned on rank {others}: the config, the key=value arguments, --trace, "
-            "the model's files, the calibration (name one file in parallel.calibration) and parallel.device_memory_gib "
+            f"rank {others} planned a different run than rank 0: the config, the key=value arguments, --trace, the "
+            "model's files, the calibration (name one file in parallel.calibration) and parallel.device_memory_gib "
             "(state it where GPUs differ) must be the same on every machine"
         )
     return store

@@ -19,9 +19,7 @@ from mmtrain.processes.job import Job
 from mmtrain.processes.rank_records import OUT_OF_MEMORY, ErrorRecord, Whereabouts
 
 FORK_SERVER_IS_GONE = 255  # the exit code that multiprocessing gives to its children then (popen_forkserver.py)
-FORK_SERVER_ENDED = (
-    f"and all others ended with the process that they were forked from, which was killed ({OUT_OF_MEMORY}),"
-)
+FORK_SERVER_ENDED = f"the process that all ranks were forked from was killed ({OUT_OF_MEMORY})"
 # A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21 ProcessGroupNCCL.cpp:629] ..."
 WATCHDOG = re.compile(rb"\[rank(\d+)\]:.*(Watchdog caught collective operation timeout.*)")
 
@@ -59,9 +57,9 @@ def find_origin(
             step, doing = Whereabouts.read(records / f"progress-{rank}") or (0, "start-up")
             errors.append(ErrorRecord(rank, step, doing, "peer", waited[rank], "", time.time()))
             continue
-        forked = code == FORK_SERVER_IS_GONE and not job.on_gpus
-        what = FORK_SERVER_ENDED if forked and not fork_server_lives else _end(code)
-        return Failure(1, f"{whereabouts(job, records, rank, what)}\nlog: {job.log}")
+        if code == FORK_SERVER_IS_GONE and not job.on_gpus and not fork_server_lives:
+            return Failure(1, f"{FORK_SERVER_ENDED}; {whereabouts(job, records, rank)}\nlog: {job.log}")
+        return Failure(1, f"{whereabouts(job, records, rank, _end(code))}\nlog: {job.log}")
     first = min(errors, key=lambda error: (error.kind == "peer", error.time))
     if first.kind == "user":
         return Failure(2, first.cause)
@@ -72,14 +70,16 @@ def find_origin(
                 "no rank of this node failed by itself: the launcher of another node names the cause; if that says the "
                 "same, the network between them is at fault"
             )
-        lines += [whereabouts(job, records, rank, "was") for rank in job.local_ranks]
+        lines += [whereabouts(job, records, rank) for rank in job.local_ranks]
     return Failure(1, "\n".join([*lines, f"log: {job.log}"]))
 
 
-def whereabouts(job: Job, records: Path, rank: int, what: str) -> str:
-    """`what` happened to a rank ("was", "was killed by SIGKILL"), in which step, at what work."""
+def whereabouts(job: Job, records: Path, rank: int, what: str = "was") -> str:
+    """`what` happened to a rank ("was killed by SIGKILL"), or where it was: in which step, at what work."""
     seen = Whereabouts.read(records / f"progress-{rank}")
-    return f"{_name(job, rank)} {what} {'before its first step' if seen is None else _at(*seen)}"
+    if seen is None:
+        return f"{_name(job, rank)} {'had not begun' if what == 'was' else f'{what} before'} its first step"
+    return f"{_name(job, rank)} {what} {_at(*seen)}"
 
 
 def _name(job: Job, rank: int) -> str:

@@ -154,7 +154,7 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
             return find_origin(job, records, exit_codes, log_begins, fork_server_lives=lives)
         except SignalException as error:
             by = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
-            at = whereabouts(job, records, job.local_ranks[0], "was")
+            at = whereabouts(job, records, job.local_ranks[0])
             return Failure(128 + error.sigval, f"stopped by {by}; {at}\nlog: {job.log}")
         except UserError as error:
             return Failure(2, str(error))

@@ -228,7 +228,8 @@ class _Run:
         changed = differences(self.start.checkpoint.state, self.about)
         self.console.line(f"going on after step {step} of {self.max_steps}, from {path}")
         if changed:
-            self.console.line(f"other than when it was saved, so equal to rounding only: {', '.join(changed)}")
+            more = f"the run differs from its checkpoint in {', '.join(changed)}"
+            self.console.line(f"{more}: results agree to rounding, not bit for bit")
         if not self.start.is_own:
             self.save(step)
             self.saver.finish()
@@ -328,7 +329,7 @@ class _Run:
         """Evaluate with the images permuted among the samples, and record that beside the true `scores`."""
         extent = self.evaluator.extent
         if extent.permuted == 0:
-            self.console.line("no control: no held-out samples have other images to permute")
+            self.console.line("the control is left out: no held-out sample has another image to take")
             return
         control = self.evaluator.scores(permuted=True)
         if control is not None:

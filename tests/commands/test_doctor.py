@@ -116,7 +116,9 @@ def test_the_list_of_checks_fits_80_columns(capsys):
 
 def test_a_result_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
     code, said, error = doctor(tmp_path, "--only", "environment", "--json", "no/such/folder.json")
-    assert code == 2 and said == "" and error == "error: no/such/folder.json: No such file or directory\n"
+    assert (
+        code == 2 and said == "" and error == "error: no/such/folder.json cannot be used: No such file or directory\n"
+    )
 
 
 def test_the_demo_computes_the_losses_on_record_and_messages_between_ranks_arrive(tmp_path, temporary):

@@ -380,7 +380,7 @@ def test_a_full_disk_behind_the_output_is_an_error(folder, more):
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, str(TOOL), str(folder), *more]
         ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert ran.returncode == 2 and "error: standard output: No space left" in ran.stderr, ran.stderr
+    assert ran.returncode == 2 and "error: standard output cannot be used: No space left" in ran.stderr, ran.stderr
 
 
 def test_a_terminal_gets_lines_of_its_width(folder):

@@ -362,7 +362,9 @@ def test_a_yaml_mistake_names_file_line_and_column(tmp_path, text, where, proble
 
 
 def test_a_file_that_is_no_configuration_is_refused(tmp_path):
-    assert problems(tmp_path / "absent.yaml") == [f"{tmp_path}/absent.yaml: no such configuration file"]
+    assert problems(tmp_path / "absent.yaml") == [
+        f"{tmp_path}/absent.yaml: no such configuration file; give the path of one, or demo:llava_pp4"
+    ]
     (line,) = problems(written(tmp_path, "- a\n- b\n"))
     assert line.endswith(
         "holds a list; needs the sections run, model, parallel, data, train, optimizer, eval, checkpoint"

@@ -177,7 +177,7 @@ def test_a_run_that_ends_early_leaves_the_steps_that_it_made(tracer, tmp_path):
     assert early.finish() is None
     nothing = tracer(tmp_path / "none.json", steps=3)
     nothing.add(lambda: recorded(0, 0.0))
-    assert nothing.finish() == "no trace: it begins with the second step, and none was made"
+    assert nothing.finish() == "no trace was written: it begins with the second step, which was not made"
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
@@ -195,7 +195,8 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tracer, tmp_path):
     lost = tracer(tmp_path / "gone" / "trace.json", steps=1)
     for step in range(2):
         lost.add(lambda step=step: recorded(step, 10.0 * step))
-    assert lost.finish() == f"no trace: {tmp_path}/gone/trace.json cannot be written: No such file or directory"
+    file = tmp_path / "gone" / "trace.json"
+    assert lost.finish() == f"no trace was written: {file} cannot be written: No such file or directory"
 
 
 # ---- refusals

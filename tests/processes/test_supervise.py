@@ -108,8 +108,8 @@ def test_the_death_of_the_process_that_all_ranks_are_forked_from_is_named(outcom
     failed = outcomes["fork server killed"]
     assert failed.exit_code == 1
     assert re.match(
-        r"rank \d \(stage \d\) and all others ended with the process that they were forked from, which was killed \(if "
-        r"nobody did that, the machine ran out of memory: see dmesg\), in step 5 ",
+        r"the process that all ranks were forked from was killed \(if nobody did that, the machine ran out of memory: "
+        r"see dmesg\); rank \d \(stage \d\) was in step 5 ",
         failed.stderr,
     )
 
