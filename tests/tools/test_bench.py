@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import bench
 import pytest
 import torch
 from bench_flops import least_flops
@@ -33,7 +35,7 @@ TINY = SHAPES["tiny"]
 TRANSFORM = ImageTransform(TINY.image_size, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bicubic", "pad", 10**6)
 
 
-def bench(*arguments):
+def run_bench(*arguments):
     command = [sys.executable, str(TOOLS / "bench" / "bench.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
@@ -223,7 +225,7 @@ def test_a_contestant_that_computes_something_else_ends_the_race(fault, message)
 
 @pytest.mark.nightly
 def test_all_peers_are_raced_and_every_measurement_is_in_the_json(tmp_path):
-    ran = bench("peers", "--quick", "--json", tmp_path / "found.json", "--folder", tmp_path)
+    ran = run_bench("peers", "--quick", "--json", tmp_path / "found.json", "--folder", tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     stock = ["mmtrain", "stock, as LLaVA's script", "stock, tuned"]
@@ -247,7 +249,7 @@ def test_all_peers_are_raced_and_every_measurement_is_in_the_json(tmp_path):
 @pytest.mark.nightly
 def test_the_gpu_benchmark_runs_on_a_processor_too(tmp_path):
     options = ("--quick", "--shape", "tiny", "--device", "cpu", "--peak-tflops", "1", "--samples-per-pack", "3")
-    ran = bench("gpu", "ragged", "pipeline", *options, "--json", tmp_path / "found.json", "--folder", tmp_path)
+    ran = run_bench("gpu", "ragged", "pipeline", *options, "--json", tmp_path / "found.json", "--folder", tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     row = found["rows"]["ragged"]
@@ -288,12 +290,13 @@ def test_kernels_are_counted_without_copies_and_marks_and_a_devices_state_is_rea
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-def test_without_a_gpu_the_gpu_benchmark_says_so(tmp_path):
-    ran = bench("gpu", "--json", tmp_path / "found.json")
-    assert ran.returncode == 2 and ran.stderr.startswith("error: no CUDA device here, so nothing was measured")
+def test_without_a_gpu_the_gpu_benchmark_says_so(tmp_path, capsys):
+    assert bench.main(["gpu", "--json", str(tmp_path / "found.json")]) == 2
+    assert capsys.readouterr().err.startswith("error: no CUDA device here, so nothing was measured")
     assert not (tmp_path / "found.json").exists()
 
 
-def test_a_row_that_is_not_known_is_named():
-    ran = bench("peers", "nope")
-    assert ran.returncode == 2 and "'nope' is none of equal, ragged, pipeline" in ran.stderr
+def test_a_row_that_is_not_known_is_named(capsys):
+    with contextlib.suppress(SystemExit):
+        assert bench.main(["peers", "nope"]) == 2
+    assert "'nope' is none of equal, ragged, pipeline" in capsys.readouterr().err

@@ -7,24 +7,15 @@ import subprocess
 import sys
 
 import pytest
+from bench_checkpoint import main, median_interval
 from conftest import TOOLS
-
-
-@pytest.fixture(scope="module")
-def median_interval():
-    sys.path.insert(0, str(TOOLS / "bench"))
-    try:
-        from bench_checkpoint import median_interval
-    finally:
-        sys.path.remove(str(TOOLS / "bench"))
-    return median_interval
 
 
 @pytest.mark.parametrize(
     ("count", "below"),  # from tables of the sign test, two-sided, 5%
     [(1, 0), (5, 0), (6, 0), (8, 0), (9, 1), (12, 2), (20, 5), (30, 9), (50, 17)],
 )
-def test_the_interval_of_a_median_is_that_of_the_sign_test(median_interval, count, below):
+def test_the_interval_of_a_median_is_that_of_the_sign_test(count, below):
     values = list(range(count, 0, -1))
     assert median_interval(values) == (below + 1, count - below)
 
@@ -59,8 +50,7 @@ def test_blocks_with_and_without_saves_take_turns_and_all_is_reported(tiny, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
-def test_a_config_that_is_not_there_is_named(tmp_path):
-    command = [sys.executable, TOOLS / "bench" / "bench_checkpoint.py", "--config", tmp_path / "no.yaml"]
-    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 2 and ran.stderr.startswith("error: ") and "no.yaml" in ran.stderr
-    assert "Traceback" not in ran.stderr
+def test_a_config_that_is_not_there_is_named(tmp_path, capsys):
+    assert main(["--config", str(tmp_path / "no.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "no.yaml" in said and "Traceback" not in said
