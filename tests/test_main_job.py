@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import DEMO, DemoRun
 from conftest import MAIN_JOB as CONFIG
-from conftest import DemoRun
 from rank_runs import train
 from safetensors.torch import load_file
 
@@ -83,3 +83,9 @@ def test_nothing_to_train_is_refused(tmp_path, capsys):
     assert launch.main([str(CONFIG), f"run.dir={tmp_path}", "model.trainable=[]"]) == 2
     assert "model.trainable" in capsys.readouterr().err
     assert not (tmp_path / "llava_pp4").exists()
+
+
+def test_files_that_share_the_run_are_one_piece_of_work():
+    folder = Path(__file__).parent
+    using = {path for path in folder.rglob("test_*.py") if "demo_run" in path.read_text()}
+    assert using == {folder.parent / name for name in DEMO}, "else the run is made twice where tests run in processes"
