@@ -54,8 +54,8 @@ def test_a_folder_that_holds_something_is_never_written_into(checkpoint, tmp_pat
 
 def test_an_empty_folder_is_taken_and_what_a_killed_export_left_is_cleared(checkpoint, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out.unfinished.tmp").mkdir()
-    (tmp_path / "out.unfinished.tmp" / "model.safetensors").write_text("half")
+    (tmp_path / ".out.0123abcd.tmp").mkdir()
+    (tmp_path / ".out.0123abcd.tmp" / "model.safetensors").write_text("half")
     options = ["--checkpoint", str(checkpoint.path.parent.parent), "--format", "hf", "--out", str(tmp_path / "out")]
     assert main(["export", *options]) == 0
     load_stock(tmp_path / "out")
