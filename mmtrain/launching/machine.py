@@ -19,10 +19,7 @@ from mmtrain.processes.job import Job
 from mmtrain.processes.pool import usable_cores
 
 FEWEST_OPEN_FILES, WANTED_OPEN_FILES = 256, 4096  # connections, pipes and shards of a process
-RANK_MODULES = (
-    "torch._dynamo",
-    "mmtrain.training.loop",
-)  # the first torch.optim.AdamW imports _dynamo: 2 s in every rank
+RANK_MODULES = ("torch._dynamo", "mmtrain.training.loop")  # the first AdamW imports _dynamo: 2 s in every rank
 
 
 def plan_here(

@@ -25,7 +25,6 @@ from mmtrain.pretrained.vision_files import (
     HF_FAMILIES,
     check_vision_numbers,
     hf_facts,
-    hf_image_size,
     is_timm_name,
     square,
     timm_image_size,
@@ -269,7 +268,7 @@ def vision_shape_from(
             for name, shape in tensors.items()
             if name.startswith("vision_model.") and not name.endswith(".position_ids")
         }
-    image_size, facts = hf_image_size(config_json, source), hf_facts(config_json, source)
+    facts = hf_facts(config_json, source)
     return _selected(
         tensors,
         select_layer,
@@ -279,7 +278,7 @@ def vision_shape_from(
         patches="embeddings.patch_embedding.weight",
         heads=facts.get("num_attention_heads"),
         prefix_tokens=int("embeddings.class_embedding" in tensors),
-        image_size=image_size,
+        image_size=facts["image_size"],
         positions="embeddings.position_embedding.weight",
     )
 
@@ -295,7 +294,6 @@ def _timm_shape(config_json: dict[str, Any], tensors: dict[str, Shape], select_l
             f"model.vision.name: {source} is no plain vision transformer ({architecture}); its features are no grid of "
             "equal patches. Use a ViT, e.g. vit_base_patch16_clip_quickgelu_224.openai"
         )
-    image_size = timm_image_size(config_json, source)
     heads = (arguments.get("num_heads") if isinstance(arguments, dict) else None) or config_json.get("num_heads")
     check_vision_numbers({"num_heads": heads}, f"{source}: config.json")
     return _selected(
@@ -307,7 +305,7 @@ def _timm_shape(config_json: dict[str, Any], tensors: dict[str, Shape], select_l
         patches="patch_embed.proj.weight",
         heads=heads,
         prefix_tokens=sum(math.prod(tensors[name][:-1]) for name in ("cls_token", "reg_token") if name in tensors),
-        image_size=image_size,
+        image_size=timm_image_size(config_json, source),
     )
 
 

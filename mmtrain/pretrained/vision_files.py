@@ -53,21 +53,18 @@ def timm_image_size(config_json: dict[str, Any], source: str) -> int:
     return square(size, "images", source)
 
 
-def hf_image_size(config_json: dict[str, Any], source: str) -> int:
-    """Pixels a side that a CLIP's or SigLIP's config.json says; raises UserError unless it is one number."""
-    size = hf_facts(config_json, source).get("image_size")
-    return DEFAULT_IMAGE_SIZE if size is None else size
-
-
 def hf_facts(config_json: dict[str, Any], source: str) -> dict[str, Any]:
-    """The encoder's part of a CLIP's or SigLIP's config.json; raises UserError for numbers that no encoder has."""
+    """The encoder's part of a CLIP's or SigLIP's config.json, with the image size where it is the family's default.
+
+    Raises UserError for numbers that no encoder has.
+    """
     facts = config_json.get("vision_config", config_json)
     if not isinstance(facts, dict):
         raise UserError(f"{source}: vision_config in config.json is no object; download the file again")
     if isinstance(facts.get("image_size"), list):
         square(facts["image_size"], "images", source)
     check_vision_numbers(facts, f"{source}: config.json")
-    return facts
+    return facts | {"image_size": facts.get("image_size") or DEFAULT_IMAGE_SIZE}
 
 
 def check_vision_numbers(facts: dict[str, Any], source: str) -> None:

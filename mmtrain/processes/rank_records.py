@@ -59,9 +59,7 @@ class Whereabouts:
             with path.open("w+b") as file:
                 file.truncate(self._FORMAT.size)
                 self._memory = mmap.mmap(file.fileno(), self._FORMAT.size)
-        self.step = 0
-        self.doing = "start-up"
-        self.at(0, self.doing)
+        self.at(0, "start-up")
 
     def at(self, step: int, doing: object) -> None:
         """Record that this rank now does `doing` (an instruction, or words) in step `step`."""

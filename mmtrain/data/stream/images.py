@@ -27,7 +27,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import DECODE_ERRORS, Rejected, open_image
 from mmtrain.pretrained.model_files import model_folder, read_json
-from mmtrain.pretrained.vision_files import hf_image_size, is_timm_name, preprocessing, timm_image_size
+from mmtrain.pretrained.vision_files import hf_facts, is_timm_name, preprocessing, timm_image_size
 
 Fit = Literal["pad", "resize", "center_crop"]
 # Pixels. A thread of 1 x 65,000 is no large image, but its square is.
@@ -158,7 +158,7 @@ def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
         facts = config.get("pretrained_cfg", config)
         return timm_image_size(config, str(folder)), facts["mean"], facts["std"], facts["interpolation"]
     facts = preprocessing(folder)
-    return hf_image_size(config, str(folder)), facts.mean, facts.std, Image.Resampling(facts.resample).name
+    return hf_facts(config, str(folder))["image_size"], facts.mean, facts.std, Image.Resampling(facts.resample).name
 
 
 def timm_config(name: str) -> PretrainedCfg:
