@@ -12,17 +12,15 @@ import contextlib
 import difflib
 import json
 import os
-import platform
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
@@ -31,7 +29,6 @@ from mmtrain.base.printing import clear_line, harmless, print_table, show_words,
 from mmtrain.doctor.check import Check, Here, Outcome, run_check
 from mmtrain.doctor.machine import describe_machine
 from mmtrain.processes.gpus import Gpu, visible_gpus
-from mmtrain.processes.pool import usable_cores
 
 EXAMPLES = """\
   everything that this machine can show; minutes:
@@ -110,18 +107,25 @@ def run(options: argparse.Namespace) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if options.json is not None:
         options.json.open("a").close()  # or say now that it cannot be written
-    result: dict[str, Any] = {"machine": describe_machine(), "gpus": [], "checks": []}
+    # In the table's order, however they were named: a check trusts what those before it have seen.
+    chosen = [check for check in CHECKS if not options.only or check.name in options.only]
+    chosen = [check for check in chosen if check.quick or not options.quick]
+    if options.remake_record:
+        chosen = [REMAKE]
+    machine = describe_machine()
     gpus: tuple[Gpu, ...] = ()
     with contextlib.suppress(UserError):  # which the check of the driver then says
         gpus = visible_gpus()
     began, on_terminal = time.monotonic(), sys.stdout.isatty()
-    tell(*table_lines(("",), [(_headline(gpus, result["machine"]["versions"]),)]))
-    result["gpus"] = [asdict(gpu) for gpu in gpus]
+    devices = ", ".join(gpu.name for gpu in gpus) or "no GPU: ranks run on the CPU"
+    libraries = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    headline = f"{devices}; {machine['cores']} cores; python {machine['python']}, {libraries}"
+    tell(*table_lines(("",), [(headline,)]))
     folder = Path(tempfile.mkdtemp(prefix="doctor-"))
     here = Here(folder, folder / "runs", options.record.resolve(), gpus)
     outcomes: list[Outcome] = []
     try:
-        for check in _chosen(options):
+        for check in chosen:
             if on_terminal:  # what is being waited for
                 show_words(f"{check.name}: {check.purpose}")
             limit = check.seconds if options.timeout is None else options.timeout
@@ -137,29 +141,17 @@ def run(options: argparse.Namespace) -> int:
             tell(f"kept: {folder}, with the log.txt of {', '.join(failed)}")
         else:
             shutil.rmtree(folder)
-        result |= {"seconds": time.monotonic() - began, "checks": [asdict(outcome) for outcome in outcomes]}
+        seconds = time.monotonic() - began
         if options.json is not None:
+            checks = [asdict(outcome) for outcome in outcomes]
+            result = {"machine": machine, "gpus": [asdict(gpu) for gpu in gpus], "checks": checks, "seconds": seconds}
             options.json.write_text(json.dumps(without_nan(result), indent=1) + "\n", encoding="utf-8")
     counts = Counter(outcome.outcome for outcome in outcomes)
-    tell(", ".join(f"{counts[one]} {one}" for one in ("ok", "failed", "left out")) + f"; {result['seconds']:.0f} s")
+    tell(", ".join(f"{counts[one]} {one}" for one in ("ok", "failed", "left out")) + f"; {seconds:.0f} s")
     if options.remake_record and not failed:
         options.record.write_text(json.dumps(outcomes[-1].facts, indent=1) + "\n", encoding="utf-8")
         tell(f"written to {options.record}")
     return 1 if failed else 0
-
-
-def _chosen(options: argparse.Namespace) -> list[Check]:
-    """In the table's order, however they were named: a check trusts what those before it have seen."""
-    if options.remake_record:
-        return [REMAKE]
-    chosen = [check for check in CHECKS if not options.only or check.name in options.only]
-    return [check for check in chosen if check.quick or not options.quick]
-
-
-def _headline(gpus: Sequence[Gpu], versions: Mapping[str, str]) -> str:
-    libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
-    devices = ", ".join(gpu.name for gpu in gpus) or "no GPU: ranks run on the CPU"
-    return f"{devices}; {usable_cores()} cores; python {platform.python_version()}, {libraries}"
 
 
 def _print(outcome: Outcome) -> None:

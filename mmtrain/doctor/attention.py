@@ -1,4 +1,4 @@
-"""doctor.py's check of packed attention, whose kernels are another thing on every kind of GPU."""
+"""The doctor's check of packed attention, whose kernels are another thing on every kind of GPU."""
 
 from __future__ import annotations
 

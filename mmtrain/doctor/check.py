@@ -1,4 +1,4 @@
-"""A check of doctor.py, in a process of its own: a crash, a hang or a CUDA error of one check ends no other.
+"""A check of the doctor, in a process of its own: a crash, a hang or a CUDA error of one check ends no other.
 
 Check, Here --run_check--> child: this file, which calls the check's function --found.json--> Outcome
 

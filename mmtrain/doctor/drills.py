@@ -1,4 +1,4 @@
-"""doctor.py's drills: a rank is killed, a rank is stopped; the job must end in bounded time and name it."""
+"""The doctor's drills: a rank is killed, a rank is stopped; the job must end in bounded time and name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""doctor.py's checks of several ranks: channels between them, and the demo on other layouts than pipeline 1."""
+"""The doctor's checks of several ranks: channels between them, and the demo on other layouts than pipeline 1."""
 
 from __future__ import annotations
 

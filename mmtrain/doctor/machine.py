@@ -1,4 +1,4 @@
-"""doctor.py's checks of the machine itself: GPUs, driver, memory, shared memory, environment. No CUDA starts here."""
+"""The doctor's checks of the machine itself: GPUs, driver, memory, shared memory, environment. No CUDA starts here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""doctor.py's checks of what was foreseen: a plan's memory and step time against what then happens."""
+"""The doctor's checks of what was foreseen: a plan's memory and step time against what then happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""doctor.py's checks of numbers: what is computed here is what is computed elsewhere, and again.
+"""The doctor's checks of numbers: what is computed here is what is computed elsewhere, and again.
 
 The demo's recorded losses were made on a CPU (see `remake_record`); stages are compared with the same on the CPU.
 """

@@ -1,4 +1,4 @@
-"""What doctor.py's checks run on ranks."""
+"""What the doctor's checks run on ranks."""
 
 from __future__ import annotations
 
@@ -59,8 +59,6 @@ def exchange(plan: Plan, folder: Path, rank: Rank) -> None:
     large = LARGE_BYTES[device.type]
     found = {
         "channels": len({(kind, *pair) for (kind, _, _), pair in zip(flows, ends, strict=True)}),
-        "messages_sent_a_round": sent,
-        "messages_received_a_round": received,
         "seconds_a_round": seconds,
         "gigabytes_per_second": max(sent, received) * large / seconds[large] / 1e9,
         "small_microseconds": seconds[SMALL_BYTES] / max(sent, received) * 1e6,
