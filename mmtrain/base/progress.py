@@ -16,12 +16,7 @@ class ProgressBar:
     """`total` things to do, and how many samples (or whatever is `counted`) a second that makes."""
 
     def __init__(
-        self,
-        unit: str,
-        total: int,
-        say: Callable[[str], None],
-        stream: TextIO | None = None,
-        counted: str = "samples",
+        self, unit: str, total: int, say: Callable[[str], None], stream: TextIO | None = None, counted: str = "samples"
     ) -> None:
         """`unit` is the things' plural; `stream` carries the bar if it is a terminal, else `say` prints lines."""
         self.counted = counted
