@@ -26,12 +26,8 @@ METRICS, BAD_STEPS = "metrics.jsonl", "bad_steps.jsonl"
 RECORDS = (METRICS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
 DISCARDED = "discarded.jsonl"
 AUDIT = "audit.json"
-BEFORE_THE_FIRST_STEP = (
-    "log*.txt",
-    "quarantine.jsonl",
-    leftovers(CONFIG),
-    leftovers(PLAN),
-)  # what a start that fails may leave
+# What a start that fails may leave.
+BEFORE_THE_FIRST_STEP = ("log*.txt", "quarantine.jsonl", leftovers(CONFIG), leftovers(PLAN))
 
 
 def run_folder(config: RunConfig) -> Path:

@@ -67,7 +67,7 @@ def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) ->
 
 
 def _unknown_key(path: Path, value: Any, fields: dict[Path, FieldInfo]) -> str:
-    path = tuple(part if len(part) <= LONGEST_KEY else part[: LONGEST_KEY - 3] + "..." for part in path)
+    path = tuple(shortened(part, LONGEST_KEY) for part in path)
     for new, field in fields.items():
         if any(isinstance(mark, RenamedFrom) and (*new[:-1], mark.name) == path for mark in field.metadata):
             return f"{'.'.join(path)}: the key is called {'.'.join(new)} now; rename it"

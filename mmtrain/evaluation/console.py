@@ -58,11 +58,10 @@ class Console:
             self._bar.update(0, note=f"evaluating {done}/{total}" if done < total else "")
             return
         now = time.monotonic()
-        if done == 0:  # most are done before this says a word
+        if done == 0 or (done < total and now - self._printed_at >= SECONDS_BETWEEN_LINES):
             self._printed_at = now
-        elif done < total and now - self._printed_at >= SECONDS_BETWEEN_LINES:
-            self._printed_at = now
-            self.line(f"evaluating: {done} of {total} micro-batches done")
+            if done:  # most are done before this says a word
+                self.line(f"evaluating: {done} of {total} micro-batches done")
 
     def evaluation(self, step: int, scores: Scores) -> None:
         """Show the scores on held-out samples after `step` updates."""

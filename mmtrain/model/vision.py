@@ -30,12 +30,8 @@ from mmtrain.pretrained.model_files import (
 )
 from mmtrain.pretrained.vision_files import check_vision_numbers, is_timm_name, square, tokens_per_image
 
-WEIGHT_FILES = (
-    "model.safetensors",
-    "open_clip_model.safetensors",
-    "pytorch_model.bin",
-    "open_clip_pytorch_model.bin",
-)  # what timm reads too, its preference first
+# What timm reads too, its preference first.
+WEIGHT_FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
 
 HF_MODELS = {
     "clip": (CLIPVisionConfig, CLIPVisionModel, 1),
