@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -13,6 +13,8 @@ from mmtrain.checkpoint.step_folder import StepFolder, find
 
 if TYPE_CHECKING:
     import torch
+
+    from mmtrain.exporting.hf import ExportedModel
 
 _log = logging.getLogger(__name__)
 Format = Literal["safetensors", "llava", "hf"]
@@ -53,12 +55,20 @@ def export(
     say(f"{checkpoint.path}: {checkpoint.step:,} steps")
     import torch  # after the cheap refusals: it takes seconds
 
+    from mmtrain.exporting.hf import export_hf
     from mmtrain.exporting.llava import export_llava
     from mmtrain.exporting.projector_file import export_projector_file
+    from mmtrain.exporting.tensors import new_folder
 
     tensors = getattr(torch, dtype or (checkpoint.config.model.llm.dtype if format == "hf" else "float32"))
     if format == "hf":
-        _export_model(checkpoint, out, tensors, int(max_shard_gb * 1e9), verify, say, show)
+        with new_folder(out) as folder:
+            exported = export_hf(checkpoint, folder, tensors, int(max_shard_gb * 1e9), show)
+            say(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
+            if exported.unmarked:
+                say(exported.unmarked)
+            for line in _verify(checkpoint, folder, exported, tensors, verify) if verify is not None else ():
+                say(line)
     elif format == "llava":
         export_llava(checkpoint, out, tensors)
     else:
@@ -68,50 +78,34 @@ def export(
     return out
 
 
-def _export_model(
-    checkpoint: StepFolder,
-    out: Path,
-    dtype: torch.dtype,
-    shard_bytes: int,
-    verify: int | None,
-    say: Callable[[str], None],
-    show: Callable[[str, int, int], None],
-) -> None:
-    from mmtrain.exporting.hf import export_hf
-    from mmtrain.exporting.tensors import new_folder
+def _verify(
+    checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, samples: int
+) -> Iterator[str]:
+    """Compare an exported model with mmtrain's; what is to be said of it. Raises DifferentError."""
     from mmtrain.exporting.verify import PROMPTS, batch_fault, compare_logits
 
-    with new_folder(out) as folder:
-        exported = export_hf(checkpoint, folder, dtype, shard_bytes, show)
-        say(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
-        if exported.unmarked:
-            say(exported.unmarked)
-        if verify is not None:
-            say("comparing with mmtrain's own logits: both models are loaded, in float32, one after the other")
-            found, model = compare_logits(checkpoint, folder, exported, dtype, verify)
-            line = (
-                f"logits of {found.tokens:,} answer tokens in {len(found.samples)} samples: largest difference "
-                f"{found.difference:.1e} (largest logit {found.largest:.1f}), the same token said at "
-                f"{found.agreeing:,} of {found.tokens:,}"
-            )
-            if not found.passed:
-                raise DifferentError(
-                    f"{line}: the exported model is not the one that was trained; nothing was exported"
-                )
-            say(line)
-            plain = checkpoint.config.data.template == "plain"
-            if fault := batch_fault(folder, model, found.samples, plain):
-                raise DifferentError(
-                    f"batches are answered wrongly: {fault}; nothing was exported. Without --verify the folder is "
-                    "written all the same: ask it one prompt at a time"
-                )
-            say(f"{PROMPTS} prompts of different lengths are answered in one batch as one at a time")
-            if not found.frozen_as_trained:
-                versions = checkpoint.state["versions"]
-                say(
-                    "whether LLM and encoder are those that the run was trained with is open: it had transformers "
-                    f"{versions['transformers']} and timm {versions['timm']}"
-                )
+    yield "comparing with mmtrain's own logits: both models are loaded, in float32, one after the other"
+    found, model = compare_logits(checkpoint, folder, exported, dtype, samples)
+    line = (
+        f"logits of {found.tokens:,} answer tokens in {len(found.samples)} samples: largest difference "
+        f"{found.difference:.1e} (largest logit {found.largest:.1f}), the same token said at "
+        f"{found.agreeing:,} of {found.tokens:,}"
+    )
+    if not found.passed:
+        raise DifferentError(f"{line}: the exported model is not the one that was trained; nothing was exported")
+    yield line
+    if fault := batch_fault(folder, model, found.samples, checkpoint.config.data.template == "plain"):
+        raise DifferentError(
+            f"batches are answered wrongly: {fault}; nothing was exported. Without --verify the folder is written all "
+            "the same: ask it one prompt at a time"
+        )
+    yield f"{PROMPTS} prompts of different lengths are answered in one batch as one at a time"
+    if not found.frozen_as_trained:
+        versions = checkpoint.state["versions"]
+        yield (
+            "whether LLM and encoder are those that the run was trained with is open: it had transformers "
+            f"{versions['transformers']} and timm {versions['timm']}"
+        )
 
 
 def _size(count: int) -> str:

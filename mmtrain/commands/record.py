@@ -10,19 +10,19 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mmtrain.base.arguments import command_parser
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import tell
 from mmtrain.pretrained.families import check_family
-from mmtrain.pretrained.model_files import Shape, model_folder, read_json
+from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
 from mmtrain.pretrained.shapes import llm_shape_from, vision_shape_from
 from mmtrain.pretrained.vision_files import hf_facts, is_timm_name
 
 if TYPE_CHECKING:
-    import torch
+    from torch import nn
 
 EXAMPLES = """\
   an LLM, from a folder with its config.json; the id is the name that configs will use:
@@ -52,12 +52,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def record_llm(path: str, name: str | None, aliases: tuple[str, ...]) -> Recorded:
+def record_llm(options: argparse.Namespace) -> Recorded:
     """Record a causal LM from the config.json in its folder; raises UserError for families that cannot be staged."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = model_folder(path)
+    folder = model_folder(options.model)
     check_family(read_json(folder / "config.json"))
     stock_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
@@ -67,37 +67,37 @@ def record_llm(path: str, name: str | None, aliases: tuple[str, ...]) -> Recorde
     if set(config.get("layer_types", ())) == {"full_attention"}:
         del config["layer_types"]
         config.pop("sliding_window", None)
-    return Recorded("llm", name or path, aliases, config, parameter_shapes(model))
+    return _recorded("llm", options, config, model)
 
 
-def record_timm(name: str, record_as: str | None, aliases: tuple[str, ...]) -> Recorded:
+def record_timm(options: argparse.Namespace) -> Recorded:
     """Record a timm vision transformer by its timm name; its architecture (the name without tag) is an alias."""
     import timm
     import torch
 
+    name = options.vision
     if not timm.is_model(name):
         raise UserError(f"{name}: timm knows no such model; list them: timm.list_models(pretrained=True)")
     with torch.device("meta"):
         model = timm.create_model(name, pretrained=False)
     if not hasattr(model, "blocks"):
         raise UserError(f"{name}: a {type(model).__name__}, which has no blocks; only vision transformers can be used")
-    architecture = name.split(".")[0]
     config = {
-        "architecture": architecture,
+        "architecture": name.split(".")[0],
         "num_heads": model.blocks[0].attn.num_heads,
         "pretrained_cfg": {"input_size": list(model.pretrained_cfg["input_size"])},
     }
-    known_as = tuple(alias for alias in dict.fromkeys((architecture, *aliases)) if alias != name)
-    return Recorded("vision", record_as or name, known_as, config, parameter_shapes(model))
+    options.alias = [alias for alias in dict.fromkeys((config["architecture"], *options.alias)) if alias != name]
+    return _recorded("vision", options, config, model)
 
 
-def record_hf_vision(path: str, record_as: str | None, aliases: tuple[str, ...]) -> Recorded:
+def record_hf_vision(options: argparse.Namespace) -> Recorded:
     """Record a Hugging Face CLIP or SigLIP vision model from the config.json in its folder."""
     import torch
 
     from mmtrain.model.vision import HF_MODELS
 
-    folder = model_folder(path)
+    folder = model_folder(options.vision)
     config_json = read_json(folder / "config.json")
     family = config_json.get("model_type")
     if family not in tuple(HF_MODELS):  # by ==: it may be a list
@@ -109,24 +109,23 @@ def record_hf_vision(path: str, record_as: str | None, aliases: tuple[str, ...])
     with torch.device("meta"):
         model = model_class(stock_config)
     config = {key: getattr(stock_config, key) for key in ("model_type", "num_attention_heads", "image_size")}
-    return Recorded("vision", record_as or path, aliases, config, parameter_shapes(model))
+    return _recorded("vision", options, config, model)
 
 
-def parameter_shapes(model: torch.nn.Module) -> dict[str, Shape]:
-    """Stock name and shape of every parameter, tied ones once."""
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+def _recorded(kind: Literal["llm", "vision"], options: argparse.Namespace, config: dict, model: nn.Module) -> Recorded:
+    """With stock name and shape of every parameter, tied ones once."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return Recorded(kind, options.id or options.model or options.vision, tuple(options.alias), config, shapes)
 
 
 def run(options: argparse.Namespace) -> None:
     """Write one record and say what is in it; raises UserError."""
     if options.vision is None:
-        recorded = record_llm(options.model, options.id, tuple(options.alias))
+        recorded = record_llm(options)
         shape = llm_shape_from(recorded.config, recorded.parameters, recorded.id)
         summary = f"{len(shape.decoder)} decoder layers, hidden size {shape.hidden_size}"
     else:
-        recorded = (record_timm if is_timm_name(options.vision) else record_hf_vision)(
-            options.vision, options.id, tuple(options.alias)
-        )
+        recorded = record_timm(options) if is_timm_name(options.vision) else record_hf_vision(options)
         shape = vision_shape_from(recorded.config, recorded.parameters, -1, recorded.id)
         summary = f"{shape.blocks_run} blocks, width {shape.width}, {shape.tokens_per_image} tokens per image"
     file = options.out / (recorded.id.lower().replace("/", "--") + ".json")

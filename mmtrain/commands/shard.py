@@ -193,7 +193,7 @@ def _write_all(tally: Tally, options: argparse.Namespace, unfinished: Unfinished
 
     def tick(through: int) -> None:
         ahead = max(through - made, 0)
-        progress.show(min(done + ahead, tally.total - 1), made - lost + ahead, _lost(tally))
+        progress.show(min(done + ahead, tally.total - 1), made - lost + ahead, f"{tally.reasons.total():,} rejected")
 
     count = None
     if options.tokenizer is not None:
@@ -212,11 +212,7 @@ def _write_all(tally: Tally, options: argparse.Namespace, unfinished: Unfinished
             if job.number not in known:
                 made += len(job.candidates)
                 lost += len(finished.rejected)
-        progress.show(done, made - lost, _lost(tally))
-
-
-def _lost(tally: Tally) -> str:
-    return f"{tally.reasons.total():,} rejected"
+        progress.show(done, made - lost, f"{tally.reasons.total():,} rejected")
 
 
 def _unfinished(error: UserError | OSError, tally: Tally, unfinished: UnfinishedRun, rejected_file: Path) -> UserError:

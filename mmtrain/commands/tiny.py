@@ -25,7 +25,7 @@ import torch
 import yaml
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from mmtrain.base.arguments import command_parser, positive, share
@@ -62,23 +62,6 @@ def make_tiny_llm(
     folder = Path(folder)
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
-    config = _tiny_config(family, layers, width, tied, tokenizer, config_values)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=None, trust_remote_code=False
-        )
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.ndim == 1 and name.endswith("weight"):  # norms: all equal would hide a misplaced one
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    model.eval().save_pretrained(folder, max_shard_size=max_shard_size)
-    return folder
-
-
-def _tiny_config(
-    family: str, layers: int, width: int, tied: bool | None, tokenizer: PreTrainedTokenizerFast, config_values: dict
-) -> PreTrainedConfig:
     heads = 4
     wanted = (
         (width, "hidden_size n_embd moe_intermediate_size shared_expert_intermediate_size"),
@@ -108,7 +91,18 @@ def _tiny_config(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    return AutoConfig.for_model(family, **(values | special | config_values))
+    config = AutoConfig.for_model(family, **(values | special | config_values))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=None, trust_remote_code=False
+        )
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1 and name.endswith("weight"):  # norms: all equal would hide a misplaced one
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.eval().save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
