@@ -63,7 +63,12 @@ def _ensure(name: str, say: Callable[[str], None]) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with held(folder.with_name(f".{folder.name}.lock"), wait=True):
             if not _is_whole(folder, split):
-                _make(folder, name, split, say)
+                say(f"making {name}: {SAMPLES[split]:,} pictures of handwritten digits with conversations, in {folder}")
+                start = time.perf_counter()
+                shutil.rmtree(folder, ignore_errors=True)
+                with whole_folder(folder) as unfinished:
+                    write_shards(draw_samples(split), unfinished, SAMPLES_PER_SHARD)
+                say(f"made {name} in {time.perf_counter() - start:.1f} s")
     except (OSError, UserError) as error:
         if _is_whole(folder, split):  # where nothing can be locked another process may have been faster
             return
@@ -73,15 +78,6 @@ def _ensure(name: str, say: Callable[[str], None]) -> None:
 def _is_whole(folder: Path, split: str) -> bool:
     """Whether all shards are there; a cleaner of caches may have been here."""
     return len(list(folder.glob("*.tar"))) == math.ceil(SAMPLES[split] / SAMPLES_PER_SHARD)
-
-
-def _make(folder: Path, name: str, split: str, say: Callable[[str], None]) -> None:
-    say(f"making {name}: {SAMPLES[split]:,} pictures of handwritten digits with conversations, in {folder}")
-    start = time.perf_counter()
-    shutil.rmtree(folder, ignore_errors=True)
-    with whole_folder(folder) as unfinished:
-        write_shards(draw_samples(split), unfinished, SAMPLES_PER_SHARD)
-    say(f"made {name} in {time.perf_counter() - start:.1f} s")
 
 
 def draw_samples(split: str) -> Iterator[KeyedSample]:

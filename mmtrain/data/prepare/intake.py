@@ -86,8 +86,8 @@ def _array_elements(stream: TextIO, path: Path) -> Iterator[object]:
     except (ValueError, RecursionError) as error:
         seen = error.msg if isinstance(error, json.JSONDecodeError) else error
         raise UserError(
-            f"{path}: not valid JSON after {number:,} records, at character {window.position:,} ({seen}); is the file "
-            "complete?"
+            f"{path}: not valid JSON after {number:,} records, at character {window.before + window.at:,} ({seen}); is "
+            "the file complete?"
         ) from None
 
 
@@ -99,10 +99,6 @@ class _Window:
         self.text = ""
         self.at = 0
         self.before = 0  # characters of the file that come before `text`
-
-    @property
-    def position(self) -> int:
-        return self.before + self.at
 
     def more(self) -> bool:
         """Read on and forget what was used; doubling keeps the retries over one long record linear in its length."""
@@ -209,17 +205,13 @@ class Intake:
         if key not in self.keys:
             return key
         if not self.keep_duplicates:
-            raise Rejected("duplicate_id", f"{self.where(self.keys[key])} has it too")
+            file, first = self.place(self.keys[key])
+            raise Rejected("duplicate_id", f"record {first} of {file.name} has it too")
         while True:
             self.repeats[key] += 1
             numbered = f"{key}-{self.repeats[key] + 1}"
             if numbered not in self.keys:  # else it is an id of its own
                 return numbered
-
-    def where(self, number: int) -> str:
-        """A record's file and its number in it, in words."""
-        file, number = self.place(number)
-        return f"record {number} of {file.name}"
 
     def place(self, number: int) -> tuple[Path, int]:
         """A record's file and its number in it."""

@@ -265,6 +265,8 @@ def _crc32(header: dict, content: bytes) -> int:
 
 
 def _to_columns(index: ShardIndex) -> dict:
+    per_sample = (index.members, index.image_sizes, *(text.tokens for text in index.texts.values()))
+    assert {len(index.keys)} == set(map(len, (index.keys, *per_sample))), "not one entry a sample"
     members = [member for sample in index.members for member in sample]
     widths, heights = ([size[axis] for sample in index.image_sizes for size in sample] for axis in (0, 1))
     columns = zip(*members, strict=True) if members else [()] * 4

@@ -13,6 +13,7 @@ before. Draws come from numpy's RandomState, whose streams are frozen (NEP 19), 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
@@ -195,7 +196,7 @@ class PackOrder:
         self.capacity = capacity
         self.shuffle_shards = shuffle_shards
         self.pack_window = pack_window
-        self._plans: dict[int, EpochPlan] = {}  # the last used last
+        self._plan = functools.lru_cache(_PLANS_KEPT)(self._plan_epoch)
         self._first_packs = [0]  # of the epochs from 0 on
 
     def packs(self, first: int, count: int) -> list[PlannedPack]:
@@ -214,14 +215,7 @@ class PackOrder:
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
         """One epoch's plan; the last two used are kept. Raises UserError where it holds no pack."""
-        plan = self._plans.pop(epoch, None)
-        if plan is None:
-            plan = plan_epoch(self.sets, self.seed, epoch, self.capacity, self.shuffle_shards, self.pack_window)
-            self._refuse_empty(plan, epoch)
-        self._plans[epoch] = plan
-        if len(self._plans) > _PLANS_KEPT:
-            del self._plans[next(iter(self._plans))]
-        return plan
+        return self._plan(epoch)
 
     def first_pack(self, epoch: int) -> int:
         """Number of an epoch's first pack. Raises UserError where an epoch before it holds none."""
@@ -233,9 +227,10 @@ class PackOrder:
         """Steps that train every sample of these epochs; the last one is filled from the epoch after them."""
         return -(-self.first_pack(epochs) // packs_per_step)
 
-    def _refuse_empty(self, plan: EpochPlan, epoch: int) -> None:
+    def _plan_epoch(self, epoch: int) -> EpochPlan:
+        plan = plan_epoch(self.sets, self.seed, epoch, self.capacity, self.shuffle_shards, self.pack_window)
         if len(plan):
-            return
+            return plan
         if plan.drawn == 0:
             why = (
                 "they are empty, or held out for evaluation, or their data set's weight is so small that epoch "

@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import json
 import multiprocessing
@@ -60,6 +61,14 @@ def small_index() -> ShardIndex:
         faults={1: ("not_json", "Expecting value \u2028 \udce9")},
         texts={"f" * 16: TextLengths([12, 0, 300]), "0" * 16: TextLengths([9, 0, 0], {2: ("template", "why")})},
     )
+
+
+def test_an_index_whose_lists_do_not_fit_each_other_is_not_written(tmp_path):
+    (tmp_path / "s.tar").touch()
+    for broken in ({"keys": ["a"]}, {"image_sizes": []}, {"texts": {"f": TextLengths([1])}}):
+        with pytest.raises(AssertionError, match="one entry a sample"):
+            write_index(tmp_path / "s.tar", dataclasses.replace(small_index(), **broken))
+    assert [path.name for path in tmp_path.iterdir()] == ["s.tar"]
 
 
 def random_index(draw: random.Random) -> ShardIndex:
