@@ -197,7 +197,7 @@ def encoding_ahead(plan: Plan, ahead: int) -> Plan:
     """The same plan with an encoder that is so many micro-batches ahead, whether that is faster or not."""
     if ahead == 0:
         return plan
-    encodes = replace(immediate_encodes(plan.schedule[0]), ahead=ahead)
+    encodes = replace(immediate_encodes(plan.schedule[0]), prefetched=ahead)
     shape = plan.pipeline, plan.microbatches_per_step, plan.first_trainable_stage, plan.stages_per_rank
     return replace(plan, schedule=training_schedule(*shape, encodes), encode_ahead=ahead)
 
