@@ -26,6 +26,7 @@ from mmtrain.processes.rank_records import Whereabouts
 
 AT_START = ("opening the data", "loading weights", "building the engine", "loading the checkpoint")
 SECONDS_TO_END = 10.0  # that a job may take to end when one of its ranks is killed
+SECONDS_AFTER_TIMEOUT = 45.0  # the same after parallel.timeout_seconds where one is stopped
 POLL = 0.0002  # seconds; a save of the demo is on its way for about 5 ms
 
 
@@ -63,6 +64,15 @@ class Killed:
     exit_code: int
     message: str  # on stderr
     expected_message: str | None  # regular expression; None where nobody is left to say anything
+
+    def problems(self, limit: float) -> list[str]:
+        """What must not be after a kill, of which no process may be left `limit` seconds later."""
+        found = []
+        if self.seconds > limit:
+            found.append(f"its processes were there for {self.seconds:.1f} s after the kill; {limit:.0f} are allowed")
+        if self.expected_message is not None and not re.search(self.expected_message, self.message):
+            found.append(f"its message does not name what was killed: {self.message!r}")
+        return found
 
 
 class Launched:

@@ -121,6 +121,12 @@ def test_checkpoints_that_should_be_there_or_should_not_are_a_problem(compared):
     assert "step-00000004.tmp is left" in problems
 
 
+def test_a_damaged_checkpoint_is_a_problem(compared):
+    run, compare = compared
+    (step_path(run, 2) / "state.json").unlink()
+    assert any("state.json is missing" in problem for problem in compare().problems)
+
+
 GOOD = "error: rank 2 (stage 2) was killed by SIGKILL (if nobody) in step 3 (counted from 0), at LOAD(x)\n  log: l\n"
 
 
@@ -135,14 +141,11 @@ GOOD = "error: rank 2 (stage 2) was killed by SIGKILL (if nobody) in step 3 (cou
         (1.0, GOOD + GOOD, "does not name what was killed"),
     ],
 )
-def test_a_job_that_stays_or_does_not_say_what_died_is_a_problem(tmp_path, seconds, message, said):
-    run = make_run(tmp_path / "run")
+def test_a_job_that_stays_or_does_not_say_what_died_is_a_problem(seconds, message, said):
     expected = expected_message(2, "rank")
     killed = Killed(Kill("step", "rank"), 3, "LOAD(x)", False, seconds, 1, message, expected)
-    problems = crash_test._wrong_after_kill(killed, run, 10.0)
+    problems = killed.problems(10.0)
     assert len(problems) == (said is not None) and all(said in problem for problem in problems)
-    (step_path(run, 2) / "state.json").unlink()
-    assert any("state.json is missing" in problem for problem in crash_test._wrong_after_kill(killed, run, 10.0))
 
 
 def test_the_message_of_a_job_with_a_stopped_rank_is_recognised_as_it_is_printed():

@@ -40,7 +40,7 @@ from mmtrain.checkpoint.step_folder import (
     why_damaged,
 )
 from mmtrain.config.load import DEMO, load_config
-from mmtrain.doctor.crash_job import SECONDS_TO_END, Kill, Killed, Launched
+from mmtrain.doctor.crash_job import SECONDS_AFTER_TIMEOUT, SECONDS_TO_END, Kill, Killed, Launched
 from mmtrain.engine.utilization import MEASURED
 
 EXAMPLES = """\
@@ -65,7 +65,6 @@ ROUND = (("save", "load"), ("step",), ("save",), ("step", "load"), ("save", "sav
 VICTIMS = ("rank", "all", "launcher")
 EXIT_DIFFERENT = 1
 HANG_TIMEOUT = 10  # parallel.timeout_seconds of a start in which a rank is stopped
-SECONDS_AFTER_TIMEOUT = 45.0
 
 
 @dataclass
@@ -188,7 +187,7 @@ def _run_trial(number: int, kills: Sequence[Kill], reference: Reference, setup: 
                 start.process.wait()
             elif (killed := start.strike(kill, draw, limit + 30)) is not None:
                 trial.kills.append(killed)
-                trial.problems += _wrong_after_kill(killed, run, limit)
+                trial.problems += [*_damaged(run), *killed.problems(limit)]
         finally:
             start.end()
         said = start.stdout.read_text()
@@ -211,16 +210,6 @@ def _run_trial(number: int, kills: Sequence[Kill], reference: Reference, setup: 
         for used in setup.scratch.glob(f"{name}-*"):
             shutil.rmtree(used)
     return trial
-
-
-def _wrong_after_kill(killed: Killed, run: Path, limit: float) -> list[str]:
-    """What must not be after a kill."""
-    problems = _damaged(run)
-    if killed.seconds > limit:
-        problems.append(f"its processes were there for {killed.seconds:.1f} s after the kill; {limit:.0f} are allowed")
-    if killed.expected_message is not None and not re.search(killed.expected_message, killed.message):
-        problems.append(f"its message does not name what was killed: {killed.message!r}")
-    return problems
 
 
 def _damaged(run: Path) -> list[str]:
