@@ -214,7 +214,7 @@ class _Run:
 
     def _report(self, saved: Saved) -> None:
         self.metrics.write(**saved.record())
-        text = f"saved {saved.path}" if saved.error is None else f"checkpoint not saved: {saved.error}"
+        text = f"saved {saved.path}" if saved.error is None else f"the checkpoint was not saved: {saved.error}"
         print(text)  # into the log
         self.console.line(text)
 
