@@ -182,7 +182,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     which.add_argument("--only", nargs="+", metavar="NAME", help="only these checks")
     which.add_argument("--quick", action="store_true", help="only the most telling checks, within a minute")
     add("--cpu", action="store_true", help="as on a machine without a GPU")
-    add("--timeout", type=positive(float), metavar="SECONDS", help="of each check (each has its own, from 30 to 900)")
+    add("--timeout", type=positive(float), metavar="SECONDS", help="of each check (each has its own, from 30 to 300)")
     add("--json", type=path, metavar="FILE", help="write everything that was seen")
     add("--record", type=path, metavar="FILE", default=RECORD, help="losses to compare the demo's with (the shipped)")
     which.add_argument(
