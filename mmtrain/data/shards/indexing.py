@@ -123,10 +123,7 @@ def build_indexes(
         samples = through
         progress.show(done, samples, f"{len(failures):,} failed" if failures else "")
 
-    with (
-        worker_pool(index, min(workers, len(tars))) as run,
-        ProgressBar("shards", len(tars), say, stream) as progress,
-    ):
+    with worker_pool(index, min(workers, len(tars))) as run, ProgressBar("shards", len(tars), say, stream) as progress:
         for _, error in run(tars, show):
             done += 1
             if error is not None:
