@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_is_refused_though_its_tensors_can_be_read(tmp_path
     load_file(folder / "projector.safetensors")
     for path in (folder, folder / "projector.safetensors"):
         assert "projector.safetensors is damaged" in refusal(path)
-    with pytest.raises(UserError, match="has no whole checkpoint"):
+    with pytest.raises(UserError, match=r"no checkpoint of .* is whole"):
         find_projector(str(tmp_path))
 
 
