@@ -95,8 +95,10 @@ class TensorWriter:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         place = 0
         for name, source in tensors.items():
-            dtype, end = _NAMES[self.dtype_of(name, source)], place + self.bytes_of(name, source)
-            header[name] = {"dtype": dtype, "shape": list(source.shape), "data_offsets": [place, end]}
+            dtype, end = self.dtype_of(name, source), place + self.bytes_of(name, source)
+            if dtype not in _NAMES:
+                raise UserError(f"{name} is stored as {str(dtype)[6:]}; use a release in bf16, fp16 or fp32")
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(source.shape), "data_offsets": [place, end]}
             place = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

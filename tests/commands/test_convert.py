@@ -56,6 +56,14 @@ def test_every_tensor_is_the_same_and_slices_equal_from_pretrained(tmp_path, sha
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_weights_of_a_quantised_model_are_refused_and_leave_nothing(tmp_path, capsys):
+    torch.save({"a": torch.ones(2).to(torch.float8_e4m3fn)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["convert", str(tmp_path)]) == 2
+    assert "a is stored as float8_e4m3fn; use a release in bf16" in capsys.readouterr().err
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "pytorch_model.bin"}
+
+
 def test_a_new_folder_gets_config_and_tokenizer_and_no_pickles(tmp_path, capsys):
     save_pickled(tmp_path / "old", 2)
     (tmp_path / "old" / "training_args.bin").write_bytes(b"pickle")
