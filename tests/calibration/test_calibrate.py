@@ -120,7 +120,7 @@ def test_a_calibration_that_cannot_be_written_is_not_measured(tiny, tmp_path, ca
 def test_a_calibration_of_several_machines_is_refused(tiny, capsys, monkeypatch):
     several = ["--nnodes", "2", "--rdzv-endpoint", "first:29500"]
     assert launch([str(tiny / "config.yaml"), "--calibrate", *several]) == 2
-    assert "--calibrate measures on one machine" in capsys.readouterr().err
+    assert "mmtrain calibrate measures on one machine" in capsys.readouterr().err
     for name, value in {
         "RANK": "0",
         "LOCAL_RANK": "0",

@@ -419,7 +419,7 @@ def test_a_wrong_images_folder_shows_early_and_another_try_needs_no_clean_up(fol
         ("mkdir out && touch out/old.tar", r"--out \S+/out: holds shards already \(old\.tar\)"),
         ("mkdir out && touch out/.shard-000004.tar.ab.tmp", r"holds shards already \(\.shard-000004\.tar\.ab\.tmp\)"),
         ("mkdir out && touch out/dataset.json", r"holds shards already \(dataset\.json\)"),
-        ("ln -s /proc out", r"out/\.lock: "),
+        ("ln -s /proc out", r"out/\.lock cannot be used: "),
         ("ln -s images out", r"--out \S+/out: is the folder of the images"),
     ],
 )
