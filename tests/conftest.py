@@ -66,6 +66,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
+def no_engine_here():
+    """An engine belongs into a forked rank: what DeepSpeed keeps of one hangs every rank that is forked afterwards."""
+    yield
+    groups = sys.modules.get("deepspeed.utils.groups")
+    assert groups is None or groups.mpu is None, "made in the tests' own process; use ranks.run_ranks"
+
+
+@pytest.fixture(autouse=True)
 def one_thread():
     """Two cores are shared with other tests' processes; more threads are slower and change the order of sums."""
     torch.set_num_threads(1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +56,10 @@ def test_the_demo_is_planned_by_its_name_without_torch():
 def test_another_demo_is_refused_with_the_one_that_there_is(capsys):
     assert main(["plan", "demo:llava_pp8"]) == 2
     assert "the demo has no such configuration; it has demo:llava_pp4" in capsys.readouterr().err
+
+
+def test_every_tool_of_a_checkout_starts_a_command_of_its_own():
+    tools = sorted(Path("tools").glob("*.py"))
+    named = [re.findall(r'door\("(\w+)"\)', tool.read_text()) for tool in tools]
+    assert all(len(names) == 1 and names[0] in COMMANDS for names in named) and tools
+    assert len({names[0] for names in named}) == len(tools)

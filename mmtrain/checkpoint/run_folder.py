@@ -36,7 +36,7 @@ def run_folder(config: RunConfig) -> Path:
 
 
 @contextlib.contextmanager
-def claimed(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Hold a run's folder until the block ends, so that no second run can delete it or write into it.
 
     The kernel lets go when this process dies, however it dies. Raises UserError if another run holds it.
@@ -64,7 +64,7 @@ def contents_of_a_run(folder: Path) -> list[str]:
 
 
 def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool) -> None:
-    """Make the run's folder, which the caller has claimed.
+    """Make the run's folder, which the caller holds (`locked`).
 
     For a new run it then has config.yaml and plan.json, what a start that failed has left being replaced; with
     `run.overwrite` an earlier run is deleted. One that `goes_on` is left alone until `go_back`.

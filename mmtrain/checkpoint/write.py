@@ -257,6 +257,7 @@ class Checkpointer:
             with new_step_folder(target) as unfinished:
                 for file, part in ((target / TENSORS, weights), (target / OPTIMIZER, optimizer)):
                     save_file(part, unfinished / file.name)
+                file = target
                 (unfinished / STATE).write_text(state)
                 size = sum(file.stat().st_size for file in unfinished.iterdir())
         except (OSError, SafetensorError) as error:

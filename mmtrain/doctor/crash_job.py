@@ -59,7 +59,7 @@ class Killed:
     kill: Kill
     step: int  # the furthest that a rank was at
     doing: str  # what the killed rank, or rank 0, was at
-    tore_a_save: bool  # step-*.tmp is left
+    tore_a_save: bool  # .step-*.tmp is left
     seconds: float  # until no process of the job was left
     exit_code: int
     message: str  # on stderr

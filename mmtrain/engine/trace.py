@@ -37,6 +37,7 @@ class Work(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+# four of the instructions are called as the work that they are
 WORK_OF = dict.fromkeys(Op, Work.COMMUNICATION)
 WORK_OF |= {op: Work(op) for op in (Op.LOAD, Op.ENCODE, Op.FORWARD, Op.BACKWARD)} | {Op.OPTIMIZER_STEP: Work.OPTIMIZER}
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import note, say, show_cursor, show_error
 from mmtrain.checkpoint.choose import AUTO, Start, find_start, is_complete
-from mmtrain.checkpoint.run_folder import claimed, prepare_folder, run_folder
+from mmtrain.checkpoint.run_folder import locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.schema import RunConfig
 from mmtrain.demo.data import make_demo_data
@@ -65,7 +65,7 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
         check_data(config, others_wait=job.nodes > 1 if rank is None else len(plan.ranks) > 1)
     elif rank is not None and plan.ranks[rank].pipeline == 0:
         make_demo_data(config, say)  # rank 0 may run on another machine
-    with claimed(job.folder) if is_first else contextlib.nullcontext():
+    with locked(job.folder) if is_first else contextlib.nullcontext():
         start = None
         if is_first:
             start = find_start(config, options.resume, options.allow_change)

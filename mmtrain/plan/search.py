@@ -107,10 +107,10 @@ class Search:
 
     def layout(self, cut: Cut) -> Layout:
         """A given cut, each micro-batch encoded right before its forward."""
-        shape, needs = self._placed(cut)
+        form, needs = self._placed(cut)
         seconds = self._stage_seconds(needs, self.costs.timings.encode)
-        simulation = simulate(shape.program, seconds)
-        return Layout(cut, *shape[:2], needs, seconds, shape.schedule, 0, simulation)
+        simulation = simulate(form.program, seconds)
+        return Layout(cut, *form[:2], needs, seconds, form.schedule, 0, simulation)
 
     def fits(self, layout: Layout) -> bool:
         """Whether every rank of it fits."""
@@ -118,19 +118,19 @@ class Search:
 
     def _placed(self, cut: Cut) -> tuple[_Form, tuple[RankNeed, ...]]:
         """The form of a cut, and what its ranks take."""
-        form = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
-        if form not in self._forms:
-            schedule = training_schedule(self.pipeline, self.microbatches, form[1], form[0])
+        kind = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
+        if kind not in self._forms:
+            schedule = training_schedule(self.pipeline, self.microbatches, kind[1], kind[0])
             found = instants(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
-            self._forms[form] = _Form(*form, schedule, Program(schedule), found)
-        shape, needs = self._forms[form], []
+            self._forms[kind] = _Form(*kind, schedule, Program(schedule), found)
+        form, needs = self._forms[kind], []
         for rank in range(self.pipeline):
             ranges = tuple(self.costs.same_range(*layer_range) for layer_range in ranges_of(cut, rank, self.pipeline))
-            key = form, rank, ranges
+            key = kind, rank, ranges
             if key not in self._needs:
-                self._needs[key] = self.costs.need(rank, ranges, shape.instants[rank])
+                self._needs[key] = self.costs.need(rank, ranges, form.instants[rank])
             needs.append(self._needs[key])
-        return shape, tuple(needs)
+        return form, tuple(needs)
 
     def _overflow(self, needs: Sequence[RankNeed]) -> int:
         """Bytes beyond the limit, over all ranks."""
@@ -172,11 +172,11 @@ class Search:
 
     def _score(self, cut: Cut, encode: float, *, must: bool = False) -> _Score | None:
         """None where no more may be simulated, unless it must be."""
-        shape, needs = self._placed(cut)
-        if self._left < len(shape.program.steps) and not must:
+        form, needs = self._placed(cut)
+        if self._left < len(form.program.steps) and not must:
             return None
-        self._left -= len(shape.program.steps)
-        return _Score(self._overflow(needs), simulate(shape.program, self._stage_seconds(needs, encode)).seconds)
+        self._left -= len(form.program.steps)
+        return _Score(self._overflow(needs), simulate(form.program, self._stage_seconds(needs, encode)).seconds)
 
     def _moves(self, cut: Cut, bound: _Bound) -> Iterator[Cut]:
         """Cuts with one layer less in one stage and one more in another; of many stages those of the slowest ranks."""
@@ -212,7 +212,7 @@ class Search:
     def find(self, stages_per_rank: Literal["auto"] | int) -> tuple[Layout, ...]:
         """The fastest layout that fits, of a number of stages a rank or of any; empty if none was found.
 
-        Where it has several, the best one with fewer that was found before follows.
+        Where it has several stages a rank, the best one with fewer that was found before follows.
         """
         counts = self._possible_counts() if stages_per_rank == "auto" else (stages_per_rank,)
         found: list[Layout] = []
@@ -233,12 +233,12 @@ class Search:
 
     def _without_encoder(self, cut: Cut) -> float:
         """Seconds if the encoder took none of rank 0's: prefetch makes no step shorter than that."""
-        shape, needs = self._placed(cut)
+        form, needs = self._placed(cut)
         encode = 0.0 if self._may_prefetch() else self.costs.timings.encode
-        return simulate(shape.program, self._stage_seconds(needs, encode)).seconds
+        return simulate(form.program, self._stage_seconds(needs, encode)).seconds
 
     def _possible_counts(self) -> tuple[int, ...]:
-        """One alone where an even cut's idle share in 1F1B, which more divide, is less than what they must save."""
+        """Stages a rank to try: 1 alone where the idle share of an even cut in 1F1B is less than more must save."""
         if (self.pipeline - 1) / (self.microbatches + self.pipeline - 1) < STAGE_GAIN:
             return (1,)
         return tuple(v for v in range(1, MOST_STAGES_PER_RANK + 1) if v == 1 or v * self.pipeline <= self.costs.count)
@@ -306,11 +306,9 @@ class Search:
 
     def smallest_cut(self, stages_per_rank: int) -> Cut:
         """For what fits nowhere: a cut that comes near."""
-        return (
-            smallest_cut(self.costs)
-            if stages_per_rank == 1
-            else self.improved(stages_per_rank, self.costs.timings.encode)[1]
-        )
+        if stages_per_rank == 1:
+            return smallest_cut(self.costs)
+        return self.improved(stages_per_rank, self.costs.timings.encode)[1]
 
     def smallest_needs(self, cut: Cut) -> tuple[RankNeed, ...]:
         """What each rank of a cut needs at least."""

@@ -118,7 +118,7 @@ class _Run:
                 )
         self.data, self.max_steps = seen[readers[0]]
         self.readers = replica_group(plan, rank.rank, torch.device("cpu"), config.parallel.timeout_seconds)
-        self.as_given, self.config = config, config.changed({"train.max_steps": self.max_steps})
+        self.configured, self.config = config, config.changed({"train.max_steps": self.max_steps})
         self.console = Console(rank.console, self.max_steps, self.first_step)
         if self.packed is not None:
             self.console.line(self.packed.summary)
@@ -142,7 +142,7 @@ class _Run:
         starts = of_all_ranks(self.audit.start())
         check_replicas(starts)
         self.about: dict[str, Any] = {  # what every checkpoint says of the run
-            **run_state(self.as_given, plan, torch.get_num_threads(), self.device),
+            **run_state(self.configured, plan, torch.get_num_threads(), self.device),
             "max_steps": self.max_steps,
             "frozen_fingerprint": model_fingerprint(starts),
             "settings_fingerprint": settings_fingerprint(config) if rank.rank == 0 else None,
@@ -180,7 +180,7 @@ class _Run:
         if self.rank.rank == 0:
             if start.is_own:
                 go_back(self.rank.folder, start.checkpoint, self.console.line)
-            describe_run(self.rank.folder, self.as_given, self.plan)
+            describe_run(self.rank.folder, self.configured, self.plan)
 
     def open_records(self, trace_steps: int) -> None:
         """Everything that writes down what the steps do."""

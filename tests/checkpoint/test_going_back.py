@@ -12,7 +12,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.checkpoint import step_folder
 from mmtrain.checkpoint.choose import Start, find_start
-from mmtrain.checkpoint.run_folder import claimed, describe_run, go_back, prepare_folder, run_folder
+from mmtrain.checkpoint.run_folder import describe_run, go_back, locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, newest
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
@@ -45,11 +45,11 @@ def go_on(config: RunConfig, path: Path | None = None) -> Start:
     """What the launcher and then rank 0 do."""
     start = find_start(config, "auto" if path is None else str(path))
     prepare_folder(config, make_plan(config), goes_on=start is not None)
-    take_over(config, start)
+    begin_from(config, start)
     return start
 
 
-def take_over(config: RunConfig, start: Start) -> None:
+def begin_from(config: RunConfig, start: Start) -> None:
     if start.is_own:
         go_back(run_folder(config), start.checkpoint, print)
     describe_run(run_folder(config), config, make_plan(config))
@@ -175,7 +175,7 @@ def test_until_rank_0_takes_over_a_run_that_goes_on_is_as_it_was(config):
     start = find_start(changed, str(folder / "checkpoints" / "step-00000002"))
     prepare_folder(changed, make_plan(changed), goes_on=True)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    take_over(changed, start)
+    begin_from(changed, start)
     assert steps_of(folder) == [0, 1]
     assert load_config(folder / "config.yaml").parallel.timeout_seconds == 77
 
@@ -243,7 +243,7 @@ def test_overwriting_a_run_behind_a_link_leaves_the_link(config, tiny, tmp_path)
 def test_a_folder_with_two_names_is_claimed_by_one_run_at_a_time(config, tmp_path):
     folder = make_run(config)
     (tmp_path / "elsewhere").symlink_to(folder)
-    with claimed(folder), pytest.raises(UserError, match="in use"), claimed(tmp_path / "elsewhere"):
+    with locked(folder), pytest.raises(UserError, match="in use"), locked(tmp_path / "elsewhere"):
         pass
 
 

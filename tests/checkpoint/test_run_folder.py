@@ -8,7 +8,7 @@ import yaml
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.choose import NEVER, find_start
-from mmtrain.checkpoint.run_folder import claimed, prepare_folder, run_folder
+from mmtrain.checkpoint.run_folder import locked, prepare_folder, run_folder
 from mmtrain.config.load import load_config
 from mmtrain.plan.planner import make_plan
 
@@ -109,12 +109,12 @@ def test_what_a_start_that_failed_at_once_left_is_replaced(tiny, tmp_path):
 
 def test_a_folder_is_claimed_by_one_run_at_a_time(tmp_path):
     folder = tmp_path / "runs" / "name"
-    with claimed(folder):
-        with pytest.raises(UserError, match="in use by a run that is still going"), claimed(folder):
+    with locked(folder):
+        with pytest.raises(UserError, match="in use by a run that is still going"), locked(folder):
             pass
-        with claimed(tmp_path / "runs" / "other"):
+        with locked(tmp_path / "runs" / "other"):
             pass
-    with claimed(folder):
+    with locked(folder):
         pass
 
 

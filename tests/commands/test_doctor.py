@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import TOOLS
 from processes import running, wait_for
+from ranks import run_ranks
 
 from mmtrain.__main__ import main
 from mmtrain.doctor import attention as doctor_attention
@@ -178,19 +179,10 @@ def test_a_stage_that_computes_something_else_on_the_other_device_is_seen(tmp_pa
 
 
 def test_bytes_of_a_step_that_are_not_those_planned_are_seen(tmp_path, monkeypatch):
-    def in_this_process(here, ranks, target):
-        assert ranks == 1
-        for name, value in {
-            "RANK": 0,
-            "LOCAL_RANK": 0,
-            "WORLD_SIZE": 1,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": 0,
-        }.items():
-            monkeypatch.setenv(name, str(value))
-        target(SimpleNamespace(device="cpu"))
+    def on_ranks(here, ranks, target):
+        run_ranks(ranks, target, SimpleNamespace(device="cpu"))
 
-    monkeypatch.setattr(doctor_measures, "on_ranks", in_this_process)
+    monkeypatch.setattr(doctor_measures, "on_ranks", on_ranks)
     here = Here(tmp_path, tmp_path, RECORD)
     facts = doctor_measures.memory(here).facts
     for found in ({"allocated_bytes": facts["planned_bytes"] * 1.15}, {"allocated_bytes": 0}):

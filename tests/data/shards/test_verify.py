@@ -1,4 +1,4 @@
-"""data/verify.py: every changed byte that a reader would see is found, and where it is."""
+"""data/shards/verify.py: every changed byte that a reader would see is found, and where it is."""
 
 import os
 import random
