@@ -13,10 +13,12 @@ import glob
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+A_DAY = 86400  # seconds
 UNFINISHED = ".tmp"  # ends the name of what is being written
 
 _held: set[IO[bytes]] = set()
@@ -41,7 +43,8 @@ def whole_file(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
-    flush(path.parent)
+    with contextlib.suppress(PermissionError):  # a folder that may be written and not read
+        flush(path.parent)
 
 
 def leftovers(name: str) -> str:
@@ -102,8 +105,10 @@ def _unfinished(path: Path) -> Path:
 
 def _remove_leftovers(folder: Path) -> None:
     for left in folder.parent.glob(leftovers(glob.escape(folder.name))):
-        with contextlib.suppress(OSError), _locked(left, needed=True):  # else another process is writing it
-            shutil.rmtree(left)
+        with contextlib.suppress(OSError):
+            fresh = time.time() - left.stat().st_mtime < A_DAY  # where nothing can be locked, it may still be written
+            with _locked(left, needed=fresh):
+                shutil.rmtree(left)
 
 
 @contextlib.contextmanager

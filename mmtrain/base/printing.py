@@ -53,9 +53,10 @@ def message(text: str) -> str:
 
 
 def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width: int = COLUMNS) -> list[str]:
-    """A table as lines of at most `width` characters; a column whose name begins with > is set to the right, whole.
+    """A table as lines of at most `width` characters; a column whose name begins with > is set to the right.
 
-    Other columns are wrapped where the table is too wide. A name may have several lines; without names there is none.
+    Such columns stay whole, and make a table wider that has no room for them; the others are wrapped. A name may have
+    several lines; without names there is none.
     """
     from rich.console import Console  # here: it takes a tenth of a second, and most of what is printed is no table
     from rich.table import Table
@@ -64,13 +65,17 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width:
     table = Table(box=None, pad_edge=False, padding=(0, 2 if len(columns) < 9 else 1, 0, 0), header_style="")
     table.show_header = any(name.strip(">") for name in columns)
     height = max(name.count("\n") for name in columns)
-    for name in columns:
+    rows = [[Text(printable(str(cell))) for cell in row] for row in rows]  # rich reads plain strings as markup
+    needed = 0  # what the numbers take, and a few characters of each other column: rich would cut numbers in silence
+    for place, name in enumerate(columns):
         right = name[:1] == ">"
+        longest = max(map(len, (*name.removeprefix(">").split("\n"), *(row[place].plain for row in rows))))
+        needed += min(longest, longest if right else 8) + 2
         name = Text(name.removeprefix(">") + "\n" * (height - name.count("\n")))
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(str(cell))) for cell in row))  # rich reads plain strings as markup
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+        table.add_row(*row)
+    console = Console(file=io.StringIO(), width=max(width, needed), color_system=None)
     console.print(table)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 

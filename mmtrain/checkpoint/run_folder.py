@@ -113,7 +113,9 @@ def go_back(folder: Path, to: StepFolder | None, say: Callable[[str], None]) -> 
             _cut_back(folder, name, lengths.get(name, 0), step, say)
         (folder / AUDIT).unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"cannot go back to a checkpoint: {error.filename}: {error.strerror}") from error
+        raise UserError(
+            f"cannot go back to a checkpoint: {error.filename or folder}: {error.strerror or error}"
+        ) from error
 
 
 @contextlib.contextmanager

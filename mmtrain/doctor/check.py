@@ -172,7 +172,9 @@ def main(function: str, path: str) -> None:
         found = Outcome(folder.name, "left out", str(reason))
     except FailedError as error:
         found = Outcome(folder.name, "failed", str(error), remedy=error.remedy, facts=error.facts)
-    except (UserError, RunError) as error:  # a launcher's message
+    except UserError as error:
+        found = Outcome(folder.name, "failed", str(error))
+    except RunError as error:  # all that a launcher printed last; its log has the rest
         found = Outcome(folder.name, "failed", str(error).splitlines()[0])
     except Exception as error:  # a CUDA error, an assertion: whatever it is, it is this check's result
         traceback.print_exc()

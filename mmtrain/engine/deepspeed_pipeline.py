@@ -87,7 +87,8 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
     def refuse(self: DeepSpeedPipeline, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
             f"DeepSpeed's `{name}` would bypass the plan; `train_step` and `evaluate` run it, `load_trained` and "
-            "mmtrain.checkpoint.write.Checkpointer load and save what trains, the configuration says all else"
+            "mmtrain.checkpoint.write.Checkpointer load and save what trains, the configuration says all else "
+            "(batches: train.packs_per_step and train.packs_per_microbatch)"
         )
 
     return refuse

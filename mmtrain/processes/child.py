@@ -10,7 +10,9 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-ROOT = str(Path(__file__).parents[2])  # which a notebook beside the package finds by the empty entry of sys.path
+ROOT = str(
+    Path(__file__).parents[2]
+)  # first, as this package was found first: by the empty entry of sys.path in a notebook beside it
 
 
 def python_child(*arguments: object, **variables: str) -> dict[str, Any]:
@@ -19,8 +21,9 @@ def python_child(*arguments: object, **variables: str) -> dict[str, Any]:
     Nothing is imported from the folder that it runs in (-P), which may hold a file called torch.py. It gets those
     folders of sys.path that Python does not know by itself: another Python, started by the child, is not misled.
     """
-    known = (sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages())
-    path = os.pathsep.join(entry for entry in (*sys.path, ROOT) if entry and not entry.startswith(known))
+    known = {"", sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED"), *site.getsitepackages()}
+    known |= {site.getusersitepackages()} if site.ENABLE_USER_SITE else set()
+    path = os.pathsep.join(e for e in (ROOT, *sys.path) if isinstance(e, str) and e not in known and Path(e).exists())
     return {
         "args": [sys.executable, "-P", *map(str, arguments)],
         "env": {**os.environ, "PYTHONPATH": path, **variables},

@@ -66,6 +66,13 @@ def test_reasons_are_told_within_80_columns():
     assert max(map(len, lines)) <= 80 and all(f" {code}: " in " ".join(lines) for code in REASONS)
 
 
+@pytest.mark.parametrize("width", [5, 20, 38, 58])
+def test_a_number_is_never_cut_however_narrow_the_terminal(width):
+    row = ("what it is called, which is long", "1,234,567", "99.00%", "7")
+    lines = table_lines(("name", ">samples", ">share", ">last"), [row], width)
+    assert "1,234,567" in "\n".join(lines) and any(line.split()[-3:] == ["1,234,567", "99.00%", "7"] for line in lines)
+
+
 def test_a_table_on_a_terminal_holds_no_escape_codes(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
