@@ -113,9 +113,8 @@ def go_back(folder: Path, to: StepFolder | None, say: Callable[[str], None]) -> 
             _cut_back(folder, name, lengths.get(name, 0), step, say)
         (folder / AUDIT).unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(
-            f"cannot go back to a checkpoint: {error.filename or folder}: {error.strerror or error}"
-        ) from error
+        what = f"{error.filename or folder}: {error.strerror or error}"
+        raise UserError(f"cannot go back to a checkpoint: {what}") from error
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
         tensors[f"{names[layer]}.{part}"] = source.read().to(dtype)
     content = io.BytesIO()  # a full disk is then an error of this module, not of torch's writer
     torch.save(tensors, content)
-    config = json.dumps(_config(checkpoint, about), indent=2) + "\n"
+    config = json.dumps(_config(about), indent=2) + "\n"
     with new_folder(out) as folder:
         require_space(folder, content.tell())
         (folder / FILE).write_bytes(content.getvalue())
@@ -69,7 +69,7 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
             raise OSError(f"{folder / FILE}: does not read back as written; check the disk")
 
 
-def _config(checkpoint: StepFolder, about: Origin) -> dict[str, Any]:
+def _config(about: Origin) -> dict[str, Any]:
     """The LLM's config.json, with what LLaVA adds; LLaVA's model classes exist for llama, mistral and mpt."""
     vision = vision_shape(about.vision, about.vision_select_layer)
     llm = read_json(model_folder(about.llm) / "config.json")

@@ -10,9 +10,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-ROOT = str(
-    Path(__file__).parents[2]
-)  # first, as this package was found first: by the empty entry of sys.path in a notebook beside it
+ROOT = str(Path(__file__).parents[2])  # goes first: a child runs this package, however its parent found it
 
 
 def python_child(*arguments: object, **variables: str) -> dict[str, Any]:
