@@ -1,5 +1,6 @@
-"""Where mmtrain keeps what it has made: verdicts of probes, the demo's data, output of `pipe:` shards, and indexes of
-shards whose folders cannot be written. All can be made again; an index made again believes its shard as it is then.
+"""Where mmtrain keeps what it has made: verdicts of probes, calibrations, the demo's data, exports that were chatted
+with, output of `pipe:` shards, and indexes of shards whose folders cannot be written. All can be made again; an index
+made again believes its shard as it is then.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import pty
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,6 +132,14 @@ ANSWERS = [
     SimpleNamespace(key="k1", question="Which colour,\nplease?", given="seven red", truth="seven red", right=True),
     SimpleNamespace(key="k\x1b2", question=NASTY, given=NASTY, truth="x" * 1000, right=False),
 ]
+
+
+def test_what_stands_in_for_scores_and_answers_here_has_their_names():
+    from mmtrain.evaluation.answers import Answer  # here: processes that import this module need no torch
+    from mmtrain.evaluation.evaluator import Scores
+
+    assert {field.name for field in fields(Scores)} == {*vars(scores()), "seconds"}
+    assert {field.name for field in fields(Answer)} == set(vars(ANSWERS[0]))
 
 
 def test_answers_are_readable_lines_that_say_right_or_wrong():

@@ -106,10 +106,10 @@ def clip_config(shape: ModelSize) -> CLIPVisionConfig:
     )
 
 
-def save_parts(shape: ModelSize, folder: Path, dtype: torch.dtype, seed: int = 0) -> None:
+def save_parts(shape: ModelSize, folder: Path, dtype: torch.dtype) -> None:
     """Write a random llama to folder/llm and a random CLIP tower to folder/vision, as stock transformers saves them."""
     transformers_logging.disable_progress_bar()
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     LlamaForCausalLM(llama_config(shape)).to(dtype).save_pretrained(folder / "llm")
     save_vision(CLIPVisionModel(clip_config(shape)).to(dtype), folder / "vision")
 

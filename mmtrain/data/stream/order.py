@@ -129,7 +129,7 @@ def _set_sequence(one: SampleSet, purpose: str) -> np.ndarray:
     sequence = [np.empty(0, np.int64)]
     for number, take in enumerate(takes):
         if take:
-            draw = _random(f"pass {purpose} {number}")
+            draw = _random(f"pass {purpose} {number}")  # these words are the seed of every order: never change them
             shards = draw.permutation(len(first))
             drawn = np.concatenate([first[shard] + draw.permutation(sizes[shard]) for shard in shards])
             sequence.append(drawn[one.lengths[drawn] != HELD_OUT][:take])
