@@ -62,15 +62,17 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[object]], width:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2 if len(columns) < 9 else 1, 0, 0), header_style="")
+    gap = 2 if len(columns) < 9 else 1
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
     table.show_header = any(name.strip(">") for name in columns)
     height = max(name.count("\n") for name in columns)
     rows = [[Text(printable(str(cell))) for cell in row] for row in rows]  # rich reads plain strings as markup
     needed = 0  # what the numbers take, and a few characters of each other column: rich would cut numbers in silence
     for place, name in enumerate(columns):
         right = name[:1] == ">"
-        longest = max(map(len, (*name.removeprefix(">").split("\n"), *(row[place].plain for row in rows))))
-        needed += min(longest, longest if right else 8) + 2
+        cells = [name.removeprefix(">"), *(cell.plain for row in rows for cell in row[place : place + 1])]
+        longest = max(len(line) for cell in cells for line in cell.split("\n"))
+        needed += (longest if right else min(longest, 4)) + gap
         name = Text(name.removeprefix(">") + "\n" * (height - name.count("\n")))
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row in rows:

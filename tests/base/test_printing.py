@@ -59,6 +59,9 @@ def test_a_table_fits_80_columns_keeps_numbers_whole_and_obeys_no_text_of_a_cell
     assert lines[2].startswith(f"{number}  [red]front[/red], 0-6, ") and max(map(len, lines)) <= 80
     assert_obeyed_by_none("\n".join(lines).encode())
     assert table_lines(("", ">"), [("a", 1), ("b", 20)]) == ["a   1", "b  20"], "no names, no line of names"
+    assert table_lines(("a", ">b"), [("x",), ("y\nz", "1\n22")]) == ["a   b", "x", "y   1", "z  22"], (
+        "cells may be missing"
+    )
 
 
 def test_reasons_are_told_within_80_columns():
