@@ -249,3 +249,12 @@ def _execute(case: Case) -> dict[str, Any]:
         "parameters": {n: p.detach().numpy().copy() for n, p in engine.trainable.items()},
         "optimizer": type(engine.optimizer).__name__,
     }
+
+
+def perturb(model: torch.nn.Module) -> torch.nn.Module:
+    """Random weights everywhere: fresh norms, biases and layer scales would hide one that is lost or misplaced."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()

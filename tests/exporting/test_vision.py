@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from scenes import perturb
 from transformers import (
     CLIPConfig,
     CLIPModel,
@@ -64,15 +64,6 @@ TIMM = {
     "deit3": ("deit3_small_patch16_224", {}, "dinov2"),
 }
 HF = ("hf clip_vision", "hf clip", "hf siglip_vision", "hf siglip", "hf siglip without head")
-
-
-def perturb(model: nn.Module) -> nn.Module:
-    """Random weights everywhere: fresh norms, biases and layer scales would hide one that is lost or misplaced."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model.eval()
 
 
 def save_timm(folder: Path, architecture: str, changes: dict) -> Path:

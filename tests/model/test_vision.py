@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from scenes import perturb
 from torch import nn
 from transformers import CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
@@ -25,15 +26,6 @@ HF_SIZES = {
 
 def images(size: int) -> torch.Tensor:
     return torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
-
-
-def perturb(model: nn.Module) -> nn.Module:
-    """Random weights everywhere: fresh norms and biases would hide one that is skipped or applied twice."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model.eval()
 
 
 def block_output(model: nn.Module, block: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
