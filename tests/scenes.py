@@ -193,13 +193,13 @@ def make_config(folder: Path, **overrides: Any) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def encoding_ahead(plan: Plan, ahead: int) -> Plan:
-    """The same plan with an encoder that is so many micro-batches ahead, whether that is faster or not."""
-    if ahead == 0:
+def with_prefetch(plan: Plan, prefetched: int) -> Plan:
+    """The same plan with so many micro-batches prefetched, whether that is faster or not."""
+    if prefetched == 0:
         return plan
-    encodes = replace(immediate_encodes(plan.schedule[0]), prefetched=ahead)
+    encodes = replace(immediate_encodes(plan.schedule[0]), prefetched=prefetched)
     shape = plan.pipeline, plan.microbatches_per_step, plan.first_trainable_stage, plan.stages_per_rank
-    return replace(plan, schedule=training_schedule(*shape, encodes), encode_ahead=ahead)
+    return replace(plan, schedule=training_schedule(*shape, encodes), encode_ahead=prefetched)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Case:
 
     config: RunConfig
     steps: tuple[tuple[Microbatch, ...], ...]
-    ahead: int = 0  # micro-batches that the encoder is ahead, into the next step too
+    prefetched: int = 0  # micro-batches encoded before their step begins
 
 
 def execute(cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -219,7 +219,7 @@ def execute(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 def _execute(case: Case) -> dict[str, Any]:
     config = case.config
-    plan = encoding_ahead(make_plan(config), case.ahead)
+    plan = with_prefetch(make_plan(config), case.prefetched)
     mine = plan.ranks[dist.get_rank()]
     stages = {s.stage: build_stage(config, s) for s in mine.stages}
     executed = []

@@ -66,16 +66,16 @@ def _check_encodes(instructions: Sequence[Instruction], microbatches: int, *, ma
     found = [i for i, x in enumerate(instructions) if x.op is Op.ENCODE]
     if [i for i, x in enumerate(instructions) if x.op is Op.LOAD] != [i - 1 for i in found]:
         raise ValueError("rank 0: LOAD and ENCODE must come in pairs, LOAD first")
-    ahead = instructions[found[0]].microbatch if found else 0
-    if ahead and not may_prefetch:
-        raise ValueError(f"rank 0 has {ahead} micro-batches encoded before an evaluation begins")
-    expected = list(range(ahead, ahead + microbatches))
+    prefetched = instructions[found[0]].microbatch if found else 0
+    if prefetched and not may_prefetch:
+        raise ValueError(f"rank 0 has {prefetched} micro-batches encoded before an evaluation begins")
+    expected = list(range(prefetched, prefetched + microbatches))
     for op, pairs in ((Op.LOAD, [i - 1 for i in found]), (Op.ENCODE, found)):
         if [instructions[i].microbatch for i in pairs] != expected:
             raise ValueError(
-                f"rank 0 must {op.name} each of micro-batches {ahead} to {ahead + microbatches - 1} in turn"
+                f"rank 0 must {op.name} each of micro-batches {prefetched} to {prefetched + microbatches - 1} in turn"
             )
-    encoded = ahead
+    encoded = prefetched
     for i, x in enumerate(instructions):
         encoded += x.op is Op.ENCODE
         if x.op is Op.FORWARD and x.stage == 0 and x.microbatch >= encoded:

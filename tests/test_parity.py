@@ -111,7 +111,7 @@ def test_loss_and_projector_gradients_equal_stock_llava(parts, stock, layout):
     cases = {(name, 0): Case(config(), (step,)) for name, step in STEPS.items()}
     cases["packed", 4] = Case(config(parallel__recompute_layers=4), (STEPS["packed"],))
     cases["packed", 1] = Case(config(parallel__recompute_layers=1), (STEPS["packed"],))
-    cases["packed", "prefetch"] = Case(config(), (STEPS["packed"],), ahead=2)
+    cases["packed", "prefetch"] = Case(config(), (STEPS["packed"],), prefetched=2)
     rows = [row for microbatch in STEPS["packed"] for row in microbatch]
     pairs = tuple(rows[i : i + 2] for i in (0, 2))
     cases["packed", "2 packs a micro-batch"] = Case(config(train__packs_per_microbatch=2), (pairs,))

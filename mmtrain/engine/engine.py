@@ -94,7 +94,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._wants_stop = False
         self._training = True
         self._last_stage = plan.pipeline * plan.stages_per_rank - 1
-        self._ahead: dict[int, _Input] = {}  # of the next step, by its micro-batches
+        self._prefetched: dict[int, _Input] = {}  # of the next step, by its micro-batches
         warms_up = self.device.type == "cuda" if warms_up is None else warms_up
         if warms_up:
             warm_up(config, self.stages, self._masters, plan.first_trainable_stage, self.device)
@@ -145,7 +145,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._begin_step()
         self._batches = batches
         self._training = True
-        self._inputs = self._ahead
+        self._inputs = self._prefetched
         if self.stage_id == 0:  # a run's first step begins with nothing at hand
             self._run(
                 Instruction(op, 0, k)
@@ -154,7 +154,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
                 for op in (Op.LOAD, Op.ENCODE)
             )
         self._run_schedule(self.plan.schedule)
-        self._ahead = {k - self.plan.microbatches_per_step: waiting for k, waiting in self._inputs.items()}
+        self._prefetched = {k - self.plan.microbatches_per_step: waiting for k, waiting in self._inputs.items()}
         self.step_index += 1
         return self._result
 

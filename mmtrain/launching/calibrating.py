@@ -48,8 +48,8 @@ def calibrate(config: RunConfig, ranks: int) -> int:
     say("", *render(plan))
     say(
         "Without the calibration mmtrain would have planned stages that begin at decoder layers "
-        f"{list(assumed.boundaries)}, {assumed.stages_per_rank} a rank, {assumed.encode_ahead} micro-batches encoded "
-        f"ahead: {_against(config, gpus, ranks, assumed, plan)}"
+        f"{list(assumed.boundaries)}, {assumed.stages_per_rank} a rank, {assumed.encode_ahead} micro-batches "
+        f"prefetched: {_against(config, gpus, ranks, assumed, plan)}"
     )
     return 0
 

@@ -68,8 +68,8 @@ def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, in
     found: dict[tuple[Op, int, tuple[int, ...]], int] = {}
     kept = [0] * (max(x.stage for x in instructions) // ranks + 1)
     with_backward = {x.stage for x in instructions if x.op is Op.BACKWARD}
-    ahead = next((x.microbatch for x in instructions if x.op is Op.ENCODE), 0)
-    waiting = ahead * (buffers.features + buffers.batch)
+    prefetched = next((x.microbatch for x in instructions if x.op is Op.ENCODE), 0)
+    waiting = prefetched * (buffers.features + buffers.batch)
     on_their_way: list[tuple[int, int]] = []  # (index at which it is known to be gone, bytes)
 
     def note(op: Op, place: int) -> None:

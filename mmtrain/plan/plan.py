@@ -102,7 +102,7 @@ class Plan:
     boundaries: tuple[int, ...]  # decoder layer at which stage 1, 2, ... begins
     first_trainable_stage: int
     microbatches_per_step: int  # of one replica
-    encode_ahead: int  # micro-batches whose features are at hand when a step begins
+    encode_ahead: int  # micro-batches prefetched: encoded before their step begins
     packs_per_microbatch: int
     pack_length: int
     memory_limit_bytes: int | None

@@ -26,25 +26,25 @@ def best_encodes(
     first_trainable_stage: int,
     stages_per_rank: int,
     seconds: StageSeconds,
-    most_ahead: int,
+    most: int,
     *,
     exactly: int | None = None,
 ) -> tuple[Schedule, Encodes, Simulation]:
-    """The schedule whose encodes make the simulated step shortest, at most `most_ahead` micro-batches buffered.
+    """The schedule whose encodes make the simulated step shortest, at most `most` micro-batches buffered.
 
-    Without a gain of GAIN, or with `most_ahead` 0, each micro-batch is encoded right before its forward. `exactly`
+    Without a gain of GAIN, or with `most` 0, each micro-batch is encoded right before its forward. `exactly`
     asks for steps that begin with so many encoded, whether that is faster or not.
     """
     shape = pipeline, microbatches, first_trainable_stage, stages_per_rank
     schedule = training_schedule(*shape)
     program = Program(schedule)
     found = schedule, immediate_encodes(schedule[0]), simulate(program, seconds)
-    if exactly is None and (pipeline == 1 or most_ahead == 0 or seconds.encode == 0):
+    if exactly is None and (pipeline == 1 or most == 0 or seconds.encode == 0):
         return found
     filled: dict[Encodes, float] = {}  # to a lower bound of the step's seconds, in the order of `prefetched`
-    for ahead in _candidates(min(microbatches, most_ahead)) if exactly is None else (exactly,):
+    for prefetched in _candidates(min(microbatches, most)) if exactly is None else (exactly,):
         for gap in GAPS:
-            encodes, least = _fill_gaps(program, microbatches, seconds, ahead, gap, max(most_ahead, ahead))
+            encodes, least = _fill_gaps(program, microbatches, seconds, prefetched, gap, max(most, prefetched))
             filled[encodes] = least
     limit = found[2].seconds * (1 - GAIN) if exactly is None else math.inf
     tried: dict[Encodes, tuple[Schedule, Encodes, Simulation]] = {}
@@ -71,22 +71,22 @@ def best_encodes(
 
 def _candidates(most: int) -> Iterator[int]:
     """0, 1, 2, 3, 4, 6, 8, 12, ... and `most`: how many features a step may begin with."""
-    ahead = 0
-    while ahead < most:
-        yield ahead
-        ahead += max(1, 2 ** (ahead.bit_length() - 2)) if ahead > 1 else 1
+    prefetched = 0
+    while prefetched < most:
+        yield prefetched
+        prefetched += max(1, 2 ** (prefetched.bit_length() - 2)) if prefetched > 1 else 1
     yield most
 
 
 def _fill_gaps(
-    program: Program, microbatches: int, seconds: StageSeconds, ahead: int, gap: float, most: int
+    program: Program, microbatches: int, seconds: StageSeconds, prefetched: int, gap: float, most: int
 ) -> tuple[Encodes, float]:
-    """Encodes put into rank 0's gaps of at least `gap` encodes, in one simulated step that begins with `ahead`.
+    """Encodes put into rank 0's gaps of at least `gap` encodes, in one simulated step that begins with `prefetched`.
 
     With a lower bound of the step's seconds.
     """
     before: list[int] = []
-    encoded, used = ahead, 0
+    encoded, used = prefetched, 0
     done = 0.0  # when rank 0's latest compute ends, at the earliest
 
     def fill(step: Step, now: float, ready: float) -> float:
@@ -95,7 +95,7 @@ def _fill_gaps(
             return 0.0
         x, count = step.instruction, 0
         first_forward = x.op is Op.FORWARD and x.stage == 0
-        while encoded < microbatches + ahead and encoded - used < most:
+        while encoded < microbatches + prefetched and encoded - used < most:
             if ready - now - count * seconds.encode < gap * seconds.encode:
                 break
             count += 1
@@ -110,5 +110,5 @@ def _fill_gaps(
         return count * seconds.encode
 
     least = simulate(program, replace(seconds, encode=0.0), before=fill).seconds
-    left = microbatches + ahead - encoded
-    return Encodes(ahead, (*before, left)), max(least, done + left * seconds.encode + seconds.end)
+    left = microbatches + prefetched - encoded
+    return Encodes(prefetched, (*before, left)), max(least, done + left * seconds.encode + seconds.end)

@@ -331,7 +331,7 @@ class Search:
             most //= 2
 
     def _prefetch(self, layout: Layout, most: int) -> Layout:
-        """The layout with at most `most` micro-batches encoded ahead; recomputes more only where that is asked for."""
+        """The layout with at most `most` micro-batches prefetched; recomputes more only where that is asked for."""
         exactly = None if self.prefetch == "auto" else self.prefetch
         shape = self.pipeline, self.microbatches, layout.first_trainable_stage, layout.stages_per_rank
         schedule, encodes, simulation = best_encodes(*shape, layout.seconds, most, exactly=exactly)

@@ -80,8 +80,8 @@ def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         yield f"{plan.stages_per_rank} stages a rank, interleaved: with fewer a step takes {longer:.1%} longer"
     if plan.no_prefetch_time_ratio is not None:
         batches = "micro-batch" if plan.encode_ahead == 1 else "micro-batches"
-        ahead = f"a step begins with {plan.encode_ahead} {batches} encoded" if plan.encode_ahead else "inside a step"
-        yield f"encoder prefetch: {ahead}; without, a step takes {plan.no_prefetch_time_ratio - 1:.1%} longer"
+        prefetch = f"a step begins with {plan.encode_ahead} {batches} encoded" if plan.encode_ahead else "inside a step"
+        yield f"encoder prefetch: {prefetch}; without, a step takes {plan.no_prefetch_time_ratio - 1:.1%} longer"
     uniform = plan.uniform
     if uniform is None:
         return

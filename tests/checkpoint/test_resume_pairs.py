@@ -231,18 +231,19 @@ def test_bad_steps_are_counted_over_a_resume(tiny, tmp_path, make_tiny):
         branch(reference, "too_few", tiny / "config.yaml", *too_few, cut=cut)
 
 
-def test_an_encoder_that_is_ahead_leaves_the_same_bits_and_records_resumed_or_not(tiny, tmp_path, damaged_shards):
+def test_prefetch_leaves_the_same_bits_and_records_resumed_or_not(tiny, tmp_path, damaged_shards):
     options = (*RUN, f"data.shards={damaged_shards}", "data.max_quarantine_rate=0.2", "data.pack_length=88")
     options += (*SAVED, f"checkpoint.every_steps={CUT}", f"run.dir={tmp_path}", *layout_of(2, 1))
     options += ("eval.fraction=0.1", "eval.every_steps=2", "eval.show_answers=0", "parallel.stages_per_rank=2")
-    at_once, ahead = (
-        train(tiny / "config.yaml", *options, f"parallel.encoder_prefetch={n}", f"run.name=ahead-{n}") for n in (0, 3)
+    at_once, prefetched = (
+        train(tiny / "config.yaml", *options, f"parallel.encoder_prefetch={n}", f"run.name=encoded-{n}") for n in (0, 3)
     )
-    plan = json.loads((ahead.folder / "plan.json").read_text())
+    plan = json.loads((prefetched.folder / "plan.json").read_text())
     assert (plan["encode_ahead"], plan["stages_per_rank"]) == (3, 2)
-    resumed = branch(ahead, "ahead-resumed", tiny / "config.yaml", *options, "parallel.encoder_prefetch=2", cut=CUT)
-    assert at_once.lines("quarantine.jsonl")[-1]["step"] is not None, "else nothing damaged was read ahead"
-    for run in (ahead, resumed):
+    options += ("parallel.encoder_prefetch=2",)
+    resumed = branch(prefetched, "resumed", tiny / "config.yaml", *options, cut=CUT)
+    assert at_once.lines("quarantine.jsonl")[-1]["step"] is not None, "else nothing damaged was prefetched"
+    for run in (prefetched, resumed):
         for name in ("quarantine.jsonl", "samples.jsonl"):
             assert (run.folder / name).read_bytes() == (at_once.folder / name).read_bytes(), name
         assert run.lines("metrics.jsonl", "epoch") == at_once.lines("metrics.jsonl", "epoch")

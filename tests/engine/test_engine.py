@@ -17,13 +17,13 @@ from ranks import run_ranks
 from scenes import (
     IMAGE_TOKEN,
     as_batch,
-    encoding_ahead,
     make_config,
     make_document,
     save_parts,
     stock_gradients,
     stock_llava,
     stock_loss_sum,
+    with_prefetch,
 )
 
 from mmtrain.base.errors import NonFiniteError
@@ -47,10 +47,10 @@ def step(first_seed):
     return tuple([[make_document(first_seed + i, images=i % 3)]] for i in range(4))
 
 
-def build(config, ahead=0, **arguments):
+def build(config, prefetched=0, **arguments):
     if not dist.is_initialized():
         join_process_group(torch.device("cpu"), 60)
-    plan = encoding_ahead(make_plan(config), ahead)
+    plan = with_prefetch(make_plan(config), prefetched)
     mine = plan.ranks[dist.get_rank()]
     stages = {stage.stage: build_stage(config, stage) for stage in mine.stages}
     engine = FrozenPipelineEngine(config, plan, stages, **arguments)
@@ -98,9 +98,9 @@ def test_evaluation_reports_the_stock_loss_and_leaves_training_alone(parts, pipe
         assert second.loss_sum < first.loss_sum
 
 
-def train_ahead(config, ahead):
+def train_prefetched(config, prefetched):
     """Three steps with evaluations in between; what each said, the trained tensors, and how many batches were read."""
-    engine, batches = build(config, ahead)
+    engine, batches = build(config, prefetched)
     engine.run_config = config.changed({"train.max_steps": 3})
     reads = 0
 
@@ -119,12 +119,12 @@ def train_ahead(config, ahead):
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "data", "cut", "ahead"),
+    ("pipeline", "data", "cut", "prefetched"),
     [(2, 1, None, 1), (2, 2, None, 2), (2, 1, INTERLEAVED, 3), (1, 1, None, 4), (2, 1, None, 6)],
 )
-def test_an_encoder_that_is_ahead_changes_no_bit_and_reads_nothing_beyond_the_run(parts, pipeline, data, cut, ahead):
+def test_prefetch_changes_no_bit_and_reads_nothing_beyond_the_run(parts, pipeline, data, cut, prefetched):
     config = make_config(parts, parallel__pipeline=pipeline, parallel__data=data, parallel__boundaries=cut)
-    at_once, before = (run_ranks(pipeline * data, train_ahead, config, n) for n in (0, ahead))
+    at_once, before = (run_ranks(pipeline * data, train_prefetched, config, n) for n in (0, prefetched))
     for rank, ((said, tensors, reads), (expected, expected_tensors, expected_reads)) in enumerate(
         zip(before, at_once, strict=True)
     ):
@@ -133,11 +133,11 @@ def test_an_encoder_that_is_ahead_changes_no_bit_and_reads_nothing_beyond_the_ru
         assert reads == expected_reads == (3 * 4 // data if rank < data else 0)
 
 
-def train_warmed_up(config, ahead, warms_up):
+def train_warmed_up(config, prefetched, warms_up):
     """Two steps and an evaluation; all that they said and left, and what ran in which order."""
     executed = []
     generators = torch.get_rng_state()
-    engine, batches = build(config, ahead, warms_up=warms_up, on_instruction=lambda *what: executed.append(what))
+    engine, batches = build(config, prefetched, warms_up=warms_up, on_instruction=lambda *what: executed.append(what))
     assert torch.equal(torch.get_rng_state(), generators)
     assert all(p.grad is None for stage in engine.stages.values() for p in stage.parameters())
     assert engine.optimizer_state() == {} and not engine.saw_gradient
@@ -167,8 +167,8 @@ def test_a_run_is_the_same_with_warming_up_and_with_a_first_step_in_common_order
         model__trainable=("projector", trainable),
         train__packs_per_step=8,
     )
-    ahead = 0 if trainable == "vision" else 2
-    cold, warm = (run_ranks(pipeline * data, train_warmed_up, config, ahead, warms_up) for warms_up in (False, True))
+    prefetched = 0 if trainable == "vision" else 2
+    cold, warm = (run_ranks(pipeline * data, train_warmed_up, config, prefetched, warms) for warms in (False, True))
     for (said, left), (expected, expected_left) in zip(warm, cold, strict=True):
         assert said == expected
         assert left.keys() == expected_left.keys()

@@ -70,16 +70,16 @@ def gradients_of(module, hidden):
 
 @pytest.mark.parametrize("trainable", [("projector",), ("projector", "vision")])
 @pytest.mark.parametrize("images", [0, 2])
-def test_encoding_ahead_changes_no_bit_of_the_first_stages_output_and_gradients(tmp_path, trainable, images):
+def test_prefetched_features_change_no_bit_of_the_first_stages_output_and_gradients(tmp_path, trainable, images):
     module = front_of(tmp_path, trainable)
     batch = as_batch([[make_document(0, images=images), make_document(1, images=images // 2)]], 64)
     features = module.encode(batch)
     assert module.front.encoder_is_frozen == (trainable == ("projector",))
     assert (features is None) == (images == 0 and module.front.encoder_is_frozen)
     assert features is None or features.requires_grad != module.front.encoder_is_frozen
-    at_once, ahead = module.start(batch), module.start(batch, features)
-    assert torch.equal(at_once, ahead)
-    expected, found = gradients_of(module, at_once), gradients_of(module, ahead)
+    at_once, prefetched = module.start(batch), module.start(batch, features)
+    assert torch.equal(at_once, prefetched)
+    expected, found = gradients_of(module, at_once), gradients_of(module, prefetched)
     assert expected and all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 

@@ -42,16 +42,16 @@ class Layout(NamedTuple):
     stages_per_rank: int
     microbatches: int
     first_trainable_stage: int
-    encode_ahead: int
+    prefetched: int
 
     @property
     def steps(self) -> tuple[Schedule, Schedule, Schedule]:
         """A training step, an evaluation, a training step."""
         shape = self.pipeline, self.microbatches, self.first_trainable_stage, self.stages_per_rank
         training = training_schedule(*shape)
-        if self.encode_ahead:  # each where the one before it would be, the rest at the end
+        if self.prefetched:  # each where the one before it would be, the rest at the end
             before = list(immediate_encodes(training[0]).before)
-            training = training_schedule(*shape, Encodes(self.encode_ahead, tuple(before)))
+            training = training_schedule(*shape, Encodes(self.prefetched, tuple(before)))
         return training, forward_schedule(self.pipeline, self.microbatches, self.stages_per_rank), training
 
 
@@ -64,13 +64,13 @@ class Found(NamedTuple):
 
 
 def layouts(pipelines: Iterable[int], each: Iterable[int], microbatches: Sequence[int]) -> Iterator[Layout]:
-    """The grid: first trainable stage 0, the middle one and the last, without prefetch and one micro-batch ahead."""
+    """The grid: first trainable stage 0, the middle one and the last, 0 and 1 micro-batches prefetched."""
     for p in pipelines:
         for v in each:
             for m in microbatches:
                 for first in sorted({0, p * v // 2, p * v - 1}):
-                    for ahead in (0, 1):
-                        yield Layout(p, v, m, first, ahead)
+                    for prefetched in (0, 1):
+                        yield Layout(p, v, m, first, prefetched)
 
 
 def try_layout(layout: Layout) -> Found:

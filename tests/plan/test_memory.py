@@ -26,8 +26,8 @@ def plain_walk(
     """The same with a dictionary of everything that is alive, by name, and messages let go by looking into lists."""
     ranks, count = len(schedule), len(schedule) * each
     instructions = schedule[rank]
-    ahead = next((x.microbatch for x in instructions if x.op is Op.ENCODE), 0)
-    alive: dict = {("input", k): buffers.batch + buffers.features for k in range(ahead)}
+    prefetched = next((x.microbatch for x in instructions if x.op is Op.ENCODE), 0)
+    alive: dict = {("input", k): buffers.batch + buffers.features for k in range(prefetched)}
     activation, most = buffers.hidden + buffers.integers, 0
 
     def is_known_to_be_gone(message, now: int) -> bool:
@@ -79,7 +79,7 @@ def plain_walk(
 
 def test_peaks_are_those_of_a_plain_walk_over_the_lists() -> None:
     draw = random.Random(0)
-    ran_ahead = 0
+    with_prefetch = 0
     for _ in range(40):
         pipeline, each, microbatches = draw.randrange(1, 5), draw.randrange(1, 4), draw.randrange(1, 9)
         each = 1 if pipeline == 1 else each
@@ -87,7 +87,7 @@ def test_peaks_are_those_of_a_plain_walk_over_the_lists() -> None:
         first = draw.randrange(count)
         seconds = StageSeconds((1.0,) * count, tuple(1.0 * (s >= first) for s in range(count)), encode=0.7)
         schedule, encodes, _ = best_encodes(pipeline, microbatches, first, each, seconds, draw.randrange(9))
-        ran_ahead += encodes.prefetched > 0
+        with_prefetch += encodes.prefetched > 0
         stages = []
         for stage in range(count):
             kept = draw.randrange(20) * (stage >= first)
@@ -97,7 +97,7 @@ def test_peaks_are_those_of_a_plain_walk_over_the_lists() -> None:
             found = peaks_of(schedule, each, first, stages, buffers, polls)
             plain = [plain_walk(schedule, rank, each, first, stages, buffers, polls) for rank in range(pipeline)]
             assert found == plain
-    assert ran_ahead >= 5
+    assert with_prefetch >= 5
 
 
 def test_a_rank_of_1f1b_keeps_as_many_microbatches_as_ranks_follow() -> None:

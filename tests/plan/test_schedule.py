@@ -172,9 +172,9 @@ def test_every_schedule_passes_the_checker_and_keeps_its_promises(pipeline: int)
 
 
 @pytest.mark.parametrize("pipeline", RANKS[1:])
-def test_every_schedule_with_an_encoder_that_runs_ahead_passes_the_checker(pipeline: int) -> None:
+def test_every_schedule_with_prefetch_passes_the_checker(pipeline: int) -> None:
     draw = random.Random(pipeline)
-    ahead = 0
+    with_prefetch = 0
     for microbatches, each in itertools.product((1, 2, 5, 8, 16), (1, 2, 3)):
         stages = pipeline * each
         first, most = draw.choice([0, 0, draw.randrange(stages)]), draw.randrange(microbatches + 1)
@@ -189,8 +189,8 @@ def test_every_schedule_with_an_encoder_that_runs_ahead_passes_the_checker(pipel
             check_schedule(schedule, microbatches, first, stages_per_rank=each)
             assert most_buffered(schedule) <= max(most, 1), "a micro-batch is encoded before its forward in any case"
             assert exactly is None or encodes.prefetched == exactly
-            ahead += encodes.prefetched > 0
-    assert ahead > 5
+            with_prefetch += encodes.prefetched > 0
+    assert with_prefetch > 5
 
 
 def most_in_flight(instructions: tuple[Instruction, ...]) -> int:

@@ -230,7 +230,7 @@ def checked(costs: StageCosts, layout: Layout) -> None:
 
 def test_a_plan_never_exceeds_its_limit_and_is_never_slower_than_the_uniform_cut() -> None:
     draw = random.Random(4)
-    planned = interleaved = ahead = recomputing = tight = 0
+    planned = interleaved = prefetching = recomputing = tight = 0
     for _ in range(50):
         pipeline, decoder = draw.randrange(1, 5), draw.randrange(2, 13)
         pipeline = min(pipeline, decoder)
@@ -257,9 +257,10 @@ def test_a_plan_never_exceeds_its_limit_and_is_never_slower_than_the_uniform_cut
             assert layout.simulation.seconds <= uniform.simulation.seconds
         planned += 1
         interleaved += layout.stages_per_rank > 1
-        ahead += layout.prefetched > 0
+        prefetching += layout.prefetched > 0
         recomputing += any(layout.recompute_layers)
-    assert min(planned, interleaved, ahead, recomputing, tight) >= 5, (planned, interleaved, ahead, recomputing, tight)
+    seen = planned, interleaved, prefetching, recomputing, tight
+    assert min(seen) >= 5, seen
 
 
 def test_a_large_search_simulates_no_more_than_it_may(monkeypatch) -> None:
@@ -307,9 +308,9 @@ def test_stages_a_rank_that_are_asked_for_are_kept() -> None:
 def test_an_encoder_gets_into_idle_slots_and_the_cut_counts_on_it() -> None:
     """p = 2, 8 layers of 1, an encoder of 2: without prefetch rank 0 holds less than rank 1, with it as much."""
     costs = equal_costs([1.0] * 8, pipeline=2, microbatches=4, encode=2.0)
-    (without,), (ahead,) = Search(costs, 0).find(1), Search(costs, "auto").find(1)
-    assert without.prefetched == 0 and ahead.prefetched > 0
-    assert ahead.simulation.seconds < 0.95 * without.simulation.seconds
+    (without,), (prefetched,) = Search(costs, 0).find(1), Search(costs, "auto").find(1)
+    assert without.prefetched == 0 and prefetched.prefetched > 0
+    assert prefetched.simulation.seconds < 0.95 * without.simulation.seconds
     (asked,) = Search(costs, 3).find(1)
     assert asked.prefetched == 3
 

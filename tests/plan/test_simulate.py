@@ -91,7 +91,7 @@ def test_a_schedule_that_cannot_finish_has_no_program() -> None:
 # ---- encoder prefetch
 
 
-def test_an_encoder_that_runs_ahead_is_never_slower_and_never_holds_more_than_it_may() -> None:
+def test_prefetch_is_never_slower_and_never_holds_more_than_it_may() -> None:
     draw = random.Random(0)
     gained = 0
     for _ in range(60):
@@ -125,6 +125,6 @@ def test_an_encoder_that_fits_into_what_is_idle_costs_nothing() -> None:
     assert step.seconds == pytest.approx(14) and encodes.prefetched > 0
 
 
-def test_without_room_for_features_nothing_runs_ahead() -> None:
+def test_without_room_for_features_nothing_is_prefetched() -> None:
     seconds = StageSeconds((1.0,) * 4, (1.0,) * 4, encode=1.0)
     assert best_encodes(4, 4, 0, 1, seconds, 0)[0] == training_schedule(4, 4, 0)

@@ -100,9 +100,10 @@ def test_errors_are_those_of_the_steps_that_count(bench_plan, capsys):
 
 def test_a_gain_is_that_of_each_pair_whose_steps_both_count(bench_plan, capsys):
     pair = {
-        "ahead": {"name": "x", "measured_seconds": [0.9, 1.8, 0.95, 9, 1], "predicted_seconds": 9.2, "encode_ahead": 2},
-        "none": {"name": "y", "measured_seconds": [1.0, 2.0, 1.0, 1, 9], "predicted_seconds": 10.0},
+        "prefetch": {"name": "x", "encode_ahead": 2, "measured_seconds": [0.9, 1.8, 0.95, 9, 1]},
+        "none": {"name": "y", "measured_seconds": [1.0, 2.0, 1.0, 1, 9]},
     }
+    pair["prefetch"]["predicted_seconds"], pair["none"]["predicted_seconds"] = 9.2, 10.0
     found = {"layouts": [], "pairs": [pair], "calibration_rounds": [1.0, None, 1.0]}
     found["factors"] = {"x": [1.0, 0.5, 1.0, None, 1.0], "y": [1.0, 0.5, 1.0, 1.0, None]}
     result = bench_plan.report("layouts", found)
@@ -146,6 +147,6 @@ def test_every_layout_is_predicted_and_measured_in_one_run(tmp_path):
         assert row["memory_error"] == pytest.approx([0, 0], abs=0.2), row["name"]
     assert {layout["stages_per_rank"] for layout in found["layouts"]} == {1, 2}
     (pair,) = found["prefetch"]
-    assert pair["kept_pairs"] == pair["pairs"] == 2 and "the encoder running ahead" in ran.stdout
+    assert pair["kept_pairs"] == pair["pairs"] == 2 and "encoder prefetch: share" in ran.stdout
     assert "whole model" in [row["name"] for row in found["judged"]]  # the table wraps names
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]

@@ -77,7 +77,7 @@ def two_ranks(settings: Settings, row: str, parts: Path, rank: Rank) -> None:
         "decoder_layers": shape.layers,
         "calibrated": config.parallel.calibration is not None,
         "stages_per_rank": plan.stages_per_rank,
-        "microbatches_encoded_ahead": plan.encode_ahead,
+        "microbatches_prefetched": plan.encode_ahead,
         "first_decoder_layer_of_later_stages": boundaries,
     }
     run_row(settings, row, {MMTRAIN: mmtrain, **pipelines}, rank, work.facts(config) | facts)

@@ -186,6 +186,6 @@ def _describe(found: Mapping[str, Any]) -> str:
     begins = "; ".join(f"{', '.join(map(str, layers))} ({name})" for name, layers in cuts.items())
     return (
         f"{found['microbatches_per_step']} micro-batches of {found['pack_length']:,} tokens. Of "
-        f"{found['decoder_layers']} decoder layers, those that begin later stages: {begins}. mmtrain encodes "
-        f"{found['microbatches_encoded_ahead']} micro-batches ahead"
+        f"{found['decoder_layers']} decoder layers, those that begin later stages: {begins}. mmtrain prefetches "
+        f"{found['microbatches_prefetched']} micro-batches"
     )

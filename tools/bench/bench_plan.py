@@ -1,8 +1,8 @@
 """Does the planner predict what then happens? Step time, idle share and memory of layouts it was not calibrated on.
 
     layouts     pipeline 1 and 2, one and two stages a rank, 2 to 16 micro-batches, good and bad cuts, recomputation,
-                the encoder running ahead; every prediction is the planner's own (make_plan with the calibration)
-    prefetch   the same cut with the encoder ahead and without, in pairs: the gain against the simulated one
+                encoder prefetch; every prediction is the planner's own (make_plan with the calibration)
+    prefetch    the same cut with encoder prefetch and without, in pairs: the gain against the simulated one
     four        pipeline 4: reported; no target applies where a machine has fewer cores
 
 Calibration and layouts share the same processes and minutes: each repetition runs one step of every layout and two
@@ -253,13 +253,13 @@ def _summary(judged: Sequence[Mapping[str, Any]], layouts: int) -> dict[str, Any
 
 def _gain(pair: Mapping[str, Any], factors: Sequence[Sequence[float | None]]) -> dict[str, Any]:
     """What prefetch saves of a step, by simulation and in every pair of which both steps count."""
-    ahead, none = pair["ahead"], pair["none"]
-    times = zip(ahead["measured_seconds"], none["measured_seconds"], *factors, strict=True)
+    prefetch, none = pair["prefetch"], pair["none"]
+    times = zip(prefetch["measured_seconds"], none["measured_seconds"], *factors, strict=True)
     gains = [1 - (a * of_a) / (n * of_n) for a, n, of_a, of_n in times if of_a and of_n]
     row: dict[str, Any] = {
-        "name": ahead["name"],
-        "encode_ahead": ahead["encode_ahead"],
-        "predicted_gain": 1 - ahead["predicted_seconds"] / none["predicted_seconds"],
+        "name": prefetch["name"],
+        "encode_ahead": prefetch["encode_ahead"],
+        "predicted_gain": 1 - prefetch["predicted_seconds"] / none["predicted_seconds"],
         "kept_pairs": len(gains),
         "pairs": len(factors[0]),
     }
@@ -311,7 +311,7 @@ def _print_summary(job: str, summary: Mapping[str, Any]) -> None:
 
 
 def _print_pairs(gains: Sequence[Mapping[str, Any]]) -> None:
-    say("", f"the encoder running ahead: share of a step saved (target: within {TARGETS['prefetch_difference']:.0%})")
+    say("", f"encoder prefetch: share of a step saved (target: within {TARGETS['prefetch_difference']:.0%})")
     rows = []
     for gain in gains:
         seen = ("all noisy", "")
@@ -319,6 +319,6 @@ def _print_pairs(gains: Sequence[Mapping[str, Any]]) -> None:
             seen = ("{:.1%} ({:.1%} - {:.1%})".format(*gain["measured_gain"]), f"{gain['difference']:+.1%}")
         pairs = f"{gain['kept_pairs']}/{gain['pairs']}"
         rows.append((gain["name"], str(gain["encode_ahead"]), f"{gain['predicted_gain']:.1%}", pairs, *seen))
-    print_table(("", ">ahead", ">simulated", ">pairs", ">measured", ">difference"), rows)
+    print_table(("", ">prefetched", ">simulated", ">pairs", ">measured", ">difference"), rows)
     slower = [gain["name"] for gain in gains if gain["kept_pairs"] and gain["measured_gain"][0] < 0]
     say(f"slower, by the median: {', '.join(slower) or 'none'} (target: none)")

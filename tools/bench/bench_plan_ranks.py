@@ -214,7 +214,7 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
         "factors": factors,
         "layouts": [described[layout.name] for layout in settings.layouts],
         "pairs": [
-            {"ahead": described[layout.name], "none": described[without_prefetch(layout).name]}
+            {"prefetch": described[layout.name], "none": described[without_prefetch(layout).name]}
             for layout in settings.pairs
         ],
     }
