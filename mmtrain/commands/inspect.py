@@ -42,7 +42,7 @@ from mmtrain.pretrained.shapes import vision_shape
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
 if TYPE_CHECKING:
-    from mmtrain.data.report.anatomy import Anatomy
+    from mmtrain.data.report.tokenized import TokenizedSample
 
 EXAMPLES = """\
   what is in shards that training has used, or that were made with --tokenizer; 576 tokens an image:
@@ -221,22 +221,19 @@ def _verify(tars: Sequence[Path], inform: Callable[[str], None], stream: TextIO,
 
 
 def _show(tars: Sequence[Path], tokens_per_image: int | None, options: argparse.Namespace) -> None:
-    from mmtrain.data.report.anatomy import dissect  # transformers, which takes seconds
+    from mmtrain.data.report.tokenized import tokenize_samples  # transformers, which takes seconds
 
-    samples = dissect(tars, options.show, options.tokenizer, options.template, tokens_per_image)
+    samples = tokenize_samples(tars, options.show, options.tokenizer, options.template, tokens_per_image)
     if options.json:
-        tell(json.dumps({"samples": [_anatomy_as_dict(sample) for sample in samples]}))
+        found = [asdict(sample) | {"members": [member._asdict() for member in sample.members]} for sample in samples]
+        tell(json.dumps({"samples": found}))
         return
     for number, sample in enumerate(samples, 1):
         tell(f"{number} of {len(samples)} samples of this key: {sample.shard}" if len(samples) > 1 else sample.shard)
-        _print_anatomy(sample)
+        _print_sample(sample)
 
 
-def _anatomy_as_dict(sample: Anatomy) -> dict[str, Any]:
-    return {**asdict(sample), "members": [member._asdict() for member in sample.members]}
-
-
-def _print_anatomy(sample: Anatomy) -> None:
+def _print_sample(sample: TokenizedSample) -> None:
     key = harmless(sample.key)
     for member in sample.members:
         tell(f"  {key}.{harmless(member.suffix)}  {member.size:,} bytes at byte {member.offset:,}")

@@ -1,4 +1,4 @@
-"""One sample as the model will see it.
+"""One sample as the model will see it, token by token.
 
 key --indexes--> every sample of this key --Reader--> Sample --template--> rows: position, token, its text, its label
 """
@@ -41,7 +41,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class TokenizedSample:
     """A sample of a shard; without rows where it cannot be trained on, without turns where it cannot be read."""
 
     key: str
@@ -53,9 +53,9 @@ class Anatomy:
     fault: Fault | None
 
 
-def dissect(
+def tokenize_samples(
     tars: Sequence[Path], key: str, tokenizer_path: str, template: str, tokens_per_image: int | None
-) -> list[Anatomy]:
+) -> list[TokenizedSample]:
     """Every sample of this key in indexed shards, in their order; each is read as training reads it.
 
     `tokens_per_image` may be None where samples have no images. Raises UserError for a key that no shard has, for
@@ -91,7 +91,7 @@ def dissect(
             except Rejected as error:
                 fault = Fault(key, str(tar), members[0].offset, error.reason, error.detail)
         turns = sample.turns if isinstance(sample, Sample) else ()
-        found.append(Anatomy(key, str(tar), members, sizes, turns, rows, fault))
+        found.append(TokenizedSample(key, str(tar), members, sizes, turns, rows, fault))
     return found
 
 
