@@ -156,18 +156,18 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _lists_fit_the_pipeline(self) -> Self:
-        cuts, each = self.boundaries, self.stages_per_rank
-        if self.pipeline == 1 and each != "auto" and each > 1:
+        cuts, stages_per_rank = self.boundaries, self.stages_per_rank
+        if self.pipeline == 1 and stages_per_rank != "auto" and stages_per_rank > 1:
             raise _wrong_together(
-                f"parallel.stages_per_rank: {each} stages on one rank; with parallel.pipeline 1 there is nothing to "
-                "interleave: leave it out"
+                f"parallel.stages_per_rank: {stages_per_rank} stages on one rank; with parallel.pipeline 1 there is "
+                "nothing to interleave: leave it out"
             )
         if cuts is not None:
             stages = len(cuts) + 1
             wrong = stages % self.pipeline or (self.pipeline == 1 and stages > 1)
-            if wrong or (each != "auto" and stages != self.pipeline * each):
-                also = f" and stages_per_rank {each}" if each not in ("auto", 1) else ""
-                needed = self.pipeline * (1 if each == "auto" else each) - 1
+            if wrong or (stages_per_rank != "auto" and stages != self.pipeline * stages_per_rank):
+                also = f" and stages_per_rank {stages_per_rank}" if stages_per_rank not in ("auto", 1) else ""
+                needed = self.pipeline * (1 if stages_per_rank == "auto" else stages_per_rank) - 1
                 raise _wrong_together(
                     f"parallel.boundaries: {list(cuts)} has {len(cuts)} entries; parallel.pipeline {self.pipeline}"
                     f"{also} needs {needed}, the first decoder layer of every stage but the first"

@@ -140,9 +140,10 @@ def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
 def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int | None, device: Device | None) -> str:
     """The message for a plan beyond the memory limit: what each rank needs, and what was planned and would fit."""
     assert limit is not None
-    pipeline, each = config.parallel.pipeline, config.parallel.stages_per_rank
+    pipeline = config.parallel.pipeline
     by_hand = config.parallel.boundaries is not None
-    cut = given_cut(config, search.costs) if by_hand else search.smallest_cut(1 if each == "auto" else each)
+    stages_per_rank = 1 if config.parallel.stages_per_rank == "auto" else config.parallel.stages_per_rank
+    cut = given_cut(config, search.costs) if by_hand else search.smallest_cut(stages_per_rank)
     stated = config.parallel.device_memory_gib is not None
     source = "parallel.device_memory_gib" if stated else "the GPU's memory, less what CUDA and NCCL take"
     lines = [

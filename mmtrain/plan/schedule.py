@@ -164,8 +164,8 @@ def _training_orders(pipeline: int, microbatches: int, first: int, stages_per_ra
     forwards = [_in_groups(rank, pipeline, stages, microbatches, Op.FORWARD) for rank in range(pipeline)]
     backwards = [_in_groups(rank, pipeline, stages, microbatches, Op.BACKWARD, first) for rank in range(pipeline)]
     # One more than the forwards that 1F1B and Megatron's interleaved 1F1B begin with.
-    each = 1 if stages_per_rank == 1 else 2
-    limit = [each * (pipeline - rank - 1) + (stages_per_rank - 1) * pipeline + 1 for rank in range(pipeline)]
+    per_later_rank = 1 if stages_per_rank == 1 else 2
+    limit = [per_later_rank * (pipeline - rank - 1) + (stages_per_rank - 1) * pipeline + 1 for rank in range(pipeline)]
     orders: list[list[Instruction]] = [[] for _ in range(pipeline)]
     kept = [0] * pipeline
     done: dict[Instruction, int] = {}  # the tick after which it is done

@@ -63,10 +63,10 @@ class Found(NamedTuple):
     hangs_in_common_order: tuple[Ordering, ...]
 
 
-def layouts(pipelines: Iterable[int], each: Iterable[int], microbatches: Sequence[int]) -> Iterator[Layout]:
+def layouts(pipelines: Iterable[int], stages_per_rank: Iterable[int], microbatches: Sequence[int]) -> Iterator[Layout]:
     """The grid: first trainable stage 0, the middle one and the last, 0 and 1 micro-batches prefetched."""
     for p in pipelines:
-        for v in each:
+        for v in stages_per_rank:
             for m in microbatches:
                 for first in sorted({0, p * v // 2, p * v - 1}):
                     for prefetched in (0, 1):
@@ -132,7 +132,7 @@ def test_the_common_order_of_two_ranks_is_the_hand_written_one():
 
 @pytest.fixture(scope="module", params=[389, pytest.param(13, marks=pytest.mark.nightly)])
 def part_of_the_grid(request) -> list[Found]:
-    """All small layouts with odd micro-batches, each so many-th of up to 8 ranks, 4 stages a rank, 16 micro-batches."""
+    """All small layouts with odd micro-batches, part of those up to 8 ranks, 4 stages a rank and 16 micro-batches."""
     small = list(layouts((1, 2, 3), (1, 2), (1, 3)))
     whole = list(layouts(range(1, 9), range(1, 5), range(1, 17)))
     return [try_layout(layout) for layout in dict.fromkeys([*small, *whole[:: request.param], Layout(6, 2, 8, 0, 0)])]
@@ -165,11 +165,13 @@ def test_settings_that_cannot_hang_are_not_refused():
     check_environment(config_of(4), {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
 
 
-@pytest.mark.parametrize(("pipeline", "each", "microbatches", "first"), [(2, 1, 3, 0), (4, 1, 5, 3), (3, 2, 7, 2)])
-def test_the_common_order_does_the_same_work(pipeline: int, each: int, microbatches: int, first: int):
-    plain = training_schedule(pipeline, microbatches, first, each)
+@pytest.mark.parametrize(
+    ("pipeline", "stages_per_rank", "microbatches", "first"), [(2, 1, 3, 0), (4, 1, 5, 3), (3, 2, 7, 2)]
+)
+def test_the_common_order_does_the_same_work(pipeline: int, stages_per_rank: int, microbatches: int, first: int):
+    plain = training_schedule(pipeline, microbatches, first, stages_per_rank)
     ordered = in_common_order(plain)
-    check_schedule(ordered, microbatches, first, stages_per_rank=each)
+    check_schedule(ordered, microbatches, first, stages_per_rank=stages_per_rank)
     for before, after in zip(plain, ordered, strict=True):
         receives = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
         assert [x for x in before if x.op not in receives] == [x for x in after if x.op not in receives]

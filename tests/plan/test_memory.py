@@ -12,19 +12,17 @@ from mmtrain.plan.schedule import COMPUTES, Op, Schedule, needed_before, sent_af
 from mmtrain.plan.simulate import StageSeconds
 
 
-def peaks_of(
-    schedule: Schedule, each: int, first: int, stages: list[StageBytes], buffers: Buffers, polls: bool
-) -> list[int]:
+def peaks_of(schedule: Schedule, stages: list[StageBytes], buffers: Buffers, polls: bool) -> list[int]:
     found = instants(schedule, buffers, polls=polls)
     ranks = len(schedule)
     return [sum(peak(found[rank], stages[rank::ranks], encode_working=7, end_working=3)) for rank in range(ranks)]
 
 
 def plain_walk(
-    schedule: Schedule, rank: int, each: int, first: int, stages: list[StageBytes], buffers: Buffers, polls: bool
+    schedule: Schedule, rank: int, first: int, stages: list[StageBytes], buffers: Buffers, polls: bool
 ) -> int:
     """The same with a dictionary of everything that is alive, by name, and messages let go by looking into lists."""
-    ranks, count = len(schedule), len(schedule) * each
+    ranks, count = len(schedule), len(stages)
     instructions = schedule[rank]
     prefetched = next((x.microbatch for x in instructions if x.op is Op.ENCODE), 0)
     alive: dict = {("input", k): buffers.batch + buffers.features for k in range(prefetched)}
@@ -81,12 +79,12 @@ def test_peaks_are_those_of_a_plain_walk_over_the_lists() -> None:
     draw = random.Random(0)
     with_prefetch = 0
     for _ in range(40):
-        pipeline, each, microbatches = draw.randrange(1, 5), draw.randrange(1, 4), draw.randrange(1, 9)
-        each = 1 if pipeline == 1 else each
-        count = pipeline * each
+        pipeline, stages_per_rank, microbatches = draw.randrange(1, 5), draw.randrange(1, 4), draw.randrange(1, 9)
+        stages_per_rank = 1 if pipeline == 1 else stages_per_rank
+        count = pipeline * stages_per_rank
         first = draw.randrange(count)
         seconds = StageSeconds((1.0,) * count, tuple(1.0 * (s >= first) for s in range(count)), encode=0.7)
-        schedule, encodes, _ = best_encodes(pipeline, microbatches, first, each, seconds, draw.randrange(9))
+        schedule, encodes, _ = best_encodes(pipeline, microbatches, first, stages_per_rank, seconds, draw.randrange(9))
         with_prefetch += encodes.prefetched > 0
         stages = []
         for stage in range(count):
@@ -94,8 +92,8 @@ def test_peaks_are_those_of_a_plain_walk_over_the_lists() -> None:
             stages.append(StageBytes(kept, kept + draw.randrange(20), kept + draw.randrange(20)))
         buffers = Buffers(draw.randrange(9), draw.randrange(3), draw.randrange(9), draw.randrange(9))
         for polls in (True, False):
-            found = peaks_of(schedule, each, first, stages, buffers, polls)
-            plain = [plain_walk(schedule, rank, each, first, stages, buffers, polls) for rank in range(pipeline)]
+            found = peaks_of(schedule, stages, buffers, polls)
+            plain = [plain_walk(schedule, rank, first, stages, buffers, polls) for rank in range(pipeline)]
             assert found == plain
     assert with_prefetch >= 5
 

@@ -139,10 +139,10 @@ def test_encodes_stand_where_they_are_told_and_reach_into_the_next_step() -> Non
 
 def schedules(pipeline: int):
     """Every shape of p ranks: (micro-batches, stages a rank, first trainable stage)."""
-    for microbatches, each in itertools.product(range(1, 17), (1, 2, 3)):
-        if pipeline > 1 or each == 1:
-            for first in range(pipeline * each):
-                yield microbatches, each, first
+    for microbatches, stages_per_rank in itertools.product(range(1, 17), (1, 2, 3)):
+        if pipeline > 1 or stages_per_rank == 1:
+            for first in range(pipeline * stages_per_rank):
+                yield microbatches, stages_per_rank, first
 
 
 RANKS = [1, 2, 3, 4, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (5, 6))]
@@ -151,42 +151,44 @@ RANKS = [1, 2, 3, 4, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks 
 @pytest.mark.parametrize("pipeline", RANKS)
 def test_every_schedule_passes_the_checker_and_keeps_its_promises(pipeline: int) -> None:
     draw = random.Random(pipeline)
-    for microbatches, each, first in schedules(pipeline):
-        if each > 1 and first > 0 and draw.random() < 0.75:
+    for microbatches, stages_per_rank, first in schedules(pipeline):
+        if stages_per_rank > 1 and first > 0 and draw.random() < 0.75:
             continue  # of first trainable stages a quarter, to stay within seconds
-        schedule = training_schedule(pipeline, microbatches, first, each)
-        check_schedule(schedule, microbatches, first, stages_per_rank=each)
+        schedule = training_schedule(pipeline, microbatches, first, stages_per_rank)
+        check_schedule(schedule, microbatches, first, stages_per_rank=stages_per_rank)
         for rank, instructions in enumerate(schedule):
             ops = [x.op for x in instructions]
-            trained = sum(stage >= first for stage in range(rank, pipeline * each, pipeline))
-            assert ops.count(Op.FORWARD) == each * microbatches
+            trained = sum(stage >= first for stage in range(rank, pipeline * stages_per_rank, pipeline))
+            assert ops.count(Op.FORWARD) == stages_per_rank * microbatches
             assert ops.count(Op.BACKWARD) == trained * microbatches
             assert ops.count(Op.LOAD) == ops.count(Op.ENCODE) == (microbatches if rank == 0 else 0)
-            assert_receives_are_posted_at_most_one_compute_ahead(instructions, first_in_first_out=each > 1)
-            if each == 1:
+            assert_receives_are_posted_at_most_one_compute_ahead(instructions, first_in_first_out=stages_per_rank > 1)
+            if stages_per_rank == 1:
                 assert {x.stage for x in instructions} <= {rank, -1}
                 assert most_in_flight(instructions) <= (pipeline - rank if rank >= first else 0)
-    for microbatches, each in {(m, v) for m, v, _ in schedules(pipeline)}:
-        schedule = forward_schedule(pipeline, microbatches, each)
-        check_schedule(schedule, microbatches, None, stages_per_rank=each)
+    for microbatches, stages_per_rank in {(m, v) for m, v, _ in schedules(pipeline)}:
+        schedule = forward_schedule(pipeline, microbatches, stages_per_rank)
+        check_schedule(schedule, microbatches, None, stages_per_rank=stages_per_rank)
 
 
 @pytest.mark.parametrize("pipeline", RANKS[1:])
 def test_every_schedule_with_prefetch_passes_the_checker(pipeline: int) -> None:
     draw = random.Random(pipeline)
     with_prefetch = 0
-    for microbatches, each in itertools.product((1, 2, 5, 8, 16), (1, 2, 3)):
-        stages = pipeline * each
+    for microbatches, stages_per_rank in itertools.product((1, 2, 5, 8, 16), (1, 2, 3)):
+        stages = pipeline * stages_per_rank
         first, most = draw.choice([0, 0, draw.randrange(stages)]), draw.randrange(microbatches + 1)
         seconds = StageSeconds(
             forward=tuple(draw.uniform(0.5, 1.5) for _ in range(stages)),
             backward=tuple(draw.uniform(0.5, 2) if s >= first else 0.0 for s in range(stages)),
-            encode=draw.uniform(0.1, 1) / each,
+            encode=draw.uniform(0.1, 1) / stages_per_rank,
             transfer=draw.choice([0.0, 0.1]),
         )
         for exactly in (None, most):
-            schedule, encodes, _ = best_encodes(pipeline, microbatches, first, each, seconds, most, exactly=exactly)
-            check_schedule(schedule, microbatches, first, stages_per_rank=each)
+            schedule, encodes, _ = best_encodes(
+                pipeline, microbatches, first, stages_per_rank, seconds, most, exactly=exactly
+            )
+            check_schedule(schedule, microbatches, first, stages_per_rank=stages_per_rank)
             assert most_buffered(schedule) <= max(most, 1), "a micro-batch is encoded before its forward in any case"
             assert exactly is None or encodes.prefetched == exactly
             with_prefetch += encodes.prefetched > 0

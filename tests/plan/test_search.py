@@ -47,7 +47,7 @@ def held_by_hand(costs: StageCosts, begin: int, end: int) -> list[tuple]:
 def rank_by_hand(costs: StageCosts, cut: Cut, rank: int, again: int) -> tuple[float, int]:
     """(seconds of a micro-batch, peak bytes) of a rank whose first `again` decoder layers recompute, layer by layer."""
     pipeline, stages = costs.setting.pipeline, len(cut) - 1
-    each, first = stages // pipeline, first_trainable_stage(costs, cut)
+    stages_per_rank, first = stages // pipeline, first_trainable_stage(costs, cut)
     timings, seconds, memory, most = costs.timings, 0.0, 0, []
     spans = [(s, cut[s], cut[s + 1]) for s in range(rank, stages, pipeline)]
     trainable = 0
@@ -76,7 +76,7 @@ def rank_by_hand(costs: StageCosts, cut: Cut, rank: int, again: int) -> tuple[fl
         seconds += timings.encode
     if pipeline == 1:
         memory -= costs.costs.shared_ends_bytes
-    schedule = training_schedule(pipeline, costs.setting.microbatches_per_step, first, each)
+    schedule = training_schedule(pipeline, costs.setting.microbatches_per_step, first, stages_per_rank)
     peaks = [4 * trainable]
     for instant in instants(schedule, costs.buffers, polls=costs.setting.polls_sends)[rank]:
         total = instant.buffers + sum(n * kept for n, (kept, _, _) in zip(instant.kept, most, strict=True))
@@ -174,10 +174,10 @@ def test_a_uniform_cut_has_the_decoder_layers_in_equal_parts() -> None:
 # ---- the search
 
 
-def exact_layouts(costs: StageCosts, each: int) -> Iterator[float]:
+def exact_layouts(costs: StageCosts, stages_per_rank: int) -> Iterator[float]:
     """Simulated seconds of every cut that fits, each rank with as few recomputing layers as fit."""
     search = Search(costs, 0)
-    for cut in all_cuts(costs.count, costs.setting.pipeline * each):
+    for cut in all_cuts(costs.count, costs.setting.pipeline * stages_per_rank):
         layout = search.layout(cut)
         if search.fits(layout):
             yield layout.simulation.seconds
@@ -190,7 +190,7 @@ def test_the_search_comes_close_to_the_best_of_all_cuts(monkeypatch, few_cuts: i
     draw = random.Random(3)
     excess = []
     for _ in range(40):
-        pipeline, each, decoder = draw.randrange(2, 4), draw.randrange(1, 3), draw.randrange(4, 8)
+        pipeline, stages_per_rank, decoder = draw.randrange(2, 4), draw.randrange(1, 3), draw.randrange(4, 8)
         costs = made_up_costs(
             draw,
             decoder,
@@ -198,8 +198,8 @@ def test_the_search_comes_close_to_the_best_of_all_cuts(monkeypatch, few_cuts: i
             microbatches=draw.randrange(1, 9),
             memory_bytes=draw.choice([None, draw.randrange(300, 1500)]),
         )
-        best = min(exact_layouts(costs, each), default=None)
-        found = Search(costs, 0).find(each)
+        best = min(exact_layouts(costs, stages_per_rank), default=None)
+        found = Search(costs, 0).find(stages_per_rank)
         assert bool(found) == (best is not None)
         if found:
             excess.append(found[0].simulation.seconds / best - 1)
@@ -209,9 +209,9 @@ def test_the_search_comes_close_to_the_best_of_all_cuts(monkeypatch, few_cuts: i
 
 def checked(costs: StageCosts, layout: Layout) -> None:
     """What a layout says of itself is so: its lists finish, take the seconds, and fit into memory."""
-    pipeline, each, first = costs.setting.pipeline, layout.stages_per_rank, layout.first_trainable_stage
+    pipeline, stages_per_rank, first = costs.setting.pipeline, layout.stages_per_rank, layout.first_trainable_stage
     microbatches = costs.setting.microbatches_per_step
-    check_schedule(layout.schedule, microbatches, first, stages_per_rank=each)
+    check_schedule(layout.schedule, microbatches, first, stages_per_rank=stages_per_rank)
     assert layout.simulation == simulate(Program(layout.schedule), layout.seconds)
     found = instants(layout.schedule, costs.buffers, polls=costs.setting.polls_sends)
     for rank, need in enumerate(layout.needs):
@@ -280,12 +280,12 @@ def test_a_large_search_simulates_no_more_than_it_may(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("layers", [6, 40])
-@pytest.mark.parametrize("each", ["auto", 2])
-def test_a_layout_is_found_however_many_micro_batches_a_step_has(monkeypatch, layers, each) -> None:
+@pytest.mark.parametrize("stages_per_rank", ["auto", 2])
+def test_a_layout_is_found_however_many_micro_batches_a_step_has(monkeypatch, layers, stages_per_rank) -> None:
     monkeypatch.setattr("mmtrain.plan.search.SIMULATED_INSTRUCTIONS", 1000)
     costs = made_up_costs(random.Random(7), layers, pipeline=4, microbatches=350, first=0)
-    (layout, *_) = Search(costs, 0).find(each)
-    assert layout.stages_per_rank == (1 if each == "auto" else 2), "1F1B idles for less than 1%"
+    (layout, *_) = Search(costs, 0).find(stages_per_rank)
+    assert layout.stages_per_rank == (1 if stages_per_rank == "auto" else 2), "1F1B idles for less than 1%"
 
 
 def test_more_stages_a_rank_are_taken_where_they_idle_less_and_not_for_nothing() -> None:
@@ -300,9 +300,9 @@ def test_more_stages_a_rank_are_taken_where_they_idle_less_and_not_for_nothing()
 
 def test_stages_a_rank_that_are_asked_for_are_kept() -> None:
     costs = equal_costs([1.0] * 16, pipeline=4, microbatches=4)
-    for each in (1, 2, 3, 4):
-        (layout,) = Search(costs, 0).find(each)
-        assert len(layout.cut) - 1 == 4 * each
+    for stages_per_rank in (1, 2, 3, 4):
+        (layout,) = Search(costs, 0).find(stages_per_rank)
+        assert len(layout.cut) - 1 == 4 * stages_per_rank
 
 
 def test_an_encoder_gets_into_idle_slots_and_the_cut_counts_on_it() -> None:

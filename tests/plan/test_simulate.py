@@ -15,8 +15,8 @@ from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 
 
 def step_of(pipeline: int, microbatches: int, first: int, seconds: StageSeconds, **options: bool) -> Simulation:
-    each = len(seconds.forward) // pipeline
-    return simulate(Program(training_schedule(pipeline, microbatches, first, each)), seconds, **options)
+    stages_per_rank = len(seconds.forward) // pipeline
+    return simulate(Program(training_schedule(pipeline, microbatches, first, stages_per_rank)), seconds, **options)
 
 
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(1, 3), (2, 8), (4, 4), (4, 8), (8, 8)])
@@ -27,11 +27,11 @@ def test_equal_stages_idle_by_the_known_share(pipeline: int, microbatches: int) 
 
 
 def test_equal_interleaved_stages_idle_by_the_known_share() -> None:
-    for pipeline, each, groups in itertools.product((2, 3, 4, 6), (2, 3, 4), (1, 2, 4)):
-        microbatches, stages = groups * pipeline, pipeline * each
+    for pipeline, stages_per_rank, groups in itertools.product((2, 3, 4, 6), (2, 3, 4), (1, 2, 4)):
+        microbatches, stages = groups * pipeline, pipeline * stages_per_rank
         step = step_of(pipeline, microbatches, 0, StageSeconds((1.0,) * stages, (1.0,) * stages))
-        known = (pipeline - 1) / (each * microbatches + pipeline - 1)
-        assert step.idle == pytest.approx([known] * pipeline), (pipeline, each, microbatches)
+        known = (pipeline - 1) / (stages_per_rank * microbatches + pipeline - 1)
+        assert step.idle == pytest.approx([known] * pipeline), (pipeline, stages_per_rank, microbatches)
 
 
 def test_a_step_by_hand_has_the_idle_shares_of_its_drawing() -> None:
@@ -95,8 +95,8 @@ def test_prefetch_is_never_slower_and_never_holds_more_than_it_may() -> None:
     draw = random.Random(0)
     gained = 0
     for _ in range(60):
-        pipeline, each, microbatches = draw.randrange(2, 5), draw.randrange(1, 4), draw.randrange(1, 13)
-        stages, most = pipeline * each, draw.randrange(13)
+        pipeline, stages_per_rank, microbatches = draw.randrange(2, 5), draw.randrange(1, 4), draw.randrange(1, 13)
+        stages, most = pipeline * stages_per_rank, draw.randrange(13)
         first = draw.choice([0, 0, draw.randrange(stages)])
         seconds = StageSeconds(
             forward=tuple(draw.uniform(0.5, 1.5) for _ in range(stages)),
@@ -107,7 +107,7 @@ def test_prefetch_is_never_slower_and_never_holds_more_than_it_may() -> None:
             end=draw.choice([0.0, 0.3]),
         )
         without = step_of(pipeline, microbatches, first, seconds)
-        schedule, encodes, step = best_encodes(pipeline, microbatches, first, each, seconds, most)
+        schedule, encodes, step = best_encodes(pipeline, microbatches, first, stages_per_rank, seconds, most)
         assert step == simulate(Program(schedule), seconds), "what is promised is what the lists take"
         assert step.seconds <= without.seconds
         assert encodes.prefetched <= min(most, microbatches) and most_buffered(schedule) <= max(1, most)
