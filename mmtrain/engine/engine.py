@@ -358,8 +358,15 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         """Count and record the step; raises NonFiniteError when it is one more than the run may leave out."""
         allowed = self.run_config.train.max_bad_steps
         self.bad_steps += 1
-        replica, known = self.plan.ranks[self.global_rank].data, (self.trainable, self._losses, self._keys)
-        said = report_bad_step(self.step_index, self._statistics, replica, *known, self._bad_steps_file)
+        said = report_bad_step(
+            self.step_index,
+            self._statistics,
+            replica=self.plan.ranks[self.global_rank].data,
+            trainable=self.trainable,
+            losses=self._losses,
+            keys=self._keys,
+            file=self._bad_steps_file,
+        )
         if self.bad_steps > allowed:
             if allowed:
                 said += f". It is bad step {self.bad_steps} of the run, and train.max_bad_steps={allowed}"

@@ -164,15 +164,12 @@ def test_the_text_for_people_holds_the_same_and_what_is_missing(folder, plain, c
     printed = capsys.readouterr().out
     assert "indexing 2 of 2 shards" in printed
     assert "how many tokens an image takes is not known: give --vision NAME" in printed
-    assert (
-        main(["inspect", str(folder), "--tokens-per-image", "16", "--pack-length", "1024"]) == 0
-    )  # indexed for one by now
+    # They are indexed for one tokenizer by now.
+    assert main(["inspect", str(folder), "--tokens-per-image", "16", "--pack-length", "1024"]) == 0
     printed = capsys.readouterr().out
     _, found = run_json(capsys, folder, "--tokens-per-image", 16, "--pack-length", 1024)
-    by_images = found["samples_by_images"]
-    assert f"60 samples: {by_images['0']} without images, {by_images['1']} with one, {by_images['2']} with several" in (
-        printed
-    )
+    none, one, several = (found["samples_by_images"][images] for images in "012")
+    assert f"60 samples: {none} without images, {one} with one, {several} with several" in printed
     assert f"half at most {found['text_tokens']['median']}, " in printed
     (packing,) = found["packing"]
     row = next(line for line in printed.splitlines() if line.lstrip().startswith("1,024 "))
@@ -323,9 +320,8 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
     assert main(["inspect", str(folder), *plain, "--show", with_image]) == 2
     assert "--vision NAME or --tokens-per-image N" in capsys.readouterr().err
     assert main(["inspect", str(folder), *plain, "--show", "00003"]) == 2
-    assert "no sample of this key in 2 shards; keys that hold this text: 000003, 000030, 000031" in (
-        capsys.readouterr().err
-    )
+    refused = capsys.readouterr().err
+    assert "no sample of this key in 2 shards; keys that hold this text: 000003, 000030, 000031" in refused
 
 
 @pytest.mark.parametrize(

@@ -194,9 +194,8 @@ def test_resume_begins_where_there_is_nothing_and_ends_where_all_is_done(folder)
     assert again.returncode == 0 and "out: finished already, 1 shards, 10 samples" in again.stdout
     assert contents(folder / "out") == first
     other = run(folder, "--samples-per-shard", "5", "--resume")
-    assert (
-        other.returncode == 2 and "dataset.json is of another run: samples_per_shard was 1000 and is 5" in other.stderr
-    )
+    assert other.returncode == 2
+    assert "dataset.json is of another run: samples_per_shard was 1000 and is 5" in other.stderr
     assert contents(folder / "out") == first
     assert run(folder, "--workers", "1").returncode == 2
     assert contents(folder / "out") == first

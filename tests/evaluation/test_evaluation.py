@@ -457,10 +457,8 @@ def test_the_first_samples_in_shard_order_are_held_out_and_longer_ones_counted(s
     short = HeldOut(PackedBatches(config_of(scene, data__pack_length=13), 0, 1))
     longer = sum(len(sample.prompt) + len(sample.truth) > 13 for sample in scene.samples)
     assert (short.extent.overlong, short.extent.samples) == (longer, 40 - longer) and longer > 0
-    assert (
-        f"{40 - longer} held-out samples" in short.extent.summary
-        and f"; {longer} too long for a pack left out" in short.extent.summary
-    )
+    assert f"{40 - longer} held-out samples" in short.extent.summary
+    assert f"; {longer} too long for a pack left out" in short.extent.summary
 
 
 @pytest.mark.parametrize(

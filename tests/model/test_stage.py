@@ -51,7 +51,7 @@ def test_the_projector_stays_in_float32_between_bfloat16_parts(tmp_path):
     kinds = {name: p.dtype for name, p in module.global_parameters()}
     assert {kinds[name] for name in kinds if name.startswith("projector.")} == {torch.float32}
     assert {kinds[name] for name in kinds if not name.startswith("projector.")} == {torch.bfloat16}
-    assert not any(module.training for module in module.modules())
+    assert not any(part.training for part in module.modules())
     assert [name for name, p in module.global_parameters() if p.requires_grad] == list(rank.trainable_names)
 
 

@@ -145,11 +145,8 @@ def test_the_record_names_one_trained_rank_and_three_explicit_no_ops(runs):
         assert frozen["fingerprint_before"] == frozen["fingerprint_after"] and frozen["tensors"] > 0
         assert audited["trainable_parameters"] == planned["trainable"]
         assert audited["reason"] and all(t["moved"] and t["had_gradient"] for t in audited["trainable"])
-    assert (
-        "audit passed: 4 of 4 trainable tensors moved" in printed
-        and f"step {STEPS}/{STEPS}" in printed
-        and "saved " in printed
-    )
+    for said in ("audit passed: 4 of 4 trainable tensors moved", f"step {STEPS}/{STEPS}", "saved "):
+        assert said in printed
     assert len(printed.splitlines()) < 50, "library chatter belongs into log.txt"
 
 
