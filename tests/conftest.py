@@ -1,6 +1,5 @@
-"""Shared fixtures: the tools as modules, and one tiny model folder made once a session."""
+"""Shared fixtures: one tiny model folder made once a session."""
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.commands import tiny as tiny_command
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -20,14 +20,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 TOOLS = Path(__file__).parent.parent / "tools"
 MAIN_JOB = Path(__file__).parent.parent / "configs" / "llava_pp4.yaml"
-
-
-def load_tool(name: str) -> ModuleType:
-    """tools/NAME.py as a module (tools is no package)."""
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # Work for pytest-xdist: files that share the demo's run are one piece of it; the longest pieces begin first, else the
@@ -97,6 +89,14 @@ def tiny(make_tiny, tmp_path_factory) -> Path:
     make_tiny.make_tiny_shards(folder / "shards", two_image_fraction=0.125)
     make_tiny.make_config(folder, "tiny")
     return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny, tmp_path_factory) -> StepFolder:
+    """Of a run over the tiny folder that was never trained; to be read."""
+    from untrained_runs import config_of, make_checkpoint  # the exports, which few tests need
+
+    return make_checkpoint(tmp_path_factory.mktemp("run") / "tiny", config_of(tiny))
 
 
 class DemoRun(NamedTuple):

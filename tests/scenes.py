@@ -258,3 +258,8 @@ def perturb(model: torch.nn.Module) -> torch.nn.Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model.eval()
+
+
+def images(size: int) -> torch.Tensor:
+    """Three images of noise, (3, 3, size, size)."""
+    return torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))

@@ -156,7 +156,7 @@ def test_help_shows_examples_with_configs_that_exist_and_what_exit_codes_mean(ca
 # ---- --plan
 
 
-def test_a_reader_that_leaves_early_is_no_error(tiny, tmp_path):
+def test_a_reader_that_leaves_early_is_no_error(tiny):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, *LAUNCH, str(tiny / "config.yaml"), "--plan"]

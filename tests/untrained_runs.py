@@ -9,6 +9,7 @@ from pathlib import Path
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from scenes import perturb
 from step_states import state_of
 from transformers import LlavaForConditionalGeneration
 
@@ -56,12 +57,7 @@ def make_tower(folder: Path, architecture: str, changes: Mapping[str, object]) -
     """A small random ViT of a timm architecture: 28 x 28 pixels, 16 patches, 3 blocks of 32; every tensor is random."""
     sizes = {"img_size": 28, "patch_size": 7, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 0}
     arguments = sizes | dict(changes)
-    model = timm.create_model(architecture, pretrained=False, **arguments)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    folder.mkdir(parents=True)
+    model = perturb(timm.create_model(architecture, pretrained=False, **arguments))
     save_timm_folder(model, folder, architecture, arguments)
     return folder
 

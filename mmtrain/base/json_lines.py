@@ -76,6 +76,11 @@ class JsonLines:
         self.close()
 
 
+def compact_json(value: object) -> bytes:
+    """JSON without spaces, in ASCII: what files hold whose checksums, and fingerprints, must not change."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
 def without_nan(value: Any) -> Any:
     """The same with "nan", "inf" and "-inf" for numbers that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):

@@ -126,7 +126,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_tiny_vision(folder: str | Path, seed: int = 0, class_token: bool = False) -> Path:
+def make_tiny_vision(folder: str | Path, seed: int = 0) -> Path:
     """Save a random ViT into `folder` in timm's local format: timm.create_model("local-dir:FOLDER") loads it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def make_tiny_vision(folder: str | Path, seed: int = 0, class_token: bool = Fals
         "embed_dim": 48,
         "depth": 4,
         "num_heads": 3,
-        "class_token": class_token,
+        "class_token": False,
         "global_pool": "avg",
         "num_classes": 0,
     }

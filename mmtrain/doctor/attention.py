@@ -96,5 +96,6 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -26,6 +26,7 @@ from safetensors import safe_open
 
 from mmtrain.base.durable import whole_folder
 from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import compact_json
 
 INDEX = "model.safetensors.index.json"
 BLOCK = 1 << 26  # bytes that are cast, hashed and written at a time
@@ -100,7 +101,7 @@ class TensorWriter:
                 raise UserError(f"{name} is stored as {str(dtype)[6:]}; use a release in bf16, fp16 or fp32")
             header[name] = {"dtype": _NAMES[dtype], "shape": list(source.shape), "data_offsets": [place, end]}
             place = end
-        text = json.dumps(header, separators=(",", ":")).encode()
+        text = compact_json(header)
         text += b" " * (-len(text) % 8)
         start = len(text).to_bytes(8, "little") + text
         digest = hashlib.sha256(start)

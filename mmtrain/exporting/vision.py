@@ -130,7 +130,7 @@ class ExportedEncoder:
     notes: tuple[str, ...]  # what was filled in and why that changes nothing, for the model card
 
 
-def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor] | None = None) -> ExportedEncoder:
+def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
     """The encoder of a run for a LLaVA folder.
 
     Tensors of a transformers encoder stay in their files, and in their precision, until they are written; a timm
@@ -140,7 +140,7 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor] | 
     incomplete, and for a trained tensor that it does not have.
     """
     name, select_layer = config.model.vision.name, config.model.vision.select_layer
-    own = {full.removeprefix("vision."): tensor for full, tensor in (trained or {}).items()}
+    own = {full.removeprefix("vision."): tensor for full, tensor in trained.items()}
     model = timm_model(name)
     if model is None:
         settings, tensors, notes = _from_transformers(model_folder(name), own)

@@ -127,7 +127,7 @@ def _run_sequences(
 
 
 def use_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | Runs, extras: Sequence[str] = ()
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | Runs, extras: Sequence[str]
 ) -> bool:
     """Whether the GPU kernel takes these tensors, and is right on this GPU; `extras` names what else is asked for.
 

@@ -234,9 +234,7 @@ class StageCosts:
         return instants(schedule, self.buffers, polls=setting.polls_sends)
 
 
-def stage_costs(
-    config: RunConfig, models: Models, memory_bytes: int | None, device: Device | None = None
-) -> StageCosts:
+def stage_costs(config: RunConfig, models: Models, memory_bytes: int | None, device: Device | None) -> StageCosts:
     """Costs of any stage of this run; `memory_bytes` is what a rank may use (None: no limit).
 
     Measured, where there is a calibration for the run on `device` (None: this machine's CPU). Raises UserError for a

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import compact_json
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.config.schema import RunConfig
@@ -172,12 +172,8 @@ def text_fingerprint(tokenizer_folder: Path, template: str) -> str:
     config = tokenizer_folder / "config.json"
     # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
     model_type = read_json(config).get("model_type") if config.is_file() else None
-    digest = hashlib.sha256(_compact([TEXT_RULES_VERSION, template, model_type]))
+    digest = hashlib.sha256(compact_json([TEXT_RULES_VERSION, template, model_type]))
     for file in sorted(found):
         content = hashlib.sha256(read_limited(file, MAX_TOKENIZER_BYTES, "a tokenizer's file")).hexdigest()
-        digest.update(_compact([file.relative_to(tokenizer_folder).as_posix(), content]))
+        digest.update(compact_json([file.relative_to(tokenizer_folder).as_posix(), content]))
     return digest.hexdigest()[:16]
-
-
-def _compact(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode("ascii")

@@ -51,7 +51,7 @@ def test_a_plan_needs_no_torch():
     assert ran.stdout == "2 False\n", ran.stderr
 
 
-def test_a_run_leaves_its_records_and_its_folder_is_a_run(finished, tiny):
+def test_a_run_leaves_its_records_and_its_folder_is_a_run(finished):
     assert not finished.is_running
     assert [record["step"] for record in finished.metrics("train")] == [0, 1, 2]
     assert finished.scores and {"step", "loss", "exact_match"} <= set(finished.scores[-1])
@@ -61,7 +61,7 @@ def test_a_run_leaves_its_records_and_its_folder_is_a_run(finished, tiny):
     assert again.config == finished.config and again.config.run.name == "tiny" == finished.folder.name
 
 
-def test_what_the_command_prints_is_shown(tiny, finished, capfd):
+def test_what_the_command_prints_is_shown(finished, capfd):
     config = finished.config
     mmtrain.train(config).wait(100)
     assert f"complete: {config.run.dir}/tiny has made all its 3 steps" in capfd.readouterr().out

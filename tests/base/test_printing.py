@@ -94,7 +94,7 @@ def test_messages_are_one_write_so_that_no_other_process_writes_between_a_line_a
     assert [text for text in writes if text] == ["one\ntwo\n  and more\n"]
 
 
-def test_what_nobody_expected_is_a_traceback_that_steers_no_terminal(tmp_path):
+def test_what_nobody_expected_is_a_traceback_that_steers_no_terminal():
     script = f"from mmtrain.base.printing import run_command; run_command(lambda: exec({HOSTILE!r}))"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
     assert ended.returncode == 1 and b"Traceback" in ended.stderr and b"SyntaxError" in ended.stderr

@@ -133,14 +133,6 @@ def test_a_checkpoint_of_other_tensors_is_refused_by_their_names(tmp_path, wante
 # ---- one rank
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 class Run:
     """Saves into a folder, and notes what is reported."""
 

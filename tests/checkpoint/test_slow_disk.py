@@ -58,15 +58,7 @@ def test_a_disk_slower_than_the_timeout_loses_no_save_and_no_rank(tmp_path, then
     assert newest(tmp_path)[0].step == steps[-1]
 
 
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, alone, monkeypatch):
+def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, one_rank, monkeypatch):
     def refuse(path: Path) -> None:
         raise OSError("somebody reads it")
 
@@ -79,7 +71,7 @@ def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, alone, monkeyp
     assert [(saved.step, saved.error) for saved in reported] == [(1, None), (2, None), (3, None)]
 
 
-def test_what_another_program_reads_is_kept_until_a_later_save(tmp_path, alone):
+def test_what_another_program_reads_is_kept_until_a_later_save(tmp_path, one_rank):
     with Checkpointer(tmp_path, CheckpointSection(keep_last=1), True, lambda saved: None) as saver:
         for step, left in ((1, [1]), (2, [1, 2]), (3, [3])):
             saver.save(step, WEIGHTS, {}, {}, run_state())
@@ -89,7 +81,7 @@ def test_what_another_program_reads_is_kept_until_a_later_save(tmp_path, alone):
     assert read is None
 
 
-def test_a_score_that_is_no_number_is_not_the_best(tmp_path, alone):
+def test_a_score_that_is_no_number_is_not_the_best(tmp_path, one_rank):
     section = CheckpointSection(keep_last=1, keep_best="loss")
     with Checkpointer(tmp_path, section, True, lambda saved: None) as saver:
         for step, loss in enumerate((0.5, float("nan"), 0.7, 0.8), start=1):
@@ -100,7 +92,7 @@ def test_a_score_that_is_no_number_is_not_the_best(tmp_path, alone):
     assert sorted(step_of(path) for path in step_folders(tmp_path)) == [1, 4]
 
 
-def test_files_of_a_checkpoint_may_be_read_by_whom_the_umask_lets(tmp_path, alone):
+def test_files_of_a_checkpoint_may_be_read_by_whom_the_umask_lets(tmp_path, one_rank):
     with Checkpointer(tmp_path, CheckpointSection(), True, lambda saved: None) as saver:
         saver.save(1, WEIGHTS, {}, {}, run_state())
         saver.finish()

@@ -15,7 +15,6 @@ from step_states import VERSIONS
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint
 
 from mmtrain.__main__ import main
-from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.catalog import is_held_out
 from mmtrain.engine.audit import fingerprint, model_fingerprint
@@ -25,12 +24,7 @@ from mmtrain.model.stage import build_stage
 from mmtrain.plan.plan import StagePlan
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tiny, tmp_path_factory) -> StepFolder:
-    return make_checkpoint(tmp_path_factory.mktemp("run") / "tiny", config_of(tiny))
-
-
-def test_an_export_that_fails_leaves_nothing(tiny, make_tiny, tmp_path, capsys):
+def test_an_export_that_fails_leaves_nothing(tiny, tmp_path, capsys):
     shutil.copytree(tiny / "llm", tmp_path / "llm")
     make_checkpoint(tmp_path / "run", config_of(tiny, f"model.llm.path={tmp_path / 'llm'}"))
     with (tmp_path / "llm" / "model.safetensors").open("r+b") as file:
@@ -62,7 +56,7 @@ def test_an_empty_folder_is_taken_and_what_a_killed_export_left_is_cleared(check
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_export_that_is_stopped_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
+def test_an_export_that_is_stopped_leaves_nothing(checkpoint, tmp_path, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
@@ -85,7 +79,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["hf", "hf, its size unknown", "safetensors", "llava"])
-def test_a_full_disk_is_one_line_and_nothing_is_left(checkpoint, tiny, small_disk, monkeypatch, capsys, form):
+def test_a_full_disk_is_one_line_and_nothing_is_left(checkpoint, small_disk, monkeypatch, capsys, form):
     if form == "hf, its size unknown":  # as when another program fills the disk meanwhile
         monkeypatch.setattr(hf, "require_space", lambda folder, size: None)
         (small_disk / "full").write_bytes(bytes(1 << 20))

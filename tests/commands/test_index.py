@@ -82,7 +82,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(folder, capsys, arguments, mess
     assert captured.err.count("\n") == 1
 
 
-def test_wrong_options_are_refused(folder, capsys):
+def test_wrong_options_are_refused(folder):
     for wrong in (["--template", "poem"], ["--workers", "0"]):
         with pytest.raises(SystemExit) as stopped:
             main(["index", str(folder), *PLAIN, *wrong])

@@ -21,7 +21,7 @@ def fingerprint(folder):
     }
 
 
-def test_the_command_writes_a_run_and_says_how_to_start_it(make_tiny, tmp_path, capsys):
+def test_the_command_writes_a_run_and_says_how_to_start_it(tmp_path, capsys):
     main(["tiny", str(tmp_path / "one"), "--family", "qwen2", "--layers", "4", "--samples", "24"])
     printed = capsys.readouterr().out
     assert f"mmtrain train {(tmp_path / 'one').resolve()}/config.yaml" in printed
@@ -33,7 +33,7 @@ def test_the_command_writes_a_run_and_says_how_to_start_it(make_tiny, tmp_path, 
     assert len(timm.create_model(f"local-dir:{config.model.vision.name}", pretrained=True).blocks) == 4
 
 
-def test_the_folder_is_a_function_of_its_arguments_and_seed(make_tiny, tmp_path):
+def test_the_folder_is_a_function_of_its_arguments_and_seed(tmp_path):
     prints = []
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
         main(["tiny", str(tmp_path / name), "--layers", "2", "--samples", "6", "--seed", seed])
@@ -85,7 +85,7 @@ def test_other_families_load_in_stock_transformers_with_signals_that_tests_can_s
         (["--two-image-fraction", "2"], "--two-image-fraction: 2: a share from 0 to 1"),
     ],
 )
-def test_what_cannot_be_built_is_refused(make_tiny, tmp_path, capsys, arguments, message):
+def test_what_cannot_be_built_is_refused(tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit):
         main(["tiny", str(tmp_path), *arguments])
     assert message in capsys.readouterr().err

@@ -75,7 +75,7 @@ def test_what_the_demo_does_not_have_is_refused(cache):
         made("demo:test")
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(cache, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(cache):
     (cache / "mmtrain").write_text("a file where the folder should be")
     with pytest.raises(UserError, match=r"cannot make demo:held-out in .*XDG_CACHE_HOME says where caches go"):
         made("demo:held-out")

@@ -14,7 +14,6 @@ from transformers import pipeline
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, make_tower, weights
 
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.tensors import INDEX
 from mmtrain.model.language import quiet
 
@@ -33,11 +32,6 @@ FAMILIES = {
     "gpt_oss": {},
     "phi3": {},
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny, tmp_path_factory) -> StepFolder:
-    return make_checkpoint(tmp_path_factory.mktemp("run") / "tiny", config_of(tiny))
 
 
 @pytest.mark.parametrize("tower", TOWERS)

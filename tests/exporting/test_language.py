@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, weights
 
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.hf import refuse_loading_faults, refuse_unfit_family
 from mmtrain.exporting.language import language_for_export
 from mmtrain.exporting.tensors import in_memory
@@ -24,11 +23,6 @@ UNFIT = {
     "gpt2": ({}, "does not fit"),
     "phi": ({}, "head has a bias"),
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny, tmp_path_factory) -> StepFolder:
-    return make_checkpoint(tmp_path_factory.mktemp("run") / "tiny", config_of(tiny))
 
 
 @pytest.mark.parametrize("family", UNFIT)

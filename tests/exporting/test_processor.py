@@ -23,6 +23,7 @@ from chat_styles import (
 )
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer, ByT5Tokenizer, GenerationConfig, PreTrainedTokenizerFast
+from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
@@ -160,8 +161,8 @@ def test_plain_prompts_are_bos_and_images_then_what_the_caption_begins_with(tiny
     assert processor.apply_chat_template([{"role": "user", "content": "<image>\nA photo"}]) == "<image>A photo"
 
 
-def test_an_image_takes_as_many_tokens_as_in_training_whatever_the_tower_keeps_before_them(tiny, make_tiny, tmp_path):
-    vision = make_tiny.make_tiny_vision(tmp_path / "clip", class_token=True)
+def test_an_image_takes_as_many_tokens_as_in_training_whatever_the_tower_keeps_before_them(tiny, tmp_path):
+    vision = make_tower(tmp_path / "clip", "vit_tiny_patch16_224", {})
     config = run_config(tiny, tiny / "llm", f"model.vision.name={vision}")
     exported = export(config, tmp_path / "out", Tower(prefix_tokens=1, select_strategy="default"))
     processor = AutoProcessor.from_pretrained(tmp_path / "out")

@@ -12,12 +12,6 @@ from torch import nn
 from untrained_runs import config_of, make_checkpoint
 
 from mmtrain.__main__ import main
-from mmtrain.checkpoint.step_folder import StepFolder
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny, tmp_path_factory) -> StepFolder:
-    return make_checkpoint(tmp_path_factory.mktemp("run") / "tiny", config_of(tiny))
 
 
 def test_the_projector_file_says_what_it_belongs_to(checkpoint, tmp_path):

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from safetensors.torch import load_file, save_file
-from scenes import perturb
+from scenes import images, perturb
 from transformers import (
     CLIPConfig,
     CLIPModel,
@@ -21,6 +20,7 @@ from transformers import (
     SiglipVisionConfig,
     SiglipVisionModel,
 )
+from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
@@ -28,7 +28,6 @@ from mmtrain.exporting.vision import ExportedEncoder, encoder_for_export
 from mmtrain.model.vision import load_vision
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llava_pp4.yaml"
-SMALL = {"img_size": 28, "patch_size": 7, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 0}
 SMALL_HF = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -45,7 +44,7 @@ SMALL_TEXT = {
     "vocab_size": 50,
 }
 
-# Architecture, what differs from SMALL, and the stock model that computes it.
+# Architecture, what differs from make_tower's, and the stock model that computes it.
 TIMM = {
     "siglip": ("vit_base_patch16_siglip_224", {}, "siglip_vision_model"),
     "siglip with tanh": ("vit_base_patch16_siglip_224", {"act_layer": "gelu_tanh"}, "siglip_vision_model"),
@@ -64,17 +63,6 @@ TIMM = {
     "deit3": ("deit3_small_patch16_224", {}, "dinov2"),
 }
 HF = ("hf clip_vision", "hf clip", "hf siglip_vision", "hf siglip", "hf siglip without head")
-
-
-def save_timm(folder: Path, architecture: str, changes: dict) -> Path:
-    folder.mkdir(parents=True)
-    arguments = SMALL | changes
-    model = perturb(timm.create_model(architecture, pretrained=False, **arguments))
-    facts = {"input_size": [3, arguments["img_size"], arguments["img_size"]], "num_classes": 0}
-    config = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": facts}
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
-    return folder
 
 
 def save_hf(folder: Path, kind: str) -> Path:
@@ -103,18 +91,14 @@ def encoders(tmp_path_factory) -> dict[str, str]:
     """A folder of every kind, and the demo's own encoder."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("encoders")
-    made = {kind: save_timm(folder / kind, *TIMM[kind][:2]) for kind in TIMM}
+    made = {kind: make_tower(folder / kind, *TIMM[kind][:2]) for kind in TIMM}
     made |= {kind: save_hf(folder / kind, kind) for kind in HF}
     return {kind: str(path) for kind, path in made.items()} | {"demo": "demo:vision"}
 
 
 def exported(name: str, select_layer: int = -2, trained: dict | None = None) -> ExportedEncoder:
     choices = [f"model.vision.name={name}", f"model.vision.select_layer={select_layer}"]
-    return encoder_for_export(load_config(CONFIG, choices), trained)
-
-
-def images(size: int) -> torch.Tensor:
-    return torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
+    return encoder_for_export(load_config(CONFIG, choices), trained or {})
 
 
 def stock_llava(encoder: ExportedEncoder, folder: Path) -> LlavaForConditionalGeneration:
@@ -214,7 +198,7 @@ def test_what_the_encoder_has_itself_is_exported_bit_for_bit(encoders, kind):
         assert all(part.detach().numpy().tobytes() in pieces for part in parts), name
 
 
-def test_tensors_are_in_the_precision_that_they_are_stored_in_and_read_late(encoders, tmp_path):
+def test_tensors_are_in_the_precision_that_they_are_stored_in_and_read_late(tmp_path):
     model = perturb(CLIPVisionModel(CLIPVisionConfig(**SMALL_HF))).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     sources = exported(str(tmp_path)).tensors
@@ -265,7 +249,7 @@ def test_what_is_filled_in_is_said(encoders):
     ],
 )
 def test_what_no_stock_model_computes_is_refused_with_the_formats_that_work(tmp_path, architecture, changes, why):
-    folder = save_timm(tmp_path / "encoder", architecture, changes)
+    folder = make_tower(tmp_path / "encoder", architecture, changes)
     load_vision(str(folder), -2, torch.float32)  # it trains
     with pytest.raises(UserError) as refused:
         exported(str(folder))

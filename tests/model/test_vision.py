@@ -6,9 +6,10 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
-from scenes import perturb
+from scenes import images, perturb
 from torch import nn
 from transformers import CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
+from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
 from mmtrain.model.vision import load_vision
@@ -22,10 +23,6 @@ HF_SIZES = {
     "image_size": 28,
     "patch_size": 7,
 }
-
-
-def images(size: int) -> torch.Tensor:
-    return torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
 
 
 def block_output(model: nn.Module, block: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
@@ -57,15 +54,14 @@ def hf_folders(tmp_path_factory):
 
 @pytest.mark.parametrize("class_token", [False, True])
 @pytest.mark.parametrize("select_layer", [-1, -2, -4])
-def test_a_timm_tower_gives_the_selected_blocks_output_without_prefix_tokens(
-    make_tiny, tmp_path, class_token, select_layer
-):
-    folder = make_tiny.make_tiny_vision(tmp_path, class_token=class_token)
+def test_a_timm_tower_gives_the_selected_blocks_output_without_prefix_tokens(tmp_path, class_token, select_layer):
+    changes = {"class_token": class_token, "global_pool": "avg", "depth": 4}
+    folder = make_tower(tmp_path / "vision", "vit_tiny_patch16_224", changes)
     stock = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    expected = block_output(stock, stock.blocks[select_layer], images(32))[:, stock.num_prefix_tokens :]
+    expected = block_output(stock, stock.blocks[select_layer], images(28))[:, stock.num_prefix_tokens :]
     tower = load_vision(str(folder), select_layer, torch.float32)
-    assert torch.equal(tower(images(32)), expected)
-    assert (tower.width, tower.tokens_per_image, tower.image_size) == (48, 16, 32)
+    assert torch.equal(tower(images(28)), expected)
+    assert (tower.width, tower.tokens_per_image, tower.image_size) == (32, 16, 28)
 
 
 @pytest.mark.parametrize("kind", ["clip_vision", "clip", "siglip"])

@@ -181,7 +181,7 @@ def test_what_cannot_be_read_in_the_cache_does_not_keep_a_run_from_being_planned
     assert make_plan(config, device=DEVICE).costs == "assumed"
 
 
-def test_a_calibration_depends_on_the_keys_that_say_so_and_on_no_others(config, tmp_path) -> None:
+def test_a_calibration_depends_on_the_keys_that_say_so_and_on_no_others(config) -> None:
     models, key = models_of(config), calibration_key(config, models_of(config), DEVICE)
     measured = marked(RunConfig, EntersCalibration)
     assert {path[-1] for path in measured} == {f.name for f in fields(Key)} - {

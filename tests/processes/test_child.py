@@ -29,7 +29,7 @@ def test_a_child_runs_the_package_that_its_parent_runs_whatever_else_is_on_the_p
     assert ran.returncode == 0, ran.stderr
 
 
-def test_libraries_that_this_python_does_not_find_by_itself_are_handed_on(tmp_path, monkeypatch):
+def test_libraries_that_this_python_does_not_find_by_itself_are_handed_on(monkeypatch):
     base = Path(sysconfig.get_path("stdlib"), "site-packages-extra")
     monkeypatch.setattr(Path, "exists", lambda path: True)
     monkeypatch.setattr(sys, "path", [*sys.path, str(base)])

@@ -138,7 +138,7 @@ def test_a_launcher_that_does_not_wait_makes_every_sigterm_end_at_once(file, sta
     assert time.monotonic() - began < SECONDS_TOGETHER
 
 
-def test_signals_do_not_reach_what_a_rank_has_forked(start):
+def test_signals_do_not_reach_what_a_rank_has_forked():
     """Data workers: the rank ends them when it has what it needs of them."""
     code = (
         "import os, signal, sys, time\n"
@@ -156,7 +156,7 @@ def test_signals_do_not_reach_what_a_rank_has_forked(start):
     assert ran.stdout == "7 False\n", ran.stderr
 
 
-def test_a_signal_wakes_the_thread_that_answers_it_in_this_process(tmp_path):
+def test_a_signal_wakes_the_thread_that_answers_it_in_this_process():
     stop, before = StopRequest(), [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     try:
         stop.listen()

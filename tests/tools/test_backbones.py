@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TOOLS, load_tool
+from conftest import TOOLS
 from transformers import AutoModelForCausalLM, AutoTokenizer, SiglipVisionConfig, SiglipVisionModel
 
 from mmtrain.base.errors import UserError
@@ -144,7 +144,8 @@ def test_the_llm_training_knows_no_pictures_and_the_encoder_training_no_words():
 
 @pytest.mark.nightly
 def test_the_tool_makes_both_models_and_makes_them_again_the_same(tmp_path, capsys):
-    tool = load_tool("demo_backbones/train_demo_backbones")
+    import train_demo_backbones as tool
+
     for name in ("first", "second"):
         assert tool.main(["--out", str(tmp_path / name), "--steps", "2", "--threads", "1"]) == 0
     for file in ("llm/model.safetensors", "llm/tokenizer.json", "vision/model.safetensors", "vision/config.json"):

@@ -11,21 +11,11 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+import bench_plan
 import pytest
 from bench_ballast import ballast
 from bench_timing import at_usual_speed, usual_speed
 from conftest import TOOLS
-
-
-@pytest.fixture(scope="module")
-def bench_plan():
-    sys.path.insert(0, str(TOOLS / "bench"))
-    try:
-        import bench_plan
-
-        yield bench_plan
-    finally:
-        sys.path.remove(str(TOOLS / "bench"))
 
 
 def test_a_step_is_corrected_by_its_probes_and_dropped_if_they_differ():
@@ -81,7 +71,7 @@ def found_layout(**changes):
     return layout | changes
 
 
-def test_errors_are_those_of_the_steps_that_count(bench_plan, capsys):
+def test_errors_are_those_of_the_steps_that_count(capsys):
     noisy = found_layout(name="y")
     found = {"layouts": [found_layout(), noisy], "pairs": [], "calibration_rounds": [1.0, None]}
     found["factors"] = {"x": [1.0, None, 0.5, 1.0], "y": [None] * 4}
@@ -98,7 +88,7 @@ def test_errors_are_those_of_the_steps_that_count(bench_plan, capsys):
     assert "the calibration is that of all rounds; each one was noisy" in capsys.readouterr().out
 
 
-def test_a_gain_is_that_of_each_pair_whose_steps_both_count(bench_plan, capsys):
+def test_a_gain_is_that_of_each_pair_whose_steps_both_count(capsys):
     pair = {
         "prefetch": {"name": "x", "encode_ahead": 2, "measured_seconds": [0.9, 1.8, 0.95, 9, 1]},
         "none": {"name": "y", "measured_seconds": [1.0, 2.0, 1.0, 1, 9]},
@@ -117,7 +107,7 @@ def test_a_gain_is_that_of_each_pair_whose_steps_both_count(bench_plan, capsys):
     assert "all noisy" in capsys.readouterr().out
 
 
-def test_the_layouts_cover_what_the_issue_asks_for(bench_plan):
+def test_the_layouts_cover_what_the_issue_asks_for():
     options = Namespace(rows=[], dtype="float32", repetitions=10, rounds=3, noise=0.05, quick=False)
     judged, four = bench_plan.jobs_of(options)
     layouts = judged.layouts

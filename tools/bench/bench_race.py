@@ -16,6 +16,8 @@ import torch.distributed as dist
 from bench_contestant import Contestant, Gradients
 from bench_timing import Times, alternate
 
+from mmtrain.doctor.attention import synchronise
+
 
 class UnequalError(RuntimeError):
     """Contestants do not compute the same, so comparing their times would say nothing."""
@@ -123,9 +125,3 @@ def race(
         "first_step_differences": differences,
         "peak_memory_bytes": peak,
     }
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

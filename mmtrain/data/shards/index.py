@@ -33,6 +33,7 @@ from pydantic import BaseModel, Field, InstanceOf, Strict, ValidationError
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import compact_json
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, Rejected
 from mmtrain.data.samples.sample import Sample, image_number
 from mmtrain.data.shards.retry import RETRY_SECONDS, may_pass, read_again
@@ -159,7 +160,7 @@ def indexed_texts(tar: Path, retry_seconds: float = RETRY_SECONDS) -> list[str]:
 
 def write_index(tar: Path, index: ShardIndex) -> None:
     """Write a shard's index, which has its name only when it is complete; raises UserError if the disk refuses it."""
-    content = _dump(_to_columns(index))
+    content = compact_json(_to_columns(index))
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -169,7 +170,7 @@ def write_index(tar: Path, index: ShardIndex) -> None:
         "bytes": len(content),
     }
     header["crc32"] = _crc32(header, content)
-    lines = _dump(header) + b"\n" + content + b"\n"
+    lines = compact_json(header) + b"\n" + content + b"\n"
     beside, cached = _beside(tar), _in_cache(tar)
     for path in (beside, cached):
         try:
@@ -239,7 +240,7 @@ def _read(tar: Path, retry_seconds: float) -> tuple[Path, _Header, bytes]:
         whole = rest[:-1]
         if rest[-1:] != b"\n" or len(whole) != header["bytes"] or _crc32(header, whole) != crc32:
             raise _corrupt(path, tar, "its checksum does not fit its bytes")
-        if first != _dump({**header, "crc32": crc32}):
+        if first != compact_json({**header, "crc32": crc32}):
             raise _corrupt(path, tar, "its first line is not as it was written")
         checked = _of_kind(_Header, header)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -256,12 +257,8 @@ def _corrupt(path: Path, tar: Path, seen: str) -> UserError:
     return UserError(f"{path}: is damaged ({seen}). If there is a copy, put it back; if the tar is sound: {MEND} {tar}")
 
 
-def _dump(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
-
-
 def _crc32(header: dict, content: bytes) -> int:
-    return zlib.crc32(content, zlib.crc32(_dump(header)))
+    return zlib.crc32(content, zlib.crc32(compact_json(header)))
 
 
 def _to_columns(index: ShardIndex) -> dict:

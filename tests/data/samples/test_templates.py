@@ -518,12 +518,10 @@ def test_one_token_may_both_begin_texts_and_end_answers(byte_level):
     assert document.input_ids[0] == document.input_ids[-1] == tokenizer.eos_token_id
 
 
-def test_an_unknown_last_word_is_no_end_mark(byte_level):
+def test_an_unknown_last_word_is_no_end_mark():
     words = Tokenizer(models.WordLevel({"<unk>": 0, "USER": 1, ":": 2, "ASSISTANT": 3}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", eos_token="</s>", chat_template=VICUNA
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
     tokenizer.chat_template = VICUNA.replace("+ eos_token ", "").replace("{{ bos_token }}", "")
     with pytest.raises(UserError, match="never learn to stop"):
         ChatTemplate(tokenizer, 1, 384)

@@ -125,7 +125,7 @@ def test_a_second_tokenizer_adds_its_lengths_keeps_the_first_ones_and_touches_no
     assert [(tar.read_bytes(), tar.stat().st_mtime_ns, tar.stat().st_ino) for tar in tars] == tar_state
 
 
-def test_lengths_added_later_are_those_of_a_scan_and_the_order_of_tokenizers_does_not_show(tars, tmp_path):
+def test_lengths_added_later_are_those_of_a_scan_and_the_order_of_tokenizers_does_not_show(tars):
     for template in ("plain", "chat"):
         build_indexes(tars, LLM, template, workers=1)
     one = [index_path(tar).read_bytes() for tar in tars]

@@ -49,12 +49,12 @@ def test_other_programs_and_failing_ones_are_refused(tmp_path, url, message):
     assert not list(tmp_path.rglob("*.tar*"))
 
 
-def test_a_program_that_is_not_there_is_named(tmp_path):
+def test_a_program_that_is_not_there_is_named():
     with pytest.raises(UserError, match=r"no-such-program x' cannot be run"):
         expand_shards("pipe:no-such-program x", allow_pipe=("no-such-program",))
 
 
-def test_there_is_no_shell(source, tmp_path):
+def test_there_is_no_shell(tmp_path):
     code = "import sys; print(sys.argv[1:])"
     (path,) = expand_shards(f"pipe:{sys.executable} -c '{code}' a;b > {tmp_path}/c | d", allow_pipe=(sys.executable,))
     assert path.read_text() == f"['a;b', '>', '{tmp_path}/c', '|', 'd']\n"
