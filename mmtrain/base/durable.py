@@ -66,10 +66,11 @@ def whole_folder(path: Path) -> Iterator[Path]:
     also where another process has made `path` in the meantime, and removes what was written.
     """
     _remove_leftovers(path)
-    unfinished = _unfinished(path)
-    try:
-        unfinished.mkdir()
-        with _locked(unfinished, needed=False):
+    with contextlib.ExitStack() as locks:
+        unfinished = _unfinished(path)
+        try:
+            while not _makes_and_locks(unfinished, locks):
+                unfinished = _unfinished(path)
             mode = unfinished.stat().st_mode & 0o666
             yield unfinished
             for entry in unfinished.rglob("*"):
@@ -79,10 +80,19 @@ def whole_folder(path: Path) -> Iterator[Path]:
                     _finish(entry, mode)
             flush(unfinished)
             unfinished.rename(path)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
     flush(path.parent)
+
+
+def _makes_and_locks(folder: Path, locks: contextlib.ExitStack) -> bool:
+    """False where another process took the new folder for a leftover before it was locked."""
+    folder.mkdir()
+    with contextlib.suppress(FileNotFoundError, BlockingIOError):
+        locks.enter_context(_locked(folder, needed=False))
+        return folder.exists()
+    return False
 
 
 def _finish(file: Path, mode: int) -> None:

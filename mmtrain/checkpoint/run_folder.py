@@ -27,7 +27,10 @@ RECORDS = (METRICS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
 DISCARDED = "discarded.jsonl"
 AUDIT = "audit.json"
 # What a start that fails may leave.
-BEFORE_THE_FIRST_STEP = ("log*.txt", "quarantine.jsonl", leftovers(CONFIG), leftovers(PLAN))
+BEFORE_THE_FIRST_STEP = (
+    *("log*.txt", "quarantine.jsonl", leftovers(CONFIG), leftovers(PLAN)),
+    *(leftovers(name).removeprefix(".") for name in (CONFIG, PLAN)),  # as earlier versions called them
+)
 
 
 def run_folder(config: RunConfig) -> Path:

@@ -101,7 +101,9 @@ def test_a_file_of_somebody_else_that_is_called_like_an_unfinished_one_stays(tin
 
 def test_what_a_start_that_failed_at_once_left_is_replaced(tiny, tmp_path):
     folder = prepare(tiny, tmp_path)
-    for name in ("log.txt", "log-node1.txt", ".config.yaml.0123abcd.tmp"):
+    for file in folder.iterdir():
+        file.unlink()
+    for name in ("log.txt", "log-node1.txt", ".config.yaml.0123abcd.tmp", "plan.json.0123abcd.tmp"):
         (folder / name).write_text("from the failed start")
     prepare(tiny, tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "plan.json"]
