@@ -13,8 +13,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from mmtrain.base.arguments import command_parser
 from mmtrain.base.durable import whole_file, write_whole
 from mmtrain.base.errors import UserError
@@ -48,14 +46,6 @@ def find_shards(folder: Path) -> list[Path]:
     raise UserError(f"{folder}: has neither pytorch_model.bin nor {index.name} (.bin files here: {found or 'none'})")
 
 
-def write_shard(tensors: dict[str, torch.Tensor], file: Path) -> int:
-    """Write a file under a temporary name, read it again, then name it; returns its bytes."""
-    with whole_file(file) as unfinished:
-        digest = TensorWriter(None).write(unfinished, {name: in_memory(tensor) for name, tensor in tensors.items()})
-        check_written(unfinished.parent, {unfinished.name: digest})
-    return file.stat().st_size
-
-
 def convert(folder: Path, out: Path) -> None:
     """Write `folder`'s weights as safetensors into `out`, which may be `folder`; raises UserError.
 
@@ -86,7 +76,10 @@ def convert(folder: Path, out: Path) -> None:
             raise UserError(f"{shard}: {twice[0]} is in {weight_map[twice[0]]} already")
         weight_map.update(dict.fromkeys(tensors, name))
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        size = write_shard(tensors, out / name)
+        with whole_file(out / name) as unfinished:
+            digest = TensorWriter(None).write(unfinished, {key: in_memory(tensor) for key, tensor in tensors.items()})
+            check_written(unfinished.parent, {unfinished.name: digest})
+        size = (out / name).stat().st_size
         tell(f"{i}/{len(shards)} {shard.name} -> {name}: {len(tensors)} tensors, {size / 2**30:.2f} GiB")
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

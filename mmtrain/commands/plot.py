@@ -163,7 +163,6 @@ def _about(seconds: float | None, idle: Sequence[float]) -> str:
 def draw(timelines: Sequence[Timeline], file: Path) -> None:
     """Write the timelines as a PNG, one below the other on one scale; raises UserError without matplotlib."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
         from matplotlib.patches import Patch
@@ -174,7 +173,6 @@ def draw(timelines: Sequence[Timeline], file: Path) -> None:
     longest = max(timeline.length for timeline in timelines)
     heights = [ROW * timeline.ranks + AROUND for timeline in timelines]
     figure = Figure(figsize=(PIXELS / DPI, sum(heights) + 0.45), dpi=DPI, layout=ConstrainedLayoutEngine(h_pad=0.08))
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, timeline in zip(panels, timelines, strict=True):
         _draw_panel(axes, timeline, longest)

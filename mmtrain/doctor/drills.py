@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import asdict
 
+from mmtrain.config.load import DEMO
 from mmtrain.doctor.check import FailedError, Here, Seen
 from mmtrain.doctor.crash_job import SECONDS_AFTER_TIMEOUT, SECONDS_TO_END, Kill, Launched
-from mmtrain.doctor.runs import launcher
+from mmtrain.doctor.runs import short_run
 
 # parallel.timeout_seconds of the run in which a rank is stopped: connecting on GPUs may take some of it.
 TIMEOUT_SECONDS = {"cpu": 10, "cuda": 30}
@@ -29,7 +30,7 @@ def stop(here: Here) -> Seen:
 def _drill(here: Here, how: Kill, timeout: int, limit: float) -> Seen:
     name = f"drill-{how.who}"
     layout = ("parallel.pipeline=2", f"parallel.timeout_seconds={timeout}")
-    run = Launched(launcher(here, name, *layout, LONG), here.runs / name, here.folder / "tmp")
+    run = Launched([DEMO, *short_run(here, name, *layout, LONG)], here.runs / name, here.folder / "tmp")
     try:
         killed = run.strike(how, random.Random(0), limit + 30)
     finally:

@@ -20,15 +20,14 @@ SHORT = (
 SAME = 1e-4  # relative: losses of two layouts on one kind of device
 
 
-def launcher(here: Here, name: str, *overrides: str) -> list[str]:
-    """The command line of a run of the demo; later overrides win."""
-    return [DEMO, *SHORT, f"run.dir={here.runs}", f"run.name={name}", *overrides]
+def short_run(here: Here, name: str, *overrides: str) -> list[str]:
+    """Overrides for a run of the demo; later ones win."""
+    return [*SHORT, f"run.dir={here.runs}", f"run.name={name}", *overrides]
 
 
 def demo_config(here: Here, name: str, *overrides: str) -> RunConfig:
     """The configuration of such a run."""
-    config, *rest = launcher(here, name, *overrides)
-    return load_config(config, rest)
+    return load_config(DEMO, short_run(here, name, *overrides))
 
 
 def demo(here: Here, name: str, *overrides: str) -> Run:

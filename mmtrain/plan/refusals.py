@@ -150,7 +150,7 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
         f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it left to "
         f"fragmentation; {'the given boundaries need' if by_hand else 'the smallest cut needs'}"
     ]
-    for rank, need in enumerate(search.smallest_needs(cut)):
+    for rank, need in enumerate(Search(search.costs.without_memory(), 0).layout(cut).needs):
         stages = range(rank, len(cut) - 1, pipeline)
         layers = ", ".join(stage_of(cut, stage).summary for stage in stages)
         name = f"stage {rank}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"

@@ -310,10 +310,6 @@ class Search:
             return smallest_cut(self.costs)
         return self.improved(stages_per_rank, self.costs.timings.encode)[1]
 
-    def smallest_needs(self, cut: Cut) -> tuple[RankNeed, ...]:
-        """What each rank of a cut needs at least."""
-        return Search(self.costs.without_memory(), 0).layout(cut).needs
-
     def with_encodes(self, cut: Cut) -> Layout:
         """A given cut with the encoder where it is best, as far as memory allows, or as the config asks."""
         layout = self.layout(cut)

@@ -177,19 +177,17 @@ class StageCosts:
 
         With "auto" recompute the fewest layers that fit, or, where nothing does, as many as take the least memory.
         """
-        layers = [self.decoder_layers(layer_range) for layer_range in ranges]
-        if self.setting.recompute_layers == "auto":
-            # Stages without backward keep nothing that could be recomputed.
-            layers = [
-                n if layer_range[1] > self.first_trainable else 0 for n, layer_range in zip(layers, ranges, strict=True)
-            ]
-            needs = []
-            for count in range(sum(layers) + 1):
-                needs.append(self.need_of(ranges, _split(count, layers), found))
-                if self.fits(needs[-1]):
-                    return needs[-1]
-            return min(needs, key=lambda need: need.total_bytes)
-        return self.need_of(ranges, _split(self.setting.recompute_layers[rank], layers), found)
+        asked = self.setting.recompute_layers
+        if asked != "auto":
+            return self.need_of(ranges, _split(asked[rank], [self.decoder_layers(x) for x in ranges]), found)
+        # Stages without backward keep nothing that could be recomputed.
+        layers = [self.decoder_layers(x) if x[1] > self.first_trainable else 0 for x in ranges]
+        needs = []
+        for count in range(sum(layers) + 1):
+            needs.append(self.need_of(ranges, _split(count, layers), found))
+            if self.fits(needs[-1]):
+                return needs[-1]
+        return min(needs, key=lambda need: need.total_bytes)
 
     def need_of(self, ranges: Sequence[LayerRange], recompute: Sequence[int], found: Sequence[Instant]) -> RankNeed:
         """The same where so many decoder layers of each stage recompute, the first ones."""

@@ -62,7 +62,7 @@ def attend_densely(query, key, value, *, window=None, chunk=None, softcap=None, 
     return (weights / total @ v).transpose(1, 2)
 
 
-@pytest.mark.parametrize(
+with_every_mask = pytest.mark.parametrize(
     ("mask", "config", "reference"),
     [
         (create_causal_mask, {}, {}),
@@ -72,7 +72,13 @@ def attend_densely(query, key, value, *, window=None, chunk=None, softcap=None, 
     ],
     ids=["full", "window", "window of one", "chunk"],
 )
-@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"s_aux": True}], ids=["plain", "softcap", "sinks"])
+with_every_extra = pytest.mark.parametrize(
+    "extra", [{}, {"softcap": 2.0}, {"s_aux": True}], ids=["plain", "softcap", "sinks"]
+)
+
+
+@with_every_mask
+@with_every_extra
 def test_equals_attention_over_an_explicit_mask(mask, config, reference, extra):
     documents = make_documents(mask, **config)
     given = [x.requires_grad_() for x in states()]
@@ -112,17 +118,8 @@ def test_documents_of_one_length_are_attended_to_in_one_call_as_one_by_one(windo
 SOME = torch.tensor([0, 4, 5, 6, 12, 13, 19, 20, 30, 31, 32 + 3, 32 + 18, 32 + 19, 32 + 20, 32 + 30])
 
 
-@pytest.mark.parametrize(
-    ("mask", "config", "reference"),
-    [
-        (create_causal_mask, {}, {}),
-        (create_sliding_window_causal_mask, {"sliding_window": WINDOW}, {"window": WINDOW}),
-        (create_sliding_window_causal_mask, {"sliding_window": 1}, {"window": 1}),
-        (create_chunked_causal_mask, {"attention_chunk_size": WINDOW}, {"chunk": WINDOW}),
-    ],
-    ids=["full", "window", "window of one", "chunk"],
-)
-@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"s_aux": True}], ids=["plain", "softcap", "sinks"])
+@with_every_mask
+@with_every_extra
 def test_of_some_queries_equals_attention_over_an_explicit_mask(mask, config, reference, extra):
     runs = make_documents(mask, **config).at(SOME)
     given = [x.requires_grad_() for x in states()]

@@ -30,6 +30,7 @@ from bench_tables import (
     describe_differences,
     describe_samples,
     finish,
+    one_of,
     per_second,
     positive,
     print_table,
@@ -69,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of `bench.py gpu`."""
     path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --folder=~/data as it is
     add = parser.add_argument
-    add("rows", nargs="*", type=_row, metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
+    add("rows", nargs="*", type=one_of(ROWS), metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
     add("--json", type=path, metavar="FILE", help="write every single measurement there")
     add("--shape", choices=SHAPES, default="7b", help="of the models (%(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu shows that it runs (%(default)s)")
@@ -82,12 +83,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--peak-tflops", type=float, metavar="N", help="of the device, for utilisation (measured)")
     add("--folder", type=path, metavar="DIR", help="where the encoder lies meanwhile (the system's temporary folder)")
     add("--quick", action="store_true", help="two repetitions of two micro-batches")
-
-
-def _row(text: str) -> str:
-    if text not in ROWS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ROWS)}")
-    return text
 
 
 def run(options: argparse.Namespace) -> int:

@@ -35,6 +35,7 @@ from bench_tables import (
     describe_samples,
     finish,
     merged,
+    one_of,
     positive,
     print_table,
     speeds,
@@ -73,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of `bench.py peers`."""
     path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --folder=~/data as it is
     add = parser.add_argument
-    add("rows", nargs="*", type=_row, metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
+    add("rows", nargs="*", type=one_of(ROWS), metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
     add("--json", type=path, metavar="FILE", help="write every single measurement there")
     add(
         "--repetitions",
@@ -88,12 +89,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--microbatches", type=positive, default=8, metavar="N", help="of a step at pipeline 2 (%(default)s)")
     add("--folder", type=path, metavar="DIR", help="where the models lie meanwhile (the system's temporary folder)")
     add("--quick", action="store_true", help="tiny models, two repetitions: only that it runs is shown")
-
-
-def _row(text: str) -> str:
-    if text not in ROWS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ROWS)}")
-    return text
 
 
 def run(options: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_tables import finish, positive, print_table
+from bench_tables import finish, one_of, positive, print_table
 from bench_timing import spread
 
 from mmtrain.base.printing import say, show_error
@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of `bench.py plan`."""
     path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --folder=~/data as it is
     add = parser.add_argument
-    add("rows", nargs="*", choices=[*ROWS, []], metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
+    add("rows", nargs="*", type=one_of(ROWS), metavar="ROW", help=f"what to measure: {', '.join(ROWS)} (all)")
     add("--json", type=path, metavar="FILE", help="write every single measurement there")
     add("--repetitions", type=positive, default=30, metavar="N", help="steps of each layout (%(default)s)")
     add("--rounds", type=positive, default=5, metavar="N", help="of the calibration before (%(default)s)")

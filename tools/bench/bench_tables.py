@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,17 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError("at least 1 is needed")
     return number
+
+
+def one_of(names: Collection[str]) -> Callable[[str], str]:
+    """One of these names, as the type of an option that may be given none: argparse's `choices` refuses that."""
+
+    def checked(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return checked
 
 
 def finish(result: dict[str, Any], file: Path | None) -> None:

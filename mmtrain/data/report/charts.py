@@ -44,12 +44,10 @@ def print_distribution(title: str, values: np.ndarray) -> None:
 def write_png(charts: Mapping[str, np.ndarray], file: Path) -> None:
     """Histograms of whole numbers, by their titles, side by side; raises UserError without matplotlib."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise UserError("--plot: matplotlib is not installed; install it: pip install 'mmtrain[plot]'") from None
     figure = Figure(figsize=(6 * len(charts), 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (title, values) in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts.items(), strict=True):
         axes.set_title(title)
         if not len(values):
