@@ -27,7 +27,7 @@ COMMANDS = {  # in the order of their use; the module of each, and what it does
     "doctor": ("mmtrain.commands.doctor", "check that training works on this machine"),
 }
 HELP = f"""\
-usage: mmtrain COMMAND ...
+usage: mmtrain COMMAND ..., or mmtrain --version
 
 Train the connector of a vision-language model, the LLM frozen and in stages.
 

@@ -1,4 +1,4 @@
-"""Shared fixtures: one tiny model folder made once a session."""
+"""Shared fixtures: folders of tiny models, made once a session."""
 
 import os
 import signal
@@ -97,6 +97,16 @@ def checkpoint(tiny, tmp_path_factory) -> StepFolder:
     from untrained_runs import config_of, make_checkpoint  # the exports, which few tests need
 
     return make_checkpoint(tmp_path_factory.mktemp("run") / "tiny", config_of(tiny))
+
+
+@pytest.fixture(scope="session")
+def parts(tmp_path_factory) -> Path:
+    """llm/ and vision/ of scenes.save_parts, which have a stock LLaVA to be compared with; to be read."""
+    from scenes import save_parts  # DeepSpeed, which takes seconds
+
+    folder = tmp_path_factory.mktemp("parts")
+    save_parts(folder)
+    return folder
 
 
 class DemoRun(NamedTuple):

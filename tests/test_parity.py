@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from scenes import Case, execute, make_config, make_document, save_parts, stock_gradients, stock_llava
+from scenes import Case, execute, make_config, make_document, stock_gradients, stock_llava
 
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 
@@ -17,13 +17,6 @@ LAYOUTS = {"pp1": (1, 1), "pp2": (2, 1), "pp4": (4, 1), "dp2": (1, 2), "pp2dp2":
 # With several stages a rank: pipeline, data, first decoder layers of all stages but the first.
 INTERLEAVED = {"pp2v2": (2, 1, (1, 2, 3)), "pp2v3": (2, 1, (0, 1, 2, 3, 4)), "pp3v2": (3, 1, (0, 1, 2, 3, 4))}
 INTERLEAVED |= {"pp2v2dp2": (2, 2, (1, 2, 3))}
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parity")
-    save_parts(folder)
-    return folder
 
 
 def documents(count, **kwargs):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from scenes import Case, documents_of, execute, make_config, make_document, save_parts, stock_llava, stock_loss_sum
+from scenes import Case, documents_of, execute, make_config, make_document, stock_llava, stock_loss_sum
 
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
@@ -26,13 +26,6 @@ PATTERNS = {
     ("llm.embedding",): 0,
     ("vision", "projector"): 0,
 }
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trainable")
-    save_parts(folder)
-    return folder
 
 
 def steps():

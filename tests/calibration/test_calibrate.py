@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from scenes import make_config, save_parts
+from scenes import make_config
 from torch.autograd.graph import saved_tensors_hooks
 
 from mmtrain.base.errors import UserError
@@ -167,13 +167,6 @@ def test_live_bytes_are_counted_from_every_allocation_and_release():
     assert second == Usage(peak=0, end=-(1 << 18))
     other = torch.empty(1 << 16)
     assert tensor_bytes(iter([before, before[:10], other])) == 4000 + (1 << 18)
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parts")
-    save_parts(folder)
-    return folder
 
 
 def test_a_layer_keeps_the_bytes_that_autograd_saves_for_it(parts):

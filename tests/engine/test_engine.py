@@ -19,7 +19,6 @@ from scenes import (
     as_batch,
     make_config,
     make_document,
-    save_parts,
     stock_gradients,
     stock_llava,
     stock_loss_sum,
@@ -34,13 +33,6 @@ from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import in_common_order
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("engine")
-    save_parts(folder)
-    return folder
 
 
 def step(first_seed):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from scenes import as_batch, make_config, make_document, save_parts
+from scenes import as_batch, make_config, make_document
 
 from mmtrain.engine import step_clock
 from mmtrain.engine.engine import FrozenPipelineEngine
@@ -100,13 +100,6 @@ def test_the_peak_of_a_steps_memory_is_of_that_step_alone():
         peaks.append(clock.read().peak_memory_bytes)
     assert peaks[1] > peaks[0] + 150e6
     assert peaks[2] < peaks[1] - 150e6
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clock")
-    save_parts(folder)
-    return folder
 
 
 SLOW = 0.1  # seconds: 0.4 in a step of four micro-batches
