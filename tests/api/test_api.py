@@ -88,8 +88,8 @@ def test_a_run_that_is_stopped_has_saved_and_goes_on(tiny, tmp_path):
         run.wait()
     assert error.value.exit_code == 3 and run.checkpoints
     saved = run.checkpoints[-1].step
-    changed = mmtrain.train(short(tiny, tmp_path, f"train.max_steps={saved + 1}", "eval.fraction=null"), show=False,
-                            allow_change=["train.max_steps"])  # fmt: skip
+    config = short(tiny, tmp_path, f"train.max_steps={saved + 1}", "eval.fraction=null")
+    changed = mmtrain.train(config, show=False, allow_change=["train.max_steps"])
     assert changed.wait(250).metrics("train")[-1]["step"] == saved
 
 

@@ -187,7 +187,8 @@ def test_a_run_can_branch_from_a_checkpoint_of_another_with_another_learning_rat
     capsys.readouterr()
     again = command(tiny, tmp_path, *branch, "--allow-change", "optimizer.lr")
     assert launch.main([str(argument) for argument in again]) == 0
-    assert f"has branched from {step_path(undisturbed, 16)} already" in (said := capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert f"has branched from {step_path(undisturbed, 16)} already" in said
     assert f"complete: {folder} has made all its {LAST} steps" in said
     said = refused(capsys, tiny, tmp_path, *branch[:-1], step_path(undisturbed, 12), "--allow-change", "optimizer.lr")
     assert f"{folder} holds an earlier run" in said and "choose a new run.name" in said

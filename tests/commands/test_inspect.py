@@ -195,7 +195,8 @@ def test_shards_without_index_get_one_if_the_tokenizer_is_given(folder, plain, c
     for index in indexes:
         index.unlink()
     assert main(["inspect", str(folder)]) == 2
-    assert "has no index" in (error := capsys.readouterr().err) and "give --tokenizer PATH and --template NAME" in error
+    error = capsys.readouterr().err
+    assert "has no index" in error and "give --tokenizer PATH and --template NAME" in error
     assert run_json(capsys, folder, *plain)[0] == 0
     assert [index.read_bytes() for index in indexes] == complete
 
