@@ -162,7 +162,7 @@ def test_plain_prompts_are_bos_and_images_then_what_the_caption_begins_with(tiny
 
 
 def test_an_image_takes_as_many_tokens_as_in_training_whatever_the_tower_keeps_before_them(tiny, tmp_path):
-    vision = make_tower(tmp_path / "clip", "vit_tiny_patch16_224", {})
+    vision = make_tower(tmp_path / "clip", "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 8})
     config = run_config(tiny, tiny / "llm", f"model.vision.name={vision}")
     exported = export(config, tmp_path / "out", Tower(prefix_tokens=1, select_strategy="default"))
     processor = AutoProcessor.from_pretrained(tmp_path / "out")

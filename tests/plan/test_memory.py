@@ -101,26 +101,26 @@ def test_peaks_are_those_of_a_plain_walk_over_the_lists() -> None:
 def test_a_rank_of_1f1b_keeps_as_many_microbatches_as_ranks_follow() -> None:
     stages, buffers = [StageBytes(100, 110, 120)] * 4, Buffers(0, 0, 0, 0)
     schedule = training_schedule(4, 8, 0)
-    assert peaks_of(schedule, 1, 0, stages, buffers, True) == [3 * 100 + 120, 220 + 100, 220, 120]
+    assert peaks_of(schedule, stages, buffers, True) == [3 * 100 + 120, 220 + 100, 220, 120]
     found = instants(schedule, buffers, polls=True)
     assert peak(found[0], stages[:1], 7, 3) == Peak(activations=400, working=20)
     only_forward = training_schedule(4, 8, 3)
-    assert peaks_of(only_forward, 1, 3, stages, buffers, True) == [110, 110, 110, 120]
+    assert peaks_of(only_forward, stages, buffers, True) == [110, 110, 110, 120]
 
 
 @pytest.mark.parametrize(("polls", "waiting"), [(True, 8), (False, 8)])
 def test_what_a_rank_sends_that_never_hears_back_waits_until_the_end(polls: bool, waiting: int) -> None:
     """Only the last of two ranks trains: nothing comes back, so nothing is known to be gone."""
     schedule = training_schedule(2, 8, 1)
-    found = peaks_of(schedule, 1, 1, [StageBytes(0, 1, 0)] * 2, Buffers(100, 10, 0, 0), polls)
+    found = peaks_of(schedule, [StageBytes(0, 1, 0)] * 2, Buffers(100, 10, 0, 0), polls)
     assert found[0] == waiting * 110 + 3
 
 
 def test_an_answer_tells_that_a_message_is_gone() -> None:
     """Two ranks that train, eight micro-batches: a gradient that comes back lets the activation go."""
     schedule, stages, buffers = training_schedule(2, 8, 0), [StageBytes(0, 0, 0)] * 2, Buffers(100, 10, 0, 0)
-    kept_all = peaks_of(schedule, 1, 0, stages, buffers, False)[0]
-    let_go = peaks_of(schedule, 1, 0, stages, buffers, True)[0]
+    kept_all = peaks_of(schedule, stages, buffers, False)[0]
+    let_go = peaks_of(schedule, stages, buffers, True)[0]
     assert kept_all == 8 * 110 + 2 * 100, "all activations, and the gradients that are expected next"
     assert let_go <= 3 * 110 + 2 * 100
 

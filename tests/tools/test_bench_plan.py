@@ -135,5 +135,5 @@ def test_every_layout_is_predicted_and_measured_in_one_run(tmp_path):
     assert {layout["stages_per_rank"] for layout in found["layouts"]} == {1, 2}
     (pair,) = found["prefetch"]
     assert pair["kept_pairs"] == pair["pairs"] == 2 and "encoder prefetch: share" in ran.stdout
-    assert "whole model" in [row["name"] for row in found["judged"]]  # the table wraps names
+    assert "p 1, m 2: whole model" in [row["name"] for row in found["judged"]]  # the table wraps names
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
