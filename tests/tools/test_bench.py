@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -36,7 +37,8 @@ TRANSFORM = ImageTransform(TINY.image_size, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "b
 
 def run_bench(*arguments):
     command = [sys.executable, str(TOOLS / "bench" / "bench.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    environment = {**os.environ, "COLUMNS": "120"}  # else readline, which pytest loads, says 80 to programs
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
 
 def samples_of_pack(batch):
