@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from mmtrain.base.printing import show_logs
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.commands import tiny as tiny_command
 
@@ -69,6 +71,15 @@ def no_engine_here():
 def one_thread():
     """Two cores are shared with other tests' processes; more threads are slower and change the order of sums."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What mmtrain's libraries log while the test runs."""
+    lines: list[str] = []
+    show_logs(lines.append)
+    yield lines
+    show_logs(None)
 
 
 @pytest.fixture(scope="session")

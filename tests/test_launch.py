@@ -346,7 +346,7 @@ def test_a_setting_with_which_a_pipeline_on_gpus_can_hang_ends_it_at_once(
 
 
 def test_a_rank_of_torchrun_on_another_machine_makes_the_demos_data_there(tiny, tmp_path, monkeypatch, capsys):
-    def make(config, say):
+    def make(config):
         raise UserError(f"made {config.run.name}")
 
     monkeypatch.setattr(training, "make_demo_data", make)

@@ -33,15 +33,14 @@ def export(
     dtype: Dtype | None = None,
     max_shard_gb: float = 5.0,
     verify: int | None = None,
-    say: Callable[[str], None] = _log.info,
     show: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Path:
     """Export a checkpoint, or the newest whole one of a run, into the new folder `out`, which is returned.
 
     `format`: as `mmtrain export --help` has them. `dtype`: of the tensors written; None: that of the run's LLM for
     "hf", else float32. `max_shard_gb`: largest file of "hf". `verify`: compare the exported model with mmtrain's own on
-    so many held-out samples ("hf"). `say` gets what was done, `show` what is read or written, its bytes so far and in
-    all. Raises UserError, and DifferentError where `verify` finds a difference.
+    so many held-out samples ("hf"). `show` gets what is read or written, its bytes so far and in all. Raises UserError,
+    and DifferentError where `verify` finds a difference.
     """
     for name, value, known in (("format", format, get_args(Format)), ("dtype", dtype or "float32", get_args(Dtype))):
         if value not in known:
@@ -51,8 +50,8 @@ def export(
     if verify is not None and format != "hf":
         raise UserError("verify (--verify) runs the exported model, and only hf (--format hf) is one: leave it out")
     out = Path(out)
-    checkpoint = find(run.folder if isinstance(run, Run) else Path(run), say)
-    say(f"{checkpoint.path}: {checkpoint.step:,} steps")
+    checkpoint = find(run.folder if isinstance(run, Run) else Path(run))
+    _log.info(f"{checkpoint.path}: {checkpoint.step:,} steps")
     import torch  # after the cheap refusals: it takes seconds
 
     from mmtrain.exporting.hf import export_hf
@@ -64,17 +63,17 @@ def export(
     if format == "hf":
         with new_folder(out) as folder:
             exported = export_hf(checkpoint, folder, tensors, int(max_shard_gb * 1e9), show)
-            say(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
+            _log.info(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
             if exported.unmarked:
-                say(exported.unmarked)
+                _log.info(exported.unmarked)
             for line in _verify(checkpoint, folder, exported, tensors, verify) if verify is not None else ():
-                say(line)
+                _log.info(line)
     elif format == "llava":
         export_llava(checkpoint, out, tensors)
     else:
         export_projector_file(checkpoint, out, tensors)
     size = sum(file.stat().st_size for file in out.expanduser().iterdir())
-    say(f"exported {out} ({_size(size)}, {str(tensors).removeprefix('torch.')}), read again and compared")
+    _log.info(f"exported {out} ({_size(size)}, {str(tensors).removeprefix('torch.')}), read again and compared")
     return out
 
 

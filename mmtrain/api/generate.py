@@ -49,23 +49,21 @@ def generate(
     """
     several = list(image) if isinstance(image, Sequence) and not isinstance(image, str) else [image]
     pictures = [read_image(Path(one)) if isinstance(one, str | Path) else one.convert("RGB") for one in several]
-    folder = llava_folder(str(model.folder if isinstance(model, Run) else model), _log.info)
+    folder = llava_folder(str(model.folder if isinstance(model, Run) else model))
     conversation = Conversation(*load(folder), pictures, system, max_new_tokens)
     return conversation.ask(prompt) if conversation.takes_questions() else conversation.describe()
 
 
-def llava_folder(
-    model: str, say: Callable[[str], None], show: Callable[[str, int, int], None] = lambda *_: None
-) -> Path:
+def llava_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
     """The Hugging Face LLaVA folder of what `model` names, exported now if need be; raises UserError.
 
-    `say` gets what is done, `show` what is exported at the moment, its bytes so far and in all.
+    `show` gets what is exported at the moment, its bytes so far and in all.
     """
     folder = find_model_folder(model)
     if folder is None:
         raise UserError(f"{model}: no such folder, and no hub id in the local cache; {NEEDED}")
     if names_checkpoint(folder):
-        return exported(find(folder, say), say, show)
+        return exported(find(folder), show)
     config = folder / "config.json"
     family = read_json(config).get("model_type") if config.is_file() else None
     if family != "llava":
@@ -115,23 +113,21 @@ def _check_processor(settings: dict, file: Path) -> None:
             raise UserError(f"{file}: {key} is {shortened(repr(value))}; needed is a whole number up to 100")
 
 
-def exported(
-    checkpoint: StepFolder, say: Callable[[str], None], show: Callable[[str, int, int], None] = lambda *_: None
-) -> Path:
+def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
     """A checkpoint's LLaVA folder in the cache, which is made once; raises UserError where it cannot be exported."""
     key = hashlib.sha256(f"{checkpoint.fingerprint} {mmtrain.__version__}".encode()).hexdigest()[:20]
     folder = cache_folder("chat") / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     with held(folder.with_name(f".{folder.name}.lock"), wait=True):
         if not folder.is_dir():
-            say(f"exporting {checkpoint.path} for transformers, once, into {folder}")
+            _log.info(f"exporting {checkpoint.path} for transformers, once, into {folder}")
             try:
                 export(checkpoint.path, "hf", folder, show=show)
             except UserError as error:
                 if not folder.is_dir():  # else another process was faster, where nothing can be locked
                     raise UserError(f"{checkpoint.path} cannot be exported, and so not be asked: {error}") from error
             size = sum(file.stat().st_size for file in folder.iterdir())
-            say(f"{size / 1e6:,.1f} MB are in {folder} now; delete it when you have no more questions")
+            _log.info(f"{size / 1e6:,.1f} MB are in {folder} now; delete it when you have no more questions")
     return folder
 
 
@@ -199,14 +195,13 @@ class Conversation:
         system: str | None,
         limit: int,
         show: Callable[[str], None] | None = None,
-        say: Callable[[str], None] = _log.info,
     ) -> None:
-        """`limit`: new tokens an answer may have; `show` gets its words as they come, `say` what is no part of it."""
+        """`limit`: new tokens an answer may have; `show` gets its words as they come."""
         self.model = model
         self.processor = processor
         self.images = images
         self.limit = limit
-        self.show, self.say = show, say
+        self.show = show
         self.messages = [_message("system", system)] if system else []
 
     def takes_questions(self) -> bool:
@@ -252,7 +247,7 @@ class Conversation:
             raise UserError("the GPU has no memory left for this conversation: take fewer or shorter") from None
         ends = self.model.generation_config.eos_token_id
         if len(output) == self.limit and int(output[-1]) not in (ends if isinstance(ends, list) else [ends]):
-            self.say(f"(cut after {self.limit} tokens; max_new_tokens, or --max-new-tokens, sets another limit)")
+            _log.info(f"(cut after {self.limit} tokens; max_new_tokens, or --max-new-tokens, sets another limit)")
         answer = self.processor.tokenizer.decode(output, skip_special_tokens=True).strip()
         self.messages.append(_message("assistant", answer))
         return answer

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import re
 import shutil
@@ -135,19 +136,40 @@ def show_error(error: object, stream: TextIO | None = None) -> None:
     say(f"error: {error}", stream=stream or sys.stderr)
 
 
+class _Shown(logging.Handler):
+    """Hands on what is logged and, as no handler of logging's does, what showing it raises."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(record.getMessage())
+
+
+def show_logs(show: Callable[[str], None] | None) -> None:
+    """From now on `show` gets what mmtrain's libraries log; None: only handlers of whoever imports them."""
+    logger = logging.getLogger("mmtrain")
+    logger.handlers = [] if show is None else [_Shown(show)]
+    logger.propagate = show is None
+    logger.setLevel(logging.NOTSET if show is None else logging.INFO)
+
+
 def run_command(
     command: Callable[[], int | None],
     unnamed: object = "standard output",
     interrupted: str = "stopped by Ctrl-C",
     waits: bool = True,
+    logs: Callable[[str], None] = say,
 ) -> int:
     """Run a tool's work; its exit code: 2 and one message for what the user can mend, 130 after Ctrl-C.
 
     `unnamed` is the file that an OSError is of which names none, `interrupted` what is printed after Ctrl-C; without
-    `waits` no output keeps it waiting.
+    `waits` no output keeps it waiting; `logs` prints what libraries log.
     """
     prepare_standard_streams()
     sys.excepthook = show_traceback
+    show_logs(logs)
     with contextlib.nullcontext() if waits else output_without_waiting():
         try:
             return command() or 0
@@ -160,6 +182,8 @@ def run_command(
         except KeyboardInterrupt:
             note(interrupted)
             return INTERRUPTED
+        finally:
+            show_logs(None)
 
 
 def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, Self, TextIO
 
+_log = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 5.0
 
 
 class ProgressBar:
     """`total` things to do, and how many samples (or whatever is `counted`) a second that makes."""
 
-    def __init__(
-        self, unit: str, total: int, say: Callable[[str], None], stream: TextIO | None = None, counted: str = "samples"
-    ) -> None:
-        """`unit` is the things' plural; `stream` carries the bar if it is a terminal, else `say` prints lines."""
+    def __init__(self, unit: str, total: int, stream: TextIO | None = None, counted: str = "samples") -> None:
+        """`unit` is the things' plural; `stream` carries the bar if it is a terminal, else lines are logged."""
         self.counted = counted
         self.unit = unit
         self.total = total
-        self.say = say
         self.started = self.printed = time.monotonic()
         self.bar = open_bar(stream, unit, total)
 
@@ -36,7 +34,7 @@ class ProgressBar:
             self.bar.update(0, completed=done, said=f"{rate}  left {clock(left)}", note=note)
         elif now - self.printed >= SECONDS_BETWEEN_LINES or done == self.total:
             self.printed = now
-            self.say("  ".join(filter(None, (f"{done:,} of {self.total:,} {self.unit}", rate, note))))
+            _log.info("  ".join(filter(None, (f"{done:,} of {self.total:,} {self.unit}", rate, note))))
 
     def __enter__(self) -> Self:
         return self
@@ -49,8 +47,8 @@ class ProgressBar:
 class ByteBars:
     """Progress of several things that are read or written, one after the other, in MB."""
 
-    def __init__(self, say: Callable[[str], None], stream: TextIO) -> None:
-        self._open = lambda what, total: ProgressBar(f"MB {what}", math.ceil(total / 1e6), say, stream, counted="MB")
+    def __init__(self, stream: TextIO) -> None:
+        self._open = lambda what, total: ProgressBar(f"MB {what}", math.ceil(total / 1e6), stream, counted="MB")
         self._what = ""
         self._progress: ProgressBar | None = None
 

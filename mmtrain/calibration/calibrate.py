@@ -283,7 +283,7 @@ def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path | None, 
     rank.tell(f"calibrating on {device.name}: loading layers")
     calibrator = Calibrator(config, models, plan, torch.device(rank.device), calibration_key(config, models, device))
     rounds = calibrator.warm_up(SECONDS)
-    with ProgressBar("rounds", rounds, rank.tell, rank.console, "measurements") as progress:
+    with ProgressBar("rounds", rounds, rank.console, "measurements") as progress:
         for done in range(rounds):
             rank.progress.at(done, "calibrating")
             calibrator.round()

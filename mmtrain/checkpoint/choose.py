@@ -8,6 +8,7 @@ No torch here: the launcher decides before ranks start.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,13 @@ from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import parse_line, recorded
-from mmtrain.base.printing import say
 from mmtrain.checkpoint.run_folder import CONFIG, METRICS, PLAN, contents_of_a_run, run_folder
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, find, find_newest, newest, step_folders
 from mmtrain.config.keys import OnResume, all_fields, declared_path, marked
 from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig
 
+_log = logging.getLogger(__name__)
 AUTO, NEVER = "auto", "never"  # what --resume takes besides a path
 
 ON_RESUME = marked(RunConfig, OnResume)
@@ -86,7 +87,7 @@ def find_start(config: RunConfig, resume: str = AUTO, allowed: Sequence[str] = (
         return start
     own, _ = newest(folder)
     if own is not None and own.state["branched_from"] == start.branched_from:
-        say(f"{folder} has branched from {start.checkpoint.path} already: that branch goes on")
+        _log.info(f"{folder} has branched from {start.checkpoint.path} already: that branch goes on")
         return _choose(folder, config, None, allowed)
     if own is not None or ((folder / METRICS).exists() and (folder / METRICS).stat().st_size):
         raise UserError(

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from mmtrain.base.durable import flush, held, leftovers, remove_folder, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines, parse_line
-from mmtrain.base.printing import say
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, remove_unfinished, step_folders, step_of
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.plan import Plan
 
+_log = logging.getLogger(__name__)
 CONFIG, PLAN = "config.yaml", "plan.json"
 METRICS, BAD_STEPS = "metrics.jsonl", "bad_steps.jsonl"
 RECORDS = (METRICS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
@@ -82,8 +83,8 @@ def prepare_folder(config: RunConfig, plan: Plan, *, goes_on: bool) -> None:
     if goes_on:
         return
     if contents and not config.run.overwrite:
-        say(f"{folder} has no checkpoint yet: the run begins with its first step again")
-        go_back(folder, None, say)
+        _log.info(f"{folder} has no checkpoint yet: the run begins with its first step again")
+        go_back(folder, None)
     for pattern in BEFORE_THE_FIRST_STEP:
         for left in folder.glob(pattern):
             left.unlink()
@@ -98,7 +99,7 @@ def describe_run(folder: Path, config: RunConfig, plan: Plan) -> None:
         write_whole(folder / CONFIG, dump_config(config))
 
 
-def go_back(folder: Path, to: StepFolder | None, say: Callable[[str], None]) -> None:
+def go_back(folder: Path, to: StepFolder | None) -> None:
     """Cut the run's records back to this checkpoint of its own, None: to nothing, and set later checkpoints aside.
 
     To be called when all that could keep the run from going on has been checked.
@@ -108,12 +109,12 @@ def go_back(folder: Path, to: StepFolder | None, say: Callable[[str], None]) -> 
         for later in step_folders(folder):
             if to is not None and step_of(later) <= to.step:
                 break
-            say(f"a later checkpoint was set aside as {_set_aside(later)}")
+            _log.info(f"a later checkpoint was set aside as {_set_aside(later)}")
         if (folder / CHECKPOINTS).exists():
             flush(folder / CHECKPOINTS)  # else a power cut might bring them back beside records that are cut
         lengths, step = ({}, 0) if to is None else (to.state["files"], to.step)
         for name in RECORDS:
-            _cut_back(folder, name, lengths.get(name, 0), step, say)
+            _cut_back(folder, name, lengths.get(name, 0), step)
         (folder / AUDIT).unlink(missing_ok=True)
     except OSError as error:
         what = f"{error.filename or folder}: {error.strerror or error}"
@@ -138,12 +139,13 @@ def _set_aside(path: Path) -> Path:
     return target
 
 
-def _cut_back(folder: Path, name: str, length: int, step: int, say: Callable[[str], None]) -> None:
+def _cut_back(folder: Path, name: str, length: int, step: int) -> None:
     """Cut a record to its first `length` bytes; the rest goes into discarded.jsonl."""
     path = folder / name
     size = path.stat().st_size if path.exists() else 0
     if size < length:
-        say(f"{path} is {length - size:,} bytes shorter than when the checkpoint was saved: what they recorded is lost")
+        lost = f"{length - size:,} bytes shorter than when the checkpoint was saved: what they recorded is lost"
+        _log.warning(f"{path} is {lost}")
         length = path.read_bytes().rfind(b"\n") + 1 if size else 0  # whole lines
     if size <= length:
         return

@@ -16,10 +16,11 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -29,11 +30,11 @@ from typing_extensions import TypedDict  # as pydantic needs it before Python 3.
 
 from mmtrain.base.durable import flush, leftovers, lock, remove_folder, whole_folder
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import say
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
 from mmtrain.config.load import restore_config
 from mmtrain.config.schema import RunConfig
 
+_log = logging.getLogger(__name__)
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
 TENSORS, OPTIMIZER, STATE, MANIFEST = "projector.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -245,7 +246,7 @@ def names_checkpoint(path: Path) -> bool:
     return (path / CHECKPOINTS).is_dir() or (path / MANIFEST).exists() or bool(NAME.fullmatch(path.name))
 
 
-def find_newest(run: Path, say: Callable[[str], None] = say, remedy: str = "restore one of them") -> StepFolder | None:
+def find_newest(run: Path, remedy: str = "restore one of them") -> StepFolder | None:
     """A run's newest whole checkpoint, held; None if it has none at all.
 
     Says which damaged ones it passes over. Raises UserError, with the `remedy`, where all are damaged.
@@ -255,17 +256,17 @@ def find_newest(run: Path, say: Callable[[str], None] = say, remedy: str = "rest
     if found is None and damaged:
         raise UserError(f"no checkpoint of {run} is whole:{listed}\n{remedy}")
     if damaged:
-        say(f"these checkpoints are damaged and were passed over:{listed}")
+        _log.warning(f"these checkpoints are damaged and were passed over:{listed}")
     return found
 
 
-def find(path: Path, say: Callable[[str], None] = say) -> StepFolder:
+def find(path: Path) -> StepFolder:
     """The checkpoint that a path names: a step folder, or of a run's folder the newest whole one.
 
     Says which damaged ones it passes over. Raises UserError where there is none.
     """
     if (path / CHECKPOINTS).is_dir():
-        if (found := find_newest(path, say)) is None:
+        if (found := find_newest(path)) is None:
             raise UserError(f"{path} has no checkpoint yet; needed is a run that has saved one")
         return found
     if not path.is_dir():

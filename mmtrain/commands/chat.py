@@ -69,14 +69,14 @@ def run(options: argparse.Namespace) -> None:
 
 def _chat(options: argparse.Namespace) -> None:
     images = [read_image(file) for file in options.image]
-    with ByteBars(note, sys.stderr) as progress:
+    with ByteBars(sys.stderr) as progress:
 
         def show(what: str, done: int, total: int) -> None:
             if total >= SHOWN_BYTES:
                 progress.show(what, done, total)
 
-        folder = llava_folder(options.model, note, show)
-    conversation = Conversation(*load(folder), images, options.system, options.max_new_tokens, show_words, note)
+        folder = llava_folder(options.model, show)
+    conversation = Conversation(*load(folder), images, options.system, options.max_new_tokens, show_words)
     if not conversation.takes_questions():
         if options.prompt is not None or options.system is not None:
             note("trained on captions alone (data.template=plain): it cannot be asked, and describes what it sees")
@@ -89,7 +89,7 @@ def _chat(options: argparse.Namespace) -> None:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = command_parser("chat", __doc__, EXAMPLES, {0: "answered"})
+    parser = command_parser("chat", __doc__, EXAMPLES, {0: "answered"}, logs=note)
     parser.add_argument("--model", required=True, help="a run, a checkpoint, or a Hugging Face LLaVA folder")
     parser.add_argument(
         "--image", type=Path, action="append", required=True, metavar="FILE", help="a picture; may be repeated"

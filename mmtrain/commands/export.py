@@ -46,7 +46,7 @@ EXIT_DIFFERENT = 1
 def run(options: argparse.Namespace) -> int:
     """Write what the options ask for; the exit code. Raises UserError."""
     try:
-        with ByteBars(tell, sys.stdout) as progress:
+        with ByteBars(sys.stdout) as progress:
             export(
                 options.checkpoint,
                 options.format,
@@ -54,7 +54,6 @@ def run(options: argparse.Namespace) -> int:
                 dtype=options.dtype,
                 max_shard_gb=options.max_shard_gb,
                 verify=options.verify,
-                say=tell,
                 show=progress.show,
             )
     except DifferentError as error:
@@ -65,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
-    parser = command_parser("export", __doc__, EXAMPLES, EXITS, interrupted="stopped; nothing was left under --out")
+    interrupted = "stopped; nothing was left under --out"
+    parser = command_parser("export", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=tell)
     parser.add_argument(
         "--checkpoint",
         type=Path,

@@ -51,7 +51,7 @@ EXITS = {
 
 def run(options: argparse.Namespace) -> None:
     """Index the shards and print what they hold; raises UserError."""
-    make_demo_shards(options.shards, "SHARDS", tell)
+    make_demo_shards(options.shards, "SHARDS")
     tars = find_shards(options.shards)
     folder = model_folder(options.tokenizer)
     fingerprint = text_fingerprint(folder, options.template)
@@ -59,15 +59,8 @@ def run(options: argparse.Namespace) -> None:
     if len(todo) < len(tars):
         tell(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
     if todo:
-        build_indexes(
-            todo,
-            options.tokenizer,
-            options.template,
-            options.workers,
-            rebuild=options.rebuild,
-            say=tell,
-            stream=sys.stdout,
-        )
+        text = options.tokenizer, options.template
+        build_indexes(todo, *text, options.workers, rebuild=options.rebuild, stream=sys.stdout)
     found = survey(tars, fingerprint)
     assert found.text_lengths is not None  # a fingerprint was given
     tell(f"{len(tars):,} shards, {len(found.images):,} samples, {found.images.sum():,} images")

@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -25,7 +25,7 @@ import numpy as np
 
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless, note, print_table, tell
+from mmtrain.base.printing import harmless, note, print_table, say, tell
 from mmtrain.base.progress import ProgressBar
 from mmtrain.data.report.charts import TERMINAL_BINS, print_distribution, write_png
 from mmtrain.data.report.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
@@ -95,15 +95,14 @@ class Report(NamedTuple):
 
 def run(options: argparse.Namespace) -> int:
     """Print what the options ask for and return the exit code; raises UserError."""
-    # With --json, stdout is one JSON value.
-    inform, stream = (note, sys.stderr) if options.json else (tell, sys.stdout)
-    make_demo_shards(options.shards, "SHARDS", inform)
+    stream = sys.stderr if options.json else sys.stdout
+    make_demo_shards(options.shards, "SHARDS")
     tars = find_shards(options.shards)
     if options.verify:
-        return _verify(tars, inform, stream, options.json)
+        return _verify(tars, stream, options.json)
     fingerprint = None
     if options.tokenizer is not None:
-        ensure_indexes(tars, options.tokenizer, options.template, say=inform, stream=stream)
+        ensure_indexes(tars, options.tokenizer, options.template, stream=stream)
         fingerprint = text_fingerprint(model_folder(options.tokenizer), options.template)
     tokens_per_image = options.tokens_per_image
     if options.vision is not None:
@@ -122,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         _print_report(report)
     if options.plot is not None:
         write_png(_charts(found), options.plot)
-        inform(f"wrote {options.plot}")
+        say(f"wrote {options.plot}", stream=stream)
     return 0
 
 
@@ -181,7 +180,7 @@ def _print_report(report: Report) -> None:
     print_table((">pack_length", ">packs", ">full", ">overlong", ">best near it", ">full"), rows)
 
 
-def _verify(tars: Sequence[Path], inform: Callable[[str], None], stream: TextIO, as_json: bool) -> int:
+def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
     without = [tar for tar in tars if not index_path(tar).is_file()]
     if without:
         raise UserError(
@@ -203,7 +202,7 @@ def _verify(tars: Sequence[Path], inform: Callable[[str], None], stream: TextIO,
         found = f", {len(damages):,} damaged" if damages else ""
         return f"{compared / 1e6 / max(time.monotonic() - started, 1e-9):,.0f} MB/s{found}"
 
-    with ProgressBar("shards", len(tars), inform, stream) as progress:
+    with ProgressBar("shards", len(tars), stream) as progress:
         for tar in tars:
             damages += verify_shard(tar, count)
             done += 1
@@ -297,4 +296,5 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--show needs --tokenizer PATH and --template NAME: tokens depend on both")
     if options.plot is not None and options.plot.suffix.lower() != ".png":
         parser.error(f"--plot {options.plot}: charts are written as PNG; name a file that ends in .png")
+    options.ending["logs"] = note if options.json else tell  # with it stdout is one JSON value
     return options

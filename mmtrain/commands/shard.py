@@ -203,7 +203,7 @@ def _write_all(tally: Tally, options: argparse.Namespace, unfinished: Unfinished
     limits = ImageLimits(options.max_pixels, options.max_side)
     with (
         shard_pool(tally.intake.images, options.out, limits, count, options.workers, known) as run,
-        ProgressBar("records", tally.total, say, sys.stdout) as progress,
+        ProgressBar("records", tally.total, sys.stdout) as progress,
     ):
         for job, finished in run(iter(tally.intake), tick):
             tally.add(job, finished)

@@ -8,11 +8,12 @@ Made on first use, in seconds, from the scans that belong to the split; the same
 from __future__ import annotations
 
 import io
+import logging
 import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mmtrain.base.durable import held, whole_folder
@@ -26,36 +27,35 @@ from mmtrain.demo.scene import draw_scene
 from mmtrain.demo.text import converse
 from mmtrain.pretrained.model_files import PREFIX, is_demo
 
+_log = logging.getLogger(__name__)
 SAMPLES = {"train": 6400, "held-out": 256}
 USES: dict[str, Use] = {"train": "projector", "held-out": "held-out"}
 SAMPLES_PER_SHARD = 800
 
 
-def make_demo_data(config: RunConfig, say: Callable[[str], None] = lambda line: None) -> None:
+def make_demo_data(config: RunConfig) -> None:
     """Make the demo's shards that a configuration names; raises what `make_demo_shards` raises."""
-    make_demo_shards(config.data.shards, "data.shards", say)
+    make_demo_shards(config.data.shards, "data.shards")
     for number, one in enumerate(config.data.sets or ()):
-        make_demo_shards(one.shards, f"data.sets.{number}.shards", say)
-    make_demo_shards(config.eval.shards, "eval.shards", say)
+        make_demo_shards(one.shards, f"data.sets.{number}.shards")
+    make_demo_shards(config.eval.shards, "eval.shards")
 
 
-def make_demo_shards(
-    shards: str | Sequence[str] | None, key: str, say: Callable[[str], None] = lambda line: None
-) -> None:
+def make_demo_shards(shards: str | Sequence[str] | None, key: str) -> None:
     """Make `demo:train` and `demo:held-out` where `shards` holds these names and they are not there yet.
 
-    `say` is told when that takes time; `key` is the configuration's name for the list, for messages. Raises UserError
-    for another name of the demo's, without scikit-learn, and for a cache that cannot be written.
+    `key` is the configuration's name for the list, for messages. Raises UserError for another name of the demo's,
+    without scikit-learn, and for a cache that cannot be written.
     """
     for name in (shards,) if isinstance(shards, str) else shards or ():
         if is_demo(name):
             try:
-                _ensure(name, say)
+                _ensure(name)
             except UserError as error:
                 raise UserError(f"{key}: {error}") from error
 
 
-def _ensure(name: str, say: Callable[[str], None]) -> None:
+def _ensure(name: str) -> None:
     folder, split = demo_shards(name), name.removeprefix(PREFIX)
     if _is_whole(folder, split):
         return
@@ -63,12 +63,14 @@ def _ensure(name: str, say: Callable[[str], None]) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with held(folder.with_name(f".{folder.name}.lock"), wait=True):
             if not _is_whole(folder, split):
-                say(f"making {name}: {SAMPLES[split]:,} pictures of handwritten digits with conversations, in {folder}")
+                _log.info(
+                    f"making {name}: {SAMPLES[split]:,} pictures of handwritten digits with conversations, in {folder}"
+                )
                 start = time.perf_counter()
                 shutil.rmtree(folder, ignore_errors=True)
                 with whole_folder(folder) as unfinished:
                     write_shards(draw_samples(split), unfinished, SAMPLES_PER_SHARD)
-                say(f"made {name} in {time.perf_counter() - start:.1f} s")
+                _log.info(f"made {name} in {time.perf_counter() - start:.1f} s")
     except (OSError, UserError) as error:
         if _is_whole(folder, split):  # where nothing can be locked another process may have been faster
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import say
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
@@ -24,12 +23,10 @@ def check_data(config: RunConfig, others_wait: bool) -> None:
     done before, unless it takes moments.
     """
     refuse_missing_chat_template(config)
-    make_demo_data(config, say)
-    found = {
-        f"data.sets ({one.name})" if one.name else "data.shards": one.shards for one in data_sets(config.data, say)
-    }
+    make_demo_data(config)
+    found = {f"data.sets ({one.name})" if one.name else "data.shards": one.shards for one in data_sets(config.data)}
     if config.eval.shards is not None:
-        found["eval.shards"] = expand_shards(config.eval.shards, "eval.shards", say, config.data.allow_pipe)
+        found["eval.shards"] = expand_shards(config.eval.shards, "eval.shards", config.data.allow_pipe)
     for key, paths in found.items():
         refuse_empty_shards(paths, key)
         refuse_unfinished_shards(paths, key)
@@ -50,4 +47,4 @@ def check_data(config: RunConfig, others_wait: bool) -> None:
             f"processes would wait for it; first run mmtrain index {' '.join(map(str, missing[:3]))}"
             f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template}"
         )
-    ensure_indexes(shards, llm, template, say=say, stream=sys.stdout, retry_seconds=seconds)
+    ensure_indexes(shards, llm, template, stream=sys.stdout, retry_seconds=seconds)

@@ -1,6 +1,6 @@
 """From a configuration to ranks that train: this process starts its machine's, or is the one that torchrun started.
 
-plan --> data checked --> run folder claimed and prepared, where it begins --> ranks, all with the same plan --> how it
+plan --> data checked --> run folder locked and prepared, where it begins --> ranks, all with the same plan --> how it
 ended. The first process of a run does what is done once: the launcher of machine 0, or torchrun's rank 0.
 """
 
@@ -64,7 +64,7 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
     if reads_data:
         check_data(config, others_wait=job.nodes > 1 if rank is None else len(plan.ranks) > 1)
     elif rank is not None and plan.ranks[rank].pipeline == 0:
-        make_demo_data(config, say)  # rank 0 may run on another machine
+        make_demo_data(config)  # rank 0 may run on another machine
     with locked(job.folder) if is_first else contextlib.nullcontext():
         start = None
         if is_first:

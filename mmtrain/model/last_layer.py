@@ -96,16 +96,16 @@ def run_on_rows(
     name = next((name for name in CACHE_ARGUMENTS if name in call.signature.parameters), None)
     if name is None:
         raise TypeError(f"{inspect.unwrap(forward)} has no argument for a cache")
-    call.arguments[name] = _Recorder()
+    call.arguments[name] = _EndingCache()
     try:
         with _giving_zeros(query_projections):
             forward(*call.args, **call.kwargs)
         raise TypeError(f"{inspect.unwrap(forward)} does not use its cache")
-    except _Recorded as recorded:
-        keys_and_values = recorded.keys_and_values
+    except _CacheReached as reached:
+        keys_and_values = reached.keys_and_values
     of_all = tuple(hidden.shape[:2])
     call.arguments.update({name: _of_rows(value, rows, of_all) for name, value in call.arguments.items()})
-    call.arguments[name] = _Replayer(keys_and_values)
+    call.arguments[name] = _FilledCache(keys_and_values)
     with _giving_zeros(key_projections):
         return forward(*call.args, **call.kwargs)
 
@@ -142,7 +142,7 @@ def _of_rows(value: Any, rows: Rows, of_all: tuple[int, int]) -> Any:
     return value
 
 
-class _Recorded(Exception):  # noqa: N818 - no error: how a layer is left
+class _CacheReached(Exception):  # noqa: N818 - no error: how a layer is left
     """Ends a layer's forward once its keys and values are known."""
 
     def __init__(self, keys_and_values: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -150,14 +150,14 @@ class _Recorded(Exception):  # noqa: N818 - no error: how a layer is left
         self.keys_and_values = keys_and_values
 
 
-class _Recorder:
+class _EndingCache:
     """In the place of a cache, of which a layer may use nothing but `update`."""
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
-        raise _Recorded((key, value))
+        raise _CacheReached((key, value))
 
 
-class _Replayer:
+class _FilledCache:
     """In the place of a cache that already holds the keys and values of all tokens."""
 
     def __init__(self, keys_and_values: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from mmtrain.base.console_stream import ConsoleStream
-from mmtrain.base.printing import say, show_error
+from mmtrain.base.printing import say, show_error, show_logs
 from mmtrain.processes.blame import describe
 from mmtrain.processes.job import Job
 from mmtrain.processes.log import log_name, send_output_to
@@ -92,6 +92,7 @@ def run_rank(target: Callable[[Rank], Result], job: Job, records: Path | None = 
         local_rank = int(os.environ["LOCAL_RANK"])
         device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
         me = Rank(rank, int(os.environ["WORLD_SIZE"]), local_rank, device, job.folder, console, progress, stop)
+        show_logs(me.tell)
         print(f"process {os.getpid()} on {socket.gethostname()}, {me.device}, threads {job.threads}")
         result = target(me)
     except BaseException as error:  # this is the process's outermost frame: nothing above could report it

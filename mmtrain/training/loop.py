@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mmtrain.base.collectives import of_all_ranks, on_rank_0
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
+from mmtrain.base.printing import show_logs
 from mmtrain.checkpoint.choose import Start
 from mmtrain.checkpoint.load import differences, load
 from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, METRICS, describe_run, go_back
@@ -120,6 +121,7 @@ class _Run:
         self.readers = replica_group(plan, rank.rank, torch.device("cpu"), config.parallel.timeout_seconds)
         self.configured, self.config = config, config.changed({"train.max_steps": self.max_steps})
         self.console = Console(rank.console, self.max_steps, self.first_step)
+        show_logs(self.console.line)
         if self.packed is not None:
             self.console.line(self.packed.summary)
 
@@ -179,7 +181,7 @@ class _Run:
         self.counts = state["data"]["counts"] if state["data"]["fingerprint"] == self.data else None
         if self.rank.rank == 0:
             if start.is_own:
-                go_back(self.rank.folder, start.checkpoint, self.console.line)
+                go_back(self.rank.folder, start.checkpoint)
             describe_run(self.rank.folder, self.configured, self.plan)
 
     def open_records(self, trace_steps: int) -> None:
@@ -190,9 +192,7 @@ class _Run:
         self.batches: Generator[PackedBatch] | None = None
         if self.packed is not None:
             left_out = [] if self.held_out is None else self.held_out.faults
-            self.account = ReadAccount(
-                config, self.packed, self.readers, rank.folder, console.line, left_out, self.counts
-            )
+            self.account = ReadAccount(config, self.packed, self.readers, rank.folder, left_out, self.counts)
             self.batches = self.account.watch(iter(self.packed))
         self.evaluator: Evaluator | None = None
         if config.eval.is_on:

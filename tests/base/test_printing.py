@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from conftest import TOOLS
 from safetensors.numpy import save_file
 
 from mmtrain.__main__ import main
-from mmtrain.base.printing import harmless, message, print_table, printable, say, table_lines
+from mmtrain.base.printing import harmless, message, print_table, printable, run_command, say, table_lines
 from mmtrain.data.samples.records import REASONS, reason_lines
 from mmtrain.data.shards.index import read_index, write_index
 
@@ -92,6 +93,15 @@ def test_messages_are_one_write_so_that_no_other_process_writes_between_a_line_a
     writes: list[str] = []
     say("one", "two\nand more", stream=Recorder())
     assert [text for text in writes if text] == ["one\ntwo\n  and more\n"]
+
+
+def test_what_libraries_log_is_printed_by_a_command_and_left_to_logging_elsewhere(capsys, caplog):
+    library = logging.getLogger("mmtrain.data")
+    caplog.set_level(logging.INFO)
+    assert run_command(lambda: library.info("all 100% of it")) == 0
+    assert capsys.readouterr().out == "all 100% of it\n" and caplog.messages == []
+    library.info("from a notebook")
+    assert capsys.readouterr().out == "" and caplog.messages == ["from a notebook"]
 
 
 def test_what_nobody_expected_is_a_traceback_that_steers_no_terminal():

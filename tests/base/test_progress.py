@@ -8,42 +8,39 @@ from mmtrain.base import progress
 from mmtrain.base.progress import ByteBars, ProgressBar
 
 
-def test_without_a_terminal_lines_come_every_few_seconds_and_at_the_end(monkeypatch):
+def test_without_a_terminal_lines_come_every_few_seconds_and_at_the_end(monkeypatch, logged):
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    lines = []
-    with ProgressBar("shards", 2000, lines.append) as bar:
+    with ProgressBar("shards", 2000) as bar:
         for second in range(1, 13):
             now[0] = 100.0 + second
             bar.show(100 * second, 1000 * second, "1 failed" if second > 9 else "")
         now[0] = 115.0
         bar.show(2000, 30000)
-    assert lines == [
+    assert logged == [
         "500 of 2,000 shards  1,000 samples/s",
         "1,000 of 2,000 shards  1,000 samples/s  1 failed",
         "2,000 of 2,000 shards  2,000 samples/s",
     ]
 
 
-def test_a_rate_below_one_is_not_zero(monkeypatch):
+def test_a_rate_below_one_is_not_zero(monkeypatch, logged):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    lines = []
-    with ProgressBar("repetitions", 3, lines.append, counted="steps") as bar:
+    with ProgressBar("repetitions", 3, counted="steps") as bar:
         for done, now[0] in enumerate((6.0, 12.0, 60.0)):
             bar.show(done + 1, done)
-    assert lines == [
+    assert logged == [
         "1 of 3 repetitions  0 steps/s",
         "2 of 3 repetitions  0.083 steps/s",
         "3 of 3 repetitions  0.033 steps/s",
     ]
 
 
-def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch):
+def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch, logged):
     monkeypatch.setenv("TERM", "xterm")
     leader, follower = pty.openpty()
-    lines = []
-    with open(follower, "w") as terminal, ProgressBar("shards", 3, lines.append, terminal) as bar:  # noqa: PTH123 - a number
+    with open(follower, "w") as terminal, ProgressBar("shards", 3, terminal) as bar:  # noqa: PTH123 - a number
         bar.show(2, 50, "1 failed")
         bar.show(3, 70, "1 failed")
     written = ""
@@ -51,7 +48,7 @@ def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch):
         while part := os.read(leader, 1 << 16):
             written += part.decode()
     os.close(leader)
-    assert lines == []
+    assert logged == []
     assert "shards" in written
     assert re.search(r"3/3.* samples/s.*1 failed", written)
 
@@ -71,10 +68,9 @@ def test_a_narrow_terminal_cuts_the_note_and_never_the_count(monkeypatch):
     assert "loss 0.0101  8,973 tokens/s  left 10:00:23 no" in line and line.rstrip().endswith("…")
 
 
-def test_of_several_things_each_has_its_megabytes():
-    lines = []
-    with ByteBars(lines.append, io.StringIO()) as progress:
+def test_of_several_things_each_has_its_megabytes(logged):
+    with ByteBars(io.StringIO()) as progress:
         progress.show("written", 10**6, 1_500_000)
         progress.show("written", 1_500_000, 1_500_000)
         progress.show("read again", 7, 7)
-    assert [re.sub(r"  .*", "", line) for line in lines] == ["2 of 2 MB written", "1 of 1 MB read again"]
+    assert [re.sub(r"  .*", "", line) for line in logged] == ["2 of 2 MB written", "1 of 1 MB read again"]

@@ -51,7 +51,7 @@ def go_on(config: RunConfig, path: Path | None = None) -> Start:
 
 def begin_from(config: RunConfig, start: Start) -> None:
     if start.is_own:
-        go_back(run_folder(config), start.checkpoint, print)
+        go_back(run_folder(config), start.checkpoint)
     describe_run(run_folder(config), config, make_plan(config))
 
 
@@ -204,14 +204,13 @@ def test_frozen_models_with_other_settings_are_refused_though_their_weights_are_
 # ---- records that were torn
 
 
-def test_a_record_that_lost_its_end_keeps_its_whole_lines(config):
+def test_a_record_that_lost_its_end_keeps_its_whole_lines(config, logged):
     folder = make_run(config)
     whole = (folder / "metrics.jsonl").read_bytes()
     (folder / "metrics.jsonl").write_bytes(whole[: 3 * len(line(0)) + 5])
-    said: list[str] = []
-    go_back(folder, StepFolder(folder / "checkpoints" / "step-00000006"), said.append)
+    go_back(folder, StepFolder(folder / "checkpoints" / "step-00000006"))
     assert steps_of(folder) == [0, 1, 2]
-    assert "shorter than when the checkpoint was saved" in " ".join(said)
+    assert "shorter than when the checkpoint was saved" in " ".join(logged)
 
 
 def test_the_tail_that_is_cut_off_is_kept_line_by_line(config):

@@ -70,12 +70,17 @@ def assert_found_out(run: Path, file: str) -> None:
     found, damaged = newest(run)
     assert found is not None and found.step == 3
     assert list(damaged) == [bad] and file in damaged[bad]
-    said: list[str] = []
-    assert find(run, said.append).path == step_path(run, 3)
-    assert len(said) == 1 and str(bad) in said[0] and file in said[0]
+    assert find(run).path == step_path(run, 3)
     with pytest.raises(UserError) as refused:
         find(bad)
     assert str(bad) in str(refused.value) and file in str(refused.value)
+
+
+def test_damaged_checkpoints_are_said_to_be_passed_over(run, logged):
+    (step_path(run, 6) / STATE).unlink()
+    assert find(run).step == 3
+    (said,) = logged
+    assert str(step_path(run, 6)) in said and STATE in said
 
 
 def test_what_was_written_is_found_again(run):

@@ -13,9 +13,9 @@ from mmtrain.data.shards.shard_list import demo_shards, expand_shards
 from mmtrain.demo.data import SAMPLES, draw_samples, make_demo_shards
 
 
-def made(name, say=lambda line: None):
+def made(name):
     """The demo's shards, made as a run makes them."""
-    make_demo_shards(name, "data.shards", say)
+    make_demo_shards(name, "data.shards")
     return expand_shards(name)
 
 
@@ -25,10 +25,9 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_shards_are_made_once_and_any_webdataset_reader_opens_them(cache):
-    said = []
-    paths = made("demo:held-out", say=said.append)
-    assert "256 pictures" in said[0] and "made demo:held-out in" in said[1]
+def test_the_shards_are_made_once_and_any_webdataset_reader_opens_them(cache, logged):
+    paths = made("demo:held-out")
+    assert "256 pictures" in logged[0] and "made demo:held-out in" in logged[1]
     samples = list(webdataset.WebDataset([str(path) for path in paths], shardshuffle=False))
     assert len(samples) == SAMPLES["held-out"]
     for sample in samples:
@@ -36,8 +35,8 @@ def test_the_shards_are_made_once_and_any_webdataset_reader_opens_them(cache):
         assert record["conversations"][0]["value"].startswith("<image>\n")
         assert Image.open(io.BytesIO(sample["png"])).size == (64, 64)
     changed = [path.stat().st_mtime_ns for path in paths]
-    assert [path.stat().st_mtime_ns for path in made("demo:held-out", say=said.append)] == changed
-    assert len(said) == 2
+    assert [path.stat().st_mtime_ns for path in made("demo:held-out")] == changed
+    assert len(logged) == 2
 
 
 def test_runs_that_start_together_make_the_same_shards_once(cache):
@@ -81,12 +80,12 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(cache):
         made("demo:held-out")
 
 
-def test_a_cache_from_which_shards_were_deleted_is_made_again(cache):
+def test_a_cache_from_which_shards_were_deleted_is_made_again(cache, logged):
     paths = made("demo:held-out")
     content = paths[0].read_bytes()
     paths[0].unlink()
-    said = []
-    assert made("demo:held-out", say=said.append) == paths and len(said) == 2
+    logged.clear()
+    assert made("demo:held-out") == paths and len(logged) == 2
     assert paths[0].read_bytes() == content
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from bench_timing import Times, ratios, spread
 
-from mmtrain.base.printing import run_command, say, show_error, tell
+from mmtrain.base.printing import run_command, show_error, tell
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.demo.data import make_demo_data
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace, folder: Path, override: Callable[..., RunCo
     """Start the ranks and wait for them; the exit code and a message."""
     steps = options.every * 3 * (options.repetitions + 1)  # of three kinds of blocks
     config = override(f"run.dir={folder}", "run.name=bench", f"train.max_steps={steps}", "run.overwrite=false")
-    make_demo_data(config, say)  # before ranks would wait for it
+    make_demo_data(config)  # before ranks would wait for it
     gpus = visible_gpus()
     plan = make_plan(config, min((gpu.total_bytes for gpu in gpus), default=None))
     threads = config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // len(plan.ranks))

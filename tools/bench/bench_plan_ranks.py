@@ -186,7 +186,7 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     key = calibration_key(config, models, cpu_device(config))
     calibrator = Calibrator(config, models, make_plan(config), DEVICE, key)
     calibrator.warm_up(0.0)
-    with ProgressBar("rounds", settings.calibration_rounds, rank.tell, rank.console, "measurements") as progress:
+    with ProgressBar("rounds", settings.calibration_rounds, rank.console, "measurements") as progress:
         for done in range(settings.calibration_rounds):
             calibrator.round()
             progress.show(done + 1, sum(map(len, calibrator.seconds.values())))
@@ -250,7 +250,7 @@ def _race(
     probe = Probe()
     probe()
     probes: dict[str, list[list[float]]] = {name: [] for name, _ in turns}
-    with ProgressBar("repetitions", settings.repetitions, rank.tell, rank.console, "steps") as progress:
+    with ProgressBar("repetitions", settings.repetitions, rank.console, "steps") as progress:
         for repetition in range(settings.repetitions):
             before = probe()
             for name, work in reversed(turns) if repetition % 2 else turns:

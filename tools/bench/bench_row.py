@@ -141,7 +141,7 @@ def run_row(
             progress.show(turn, turn * tokens_per_turn, name)
 
     total = (settings.repetitions + 1) * len(contestants)
-    with ProgressBar(f"{row} turns", total, rank.tell, rank.console, "tokens") as progress:
+    with ProgressBar(f"{row} turns", total, rank.console, "tokens") as progress:
         tolerance = TOLERANCES[settings.dtype]
         found = race(contestants, settings.repetitions, tolerance, device, others, show)
     found["step_of_turn"] = [(turn + 1) % settings.steps for turn in range(settings.repetitions)]  # 0: the warm-up

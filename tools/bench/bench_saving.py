@@ -128,7 +128,7 @@ def _race(
             mode: stack.enter_context(JsonLines(rank.folder / mode / "metrics.jsonl" if rank.rank == 0 else None))
             for mode in MODES
         }
-        progress = ProgressBar("blocks", options.repetitions * len(MODES), rank.tell, rank.console, "steps")
+        progress = ProgressBar("blocks", options.repetitions * len(MODES), rank.console, "steps")
         stack.enter_context(progress)
 
         def block(mode: str) -> float:

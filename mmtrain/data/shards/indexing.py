@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import sys
 import warnings
@@ -47,6 +48,7 @@ from mmtrain.processes.pool import Advance, usable_cores, worker_pool
 if TYPE_CHECKING:
     from mmtrain.data.samples.templates import TextCounter
 
+_log = logging.getLogger(__name__)
 FAILURES_SHOWN = 5
 _CHUNK = 1 << 20  # bytes
 
@@ -57,20 +59,19 @@ def ensure_indexes(
     template: str,
     *,
     workers: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
     stream: TextIO | None = None,
     retry_seconds: float = RETRY_SECONDS,
 ) -> None:
     """Make or complete the indexes that a run with this tokenizer and template needs; nothing where all are there.
 
-    `workers` is the number of processes, None one for each core that this process may use. `say` is told when there are
-    some to make; a `stream` that is a terminal gets a progress bar. Raises UserError for indexes that are stale or
+    `workers` is the number of processes, None one for each core that this process may use. A `stream` that is a
+    terminal gets a progress bar. Raises UserError for indexes that are stale or
     damaged: they are never replaced unasked, for their checksums are the only record of what the tars should hold.
     """
     missing = unready_shards(tars, text_fingerprint(model_folder(tokenizer_path), template), retry_seconds)
     if missing:
-        say(f"indexing {len(missing):,} of {len(tars):,} shards (once; the indexes are kept beside them)")
-        build_indexes(missing, tokenizer_path, template, workers or usable_cores(), say=say, stream=stream)
+        _log.info(f"indexing {len(missing):,} of {len(tars):,} shards (once; the indexes are kept beside them)")
+        build_indexes(missing, tokenizer_path, template, workers or usable_cores(), stream=stream)
 
 
 def unready_shards(tars: Sequence[Path], fingerprint: str, retry_seconds: float = RETRY_SECONDS) -> list[Path]:
@@ -101,7 +102,6 @@ def build_indexes(
     workers: int,
     *,
     rebuild: bool = False,
-    say: Callable[[str], None] = lambda line: None,
     stream: TextIO | None = None,
 ) -> None:
     """Give each tar an index with text lengths under this tokenizer and template.
@@ -123,7 +123,7 @@ def build_indexes(
         samples = through
         progress.show(done, samples, f"{len(failures):,} failed" if failures else "")
 
-    with worker_pool(index, min(workers, len(tars))) as run, ProgressBar("shards", len(tars), say, stream) as progress:
+    with worker_pool(index, min(workers, len(tars))) as run, ProgressBar("shards", len(tars), stream) as progress:
         for _, error in run(tars, show):
             done += 1
             if error is not None:

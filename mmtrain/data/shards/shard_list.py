@@ -13,11 +13,12 @@ Nothing here imports torch or webdataset, so that the launcher refuses missing a
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from mmtrain.base.printing import shortened
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.pretrained.model_files import PREFIX, is_demo
 
+_log = logging.getLogger(__name__)
 PIPE = "pipe:"
 SPLITS = ("train", "held-out")  # of the demo's data
 # What makes them; the cache never outlives it.
@@ -44,17 +46,14 @@ MAX_DIGITS = 18  # digits of a range's begin, end and step: what is longer is no
 
 
 def expand_shards(
-    shards: str | Sequence[str],
-    key: str = "data.shards",
-    say: Callable[[str], None] = lambda line: None,
-    allow_pipe: Sequence[str] = (),
+    shards: str | Sequence[str], key: str = "data.shards", allow_pipe: Sequence[str] = ()
 ) -> tuple[Path, ...]:
     """List the tar files that `shards` names: paths, globs (*, ?) and brace ranges ({00000..00099}), in order.
 
     A glob's files are sorted; braces mean what they mean to webdataset. `demo:train` and `demo:held-out` are the
-    demo's, which `demo.data` makes before; `pipe:` URLs are run if `allow_pipe` names their program; `say` is told when
-    that takes time. `key` is the configuration's name for the list, for messages. Raises UserError for a pattern
-    without files, a file named twice, and other URLs.
+    demo's, which `demo.data` makes before; `pipe:` URLs are run if `allow_pipe` names their program. `key` is the
+    configuration's name for the list, for messages. Raises UserError for a pattern without files, a file named twice,
+    and other URLs.
     """
     patterns = (shards,) if isinstance(shards, str) else tuple(shards)
     found: list[Path] = []
@@ -86,7 +85,7 @@ def expand_shards(
             ) from None
         for name in names:
             if is_pipe:
-                found.append(_piped_shard(name, allow_pipe, key, say))
+                found.append(_piped_shard(name, allow_pipe, key))
                 continue
             whole = Path(name).expanduser()
             # Path.glob takes no absolute pattern; a file whose name holds brackets is no pattern.
@@ -115,7 +114,7 @@ def demo_shards(name: str) -> Path:
     return cache_folder("demo") / f"{split}-{digest.hexdigest()[:12]}"
 
 
-def _piped_shard(url: str, allowed: Sequence[str], key: str, say: Callable[[str], None]) -> Path:
+def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
     """The file that holds what the command of a `pipe:` URL writes; it runs if that is not there yet.
 
     `allowed` names the programs that may start, which the command line says and no file. There is no shell, so `|`, `;`
@@ -140,7 +139,7 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str, say: Callable[[str]
         with held(target.with_name(f".{target.name}.lock"), wait=True):
             if target.is_file():  # another run was faster
                 return target
-            say(f"{key}: running {shlex.join(command)}")
+            _log.info(f"{key}: running {shlex.join(command)}")
             start = time.perf_counter()
             with whole_file(target) as unfinished, unfinished.open("wb") as output:
                 ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE)
@@ -151,7 +150,7 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str, say: Callable[[str]
                     )
     except OSError as error:
         raise UserError(f"{key}: {url!r} cannot be run or kept in {target.parent} ({error})") from error
-    say(f"{key}: {target.stat().st_size / 1e6:,.0f} MB in {time.perf_counter() - start:.1f} s, kept as {target}")
+    _log.info(f"{key}: {target.stat().st_size / 1e6:,.0f} MB in {time.perf_counter() - start:.1f} s, kept as {target}")
     return target
 
 
@@ -232,7 +231,7 @@ def find_shards(names: Sequence[str]) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def refuse_unfinished_shards(paths: Sequence[Path], key: str = "data.shards") -> None:
+def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:
     """Raise UserError for shards of a data set that mmtrain shard did not finish: part of it would be missing.
 
     That tool begins with rejected.jsonl and ends with dataset.json.

@@ -9,8 +9,9 @@ Only what a step has used counts, never what workers have prepared or the encode
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import EpochPlan
 from mmtrain.data.stream.packs import PackedBatch
 
+_log = logging.getLogger(__name__)
 FEWEST_READ = 1000  # samples that the share of quarantined ones refers to at least: one of the first ten is no 10%
 LISTED = 5  # quarantined samples that a message lists
 
@@ -56,7 +58,6 @@ class ReadAccount:
         packed: PackedBatches,
         group: dist.ProcessGroup | None,
         folder: Path,
-        say: Callable[[str], None],
         held_out: Sequence[Fault] = (),
         state: Mapping[str, Any] | None = None,
     ) -> None:
@@ -69,7 +70,6 @@ class ReadAccount:
         self.packed = packed
         self.group = group
         self.writes = packed.replica == 0
-        self.say = say
         self.quarantine_file = folder / "quarantine.jsonl"
         self._quarantine: JsonLines | None = None
         self._read_ahead: deque[PackedBatch] = deque()  # by the engine, without images, until a step has used them
@@ -90,7 +90,9 @@ class ReadAccount:
         self._refuse_many(plan.unusable, plan.drawn, unusable[:LISTED])
         self.ledger = JsonLines(folder / "samples.jsonl" if self.writes and config.data.ledger else None)
         if self.writes and config.data.ledger and (repeated := packed.catalog.repeated_keys()):
-            say(f"samples.jsonl cannot tell all samples apart: {repeated:,} have a key that an earlier one has, too")
+            _log.warning(
+                f"samples.jsonl cannot tell all samples apart: {repeated:,} have a key that an earlier one has, too"
+            )
 
     def watch(self, batches: Iterator[PackedBatch]) -> Generator[PackedBatch]:
         """The same micro-batches, each remembered when it is taken, and counted at the end of the step that uses it."""
@@ -200,7 +202,7 @@ class ReadAccount:
         counts = {"trained": trained, "quarantined": quarantined, "overlong": overlong}
         if complete:
             said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-            self.say(f"epoch {epoch} is complete: {read:,} samples read: {said}")
+            _log.info(f"epoch {epoch} is complete: {read:,} samples read: {said}")
         return {"kind": "epoch", "epoch": epoch, "complete": complete, "packs": packs - begin, "read": read, **counts}
 
     def _write_faults(self, faults: list[tuple[int | None, int, Fault]]) -> None:
@@ -214,7 +216,7 @@ class ReadAccount:
         first = faults[0][2]
         what = f"{harmless(first.key)} ({first.reason}: {harmless(first.detail)})"
         more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
-        self.say(f"quarantined {what}{more}; see {self.quarantine_file}")
+        _log.warning(f"quarantined {what}{more}; see {self.quarantine_file}")
 
     def _refuse_many(self, lost: int, read: int, latest: list[Fault]) -> None:
         """Raise UserError if more samples are quarantined than allowed."""

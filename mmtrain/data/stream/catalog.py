@@ -19,7 +19,7 @@ import tarfile
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -72,12 +72,12 @@ class _Stored(NamedTuple):
     crc32: np.ndarray  # (members,) uint32
 
 
-def data_sets(data: DataSection, say: Callable[[str], None] = lambda line: None) -> list[DataSet]:
+def data_sets(data: DataSection) -> list[DataSet]:
     """The data sets that a configuration names, their shards listed; raises what `expand_shards` raises."""
     if data.sets is None:
-        return [DataSet(expand_shards(data.shards, say=say, allow_pipe=data.allow_pipe))]
+        return [DataSet(expand_shards(data.shards, allow_pipe=data.allow_pipe))]
     return [
-        DataSet(expand_shards(one.shards, f"data.sets.{number}.shards", say, data.allow_pipe), one.weight, one.name)
+        DataSet(expand_shards(one.shards, f"data.sets.{number}.shards", data.allow_pipe), one.weight, one.name)
         for number, one in enumerate(data.sets)
     ]
 

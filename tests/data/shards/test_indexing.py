@@ -171,21 +171,21 @@ def test_only_json_is_read_for_a_second_tokenizer_and_damage_to_it_is_that_sampl
     assert index.faults == {}
 
 
-def test_what_is_ready_is_left_alone_and_what_is_not_is_found(tars):
+def test_what_is_ready_is_left_alone_and_what_is_not_is_found(tars, logged):
     assert unready_shards(tars, FINGERPRINTS["plain"]) == tars
     build_indexes(tars[:2], LLM, "plain", workers=1)
     build_indexes(tars[2:], LLM, "chat", workers=1)
     assert unready_shards(tars, FINGERPRINTS["plain"]) == tars[2:]
     written = [index_path(tar).stat().st_mtime_ns for tar in tars[:2]]
-    lines = []
-    ensure_indexes(tars, LLM, "plain", say=lines.append)
+    logged.clear()
+    ensure_indexes(tars, LLM, "plain")
     assert unready_shards(tars, FINGERPRINTS["plain"]) == []
     assert [index_path(tar).stat().st_mtime_ns for tar in tars[:2]] == written
-    assert lines[0] == "indexing 1 of 3 shards (once; the indexes are kept beside them)"
-    assert lines[-1].startswith("1 of 1 shards")
-    del lines[:]
-    ensure_indexes(tars, LLM, "plain", say=lines.append)
-    assert lines == []
+    assert logged[0] == "indexing 1 of 3 shards (once; the indexes are kept beside them)"
+    assert logged[-1].startswith("1 of 1 shards")
+    logged.clear()
+    ensure_indexes(tars, LLM, "plain")
+    assert logged == []
 
 
 def test_an_index_that_is_stale_or_damaged_is_never_replaced_unasked(tars):
@@ -213,13 +213,12 @@ def test_a_tar_that_cannot_be_indexed_does_not_keep_the_others_from_it(tars, wor
     assert [index_path(tar).exists() for tar in tars] == [False, True, True]
 
 
-def test_samples_are_counted_while_it_runs_whatever_the_workers(tmp_path):
+def test_samples_are_counted_while_it_runs_whatever_the_workers(tmp_path, logged):
     tars = [write_tar(tmp_path / f"s-{number}.tar", files(samples(number, 130))) for number in range(2)]
     for workers in (1, 2):
-        lines = []
-        build_indexes(tars, LLM, "plain", workers=workers, rebuild=True, say=lines.append)
-        assert lines[-1].startswith("2 of 2 shards")
-        assert int(re.search(r"([\d,]+) samples/s$", lines[-1])[1].replace(",", "")) > 0
+        build_indexes(tars, LLM, "plain", workers=workers, rebuild=True)
+        assert logged[-1].startswith("2 of 2 shards")
+        assert int(re.search(r"([\d,]+) samples/s$", logged[-1])[1].replace(",", "")) > 0
 
 
 def test_a_template_that_the_tokenizer_does_not_fit_is_an_error_before_any_shard_is_read(tars, tmp_path):

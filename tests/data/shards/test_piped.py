@@ -20,17 +20,16 @@ def source(tmp_path):
     return tmp_path
 
 
-def test_an_allowed_program_runs_once_and_its_output_stays_a_file(source):
-    said = []
+def test_an_allowed_program_runs_once_and_its_output_stays_a_file(source, logged):
     url = f"pipe:cat {source}/s-{{0..1}}.tar"
-    first = expand_shards(url, say=said.append, allow_pipe=("cat",))
+    first = expand_shards(url, allow_pipe=("cat",))
     assert [path.read_bytes() for path in first] == [bytes([number]) * 1000 for number in range(2)]
-    assert [line.split(":")[1] for line in said[::2]] == [f" running cat {source}/s-{n}.tar" for n in range(2)]
+    assert [line.split(":")[1] for line in logged[::2]] == [f" running cat {source}/s-{n}.tar" for n in range(2)]
     for file in source.glob("s-*.tar"):
         file.unlink()
-    said.clear()
-    assert expand_shards(url, say=said.append, allow_pipe=("cat",)) == first and said == []
-    assert expand_shards(url, say=said.append) == first and said == []  # nothing runs, so nobody need allow it
+    logged.clear()
+    assert expand_shards(url, allow_pipe=("cat",)) == first and logged == []
+    assert expand_shards(url) == first and logged == []  # nothing runs, so nobody need allow it
 
 
 @pytest.mark.parametrize(
