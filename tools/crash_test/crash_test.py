@@ -157,12 +157,8 @@ def _trials(reference: Reference, setup: Setup, options: argparse.Namespace) -> 
     victims = itertools.cycle(VICTIMS)
     for number, kind in enumerate(kinds, start=1):
         while True:
-            kills = [
-                Kill.draw("step", "stop", steps, reference.start_seconds, draw)
-                if when == "hang"
-                else Kill.draw(when, next(victims), steps, reference.start_seconds, draw)
-                for when in kind
-            ]
+            how = [("step", "stop") if when == "hang" else (when, next(victims)) for when in kind]
+            kills = [Kill.draw(*one, steps, reference.start_seconds, draw) for one in how]
             trial = _run_trial(number, kills, reference, setup, draw)
             if trial.kills or trial.problems:
                 break
