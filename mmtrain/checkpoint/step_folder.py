@@ -40,7 +40,6 @@ CHECKPOINTS = "checkpoints"
 TENSORS, OPTIMIZER, STATE, MANIFEST = "projector.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 NAME = re.compile(r"step-(\d{8,})")
 
-
 Count = Annotated[int, Field(ge=0)]
 ByEpoch = dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], Count]
 

@@ -34,7 +34,6 @@ SHARED_MEMORY_BYTES = 2**30  # data workers hand on their images there, NCCL its
 SHARED_MEMORY = Path("/dev/shm")
 HOST_BYTES_A_RANK = 4 * 2**30  # a rank's libraries, its CUDA context and weights on their way
 
-
 NO_TIMEOUT = "a rank that hangs hangs all others, whatever parallel.timeout_seconds says"
 LIBRARIES = ("deepspeed", "torch", "transformers", "timm", "pillow")
 THREE_DIGITS = "float32 products keep 3 digits: results differ from other machines'"

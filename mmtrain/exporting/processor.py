@@ -223,17 +223,15 @@ def check_processor(config: RunConfig, exported: ExportedProcessor, folder: Path
     if not difference <= PIXEL_TOLERANCE:
         raise _differs(folder, f"pixel values differ by {difference:g}")
 
-    template = TEMPLATES[config.data.template](
-        load_tokenizer(config.model.llm.path), exported.image_seq_length, sys.maxsize
-    )
+    tokenizer = load_tokenizer(config.model.llm.path)
+    template = TEMPLATES[config.data.template](tokenizer, exported.image_seq_length, sys.maxsize)
     for turns, document in documents_of(template, CONVERSATIONS):
         begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1
         asked = config.data.template == "plain"
         cases = [(turns[:1], document.input_ids[:begin])] + ([] if asked else [(turns, document.input_ids)])
         for said, trained in cases:
-            text = processor.apply_chat_template(
-                _messages(said, words=not asked), add_generation_prompt=len(said) == 1, tokenize=False
-            )
+            messages = _messages(said, words=not asked)
+            text = processor.apply_chat_template(messages, add_generation_prompt=len(said) == 1, tokenize=False)
             given = processor(text=text, images=[picture])["input_ids"][0]
             wanted = [exported.image_token_id if token == IMAGE_POSITION else token for token in trained]
             if list(given) != wanted:

@@ -151,9 +151,7 @@ def _trials(reference: Reference, setup: Setup, options: argparse.Namespace) -> 
     """Trials in which at least one kill found its moment: `--trials` of them, then `--hang` of the other kind."""
     draw = random.Random(options.seed)
     steps = range(1, _last_step(reference) - 1)
-    kinds = itertools.chain(
-        itertools.islice(itertools.cycle(ROUND), options.trials), itertools.repeat(("hang",), options.hang)
-    )
+    kinds = [*itertools.islice(itertools.cycle(ROUND), options.trials), *[("hang",)] * options.hang]
     victims = itertools.cycle(VICTIMS)
     for number, kind in enumerate(kinds, start=1):
         while True:
@@ -189,11 +187,10 @@ def _run_trial(number: int, kills: Sequence[Kill], reference: Reference, setup: 
         said = start.stdout.read_text()
         begun = re.search(r"^(?:going on after step|complete: .* has made all its) (\d+) ", said, re.M)
         if begun or (killed is None and start.process.returncode == 0):  # else it ended before it said so
-            trial.resumed_at.append(int(begun[1]) if begun else 0)
-            if trial.resumed_at[-1] != expected:
-                trial.problems.append(
-                    f"went on after step {trial.resumed_at[-1]}, not from the newest whole {expected}"
-                )
+            went_on = int(begun[1]) if begun else 0
+            trial.resumed_at.append(went_on)
+            if went_on != expected:
+                trial.problems.append(f"went on after step {went_on}, not from the newest whole {expected}")
         if killed is None:  # it came to an end of its own
             if start.process.returncode:
                 trial.problems.append(f"exit code {start.process.returncode}: {start.stderr.read_text().strip()}")
@@ -305,9 +302,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hang", type=int, default=1, metavar="N", help="runs of which a rank is stopped (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments and victims (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every trial and the summary as JSON too")
-    parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where the runs go, and stay if one differs (default: temporary)"
-    )
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="of the runs, which stay if one differs (temporary)")
     return parser.parse_intermixed_args(arguments)
 
 
