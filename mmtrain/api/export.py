@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -66,8 +66,8 @@ def export(
             _log.info(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
             if exported.unmarked:
                 _log.info(exported.unmarked)
-            for line in _verify(checkpoint, folder, exported, tensors, verify) if verify is not None else ():
-                _log.info(line)
+            if verify is not None:
+                _verify(checkpoint, folder, exported, tensors, verify)
     elif format == "llava":
         export_llava(checkpoint, out, tensors)
     else:
@@ -77,13 +77,11 @@ def export(
     return out
 
 
-def _verify(
-    checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, samples: int
-) -> Iterator[str]:
-    """Compare an exported model with mmtrain's; what is to be said of it. Raises DifferentError."""
+def _verify(checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, samples: int) -> None:
+    """Compare an exported model with mmtrain's; raises DifferentError."""
     from mmtrain.exporting.verify import PROMPTS, batch_fault, compare_logits
 
-    yield "comparing with mmtrain's own logits: both models are loaded, in float32, one after the other"
+    _log.info("comparing with mmtrain's own logits: both models are loaded, in float32, one after the other")
     found, model = compare_logits(checkpoint, folder, exported, dtype, samples)
     line = (
         f"logits of {found.tokens:,} answer tokens in {len(found.samples)} samples: largest difference "
@@ -92,16 +90,16 @@ def _verify(
     )
     if not found.passed:
         raise DifferentError(f"{line}: the exported model is not the one that was trained; nothing was exported")
-    yield line
+    _log.info(line)
     if fault := batch_fault(folder, model, found.samples, checkpoint.config.data.template == "plain"):
         raise DifferentError(
             f"batches are answered wrongly: {fault}; nothing was exported. Without --verify the folder is written all "
             "the same: ask it one prompt at a time"
         )
-    yield f"{PROMPTS} prompts of different lengths are answered in one batch as one at a time"
+    _log.info(f"{PROMPTS} prompts of different lengths are answered in one batch as one at a time")
     if not found.frozen_as_trained:
         versions = checkpoint.state["versions"]
-        yield (
+        _log.info(
             "whether LLM and encoder are those that the run was trained with is open: it had transformers "
             f"{versions['transformers']} and timm {versions['timm']}"
         )
