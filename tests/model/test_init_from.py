@@ -91,7 +91,7 @@ def test_half_precision_becomes_float32_without_another_rounding(tmp_path):
     assert torch.equal(tensors["linear_2.weight"], half["model.mm_projector.2.weight"].float())
 
 
-def test_a_run_gives_its_newest_whole_checkpoint_and_a_step_folder_itself(tmp_path, capsys):
+def test_a_run_gives_its_newest_whole_checkpoint_and_a_step_folder_itself(tmp_path, logged):
     by_step = {step: trained(seed=step).state_dict() for step in (10, 20, 30)}
     folders = {}
     for step, tensors in by_step.items():
@@ -101,7 +101,7 @@ def test_a_run_gives_its_newest_whole_checkpoint_and_a_step_folder_itself(tmp_pa
     assert equal(read(folders[10] / "projector.safetensors"), by_step[10])
     flip_last_byte(folders[30] / "projector.safetensors")
     assert equal(read(tmp_path), by_step[20])
-    assert "step-00000030: projector.safetensors is damaged" in capsys.readouterr().out
+    assert "step-00000030: projector.safetensors is damaged" in logged[0]
 
 
 def test_a_safetensors_file_on_its_own_is_read(tmp_path):
