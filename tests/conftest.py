@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from mmtrain.base.printing import show_logs
+from mmtrain.base.printing import logs_shown
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.commands import tiny as tiny_command
 
@@ -77,9 +77,8 @@ def one_thread():
 def logged() -> Iterator[list[str]]:
     """What mmtrain's libraries log while the test runs."""
     lines: list[str] = []
-    show_logs(lines.append)
-    yield lines
-    show_logs(None)
+    with logs_shown(lines.append):
+        yield lines
 
 
 @pytest.fixture(scope="session")

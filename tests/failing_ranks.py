@@ -50,6 +50,7 @@ def work(how: str, rank: Rank) -> None:
     print("printed")
     warnings.warn("warned", stacklevel=1)
     logging.getLogger("library").error("logged")
+    logging.getLogger("mmtrain.data").info("shown")
     logging.getLogger("dill").error("logged by dill")
     logging.getLogger("plain").error("logged by a handler on stderr")
     os.system("echo said by another program")

@@ -39,8 +39,8 @@ def export(
 
     `format`: as `mmtrain export --help` has them. `dtype`: of the tensors written; None: that of the run's LLM for
     "hf", else float32. `max_shard_gb`: largest file of "hf". `verify`: compare the exported model with mmtrain's own on
-    so many held-out samples ("hf"). `show` gets what is read or written, its bytes so far and in all. Raises UserError,
-    and DifferentError where `verify` finds a difference.
+    so many held-out samples ("hf"). `show` gets what is read or written, its bytes so far and in all; what was done is
+    logged. Raises UserError, and DifferentError where `verify` finds a difference.
     """
     for name, value, known in (("format", format, get_args(Format)), ("dtype", dtype or "float32", get_args(Dtype))):
         if value not in known:

@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TextIO
 
@@ -147,12 +147,24 @@ class _Shown(logging.Handler):
         self._show(record.getMessage())
 
 
-def show_logs(show: Callable[[str], None] | None) -> None:
-    """From now on `show` gets what mmtrain's libraries log; None: only handlers of whoever imports them."""
+def show_logs(show: Callable[[str], None]) -> None:
+    """From now on `show`, and nobody else, gets what mmtrain's libraries log."""
     logger = logging.getLogger("mmtrain")
-    logger.handlers = [] if show is None else [_Shown(show)]
-    logger.propagate = show is None
-    logger.setLevel(logging.NOTSET if show is None else logging.INFO)
+    logger.handlers, logger.propagate = [_Shown(show)], False
+    logger.setLevel(logging.INFO)
+
+
+@contextlib.contextmanager
+def logs_shown(show: Callable[[str], None]) -> Iterator[None]:
+    """`show_logs` until the block ends; then all is as who imports mmtrain has set it up."""
+    logger = logging.getLogger("mmtrain")
+    handlers, propagate, level = logger.handlers, logger.propagate, logger.level
+    show_logs(show)
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 def run_command(
@@ -169,8 +181,7 @@ def run_command(
     """
     prepare_standard_streams()
     sys.excepthook = show_traceback
-    show_logs(logs)
-    with contextlib.nullcontext() if waits else output_without_waiting():
+    with logs_shown(logs), contextlib.nullcontext() if waits else output_without_waiting():
         try:
             return command() or 0
         except UserError as error:
@@ -182,8 +193,6 @@ def run_command(
         except KeyboardInterrupt:
             note(interrupted)
             return INTERRUPTED
-        finally:
-            show_logs(None)
 
 
 def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

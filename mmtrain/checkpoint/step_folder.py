@@ -30,6 +30,7 @@ from typing_extensions import TypedDict  # as pydantic needs it before Python 3.
 
 from mmtrain.base.durable import flush, leftovers, lock, remove_folder, whole_folder
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import printable
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
 from mmtrain.config.load import restore_config
 from mmtrain.config.schema import RunConfig
@@ -255,7 +256,7 @@ def find_newest(run: Path, remedy: str = "restore one of them") -> StepFolder | 
     if found is None and damaged:
         raise UserError(f"no checkpoint of {run} is whole:{listed}\n{remedy}")
     if damaged:
-        _log.warning(f"these checkpoints are damaged and were passed over:{listed}")
+        _log.warning(printable(f"these checkpoints are damaged and were passed over:{listed}"))
     return found
 
 

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
     interrupted = "stopped by Ctrl-C; finished indexes stay, the same command goes on"
-    parser = command_parser("index", __doc__, EXAMPLES, EXITS, interrupted=interrupted)
+    parser = command_parser("index", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=tell)
     parser.add_argument(
         "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
     )

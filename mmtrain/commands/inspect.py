@@ -25,7 +25,7 @@ import numpy as np
 
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless, note, print_table, say, tell
+from mmtrain.base.printing import harmless, note, print_table, tell
 from mmtrain.base.progress import ProgressBar
 from mmtrain.data.report.charts import TERMINAL_BINS, print_distribution, write_png
 from mmtrain.data.report.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         _print_report(report)
     if options.plot is not None:
         write_png(_charts(found), options.plot)
-        say(f"wrote {options.plot}", stream=stream)
+        (note if options.json else tell)(f"wrote {options.plot}")
     return 0
 
 

@@ -51,9 +51,12 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     Raises UserError for unusable models, data or checkpoints, AuditError when something frozen changed or something
     trainable did not move, NonFiniteError for NaN or infinity.
     """
+    show_logs(print)  # into the log: of data and models the launcher has shown it before
     run = _Run(config, plan, rank, start)
     run.open_data()  # before weights: what is wrong with them should not show after an hour of loading
     run.load_models()
+    if rank.rank == 0:
+        show_logs(run.console.line)
     run.take_up_checkpoint()
     run.open_records(trace_steps)
     with run.saver:
@@ -121,7 +124,6 @@ class _Run:
         self.readers = replica_group(plan, rank.rank, torch.device("cpu"), config.parallel.timeout_seconds)
         self.configured, self.config = config, config.changed({"train.max_steps": self.max_steps})
         self.console = Console(rank.console, self.max_steps, self.first_step)
-        show_logs(self.console.line)
         if self.packed is not None:
             self.console.line(self.packed.summary)
 

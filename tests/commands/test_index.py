@@ -1,11 +1,13 @@
 """mmtrain index: an index beside every shard, and a summary of what cannot be trained on."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from archives import conversation, picture, write_tar
@@ -52,6 +54,15 @@ def test_shards_are_indexed_once_and_summed_up(folder, capsys):
     assert main(["index", str(folder), *PLAIN]) == 0
     assert capsys.readouterr().out == f"2 of 2 shards are ready: left as they are\n{summary}"
     assert [index_path(tar).stat().st_mtime_ns for tar in folder.glob("*.tar")] == written
+
+
+def test_a_full_disk_behind_the_output_is_an_error(folder, capsys):
+    code = None
+    closing = contextlib.suppress(OSError)
+    with closing, Path("/dev/full").open("w") as full, contextlib.redirect_stdout(full):
+        code = main(["index", str(folder), *PLAIN, "--workers", "1"])
+    assert code == 2
+    assert capsys.readouterr().err == "error: standard output cannot be used: No space left on device\n"
 
 
 def test_a_stale_index_is_replaced_with_rebuild_only(folder, capsys):

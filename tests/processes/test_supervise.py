@@ -41,7 +41,8 @@ def outcomes(tmp_path_factory) -> dict[str, Outcome]:
 def test_a_good_run_prints_only_what_rank_0_writes_to_the_console(outcomes):
     good = outcomes["children left"]
     assert good.exit_code == 0
-    assert (good.stdout, good.stderr) == ("to the console\n", "")
+    assert (good.stdout, good.stderr) == ("to the console\nshown\n", "")
+    assert "[rank 1] shown" in good.log.splitlines(), "what mmtrain's libraries log elsewhere than on rank 0"
 
 
 def test_everything_else_is_in_the_log_with_its_rank_in_front(outcomes):

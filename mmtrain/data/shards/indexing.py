@@ -65,8 +65,8 @@ def ensure_indexes(
     """Make or complete the indexes that a run with this tokenizer and template needs; nothing where all are there.
 
     `workers` is the number of processes, None one for each core that this process may use. A `stream` that is a
-    terminal gets a progress bar. Raises UserError for indexes that are stale or
-    damaged: they are never replaced unasked, for their checksums are the only record of what the tars should hold.
+    terminal gets a progress bar. Raises UserError for indexes that are stale or damaged: they are never replaced
+    unasked, for their checksums are the only record of what the tars should hold.
     """
     missing = unready_shards(tars, text_fingerprint(model_folder(tokenizer_path), template), retry_seconds)
     if missing:

@@ -27,7 +27,7 @@ from braceexpand import UnbalancedBracesError, braceexpand, char_range_re, int_r
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held, whole_file
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import harmless, shortened
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.pretrained.model_files import PREFIX, is_demo
 
@@ -139,7 +139,7 @@ def _piped_shard(url: str, allowed: Sequence[str], key: str) -> Path:
         with held(target.with_name(f".{target.name}.lock"), wait=True):
             if target.is_file():  # another run was faster
                 return target
-            _log.info(f"{key}: running {shlex.join(command)}")
+            _log.info(f"{key}: running {harmless(shlex.join(command))}")
             start = time.perf_counter()
             with whole_file(target) as unfinished, unfinished.open("wb") as output:
                 ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE)

@@ -89,6 +89,7 @@ def test_a_ledger_that_cannot_tell_samples_apart_says_so(tiny, tmp_path, make_ti
     open_account(tiny, tmp_path, f"data.shards={tmp_path}/[ab]/*.tar")
     said = "samples.jsonl cannot tell all samples apart: 10 have a key that an earlier one has, too"
     assert logged[-1] == said
+    logged.clear()
     sets = f"data.sets=[{{name: a, shards: {tmp_path}/a/*.tar}}, {{name: b, shards: {tmp_path}/b/*.tar}}]"
     open_account(tiny, tmp_path, sets)
-    assert logged.count(said) == 1
+    assert not [line for line in logged if "cannot tell" in line]
