@@ -13,6 +13,7 @@ from typing import Any
 
 from ranks import run_ranks
 
+from mmtrain.base.printing import logs_shown, say
 from mmtrain.checkpoint.choose import AUTO, Start, find_start
 from mmtrain.checkpoint.run_folder import prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, find, step_path, why_damaged
@@ -63,7 +64,7 @@ def _be_rank(config: RunConfig, plan: Plan, start: Start | None) -> str | None:
 def train(file: Path, *overrides: str, resume: str | Path = AUTO, allow: Sequence[str] = ()) -> Run:
     """Run to the end what `mmtrain train FILE OVERRIDES --resume RESUME --allow-change ALLOW` would."""
     config = load_config(file, overrides)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as said, logs_shown(say):
         plan, start = make_plan(config), find_start(config, str(resume), allow)
         prepare_folder(config, plan, goes_on=start is not None)
     world = len(plan.ranks)
