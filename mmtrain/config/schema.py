@@ -100,13 +100,36 @@ class VisionSection(Section):
     """timm model name, or a folder holding a timm or Hugging Face vision model"""
     select_layer: Kept[int] = Field(-2, le=-1)
     """which encoder block's output feeds the projector: -1 the last, -2 (LLaVA) the one before"""
+    final_norm: Kept[bool] = False
+    """true: features are taken after the encoder's own last norm, as Idefics3, SmolVLM and PerceptionLM do; false:
+    before it, as LLaVA and AyaVision do. An exported model cannot change it"""
+    layout: Kept[Literal["square", "idefics3"]] = "square"
+    """what stands for an image among the text's tokens. square: the positions of one square; idefics3: the same between
+    the texts that Idefics3's and SmolVLM's processors write around them"""
     dtype: Kept[Dtype | None] = None
     """storage and compute type of the encoder; null: that of the LLM"""
 
+    @model_validator(mode="after")
+    def _last_norm_is_behind_the_last_block(self) -> Self:
+        if self.final_norm and self.select_layer != -1:
+            raise _wrong_together(
+                f"model.vision.final_norm: the norm stands behind the last block, and model.vision.select_layer is "
+                f"{self.select_layer}; set it to -1, or leave final_norm out"
+            )
+        return self
+
 
 class ProjectorSection(Section):
-    type: Fixed[Literal["linear", "mlp2x_gelu"]] = "mlp2x_gelu"
-    """projector architecture"""
+    type: Fixed[
+        Literal["linear", "mlp2x_gelu", "shuffle_swiglu", "shuffle_linear", "shuffle_mlp2x_gelu", "mlp2x_gelu_pool"]
+    ] = "mlp2x_gelu"
+    """projector architecture, by the class that has it. mlp2x_gelu: LLaVA-1.5; shuffle_swiglu: AyaVision;
+    shuffle_linear: Idefics3, SmolVLM; shuffle_mlp2x_gelu: InternVL; mlp2x_gelu_pool: PerceptionLM"""
+    factor: Fixed[Literal[2, 3, 4] | None] = None
+    """so many patches a side become one position of the LLM where the type shuffles or pools: a quarter of the
+    positions with 2, a sixteenth with 4; null: 2"""
+    width: Fixed[Annotated[int, Field(ge=2, le=1_000_000)] | None] = None
+    """features between the linear layers of shuffle_swiglu, the gate's among them; null: as many as the LLM is wide"""
     init_from: Free[str | None] = None
     """begin with a trained projector instead of a random one: a run or checkpoint of mmtrain, its
     projector.safetensors, LLaVA's mm_projector.bin, or a Hugging Face LLaVA folder; null: random, by run.seed"""
@@ -215,6 +238,9 @@ class DataSection(Section):
     image_fit: Kept[Literal["pad", "resize", "center_crop"]] = "pad"
     """how an image becomes the encoder's square. pad (LLaVA-1.5): whole, on the mean colour; resize: whole, stretched;
     center_crop: its middle (CLIP)"""
+    ignore_exif: Kept[bool] = False
+    """true: pictures stay as they are stored, as runs of mmtrain before index version 2 had them; false: they are
+    turned as their EXIF orientation says"""
     max_image_pixels: Kept[PositiveInt] = MAX_IMAGE_PIXELS
     """a sample with a larger image is quarantined, judged by the header; WebP: half"""
     shuffle_shards: Kept[PositiveInt] = 8
@@ -316,6 +342,12 @@ class CheckpointSection(Section):
     """saves in a row that may fail (a full disk, say) before the run stops"""
 
 
+class ExportSection(Section):
+    format: Free[Literal["safetensors", "llava", "hf"] | None] = None
+    """format in which `mmtrain export` will be asked for the run: one that it could not have is refused when planning;
+    null: at export"""
+
+
 class RunConfig(Section):
     run: RunSection
     model: ModelSection
@@ -325,6 +357,7 @@ class RunConfig(Section):
     optimizer: OptimizerSection = OptimizerSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    export: ExportSection = ExportSection()
 
     @model_validator(mode="after")
     def _steps_divide_into_microbatches(self) -> Self:
