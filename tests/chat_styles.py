@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.processor import ExportedProcessor, write_processor
 
 
@@ -170,7 +171,7 @@ def run_config(tiny: Path, llm: Path, *overrides: str) -> RunConfig:
 
 def export(config: RunConfig, folder: Path, tower: Tower = Tower()) -> ExportedProcessor:
     folder.mkdir(exist_ok=True)
-    exported = write_processor(config, tower, folder)
+    exported = write_processor(door_of_type("llava"), config, tower, folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llava"}))
     return exported
 

@@ -1,6 +1,6 @@
 """Answers of a trained model to questions about pictures: by stock transformers, greedy.
 
-run or checkpoint --exported once, into the cache--> LLaVA folder --load--> Conversation --ask--> text
+run or checkpoint --exported once, into the cache--> Hugging Face folder --load--> Conversation --ask--> text
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, shortened
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
+from mmtrain.pretrained.doors import DOORS
 from mmtrain.pretrained.families import check_llm_numbers
 from mmtrain.pretrained.model_files import Shape, find_model_folder, foreign_files, is_whole, read_json, tensor_shapes
 from mmtrain.pretrained.vision_files import hf_facts
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 LARGEST_TOKEN = 10**9
 LONGEST_SIDE = 4_096  # pixels of a picture for the encoder; the largest take 1,540
-NEEDED = "needed is a run or checkpoint of mmtrain, or a Hugging Face LLaVA folder (mmtrain export makes one)"
+NEEDED = (
+    "needed is a run or checkpoint of mmtrain, or a Hugging Face folder of a model that mmtrain export makes "
+    f"({', '.join(door.name for door in DOORS)})"
+)
 
 
 def generate(
@@ -43,19 +47,19 @@ def generate(
 ) -> str:
     """The answer of a trained model to a question about a picture, or about several.
 
-    `model`: a run, the folder of a run or a checkpoint, or a Hugging Face LLaVA folder; it is loaded for this answer,
-    onto the GPU if there is one, and a run is exported before, once, into the cache. A model that was trained on
+    `model`: a run, the folder of a run or a checkpoint, or a Hugging Face folder; it is loaded for this answer, onto
+    the GPU if there is one, and a run is exported before, once, into the cache. A model that was trained on
     captions alone takes no question: it describes what it sees. Raises UserError.
     """
     several = list(image) if isinstance(image, Sequence) and not isinstance(image, str) else [image]
     pictures = [read_image(Path(one)) if isinstance(one, str | Path) else one.convert("RGB") for one in several]
-    folder = llava_folder(str(model.folder if isinstance(model, Run) else model))
+    folder = stock_folder(str(model.folder if isinstance(model, Run) else model))
     conversation = Conversation(*load(folder), pictures, system, max_new_tokens)
     return conversation.ask(prompt) if conversation.takes_questions() else conversation.describe()
 
 
-def llava_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
-    """The Hugging Face LLaVA folder of what `model` names, exported now if need be; raises UserError.
+def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
+    """The Hugging Face folder of what `model` names, exported now if need be; raises UserError.
 
     `show` gets what is exported at the moment, its bytes so far and in all.
     """
@@ -66,7 +70,7 @@ def llava_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: 
         return exported(find(folder), show)
     config = folder / "config.json"
     family = read_json(config).get("model_type") if config.is_file() else None
-    if family != "llava":
+    if family not in [door.model_type for door in DOORS]:  # by ==: it may be a list
         seen = "no config.json" if family is None else f"model_type {harmless(str(family))}"
         raise UserError(f"{model}: has {seen}; {NEEDED}")
     shapes = tensor_shapes(folder)
@@ -77,7 +81,7 @@ def llava_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: 
 
 
 def check_numbers(folder: Path, shapes: dict[str, Shape]) -> None:
-    """Raise UserError for sizes in a LLaVA folder's files that no model of these tensors has: they cost memory."""
+    """Raise UserError for sizes in a folder's files that no model of these tensors has: they cost memory."""
     config = read_json(folder / "config.json")
     text, vision = config.get("text_config", {}), hf_facts({"vision_config": {}} | config, str(folder))
     if not isinstance(text, dict):
@@ -114,7 +118,7 @@ def _check_processor(settings: dict, file: Path) -> None:
 
 
 def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
-    """A checkpoint's LLaVA folder in the cache, which is made once; raises UserError where it cannot be exported."""
+    """A checkpoint's Hugging Face folder in the cache, made once; raises UserError where it cannot be exported."""
     key = hashlib.sha256(f"{checkpoint.fingerprint} {mmtrain.__version__}".encode()).hexdigest()[:20]
     folder = cache_folder("chat") / key
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -132,23 +136,29 @@ def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lam
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Stock model and processor of a LLaVA folder, on the GPU if there is one; raises UserError."""
+    """Stock model and processor of a Hugging Face folder, on the GPU if there is one; raises UserError."""
     import torch
-    from transformers import GenerationConfig, LlavaForConditionalGeneration, LlavaProcessor, PixtralProcessor
+    import transformers
+    from transformers import GenerationConfig
     from transformers.utils import logging
+
+    from mmtrain.exporting.doors import door_of_type
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     # Not AutoProcessor: where the files name no class, it passes trust_remote_code on to none of the processor's parts.
-    pixtral = (read_json(folder / "config.json").get("vision_config") or {}).get("model_type") == "pixtral"
+    config = read_json(folder / "config.json")
+    door = door_of_type(config["model_type"])
+    pixtral = (config.get("vision_config") or {}).get("model_type") == "pixtral"  # a Llava with its own processor
+    processor_name = "PixtralProcessor" if pixtral else door.processor_name
     with foreign_files(str(folder)):
-        processor = (PixtralProcessor if pixtral else LlavaProcessor).from_pretrained(
+        processor = getattr(transformers, processor_name).from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=False,
             backend="pil",  # as training resizes
         )
-        model, report = LlavaForConditionalGeneration.from_pretrained(
+        model, report = door.model_class.from_pretrained(
             folder,
             dtype="auto",
             attn_implementation=None,  # transformers' choice: config.json may name a kernel to be downloaded

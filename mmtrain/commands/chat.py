@@ -1,8 +1,8 @@
 """Ask a trained model about a picture, from the terminal; the answer appears word by word.
 
-MODEL is a run of mmtrain or one of its checkpoints, or a Hugging Face LLaVA folder, such as
-mmtrain export --format hf makes. Stock transformers answers in any case: a run is exported first, once for
-each checkpoint, into the cache, which takes the disk space of the whole model.
+MODEL is a run of mmtrain or one of its checkpoints, or a Hugging Face folder of a model such as
+mmtrain export --format hf makes, LLaVA for one. Stock transformers answers in any case: a run is exported first, once
+for each checkpoint, into the cache, which takes the disk space of the whole model.
 
 Without --prompt on a terminal you can ask one question after the other; each sees those before it. Answers are greedy:
 the same question gets the same answer. A model that was trained with data.template=plain has learnt to caption, not to
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmtrain.api.generate import Conversation, llava_folder, load, read_image
+from mmtrain.api.generate import Conversation, load, read_image, stock_folder
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import note, show_words
 from mmtrain.base.progress import ByteBars
@@ -75,7 +75,7 @@ def _chat(options: argparse.Namespace) -> None:
             if total >= SHOWN_BYTES:
                 progress.show(what, done, total)
 
-        folder = llava_folder(options.model, show)
+        folder = stock_folder(options.model, show)
     conversation = Conversation(*load(folder), images, options.system, options.max_new_tokens, show_words)
     if not conversation.takes_questions():
         if options.prompt is not None or options.system is not None:
@@ -90,7 +90,7 @@ def _chat(options: argparse.Namespace) -> None:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
     parser = command_parser("chat", __doc__, EXAMPLES, {0: "answered"}, logs=note)
-    parser.add_argument("--model", required=True, help="a run, a checkpoint, or a Hugging Face LLaVA folder")
+    parser.add_argument("--model", required=True, help="a run, a checkpoint, or a Hugging Face folder")
     parser.add_argument(
         "--image", type=Path, action="append", required=True, metavar="FILE", help="a picture; may be repeated"
     )

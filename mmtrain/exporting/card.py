@@ -13,6 +13,7 @@ import yaml
 from mmtrain.base.printing import harmless
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.templates import PlainTemplate
+from mmtrain.exporting.doors import StockDoor
 from mmtrain.exporting.language import ExportedLanguage
 from mmtrain.exporting.processor import ExportedProcessor
 from mmtrain.exporting.projector_file import Origin
@@ -22,11 +23,11 @@ from mmtrain.pretrained.model_files import HUB_ID
 LOADING = """\
 ```python
 from PIL import Image
-from transformers import AutoProcessor, LlavaForConditionalGeneration
+from transformers import AutoProcessor, {model}
 
 folder = "."  # this folder
 processor = AutoProcessor.from_pretrained(folder)
-model = LlavaForConditionalGeneration.from_pretrained(folder, dtype="auto")
+model = {model}.from_pretrained(folder, dtype="auto")
 {prompt}
 inputs = processor(images=Image.open("picture.png"), text=prompt, return_tensors="pt").to(model.device, model.dtype)
 output = model.generate(**inputs, max_new_tokens=64)
@@ -43,6 +44,7 @@ NEAR_WITH_TORCHVISION = ("bilinear", "bicubic", "lanczos")
 
 
 def write_card(
+    door: StockDoor,
     folder: Path,
     about: Origin,
     dtype: str,
@@ -55,13 +57,14 @@ def write_card(
     bases = [name for name in (about.llm, about.vision) if HUB_ID.fullmatch(name) and "/" in name]
     front = {"library_name": "transformers", "pipeline_tag": "image-text-to-text"}
     front |= {"base_model": bases} if bases else {}
+    prompt = CHAT if about.template == "chat" else CAPTION
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {shown_name(Path(about.llm).name)} that sees through {shown_name(Path(about.vision).name)}",
         f"Made with mmtrain {shown_name(about.versions['mmtrain'])}. {_what_trained(about)}",
         "## Made of\n\n" + table(_parts(about, dtype, language)),
         "## Training\n\n" + table(_training(about)),
-        "## How to load\n\n" + LOADING.format(prompt=CHAT if about.template == "chat" else CAPTION),
+        "## How to load\n\n" + LOADING.format(model=door.class_name, prompt=prompt),
     ]
     notes = [*_language_notes(language, processor), *encoder.notes, *processor_notes(processor)]
     notes += [unmarked] if unmarked else []

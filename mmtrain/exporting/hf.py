@@ -1,14 +1,15 @@
-"""The whole model as a Hugging Face LLaVA folder, which stock transformers loads without mmtrain.
+"""The whole model as a Hugging Face folder, which a stock class of transformers loads without mmtrain.
 
+config            --pretrained.doors: which class?----> a StockDoor, e.g. LLaVA's, or a refusal
 checkpoint: projector --------------------------------> multi_modal_projector.linear_{1,2}.{weight,bias}
 model.vision.name --vision: exact conversion----------> vision_tower.*        and config.json, README.md,
 model.llm.path    --language: tensor by tensor--------> language_model.*      the processor's files
 
-Price: time and disk for the whole model; memory for its largest tensor. Before anything is written, what stock
-LlavaForConditionalGeneration will make of it is found out without its weights; afterwards every byte is read again.
+Price: time and disk for the whole model; memory for its largest tensor. Before anything is written, what the
+stock class will make of it is found out without its weights; afterwards every byte is read again.
 
 names and shapes --transformers' own loading, on the meta device--> missing, unexpected, mismatched: must all be empty
-the LLM's family, tiny --exported, loaded as a LLaVA--> the same logits as the causal LM's own, or a refusal
+the LLM's family, tiny --exported, loaded by the class--> the same logits as the causal LM's own, or a refusal
 """
 
 from __future__ import annotations
@@ -23,26 +24,25 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
+from transformers import PreTrainedModel
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
+from mmtrain.exporting.doors import StockDoor, door_of
 from mmtrain.exporting.language import ExportedLanguage, language_for_export
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, write_processor
-from mmtrain.exporting.projector_file import PROJECTOR, WHAT_WORKS, origin, trained_tensors
+from mmtrain.exporting.projector_file import PROJECTOR, origin, trained_tensors
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
 from mmtrain.exporting.vision import ExportedEncoder, encoder_for_export
 from mmtrain.model.language import causal_config, quiet
 from mmtrain.model.tiny import tiny_model
+from mmtrain.pretrained.doors import WHAT_WORKS, stock_door
 from mmtrain.pretrained.model_files import model_folder
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
-TINY_ENCODER = {
-    "model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 1, "image_size": 8, "patch_size": 8,
-}  # fmt: skip
 SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
 
 
@@ -50,6 +50,7 @@ SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
 class ExportedModel:
     """What was written."""
 
+    door: StockDoor
     bytes: int  # of the tensors
     tensors: int
     files: int
@@ -66,34 +67,33 @@ def export_hf(
 ) -> ExportedModel:
     """Write the model into `folder`, which is empty, and read it again; `progress` gets (what, bytes done, of all).
 
-    Raises UserError for models that LlavaForConditionalGeneration cannot hold, naming the formats that work, and where
+    Raises UserError for models that no stock class can hold, naming the formats that work, and where
     the disk is too small; OSError for a file that does not read back as written.
     """
     config = checkpoint.config
     about = origin(checkpoint)
-    if about.projector_type != "mlp2x_gelu":
-        raise UserError(
-            f"the stock LLaVA model's projector has two layers (mlp2x_gelu), and this one is {about.projector_type}; "
-            f"{WHAT_WORKS}"
-        )
+    try:
+        door = door_of(stock_door(config))
+    except UserError as error:
+        raise UserError(f"{error}; {WHAT_WORKS}") from None
     trained = trained_tensors(checkpoint)
     llm = model_folder(about.llm)
-    refuse_unfit_family(llm)
+    refuse_unfit_family(door, llm)
     vision, own, projector = (
         {name: source for name, source in trained.items() if name.startswith(part)}
         for part in ("vision.", "llm.", PROJECTOR)
     )
     stored_as = str(dtype).removeprefix("torch.")
     encoder = encoder_for_export(config, {name: source.read() for name, source in vision.items()})
-    processor = write_processor(config, encoder, folder)
-    language = language_for_export(llm, own, processor.rows_needed, stored_as)
-    tensors = {f"vision_tower.{name}": source for name, source in encoder.tensors.items()}
-    tensors |= {f"multi_modal_projector.{name.removeprefix(PROJECTOR)}": projector[name] for name in projector}
+    processor = write_processor(door, config, encoder, folder)
+    language = language_for_export(door, llm, own, processor.rows_needed, stored_as)
+    tensors = {door.vision + name: source for name, source in encoder.tensors.items()}
+    tensors |= {door.connector + name.removeprefix(PROJECTOR): projector[name] for name in projector}
     tensors |= language.tensors
-    content = _config(encoder, language, processor, stored_as)
-    refuse_loading_faults(content, tensors)
+    content = _config(door, config, encoder, language, processor, stored_as)
+    refuse_loading_faults(door, content, tensors)
 
-    kept = kept_in_float32(content, tensors, dtype)
+    kept = kept_in_float32(door, content, tensors, dtype)
     total = sum(TensorWriter(dtype, kept).bytes_of(name, source) for name, source in tensors.items())
     require_space(folder, total + SMALL_FILES)
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -105,24 +105,24 @@ def export_hf(
     size = sum((folder / file).stat().st_size for file in files)
     progress("read again", 0, size)
     check_written(folder, files, lambda done: progress("read again", done, size))
-    write_card(folder, about, stored_as, encoder, language, processor, unmarked)
-    return ExportedModel(total, len(tensors), len(files), frozenset(kept), unmarked)
+    write_card(door, folder, about, stored_as, encoder, language, processor, unmarked)
+    return ExportedModel(door, total, len(tensors), len(files), frozenset(kept), unmarked)
 
 
 def _config(
-    encoder: ExportedEncoder, language: ExportedLanguage, processor: ExportedProcessor, dtype: str
+    door: StockDoor,
+    run: RunConfig,
+    encoder: ExportedEncoder,
+    language: ExportedLanguage,
+    processor: ExportedProcessor,
+    dtype: str,
 ) -> dict[str, Any]:
     """config.json of the folder, in keys that transformers 4.57 and 5 read."""
     return {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
+        "architectures": [door.class_name],
+        "model_type": door.facts.model_type,
         "dtype": dtype,
-        "image_token_index": processor.image_token_id,
-        "image_seq_length": processor.image_seq_length,
-        "projector_hidden_act": "gelu",
-        "multimodal_projector_bias": True,
-        "vision_feature_layer": encoder.feature_layer,
-        "vision_feature_select_strategy": encoder.select_strategy,
+        **door.config(run, encoder, processor.image_token_id, processor.image_seq_length),
         "tie_word_embeddings": language.config["tie_word_embeddings"],
         "text_config": language.config,
         "vision_config": {**encoder.config, "dtype": dtype},
@@ -141,7 +141,7 @@ class _MetaTensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def refuse_loading_faults(config: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> None:
+def refuse_loading_faults(door: StockDoor, config: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> None:
     """Raise UserError unless the stock model of `config` finds all of its tensors among these, and has a use for each.
 
     The loader's own conversions run (names, experts fused, ties), on shapes alone.
@@ -150,14 +150,14 @@ def refuse_loading_faults(config: Mapping[str, Any], tensors: Mapping[str, Tenso
         name: torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(_MetaTensor)
         for name, source in tensors.items()
     }
-    _, report = _load(config, shapes)
+    _, report = _load(door, config, shapes)
     if faults := {kind: sorted(map(str, entries)) for kind, entries in report.items() if entries}:
         listed = "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in faults.items())
-        raise UserError(f"LlavaForConditionalGeneration does not load this model: {listed}; {WHAT_WORKS}")
+        raise UserError(f"{door.class_name} does not load this model: {listed}; {WHAT_WORKS}")
 
 
-def refuse_unfit_family(folder: Path) -> None:
-    """Raise UserError where a stock LLaVA around the LLM in `folder` computes other logits than the LLM's own class.
+def refuse_unfit_family(door: StockDoor, folder: Path) -> None:
+    """Raise UserError where a door's class around the LLM in `folder` computes other logits than the LLM's own class.
 
     It has a head without bias, scale or cap, and takes some families only. A tiny model of the same config is tried.
     """
@@ -165,21 +165,22 @@ def refuse_unfit_family(folder: Path) -> None:
     model = tiny_model(config, seed=0)
     with tempfile.TemporaryDirectory(prefix="mmtrain-export-") as temporary, quiet():
         model.save_pretrained(temporary)
-        language = language_for_export(Path(temporary), {}, 0, "float32")
+        language = language_for_export(door, Path(temporary), {}, 0, "float32")
         tensors = {name: source.read().clone() for name, source in language.tensors.items()}
     content = {
         "text_config": language.config,
-        "vision_config": TINY_ENCODER,
-        "image_token_index": language.config["vocab_size"] - 1,
+        "vision_config": dict(door.tiny_encoder),
+        door.image_token_key: language.config["vocab_size"] - 1,
         "tie_word_embeddings": language.config["tie_word_embeddings"],
     }
     try:
-        llava, report = _load(content, tensors)
-        lacking = [name for name in report["missing_keys"] if "vision_tower" not in name and "projector" not in name]
+        stock, report = _load(door, content, tensors)
+        others = (door.vision, door.connector)
+        lacking = [name for name in report["missing_keys"] if not any(other in name for other in others)]
         faults = [*lacking, *report["unexpected_keys"], *report["mismatched_keys"]]
         ids = torch.arange(24).view(2, 12)
         with torch.no_grad():
-            own, other = model(ids).logits, llava.eval()(input_ids=ids).logits
+            own, other = model(ids).logits, stock.eval()(input_ids=ids).logits
         difference = float((own - other).abs().max() / own.abs().max())
         if not faults and difference <= BOUND:
             return
@@ -191,13 +192,13 @@ def refuse_unfit_family(folder: Path) -> None:
         )
     except Exception as error:  # any of transformers' families may fail in its own way
         why = f"{type(error).__name__}: {error}"
-    raise UserError(f"{config.model_type} does not fit into LlavaForConditionalGeneration: {why}; {WHAT_WORKS}")
+    raise UserError(f"{config.model_type} does not fit into {door.class_name}: {why}; {WHAT_WORKS}")
 
 
-def kept_in_float32(config: Mapping[str, Any], names: Iterable[str], dtype: torch.dtype) -> set[str]:
+def kept_in_float32(door: StockDoor, config: Mapping[str, Any], names: Iterable[str], dtype: torch.dtype) -> set[str]:
     """Names of the tensors that transformers loads in fp32 into a model of `dtype`: rounding them would be for good."""
     with torch.device("meta"):
-        model = LlavaForConditionalGeneration(LlavaConfig.from_dict(dict(config)))
+        model = door.model_class(door.config_class.from_dict(dict(config)))
     modules = set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         modules |= set(model._keep_in_fp32_modules or ())
@@ -205,11 +206,13 @@ def kept_in_float32(config: Mapping[str, Any], names: Iterable[str], dtype: torc
     return {name for name in names if pattern.search(name)}
 
 
-def _load(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _load(
+    door: StockDoor, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     with quiet():
-        return LlavaForConditionalGeneration.from_pretrained(
+        return door.model_class.from_pretrained(
             None,
-            config=LlavaConfig.from_dict(dict(config)),
+            config=door.config_class.from_dict(dict(config)),
             state_dict=dict(tensors),
             dtype=torch.float32,
             attn_implementation=None,

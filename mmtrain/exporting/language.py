@@ -1,9 +1,9 @@
-"""The LLM of an exported Hugging Face LLaVA folder: its published tensors under new names, trained ones in their place.
+"""The LLM of an exported Hugging Face folder: its published tensors under new names, trained ones in their place.
 
-model.layers.3.X    -> language_model.model.layers.3.X
+model.layers.3.X    -> language_model.model.layers.3.X     (LLaVA's names; each door has its own)
 lm_head.weight      -> language_model.lm_head.weight
 
-These are the names that transformers 4.57 and 5 both read. A tensor on disk keeps its content: what transformers does
+A tensor on disk keeps its content: what transformers does
 as it loads (fusing experts, tying) it does with the exported folder too.
 """
 
@@ -20,15 +20,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mmtrain.base.errors import UserError
-from mmtrain.exporting.projector_file import WHAT_WORKS
+from mmtrain.exporting.doors import StockDoor
 from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.model.language import causal_config, missing_prefix
 from mmtrain.model.weights import tensor_files
+from mmtrain.pretrained.doors import WHAT_WORKS
 from mmtrain.pretrained.families import global_name
 from mmtrain.pretrained.model_files import read_json
 
-MODEL = "language_model.model."
-HEAD = "language_model.lm_head.weight"
 _ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
 _OLD_BUFFER = re.compile(r"rotary_emb\.inv_freq$")  # of every Llama saved before 2023; stock models compute it
 _ROWS_AT_ONCE = 4096
@@ -45,7 +44,7 @@ class ExportedLanguage:
 
 
 def language_for_export(
-    folder: Path, trained: Mapping[str, TensorSource], rows_needed: int, dtype: str
+    door: StockDoor, folder: Path, trained: Mapping[str, TensorSource], rows_needed: int, dtype: str
 ) -> ExportedLanguage:
     """The LLM in `folder` with `trained` tensors (by global name) in place of its own, and `rows_needed` token ids.
 
@@ -79,7 +78,7 @@ def language_for_export(
             rows = source.shape[0]
             if rows_needed > rows:
                 source = _with_rows(source, rows_needed)
-        tensors[_exported_name(name, stock)] = source
+        tensors[_exported_name(name, stock, door)] = source
     if waiting:
         raise UserError(
             f"{sorted(waiting)[0]} was trained, and the files of {folder} have no one tensor of this name "
@@ -89,18 +88,16 @@ def language_for_export(
     return ExportedLanguage(content, tensors, max(0, rows_needed - rows), tuple(left_out))
 
 
-def _exported_name(name: str, stock: type[PreTrainedModel]) -> str:
+def _exported_name(name: str, stock: type[PreTrainedModel], door: StockDoor) -> str:
     if global_name(name).startswith("llm.head."):
         if not name.endswith(".weight"):
-            raise UserError(
-                f"the LLM's head has a bias ({name}), and LlavaForConditionalGeneration's has none; {WHAT_WORKS}"
-            )
-        return HEAD
-    return MODEL + name.removeprefix(stock.base_model_prefix + ".")
+            raise UserError(f"the LLM's head has a bias ({name}), and {door.class_name}'s has none; {WHAT_WORKS}")
+        return door.head
+    return door.decoder + name.removeprefix(stock.base_model_prefix + ".")
 
 
 def _unloaded(config: PreTrainedConfig, stock: type[PreTrainedModel]) -> Callable[[str], bool]:
-    """Says of a tensor on disk whether the stock causal LM passes over it in silence, which a stock LLaVA reports."""
+    """Says of a tensor on disk whether the stock causal LM passes over it in silence, which a door's class reports."""
     with torch.device("meta"):
         own = stock(config).state_dict().keys()
     patterns = [_OLD_BUFFER, *map(re.compile, stock._keys_to_ignore_on_load_unexpected or ())]

@@ -1,4 +1,4 @@
-"""The processor of an exported Hugging Face LLaVA folder: the files that stock AutoProcessor loads, and their check.
+"""The processor of an exported Hugging Face folder: the files that stock AutoProcessor loads, and their check.
 
 RunConfig, encoder --write_processor--> tokenizer.json, tokenizer_config.json, chat_template.jinja,
                                         processor_config.json, preprocessor_config.json, generation_config.json
@@ -34,6 +34,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import TEMPLATES, PlainTemplate, Template, load_tokenizer, with_image_token
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.exporting.chat_template import documents_of, exported_chat_template
+from mmtrain.exporting.doors import StockDoor
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import llm_shape
@@ -60,7 +61,7 @@ class ExportedProcessor:
     left_out: dict[str, Any]  # of the LLM's generation_config.json
 
 
-def write_processor(config: RunConfig, encoder: ExportedEncoder, folder: Path) -> ExportedProcessor:
+def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder, folder: Path) -> ExportedProcessor:
     """Write the processor's files and generation_config.json into `folder`, which exists.
 
     Raises UserError where tokenizer, template or encoder are missing or unfit for the run itself, and for a tokenizer
@@ -71,26 +72,20 @@ def write_processor(config: RunConfig, encoder: ExportedEncoder, folder: Path) -
     template = TEMPLATES[config.data.template](source, 1, sys.maxsize)
     probe = template(Sample("probe", "probe", PROBE, (b"",)))
     end = [label for label in probe.labels if label != IGNORE][-1]  # the token that ends an answer in training
-    tokenizer = _tokenizer_for_prompts(source, template, end)
+    tokenizer = _tokenizer_for_prompts(door, source, template, end)
     image_id = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
     rows = llm_shape(path).vocab_size
     rows_needed = max(rows, image_id + 1, tokenizer.pad_token_id + 1)
-    _save_tokenizer(tokenizer, folder)
+    _save_tokenizer(door, tokenizer, folder)
 
     transform = image_transform(config.model.vision.name, config.data.image_fit)
     assert transform.image_size == encoder.image_size, f"{transform.image_size} pixels, encoder {encoder.image_size}"
     length = tokens_per_image(encoder.image_size, encoder.patch_size)
     dropped = 1 if encoder.select_strategy == "default" else 0
     assert encoder.prefix_tokens == dropped, f"{encoder.prefix_tokens} prefix tokens, {dropped} dropped"
-    _write_json(folder / "preprocessor_config.json", image_processor_config(transform))
-    processor = {
-        "processor_class": "LlavaProcessor",
-        "image_token": IMAGE_MARK,
-        "patch_size": encoder.patch_size,
-        "num_additional_image_tokens": encoder.prefix_tokens,
-        "vision_feature_select_strategy": encoder.select_strategy,
-    }
-    _write_json(folder / "processor_config.json", processor)
+    _write_json(folder / "preprocessor_config.json", door.image_settings(transform))
+    settings = {"processor_class": door.processor_name, **door.processor(config, encoder, length)}
+    _write_json(folder / "processor_config.json", settings)
 
     generation, left_out = _generation(path, tokenizer, end)
     if rows_needed > rows:  # the run's own LLM has no such rows, so it never says these tokens
@@ -99,7 +94,9 @@ def write_processor(config: RunConfig, encoder: ExportedEncoder, folder: Path) -
     return ExportedProcessor(image_id, rows_needed, length, template, transform, left_out)
 
 
-def _tokenizer_for_prompts(source: PreTrainedTokenizerBase, template: Template, end: int) -> PreTrainedTokenizerBase:
+def _tokenizer_for_prompts(
+    door: StockDoor, source: PreTrainedTokenizerBase, template: Template, end: int
+) -> PreTrainedTokenizerBase:
     """A copy that reads <image>, writes the exported template, and begins a text as training does.
 
     A chat template writes its own BOS, so the tokenizer must add none: stock processors would add a second one, or one
@@ -120,8 +117,8 @@ def _tokenizer_for_prompts(source: PreTrainedTokenizerBase, template: Template, 
     if tokenizer(text).input_ids != wanted:
         raise UserError(
             f"the tokenizer of {source.name_or_path} ({type(source).__name__}) adds special tokens to a text that "
-            "training does not add, and stock LlavaProcessor would keep them; save a fast tokenizer (tokenizer.json) "
-            "into the LLM's folder, or export with --format safetensors or llava"
+            f"training does not add, and stock {door.processor_name} would keep them; save a fast tokenizer "
+            "(tokenizer.json) into the LLM's folder, or export with --format safetensors or llava"
         )
     return tokenizer
 
@@ -140,7 +137,7 @@ def _set_padding(tokenizer: PreTrainedTokenizerBase, ends: Collection[int | None
     tokenizer.add_special_tokens({"pad_token": next(found, PAD_TOKENS[0])})
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _save_tokenizer(door: StockDoor, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save the tokenizer so that tokenizer.json is taken as it stands.
 
     transformers 5 would name a class that version 4 does not know, or the family's, which version 5 may build anew from
@@ -149,7 +146,7 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     settings = {name: value for name, value in read_json(file).items() if name not in OF_THIS_LOADING}
-    settings["processor_class"] = "LlavaProcessor"
+    settings["processor_class"] = door.processor_name
     settings["padding_side"] = tokenizer.padding_side  # save_pretrained leaves it out: batches would be padded right
     # transformers 4 would add token_type_ids, which LLaVA's generate refuses
     settings["model_input_names"] = ["input_ids", "attention_mask"]
@@ -178,31 +175,6 @@ def _generation(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> tupl
         if name not in (*KEPT_OF_GENERATION, *UNSAID_OF_GENERATION) and not name.startswith("_")
     }
     return generation, left_out
-
-
-def image_processor_config(transform: ImageTransform) -> dict:
-    """The content of preprocessor_config.json.
-
-    One class serves every fit: it pads to a square of int(255 x mean) first, then resizes, then crops. Nothing is left
-    to crop but for center_crop; crop_size is what other software reads the encoder's size from.
-    """
-    square = {"height": transform.image_size, "width": transform.image_size}
-    return {
-        "image_processor_type": "LlavaImageProcessor",
-        "processor_class": "LlavaProcessor",
-        "do_convert_rgb": True,
-        "do_pad": transform.fit == "pad",
-        "do_resize": True,
-        "size": {"shortest_edge": transform.image_size} if transform.fit == "center_crop" else square,
-        "resample": int(Image.Resampling[transform.interpolation.upper()]),
-        "do_center_crop": True,
-        "crop_size": square,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(transform.mean),
-        "image_std": list(transform.std),
-    }
 
 
 def _write_json(file: Path, content: dict) -> None:

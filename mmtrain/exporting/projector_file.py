@@ -23,8 +23,6 @@ from mmtrain.pretrained.model_files import read_header
 
 TENSORS = "projector.safetensors"
 DESCRIPTION = "projector.json"
-# What a refusal to export a whole model says of the formats that need less.
-WHAT_WORKS = "--format safetensors exports any projector, --format llava any that was trained alone"
 LAYERS = {"linear": ("linear_1", "linear_1"), "mlp2x_gelu": ("linear_1", "linear_2")}  # first and last, by type
 PROJECTOR = "projector."
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")

@@ -1,7 +1,7 @@
 """Does the exported folder compute what mmtrain computes, and does it answer a batch as it answers one prompt?
 
 documents --mmtrain: the whole model as one stage, trained tensors loaded--> logits at supervised positions
-          --stock LlavaForConditionalGeneration.from_pretrained(folder)----> the same logits, within BOUND
+          --the folder's stock class, from_pretrained(folder)---------------> the same logits, within BOUND
 three prompts of different lengths --generate--> tokens and logits, one prompt at a time
                                    --the same, in one padded batch--> the same logits, within BOUND
                                    --pipeline(batch_size=3)--> that batch's tokens
@@ -25,7 +25,7 @@ import timm
 import torch
 import transformers
 from PIL import Image
-from transformers import AutoProcessor, BatchFeature, LlavaForConditionalGeneration, ProcessorMixin, pipeline
+from transformers import AutoProcessor, BatchFeature, PreTrainedModel, ProcessorMixin, pipeline
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
@@ -37,8 +37,8 @@ from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.engine.audit import fingerprint, model_fingerprint
 from mmtrain.evaluation.held_out import evaluated_samples
+from mmtrain.exporting.doors import StockDoor
 from mmtrain.exporting.hf import ExportedModel, kept_in_float32
-from mmtrain.exporting.language import MODEL
 from mmtrain.exporting.projector_file import trained_tensors
 from mmtrain.model.language import quiet
 from mmtrain.model.stage import DTYPES, Stage, build_stage
@@ -70,7 +70,7 @@ class Comparison:
 
 def compare_logits(
     checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, count: int
-) -> tuple[Comparison, LlavaForConditionalGeneration]:
+) -> tuple[Comparison, PreTrainedModel]:
     """Logits on the first `count` held-out samples of the run (of its training data, if it holds out none).
 
     Returns them beside mmtrain's own, and the stock model in float32. Raises UserError for other frozen weights than
@@ -78,16 +78,18 @@ def compare_logits(
     """
     samples, batches = zip(*read_samples(checkpoint.config, count), strict=True)
     stage = whole_model(checkpoint)
-    frozen_as_trained = _compare_frozen(checkpoint, stage, folder)
-    expected = _own_logits(stage, batches, dtype, _own_names(exported.kept_in_float32))
+    door = exported.door
+    frozen_as_trained = _compare_frozen(door, checkpoint, stage, folder)
+    expected = _own_logits(stage, batches, dtype, _own_names(door, exported.kept_in_float32))
     del stage  # memory for one of the two is enough
-    model = _stock_model(folder)
+    model = _stock_model(door, folder)
     difference = largest = 0.0
     tokens = agreeing = 0
     for batch, own in zip(batches, expected, strict=True):
         ids = batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, model.config.image_token_id)
         with torch.no_grad():
-            found = model(input_ids=ids, pixel_values=batch.images, attention_mask=torch.ones_like(ids)).logits
+            pixels = door.pixels(batch.images)
+            found = model(input_ids=ids, pixel_values=pixels, attention_mask=torch.ones_like(ids)).logits
         found = found[batch.labels != IGNORE]
         agreeing += int((found.argmax(-1) == own.argmax(-1)).sum())
         tokens += len(found)
@@ -97,13 +99,13 @@ def compare_logits(
     return Comparison(samples, tokens, difference, largest, agreeing, frozen_as_trained), model
 
 
-def _stock_model(folder: Path) -> LlavaForConditionalGeneration:
+def _stock_model(door: StockDoor, folder: Path) -> PreTrainedModel:
     with quiet():
-        model, report = LlavaForConditionalGeneration.from_pretrained(
+        model, report = door.model_class.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=None, local_files_only=True, output_loading_info=True
         )
     if faults := {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}:
-        raise UserError(f"LlavaForConditionalGeneration loads the exported folder with remarks: {faults}")
+        raise UserError(f"{door.class_name} loads the exported folder with remarks: {faults}")
     return model.eval()
 
 
@@ -140,9 +142,7 @@ def whole_model(checkpoint: StepFolder) -> Stage:
     return stage
 
 
-def batch_fault(
-    folder: Path, model: LlavaForConditionalGeneration, samples: Sequence[Sample], plain: bool
-) -> str | None:
+def batch_fault(folder: Path, model: PreTrainedModel, samples: Sequence[Sample], plain: bool) -> str | None:
     """What differs between answers in a batch and one at a time, as the end of a sentence; None if nothing does.
 
     The prompts are questions of `samples` (a grey picture for those without one), made longer in turn.
@@ -177,7 +177,7 @@ def batch_fault(
     return None
 
 
-def _compare_frozen(checkpoint: StepFolder, stage: Stage, folder: Path) -> bool:
+def _compare_frozen(door: StockDoor, checkpoint: StepFolder, stage: Stage, folder: Path) -> bool:
     """Whether the frozen weights are those of training; False where other versions of libraries leave that open.
 
     Raises UserError where they are others: the models' files were replaced since.
@@ -186,8 +186,8 @@ def _compare_frozen(checkpoint: StepFolder, stage: Stage, folder: Path) -> bool:
     dtypes = {"llm": DTYPES[section.llm.dtype], "vision": DTYPES[section.vision.dtype or section.llm.dtype]}
     config = read_json(folder / "config.json")
     names = [name for name, parameter in stage.global_parameters() if not parameter.requires_grad]
-    exported = (name.replace("llm.", MODEL, 1) for name in names)
-    exact = _own_names(kept_in_float32(config, exported, dtypes["llm"]))
+    exported = (name.replace("llm.", door.decoder, 1) for name in names)
+    exact = _own_names(door, kept_in_float32(door, config, exported, dtypes["llm"]))
     found = [
         fingerprint(parameter if name in exact else parameter.to(dtypes[name.partition(".")[0]]))
         for name, parameter in stage.global_parameters()
@@ -204,9 +204,9 @@ def _compare_frozen(checkpoint: StepFolder, stage: Stage, folder: Path) -> bool:
     )
 
 
-def _own_names(exported: Iterable[str]) -> set[str]:
+def _own_names(door: StockDoor, exported: Iterable[str]) -> set[str]:
     """Names of the LLM's decoder layers in a folder as global names."""
-    return {name.replace(MODEL, "llm.", 1) for name in exported}
+    return {name.replace(door.decoder, "llm.", 1) for name in exported}
 
 
 def _own_logits(
@@ -245,7 +245,7 @@ def _inputs(processor: ProcessorMixin, asked: Sequence[list[dict[str, Any]]]) ->
     )
 
 
-def _answers(model: LlavaForConditionalGeneration, inputs: BatchFeature) -> list[tuple[list[int], torch.Tensor]]:
+def _answers(model: PreTrainedModel, inputs: BatchFeature) -> list[tuple[list[int], torch.Tensor]]:
     """New tokens up to the end mark, and the logits (T, V) from which each was taken, of every prompt."""
     with quiet():
         made = model.generate(**inputs, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True)
@@ -255,7 +255,7 @@ def _answers(model: LlavaForConditionalGeneration, inputs: BatchFeature) -> list
     return [(found, row[: len(found)]) for found, row in zip(tokens, logits, strict=True)]
 
 
-def _until_end(tokens: list[int], model: LlavaForConditionalGeneration) -> list[int]:
+def _until_end(tokens: list[int], model: PreTrainedModel) -> list[int]:
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     last = next((t for t, token in enumerate(tokens) if token in ends), len(tokens))

@@ -30,10 +30,10 @@ from transformers import SiglipVisionConfig
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.exporting.projector_file import WHAT_WORKS
 from mmtrain.exporting.tensors import TensorSource, in_memory, stored
 from mmtrain.model.vision import HF_MODELS, timm_model
 from mmtrain.model.weights import tensor_files
+from mmtrain.pretrained.doors import WHAT_WORKS
 from mmtrain.pretrained.model_files import model_folder, read_json
 
 OUTER = "vision_model."  # what comes before a CLIP or SigLIP tensor's name, depending on who saved it

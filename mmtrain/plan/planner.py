@@ -19,6 +19,7 @@ from mmtrain.plan.plan import Plan, RankPlan, StagePlan, UniformCut, stage_of
 from mmtrain.plan.refusals import check_layout, check_prefetch, check_trainable, does_not_fit
 from mmtrain.plan.search import Layout, Search
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
+from mmtrain.pretrained.doors import check_export_format
 from mmtrain.pretrained.shapes import llm_shape, matches, projector_parameters, vision_shape
 from mmtrain.pretrained.vision_files import check_preprocessing
 
@@ -45,6 +46,7 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     check_layout(config, models)
     check_trainable(config, models)
     check_prefetch(config, models)
+    check_export_format(config)
     costs = stage_costs(config, models, limit, device)
     search = Search(costs, config.parallel.encoder_prefetch)
     if config.parallel.boundaries is None:

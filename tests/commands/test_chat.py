@@ -21,7 +21,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from untrained_runs import make_checkpoint
 
 from mmtrain.__main__ import main
-from mmtrain.api.generate import Conversation, _streamer, llava_folder, load, read_image
+from mmtrain.api.generate import Conversation, _streamer, load, read_image, stock_folder
 from mmtrain.base.printing import show_words
 from mmtrain.config.load import load_config
 from mmtrain.data.stream.images import image_transform
@@ -53,7 +53,7 @@ def llava(work) -> Path:
     """The LLaVA folder of the run chat/."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(work / "cache"))
-        return llava_folder(str(work / "chat"))
+        return stock_folder(str(work / "chat"))
 
 
 def stock_answer(folder: Path, messages: list[dict], images: list[Path], limit: int) -> str:
@@ -100,7 +100,7 @@ def test_another_checkpoint_of_the_same_run_is_another_model(work):
     folders = []
     for step, seed in ((20, 0), (21, 1)):
         config = load_config(CONFIG, [f"run.seed={seed}"])
-        folders.append(llava_folder(str(make_checkpoint(work / "two-steps", config, step=step).path)))
+        folders.append(stock_folder(str(make_checkpoint(work / "two-steps", config, step=step).path)))
     one, other = (read_projector(str(folder), "mlp2x_gelu", 128, 128) for folder in folders)
     assert not torch.equal(one["linear_1.weight"], other["linear_1.weight"])
 
@@ -151,7 +151,7 @@ def test_words_appear_while_the_model_still_generates(work, llava, monkeypatch):
 
 
 def test_a_model_that_was_trained_on_captions_captions_and_says_that_it_cannot_be_asked(work, capsys):
-    folder = llava_folder(str(work / "plain"))
+    folder = stock_folder(str(work / "plain"))
     expected = stock_answer(folder, [user("", images=1)], [work / "one.png"], 12)
     for more in ([], ["--prompt", QUESTION]):
         answer, notes = say(capsys, folder, work / "one.png", *more)

@@ -121,7 +121,7 @@ def test_verify_refuses_a_model_that_computes_something_else(checkpoint, tmp_pat
 
     def swapped(*arguments):
         language = right(*arguments)
-        if arguments[2] == 0:  # rows needed: the trial of the family, whose weights are its own
+        if arguments[3] == 0:  # rows needed: the trial of the family, whose weights are its own
             return language
         first, second = (f"language_model.model.layers.{i}.mlp.up_proj.weight" for i in (2, 3))
         tensors = {**language.tensors, first: language.tensors[second], second: language.tensors[first]}
@@ -144,10 +144,10 @@ def test_verify_refuses_a_folder_that_answers_batches_otherwise(tiny, tmp_path, 
     make_checkpoint(tmp_path / "run", config)
     right = hf.write_card
 
-    def padded_right(folder, *arguments):
+    def padded_right(door, folder, *arguments):
         file = folder / "tokenizer_config.json"
         file.write_text(file.read_text().replace('"padding_side": "left"', '"padding_side": "right"'))
-        right(folder, *arguments)
+        right(door, folder, *arguments)
 
     options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out"), "--verify", "3"]
     with monkeypatch.context() as patch:

@@ -92,7 +92,7 @@ def test_models_of_the_hub_are_named_in_the_metadata_and_read_back(tiny, tmp_pat
     calls = []
     monkeypatch.setattr(hf, "write_card", lambda *arguments: calls.append(arguments))
     export(make_checkpoint(tmp_path / "run", config_of(tiny)), tmp_path / "out")
-    folder, about, *rest = calls[0]
+    door, folder, about, *rest = calls[0]
     names = {"llm": "yes/on", "vision": "1e3/null"}
-    write_card(folder, replace(about, **names), *rest)
+    write_card(door, folder, replace(about, **names), *rest)
     assert read(folder)[0]["base_model"] == ["yes/on", "1e3/null"]

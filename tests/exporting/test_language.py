@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, weights
 
 from mmtrain.base.errors import UserError
+from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.hf import refuse_loading_faults, refuse_unfit_family
 from mmtrain.exporting.language import language_for_export
 from mmtrain.exporting.tensors import in_memory
 
+LLAVA = door_of_type("llava")
 UNFIT = {
     "gemma2": ({}, "logits differ"),
     "cohere2": ({}, "logits differ"),
@@ -30,27 +32,27 @@ def test_a_family_that_the_stock_model_would_compute_wrongly_is_refused(make_tin
     values, why = UNFIT[family]
     make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=2, **values)
     with pytest.raises(UserError, match=f"{why}.*--format safetensors exports any"):
-        refuse_unfit_family(tmp_path / "llm")
+        refuse_unfit_family(LLAVA, tmp_path / "llm")
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma", "glm4", "granite", "smollm3", "olmo2", "starcoder2"])
 def test_families_that_fit_are_not_refused(make_tiny, tmp_path, family):
     make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=2)
-    refuse_unfit_family(tmp_path / "llm")
+    refuse_unfit_family(LLAVA, tmp_path / "llm")
 
 
 def test_a_tensor_too_many_too_few_or_of_another_shape_is_found_before_anything_is_written(checkpoint, tmp_path):
     export(checkpoint, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     tensors = {name: in_memory(tensor) for name, tensor in weights(tmp_path / "out").items()}
-    refuse_loading_faults(config, tensors)
+    refuse_loading_faults(LLAVA, config, tensors)
     norm = "language_model.model.norm.weight"
     with pytest.raises(UserError, match=r"missing_keys: model\.language_model\.norm\.weight"):
-        refuse_loading_faults(config, {name: source for name, source in tensors.items() if name != norm})
+        refuse_loading_faults(LLAVA, config, {name: source for name, source in tensors.items() if name != norm})
     with pytest.raises(UserError, match=r"unexpected_keys: .*extra"):
-        refuse_loading_faults(config, {**tensors, "language_model.model.extra": tensors[norm]})
+        refuse_loading_faults(LLAVA, config, {**tensors, "language_model.model.extra": tensors[norm]})
     with pytest.raises(UserError, match=r"mismatched_keys: .*norm"):
-        refuse_loading_faults(config, {**tensors, norm: in_memory(torch.ones(3))})
+        refuse_loading_faults(LLAVA, config, {**tensors, norm: in_memory(torch.ones(3))})
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -120,7 +122,7 @@ def test_files_saved_without_the_head_get_their_full_names(make_tiny, tmp_path):
     tensors = load_file(tmp_path / "llm" / "model.safetensors")
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     save_file(bare, tmp_path / "llm" / "model.safetensors", metadata={"format": "pt"})
-    found = language_for_export(tmp_path / "llm", {}, 0, "float32").tensors
+    found = language_for_export(LLAVA, tmp_path / "llm", {}, 0, "float32").tensors
     assert found.keys() == {f"language_model.{name}" for name in tensors}
 
 
@@ -128,6 +130,6 @@ def test_files_saved_without_the_head_get_their_full_names(make_tiny, tmp_path):
 def test_rotary_settings_that_only_version_5_reads_are_also_written_for_version_4(make_tiny, tmp_path, scaled):
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5} if scaled else {"rope_theta": 5e5}
     make_tiny.make_tiny_llm(tmp_path / "llm", "llama", layers=1, rope_parameters={"rope_type": "default", **rope})
-    written = language_for_export(tmp_path / "llm", {}, 0, "float32").config
+    written = language_for_export(LLAVA, tmp_path / "llm", {}, 0, "float32").config
     assert written["rope_theta"] == 5e5
     assert ("rope_scaling" in written) == scaled and (not scaled or written["rope_scaling"]["factor"] == 2.0)

@@ -31,7 +31,8 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.data.stream.images import ImageTransform, decode_image
 from mmtrain.exporting.card import processor_notes
-from mmtrain.exporting.processor import check_processor, image_processor_config, write_processor
+from mmtrain.exporting.doors import door_of_type
+from mmtrain.exporting.processor import check_processor, write_processor
 
 
 @pytest.fixture(scope="module", params=STYLES)
@@ -255,7 +256,7 @@ def test_a_tokenizer_whose_special_tokens_cannot_be_switched_off_is_refused(tiny
     ByT5Tokenizer().save_pretrained(llm)
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match=r"\(ByT5Tokenizer\) adds special tokens .* --format safetensors or llava"):
-        write_processor(run_config(tiny, llm), Tower(), tmp_path / "out")
+        write_processor(door_of_type("llava"), run_config(tiny, llm), Tower(), tmp_path / "out")
 
 
 def test_the_demo_export_loads_and_is_right(tmp_path):
@@ -286,7 +287,7 @@ def processor_for(tiny, tmp_path_factory):
     export(run_config(tiny, tiny / "llm"), folder)
 
     def make(transform: ImageTransform, backend: str):
-        (folder / "preprocessor_config.json").write_text(json.dumps(image_processor_config(transform)))
+        (folder / "preprocessor_config.json").write_text(json.dumps(door_of_type("llava").image_settings(transform)))
         processor = AutoProcessor.from_pretrained(folder, backend=backend)
         assert processor.image_processor.backend == backend
         return processor.image_processor
