@@ -4,6 +4,7 @@
 
 Free, Kept or Fixed, which every key is: whether a run that goes on from a checkpoint may change it. Measured: costs
 that were measured under another value say nothing. InsteadOf: of two keys one is set. RenamedFrom: its old name.
+BeforeItCame: what mmtrain did when it had no such key.
 """
 
 from __future__ import annotations
@@ -50,6 +51,16 @@ class RenamedFrom:
     """What this key of the section was called: refused with the new name in a YAML, translated in a checkpoint."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class BeforeItCame:
+    """The value that this key has in a checkpoint of before mmtrain had it, where that is not its default.
+
+    A run that goes on from a checkpoint with this value keeps it, unless --allow-change names the key.
+    """
+
+    value: Any
 
 
 Free = Annotated[T, OnResume.FREE]

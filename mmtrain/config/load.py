@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
-from mmtrain.config.keys import InsteadOf, RenamedFrom, all_fields, marked, section_of
+from mmtrain.config.keys import BeforeItCame, InsteadOf, RenamedFrom, all_fields, marked, section_of
 from mmtrain.config.problems import explain
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import parse_yaml, read_yaml
@@ -60,12 +60,16 @@ def validated(content: dict[str, Any], source: str, heading: str = "") -> RunCon
 def restore_config(content: dict[str, Any], source: str) -> RunConfig:
     """The configuration of which `model_dump(mode="json")` made this, by an earlier version, too.
 
-    Keys that were renamed since are translated, keys that mmtrain did not have then get defaults. `data.allow_pipe` is
-    empty: no file says which programs may run. Raises UserError, naming the source, where it has keys or values that
-    this version does not know.
+    Keys that were renamed since are translated, keys that mmtrain did not have then get what it did then.
+    `data.allow_pipe` is empty: no file says which programs may run. Raises UserError, naming the source, where it has
+    keys or values that this version does not know.
     """
     unknown = "a configuration that this version of mmtrain does not know"
-    return validated(_tuples(with_new_names(content)), source, unknown).changed({"data.allow_pipe": ()})
+    content = with_new_names(content)
+    for (section, name), mark in marked(RunConfig, BeforeItCame).items():
+        if isinstance(keys := content.get(section), dict):
+            content[section] = {name: mark.value, **keys}
+    return validated(_tuples(content), source, unknown).changed({"data.allow_pipe": ()})
 
 
 def with_new_names(content: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from mmtrain.config.keys import Fixed, Free, InsteadOf, Kept, Measured, RenamedFrom
+from mmtrain.config.keys import BeforeItCame, Fixed, Free, InsteadOf, Kept, Measured, RenamedFrom
 from mmtrain.config.limits import MAX_IMAGE_PIXELS, MAX_LAYERS
 
 
@@ -238,9 +238,9 @@ class DataSection(Section):
     image_fit: Kept[Literal["pad", "resize", "center_crop"]] = "pad"
     """how an image becomes the encoder's square. pad (LLaVA-1.5): whole, on the mean colour; resize: whole, stretched;
     center_crop: its middle (CLIP)"""
-    ignore_exif: Kept[bool] = False
-    """true: pictures stay as they are stored, as runs of mmtrain before index version 2 had them; false: they are
-    turned as their EXIF orientation says"""
+    ignore_exif: Annotated[Kept[bool], BeforeItCame(True)] = False
+    """true: pictures stay as they are stored, as all did before mmtrain had this key, and as a run that began then
+    keeps them; false: they are turned as their EXIF orientation says"""
     max_image_pixels: Kept[PositiveInt] = MAX_IMAGE_PIXELS
     """a sample with a larger image is quarantined, judged by the header; WebP: half"""
     shuffle_shards: Kept[PositiveInt] = 8

@@ -122,7 +122,7 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
         found = catalog.faults.get(number) or processor.read(reader, number)
         if isinstance(found, Document) and any(label != IGNORE for label in found.labels):
             length = len(found.input_ids)
-            batch = make_batch([Pack((found,))], length, processor.padding_id, processor.transform.decode)
+            batch = make_batch([Pack((found,))], length, processor.padding_id, processor.decode)
             if batch.samples:
                 samples.append((found.sample, processor.normalised(batch)))
     reader.close()

@@ -83,7 +83,7 @@ class _Run:
 
     def __init__(self, config: RunConfig, plan: Plan, rank: Rank, start: Start | None) -> None:
         """Join the process group, and learn from rank 0, whose files other machines need not see, where to begin."""
-        self.config, self.plan, self.rank = config, plan, rank
+        self.plan, self.rank = plan, rank
         self.mine = plan.ranks[rank.rank]
         self.device = torch.device(rank.device)
         use_algorithms(config.train.deterministic)
@@ -92,6 +92,7 @@ class _Run:
         shared = [start]
         dist.broadcast_object_list(shared, 0)
         self.start = shared[0]
+        self.config = config if self.start is None else self.start.continued(config)
         self.first_step = 0 if self.start is None else self.start.checkpoint.step
         self.loss: float | None = None  # of the latest step
 

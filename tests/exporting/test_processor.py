@@ -1,3 +1,4 @@
+import base64
 import io
 import json
 import shutil
@@ -21,8 +22,9 @@ from chat_styles import (
     text,
     with_images,
 )
-from PIL import Image
+from PIL import ExifTags, Image
 from transformers import AutoProcessor, AutoTokenizer, ByT5Tokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers.image_utils import load_image
 from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
@@ -353,3 +355,20 @@ def test_files_of_every_mode_give_the_pixels_of_training_once_they_are_decoded_a
         decoded = np.asarray(decode_image(content))  # a Pillow image may remember that it was transparent
         assert torch.equal(pictures(decoded, return_tensors="pt").pixel_values[0], wanted)
     assert any(differs)  # the card's note; which of them do depends on the version of transformers
+
+
+def test_a_turned_picture_of_any_mode_gives_the_pixels_of_the_stock_processor(processor_for):
+    transform = ImageTransform(32, (0.5,) * 3, (0.5,) * 3, "bicubic", "pad")
+    pictures = processor_for(transform, "pil")
+    modes = {"RGB": "JPEG PNG WEBP TIFF", "L": "JPEG PNG WEBP", "CMYK": "JPEG TIFF", "1": "PNG TIFF", "P": "PNG TIFF"}
+    for number, (mode, formats) in enumerate(modes.items()):
+        for orientation in range(1, 9):
+            exif = Image.Exif()
+            exif[ExifTags.Base.Orientation] = orientation
+            picture = photograph(*SIZES[(number + orientation) % len(SIZES)], orientation).convert(mode)
+            for file_format in formats.split():
+                content = stored(picture, file_format, exif=exif)
+                loaded = load_image(base64.b64encode(content).decode())  # Pillow turns some TIFFs by name twice
+                expected = pictures(loaded, return_tensors="pt").pixel_values[0]
+                decoded = transform.normalise(transform.decode(content)[None])[0]
+                assert torch.equal(decoded, expected), (mode, file_format, orientation)

@@ -2,6 +2,7 @@
 
 any JSON value --parse_record--> Record: id, conversation, image names
 image name, folder --read_image--> suffix and bytes of a file that Pillow decodes to its end
+bytes of an image file --image_size, orientation--> how large it is, and how it is to be turned
 
 What passes here, `sample.read_sample` accepts. What does not is `Rejected`, with a reason code: data sets of hundreds
 of thousands of records always hold some bad ones, and none of them may pass in silence or stop a run days later.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import io
 import json
 import struct
+import sys
 import warnings
 import zlib
 from collections import Counter
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from mmtrain.base.printing import table_lines
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
@@ -38,6 +40,16 @@ MAX_RECORD_BYTES = 16 << 20
 # short ones 24 s. Tokenizing takes about 400 bytes of memory a byte of text.
 MAX_TURNS = 500
 MAX_TEXT_BYTES = 1_000_000
+_PNG_METADATA = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")  # keywords of texts that may hold an orientation
+TURNS = {  # by EXIF orientation, as PIL.ImageOps.exif_transpose
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 # What Pillow's decoders raise on damaged files, beyond the OSError that they document.
 DECODE_ERRORS = (
     OSError,
@@ -241,12 +253,56 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
     return image
 
 
+def image_size(content: bytes) -> tuple[int, int, bool]:
+    """Width and height of an image file once it is turned, and whether turning exchanges them; of any size.
+
+    Its header alone is read. Raises Rejected for what is no image.
+    """
+    with open_image(content, sys.maxsize) as image:
+        width, height = image.size
+        return (height, width, True) if orientation(image, content) >= 5 else (width, height, False)
+
+
+def orientation(image: Image.Image, content: bytes) -> int:
+    """A picture's EXIF orientation: 1, or how it is to be turned, a key of TURNS; no pixel is decoded.
+
+    `image` is what `open_image` made of `content`. PIL.ImageOps.exif_transpose, and so transformers, turn by the same
+    tags, EXIF's or else XMP's; blocks that these cannot read leave the picture as it is.
+    """
+    if image.format == "TIFF":  # Pillow turns it itself
+        return 1
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            header = image
+            if image.format == "PNG":  # Pillow reads what stands behind the pixels only when it has decoded them
+                header = Image.open(io.BytesIO(_without_pixels(content)), formats=("PNG",))
+            found = Image.Image.getexif(header).get(ExifTags.Base.Orientation)
+            return int(found) if found in TURNS else 1
+    except (*DECODE_ERRORS, LookupError, ArithmeticError):
+        return 1
+
+
+def _without_pixels(content: bytes) -> bytes:
+    """A PNG file that has the metadata of this one, those behind its pixels too, and no pixels."""
+    at = len(b"\x89PNG\r\n\x1a\n") + 25  # IHDR
+    kept = [content[:at]]
+    while at + 8 <= len(content):
+        length, kind = struct.unpack_from(">I4s", content, at)
+        if kind in (b"IEND", b"fdAT"):  # of an animation Pillow reads the first picture
+            break
+        if kind == b"eXIf" or content.startswith(_PNG_METADATA, at + 8):
+            chunk = content[at + 4 : at + 8 + length]
+            kept += [content[at : at + 4], chunk, zlib.crc32(chunk).to_bytes(4)]  # behind pixels no CRC is looked at
+        at += 8 + length + 4
+    return b"".join([*kept, bytes(4), b"IDAT", zlib.crc32(b"IDAT").to_bytes(4)])
+
+
 def _checked(content: bytes, limits: ImageLimits) -> bytes:
     """The bytes to store of an image that decodes to its end; raises Rejected."""
     with open_image(content, limits.max_pixels) as image:
         try:
             if limits.max_side is not None and max(image.size) > limits.max_side:
-                return _smaller(image, limits.max_side)
+                return _smaller(image, content, limits.max_side)
             # JPEG at an eighth of its size (other formats have no such draft): every bit is read, as damage demands,
             # but not every pixel is made of it. 190 kB take 1.6 ms instead of 2.5.
             image.draft(None, (1, 1))
@@ -256,7 +312,7 @@ def _checked(content: bytes, limits: ImageLimits) -> bytes:
     return content
 
 
-def _smaller(image: Image.Image, max_side: int) -> bytes:
+def _smaller(image: Image.Image, content: bytes, max_side: int) -> bytes:
     """An image file with a longer side of `max_side`: JPEG and WebP stay that, at quality 95, all others become PNG."""
     file_format = {"JPEG": "JPEG", "MPO": "JPEG", "WEBP": "WEBP"}.get(image.format, "PNG")
     size = tuple(max(round(side * max_side / max(image.size)), 1) for side in image.size)
@@ -266,6 +322,9 @@ def _smaller(image: Image.Image, max_side: int) -> bytes:
         image = image.convert("L" if image.mode == "1" else "RGBA" if image.has_transparency_data else "RGB")
     stream = io.BytesIO()
     kept = {name: image.info[name] for name in ("exif", "icc_profile") if image.info.get(name)}
+    if (turned := orientation(image, content)) != 1:  # which other blocks than EXIF's may say, and these are not kept
+        kept["exif"] = Image.Exif()
+        kept["exif"][ExifTags.Base.Orientation] = turned
     image.resize(size, Image.Resampling.LANCZOS).save(stream, file_format, quality=95, **kept)
     return stream.getvalue()
 

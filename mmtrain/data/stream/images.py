@@ -1,6 +1,6 @@
 """An image's way from a file's bytes to the encoder's input.
 
-bytes --header: how many pixels?--> --Pillow--> RGB (height, width) --fit--> (3, S, S) uint8
+bytes --header: how many pixels?--> --Pillow--> RGB (height, width), turned by EXIF --fit--> (3, S, S) uint8
       --on the encoder's device: /255, minus mean, over std--> (3, S, S) float32
 
 fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspect_ratio: pad`). Price: the padding's
@@ -25,7 +25,7 @@ from timm.models import PretrainedCfg
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.data.samples.records import DECODE_ERRORS, Rejected, open_image
+from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, Rejected, open_image, orientation
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.vision_files import hf_facts, is_timm_name, preprocessing, timm_image_size
 
@@ -46,12 +46,12 @@ class ImageTransform:
     fit: Fit = "pad"
     max_pixels: int = MAX_IMAGE_PIXELS  # of an image that `decode` takes
 
-    def decode(self, content: bytes) -> torch.Tensor:
+    def decode(self, content: bytes, ignore_exif: bool = False) -> torch.Tensor:
         """An image file's bytes as (3, image_size, image_size) uint8; raises what `decode_image` and `fitted` raise.
 
         Not normalised yet: that makes four times as many bytes, which need not travel between processes and devices.
         """
-        return self.fitted(decode_image(content, self.max_pixels))
+        return self.fitted(decode_image(content, self.max_pixels, ignore_exif))
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """Turn an image of any size and mode into (3, image_size, image_size) float32; raises what `fitted` raises."""
@@ -115,20 +115,22 @@ def _statistics(
     return tuple(value[:, None, None] for value in values)
 
 
-def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """Decode an image file's bytes to RGB, its first picture if there are several.
+def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, ignore_exif: bool = False) -> Image.Image:
+    """Decode an image file's bytes to RGB, its first picture if there are several, turned as EXIF says.
 
     Raises Rejected for more pixels than allowed, before any of them is decoded, and for what Pillow cannot read to its
     end or what has no colours of a known range.
     """
     image = open_image(content, max_pixels)
+    turn = None if ignore_exif else TURNS.get(orientation(image, content))
     try:
         image.load()
         if image.mode.startswith("I;16"):  # Pillow's own conversion cuts 65,535 off at 255: all white
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode in ("I", "F"):
             raise Rejected("undecodable_image", f"32 bits a pixel (Pillow's mode {image.mode}) have no known range")
-        return image if image.mode == "RGB" else image.convert("RGB")
+        image = image if image.mode == "RGB" else image.convert("RGB")
+        return image if turn is None else image.transpose(turn)
     except DECODE_ERRORS as error:
         raise Rejected("undecodable_image", str(error)) from None
 

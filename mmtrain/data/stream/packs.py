@@ -108,9 +108,13 @@ class Processor:
             )
         return document
 
+    def decode(self, content: bytes) -> torch.Tensor:
+        """An image file's bytes as (3, S, S) uint8; raises Rejected."""
+        return self.transform.decode(content, self.config.data.ignore_exif)
+
     def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
         """A micro-batch of packs, its images uint8, in `buffer` if there is one."""
-        return make_batch(packs, self.capacity.tokens, self.padding_id, self.transform.decode, buffer)
+        return make_batch(packs, self.capacity.tokens, self.padding_id, self.decode, buffer)
 
     def normalised(self, batch: PackedBatch) -> PackedBatch:
         """The micro-batch with its images in float32, as a stock encoder takes them."""

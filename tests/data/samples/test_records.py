@@ -9,6 +9,7 @@ import zlib
 
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from mmtrain.data.samples import records
 from mmtrain.data.samples.records import (
@@ -20,6 +21,7 @@ from mmtrain.data.samples.records import (
     REASONS,
     ImageLimits,
     Rejected,
+    image_size,
     open_image,
     parse_record,
     read_image,
@@ -367,6 +369,17 @@ def test_what_is_made_smaller_keeps_orientation_and_profile_and_is_never_thinner
     Image.new("RGB", (400, 3)).save(folder / "a.jpg", exif=exif, icc_profile=b"a profile")
     with Image.open(io.BytesIO(read_image(folder, "a.jpg", ImageLimits(max_side=40))[1])) as made:
         assert made.size == (40, 1) and made.getexif()[0x0112] == 6 and made.info["icc_profile"] == b"a profile"
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
+def test_what_is_made_smaller_keeps_an_orientation_that_xmp_alone_has(folder, file_format):
+    xmp = '<rdf:Description tiff:Orientation="6"/>'
+    text = PngInfo()
+    text.add_itxt("XML:com.adobe.xmp", xmp)
+    options = {"pnginfo": text} if file_format == "PNG" else {"xmp": xmp.encode()}
+    Image.new("RGB", (400, 40)).save(folder / "a.png", file_format, **options)
+    assert image_size((folder / "a.png").read_bytes()) == (40, 400, True)
+    assert image_size(read_image(folder, "a.png", ImageLimits(max_side=100))[1]) == (10, 100, True)
 
 
 def test_a_damaged_image_is_rejected_whether_it_would_be_made_smaller_or_not(folder):

@@ -3,6 +3,8 @@ import json
 import random
 import resource
 import struct
+import time
+import warnings
 import zlib
 from dataclasses import replace
 
@@ -10,13 +12,13 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from timm.data import create_transform
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.samples.records import IMAGE_FORMATS, Rejected
+from mmtrain.data.samples.records import IMAGE_FORMATS, Rejected, image_size
 from mmtrain.data.stream.images import ImageTransform, decode_image, image_transform, timm_config
 
 SIZES = [(40, 40), (60, 25), (25, 61), (10, 9), (9, 10), (28, 28), (28, 3), (1, 40), (500, 2)]
@@ -146,6 +148,85 @@ def test_grey_of_16_bits_keeps_its_upper_8(file_format):
     decoded = decode_image(encode(Image.fromarray(grey), file_format))
     expected = [[0, 0, 1, 156], [255, 128, 3, 1]]
     assert [np.asarray(decoded)[..., channel].tolist() for channel in range(3)] == [expected] * 3
+
+
+def turned_by_pillow(content: bytes) -> np.ndarray:
+    """As transformers.image_utils.load_image turns it."""
+    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB"))
+
+
+def exif_of(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[ExifTags.Base.ImageDescription], exif[ExifTags.Base.Make] = "a picture " * 3, "a camera"
+    exif[ExifTags.Base.Orientation] = orientation
+    return exif
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_a_picture_is_turned_by_its_exif_orientation_as_pillow_does_unless_that_is_ignored(file_format):
+    for orientation in range(10):  # 0 and 9 mean nothing
+        content = encode(noise_image(13, 7), file_format, exif=exif_of(orientation))
+        upright = turned_by_pillow(content)
+        assert np.array_equal(decode_image(content), upright), orientation
+        width, height, exchanged = image_size(content)
+        assert (height, width) == upright.shape[:2]
+        if file_format != "TIFF":  # which Pillow turns whenever it opens one, as all versions of mmtrain have it
+            assert exchanged == (orientation in (5, 6, 7, 8))
+            assert np.array_equal(decode_image(content, ignore_exif=True), Image.open(io.BytesIO(content)))
+            assert TRANSFORM.decode(content, True).equal(TRANSFORM.fitted(Image.open(io.BytesIO(content))))
+
+
+@pytest.mark.parametrize("place", [33, -12], ids=["before the pixels", "behind them"])
+def test_a_png_is_turned_wherever_its_orientation_is_written(place):
+    plain = encode(noise_image(13, 7), "PNG")
+    for orientation in range(2, 9):
+        exif = exif_of(orientation).tobytes()
+        profile = b"\nexif\n%8d\n" % len(exif) + exif.hex().encode()  # as ImageMagick has it
+        xmp = b'<rdf:Description tiff:Orientation="%d"/>' % orientation
+        for kind, written in {
+            b"eXIf": exif.removeprefix(b"Exif\0\0"),
+            b"zTXt": b"Raw profile type exif\0\0" + zlib.compress(profile),
+            b"iTXt": b"XML:com.adobe.xmp\0\0\0\0\0" + xmp,
+        }.items():
+            content = plain[:place] + png_chunk(kind, written) + plain[place:]
+            assert np.array_equal(decode_image(content), turned_by_pillow(content)), (kind, orientation)
+            width, height, _ = image_size(content)
+            assert (height, width) == np.asarray(decode_image(content)).shape[:2]
+            assert not np.array_equal(decode_image(content), decode_image(plain))
+
+
+def test_broken_exif_turns_a_picture_as_pillow_does_or_not_at_all_where_it_raises():
+    draw, raised, turned = random.Random(0), 0, 0
+    for number in range(1500):
+        exif = bytearray(exif_of(number % 8 + 1).tobytes())
+        for _ in range(draw.choice((1, 1, 2, 6))):
+            exif[draw.randrange(6, len(exif))] = draw.choice((draw.randrange(256), 0, 255, draw.randrange(13)))
+        content = encode(noise_image(9, 5), draw.choice(("PNG", "WEBP")), exif=bytes(exif))
+        opened = Image.open(io.BytesIO(content))
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                found = opened.getexif().get(ExifTags.Base.Orientation)
+            except Exception:
+                raised, expected = raised + 1, opened.convert("RGB")
+            else:
+                method = {5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}.get(found)
+                method = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM"}.get(found, method)
+                turned += method is not None
+                expected = opened.convert("RGB")
+                expected = expected if method is None else expected.transpose(Image.Transpose[method])
+        assert np.array_equal(decode_image(content), expected), bytes(exif)
+    assert raised > 50 and 500 < turned < 1500
+
+
+def test_a_large_exif_block_of_tags_that_overlap_takes_little_memory_and_time():
+    entries = b"".join(struct.pack("<HHII", tag, 7, 15 << 20, 1 << 20) for tag in range(65_535))
+    block = (b"II*\0" + struct.pack("<IH", 8, 65_535) + entries).ljust(20 << 20, b"\0")
+    plain = encode(noise_image(8, 8), "PNG")
+    content = plain[:33] + png_chunk(b"eXIf", block) + plain[33:]
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    assert np.array_equal(decode_image(content), decode_image(plain))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
