@@ -21,7 +21,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from mmtrain.config.schema import RunConfig
+from mmtrain.config.schema import ProjectorSection, RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit
@@ -98,7 +98,7 @@ def stock_llava(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> 
     model.model.language_model.load_state_dict(llm.model.state_dict())
     model.lm_head.load_state_dict(llm.lm_head.state_dict())
     model.model.vision_tower.load_state_dict(vision.state_dict())
-    projector = make_projector("mlp2x_gelu", 32, WIDTH, seed)
+    projector = make_projector(ProjectorSection(type="mlp2x_gelu"), 32, WIDTH, seed)
     model.model.multi_modal_projector.load_state_dict(projector.state_dict())
     model.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(True)

@@ -23,6 +23,7 @@ from transformers import CLIPVisionConfig
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
+from mmtrain.config.schema import ProjectorSection
 from mmtrain.model.projector import read_projector
 from mmtrain.model.vision import load_vision
 
@@ -208,7 +209,7 @@ def test_an_mm_projector_bin_that_would_run_is_refused_and_does_not_run(tmp_path
     attack(file, marker)
     assert runs_when_opened_without_protection(file, marker)
     with pytest.raises(UserError, match="not a file of plain tensors") as raised:
-        read_projector(str(file), "linear", 12, 20)
+        read_projector(str(file), ProjectorSection(type="linear"), 12, 20)
     assert not marker.exists()
     assert str(file) in str(raised.value)
     assert "weights_only" not in str(raised.value), "torch's message recommends switching it off"
@@ -228,7 +229,7 @@ def test_a_checkpoint_to_convert_that_would_run_is_refused_and_does_not_run(tmp_
 def test_the_message_names_what_the_file_wanted_to_call(tmp_path):
     a_command(tmp_path / "mm_projector.bin", tmp_path / "ran")
     with pytest.raises(UserError, match=r"it asks to call posix\.system, .* nothing of it was run"):
-        read_projector(str(tmp_path), "linear", 12, 20)
+        read_projector(str(tmp_path), ProjectorSection(type="linear"), 12, 20)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_the_message_names_what_the_file_wanted_to_call(tmp_path):
 def test_what_is_no_tensor_with_its_values_in_the_file_is_refused_before_memory_is_taken(tmp_path, tensor):
     torch.save({"model.mm_projector.weight": tensor}, tmp_path / "mm_projector.bin")
     with pytest.raises(UserError, match=r"no plain tensor|other than named tensors"):
-        read_projector(str(tmp_path), "linear", 12, 20)
+        read_projector(str(tmp_path), ProjectorSection(type="linear"), 12, 20)
 
 
 def test_hundreds_of_views_of_one_tensor_are_refused_before_memory_is_taken(tmp_path):
@@ -248,7 +249,7 @@ def test_hundreds_of_views_of_one_tensor_are_refused_before_memory_is_taken(tmp_
     torch.save({"model.mm_projector.weight": one, **views}, tmp_path / "mm_projector.bin")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match="its tensors share memory"):
-        read_projector(str(tmp_path), "linear", 12, 20)
+        read_projector(str(tmp_path), ProjectorSection(type="linear"), 12, 20)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
 
 

@@ -39,7 +39,7 @@ def make_checkpoint(
     """
     vision = vision_shape(config.model.vision.name, config.model.vision.select_layer)
     projector = make_projector(
-        config.model.projector.type, vision.width, llm_shape(config.model.llm.path).hidden_size, config.run.seed
+        config.model.projector, vision.width, llm_shape(config.model.llm.path).hidden_size, config.run.seed
     )
     tensors = {f"projector.{name}": tensor.detach().clone() for name, tensor in projector.named_parameters()}
     tensors |= others or {}

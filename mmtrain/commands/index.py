@@ -29,6 +29,7 @@ from mmtrain.data.shards.index import read_columns
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
+from mmtrain.pretrained.layouts import WRAPPERS
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import usable_cores
@@ -54,13 +55,13 @@ def run(options: argparse.Namespace) -> None:
     make_demo_shards(options.shards, "SHARDS")
     tars = find_shards(options.shards)
     folder = model_folder(options.tokenizer)
-    fingerprint = text_fingerprint(folder, options.template)
+    fingerprint = text_fingerprint(folder, options.template, options.layout)
     todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint)
     if len(todo) < len(tars):
         tell(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
     if todo:
-        text = options.tokenizer, options.template
-        build_indexes(todo, *text, options.workers, rebuild=options.rebuild, stream=sys.stdout)
+        text = options.tokenizer, options.template, options.layout
+        build_indexes(todo, *text, workers=options.workers, rebuild=options.rebuild, stream=sys.stdout)
     found = survey(tars, fingerprint)
     assert found.text_lengths is not None  # a fingerprint was given
     tell(f"{len(tars):,} shards, {len(found.images):,} samples, {found.images.sum():,} images")
@@ -86,6 +87,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--template", required=True, choices=("plain", "chat"), help="as data.template: how conversations become tokens"
+    )
+    parser.add_argument(
+        "--layout",
+        default="square",
+        choices=tuple(WRAPPERS),
+        help="as model.vision.layout: texts around images (square)",
     )
     cores = usable_cores()
     parser.add_argument(

@@ -37,6 +37,7 @@ from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import Damage, verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.demo.data import make_demo_shards
+from mmtrain.pretrained.layouts import WRAPPERS
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.shapes import vision_shape
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
@@ -102,11 +103,12 @@ def run(options: argparse.Namespace) -> int:
         return _verify(tars, stream, options.json)
     fingerprint = None
     if options.tokenizer is not None:
-        ensure_indexes(tars, options.tokenizer, options.template, stream=stream)
-        fingerprint = text_fingerprint(model_folder(options.tokenizer), options.template)
+        text = options.template, options.layout
+        ensure_indexes(tars, options.tokenizer, *text, stream=stream)
+        fingerprint = text_fingerprint(model_folder(options.tokenizer), *text)
     tokens_per_image = options.tokens_per_image
     if options.vision is not None:
-        tokens_per_image = vision_shape(options.vision, -1).tokens_per_image
+        tokens_per_image = vision_shape(options.vision, -1).patches_per_image
     if options.show is not None:
         _show(tars, tokens_per_image, options)
         return 0
@@ -222,7 +224,9 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
 def _show(tars: Sequence[Path], tokens_per_image: int | None, options: argparse.Namespace) -> None:
     from mmtrain.data.report.tokenized import tokenize_samples  # transformers, which takes seconds
 
-    samples = tokenize_samples(tars, options.show, options.tokenizer, options.template, tokens_per_image)
+    samples = tokenize_samples(
+        tars, options.show, options.tokenizer, options.template, tokens_per_image, options.layout
+    )
     if options.json:
         found = [asdict(sample) | {"members": [member._asdict() for member in sample.members]} for sample in samples]
         tell(json.dumps({"samples": found}))
@@ -275,11 +279,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     what.add_argument("--plot", type=Path, metavar="FILE", help="write the histograms as a PNG too")
     parser.add_argument("--tokenizer", metavar="PATH", help="a model's folder, a cached hub id, or demo:llm")
     parser.add_argument("--template", choices=("plain", "chat"), help="as data.template")
+    parser.add_argument("--layout", default="square", choices=tuple(WRAPPERS), help="as model.vision.layout (square)")
     per_image = parser.add_mutually_exclusive_group()
     per_image.add_argument(
-        "--vision", metavar="NAME", help="the vision encoder, as model.vision.name: a timm name, a folder, demo:vision"
+        "--vision",
+        metavar="NAME",
+        help="the vision encoder, as model.vision.name, where each of its patches is a token",
     )
-    per_image.add_argument("--tokens-per-image", type=positive(int), metavar="N", help="instead of --vision")
+    per_image.add_argument(
+        "--tokens-per-image", type=positive(int), metavar="N", help="instead: what an image takes of a pack"
+    )
     parser.add_argument(
         "--pack-length",
         type=positive(int),

@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         recorded = record_timm(options) if is_timm_name(options.vision) else record_hf_vision(options)
         shape = vision_shape_from(recorded.config, recorded.parameters, -1, recorded.id)
-        summary = f"{shape.blocks_run} blocks, width {shape.width}, {shape.tokens_per_image} tokens per image"
+        summary = f"{shape.blocks_run} blocks, width {shape.width}, {shape.patches_per_image} patches per image"
     file = options.out / (recorded.id.lower().replace("/", "--") + ".json")
     file.write_text(as_json(recorded), encoding="utf-8")
     count = sum(math.prod(shape) for shape in recorded.parameters.values())

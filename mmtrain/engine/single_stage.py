@@ -30,8 +30,8 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
     least one. It holds a whole number of images, one of them at least, where the planner may expect part of one.
     """
     packs, length = config.train.packs_per_microbatch, config.data.pack_length
-    work = workload(config, models.vision)
-    image_tokens = models.vision.tokens_per_image
+    work = workload(config, models.layout)
+    image_tokens = models.layout.positions_per_tile
     per_pack = max(1, length // work.document)
     supervised = max(1, round(work.supervised / (packs * per_pack)))
     generator = torch.Generator().manual_seed(seed)

@@ -44,7 +44,9 @@ def write_answers(evaluator: Evaluator, count: int) -> list[Answer]:
     if held_out is not None:
         source = held_out.packed.processor
         chosen = held_out.spread(count)
-        answers = [_Writing(document, source.tokens_per_image, source.tokenizer.eos_token_id) for document in chosen]
+        answers = [
+            _Writing(document, source.layout.positions_per_tile, source.tokenizer.eos_token_id) for document in chosen
+        ]
     while True:
         batches, microbatches, asked = None, None, []
         if held_out is not None:
@@ -69,7 +71,7 @@ class _Writing:
     """An answer while it is being written, after the prompt of a document up to its first supervised token."""
 
     source: Document
-    tokens_per_image: int
+    positions_per_image: int
     eos: int | None
     given: list[int] = field(default_factory=list)
     asked: Document | None = None  # the document whose last position says the next token
@@ -81,7 +83,7 @@ class _Writing:
         self.truth = list(itertools.takewhile(lambda label: label != IGNORE, labels[begin:]))
         sample = self.source.sample
         # The answer itself and later turns may bring more images.
-        shown = self.prompt.count(IMAGE_POSITION) // self.tokens_per_image
+        shown = self.prompt.count(IMAGE_POSITION) // self.positions_per_image
         self.sample = replace(sample, images=sample.images[:shown])
         before = itertools.takewhile(lambda turn: turn[0] != "gpt", sample.turns)
         questions = [text.replace(IMAGE_MARK, "").strip() for speaker, text in before if speaker == "human"]

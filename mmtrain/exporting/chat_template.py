@@ -33,6 +33,7 @@ from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import TEMPLATES, ChatTemplate, PlainTemplate, Template, load_tokenizer
+from mmtrain.pretrained.layouts import ImageLayout
 
 TEMPLATE_FILE = "chat_template.jinja"
 MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -172,7 +173,9 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
     """
     file = folder / TEMPLATE_FILE
     before = file.read_text(encoding="utf-8")
-    template = TEMPLATES[config.data.template](load_tokenizer(config.model.llm.path), 1, sys.maxsize)
+    template = TEMPLATES[config.data.template](
+        load_tokenizer(config.model.llm.path), ImageLayout(config.model.vision.layout, 1), sys.maxsize
+    )
     if isinstance(template, ChatTemplate):
         file.write_text(marked_template(before, template), encoding="utf-8")
     try:

@@ -36,9 +36,10 @@ from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.exporting.chat_template import documents_of, exported_chat_template
 from mmtrain.exporting.doors import StockDoor
 from mmtrain.exporting.vision import ExportedEncoder
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import llm_shape
-from mmtrain.pretrained.vision_files import tokens_per_image
+from mmtrain.pretrained.vision_files import patches_per_image
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from the evaluation's.
 KEPT_OF_GENERATION = ("bos_token_id", "max_length", "max_new_tokens")
@@ -69,7 +70,7 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
     """
     path = config.model.llm.path
     source = load_tokenizer(path)
-    template = TEMPLATES[config.data.template](source, 1, sys.maxsize)
+    template = TEMPLATES[config.data.template](source, ImageLayout(config.model.vision.layout, 1), sys.maxsize)
     probe = template(Sample("probe", "probe", PROBE, (b"",)))
     end = [label for label in probe.labels if label != IGNORE][-1]  # the token that ends an answer in training
     tokenizer = _tokenizer_for_prompts(door, source, template, end)
@@ -80,7 +81,7 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
 
     transform = image_transform(config.model.vision.name, config.data.image_fit)
     assert transform.image_size == encoder.image_size, f"{transform.image_size} pixels, encoder {encoder.image_size}"
-    length = tokens_per_image(encoder.image_size, encoder.patch_size)
+    length = patches_per_image(encoder.image_size, encoder.patch_size)
     dropped = 1 if encoder.select_strategy == "default" else 0
     assert encoder.prefix_tokens == dropped, f"{encoder.prefix_tokens} prefix tokens, {dropped} dropped"
     _write_json(folder / "preprocessor_config.json", door.image_settings(transform))
@@ -196,7 +197,9 @@ def check_processor(config: RunConfig, exported: ExportedProcessor, folder: Path
         raise _differs(folder, f"pixel values differ by {difference:g}")
 
     tokenizer = load_tokenizer(config.model.llm.path)
-    template = TEMPLATES[config.data.template](tokenizer, exported.image_seq_length, sys.maxsize)
+    template = TEMPLATES[config.data.template](
+        tokenizer, ImageLayout(config.model.vision.layout, exported.image_seq_length), sys.maxsize
+    )
     for turns, document in documents_of(template, CONVERSATIONS):
         begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1
         asked = config.data.template == "plain"

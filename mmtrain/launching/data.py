@@ -38,13 +38,15 @@ def check_data(config: RunConfig, others_wait: bool) -> None:
             "others; leave some shards out of data.shards, or set eval.fraction instead"
         )
     shards = [path for paths in found.values() for path in paths]
-    template, llm = config.data.template, config.model.llm.path
+    template, llm, layout = config.data.template, config.model.llm.path, config.model.vision.layout
     seconds = config.data.io_retry_seconds
-    missing = unready_shards(shards, text_fingerprint(model_folder(llm), template), seconds) if others_wait else []
+    fingerprint = text_fingerprint(model_folder(llm), template, layout)
+    missing = unready_shards(shards, fingerprint, seconds) if others_wait else []
     if sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT:
         raise UserError(
             f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and other "
             f"processes would wait for it; first run mmtrain index {' '.join(map(str, missing[:3]))}"
             f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template}"
+            + (f" --layout {layout}" if layout != "square" else "")
         )
-    ensure_indexes(shards, llm, template, stream=sys.stdout, retry_seconds=seconds)
+    ensure_indexes(shards, llm, template, layout, stream=sys.stdout, retry_seconds=seconds)

@@ -1,6 +1,7 @@
 """The trainable module between vision encoder and LLM, drawn at random or read from a trained one's files.
 
-vision features (N, T, W) --projector--> image embeddings (N, T, D), in fp32 whatever the frozen parts are stored in.
+vision features (N, T, W) --projector--> image embeddings (N, T / factor^2, D), in fp32 whatever the frozen parts are
+stored in. `pretrained.connectors` says which operations a projector is made of.
 """
 
 from __future__ import annotations
@@ -8,52 +9,102 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
 from mmtrain.base.errors import UserError
+from mmtrain.config.schema import ProjectorSection
 from mmtrain.model.projector_files import KEY, ProjectorFiles, find_projector, local_names, refuse_unfit
 from mmtrain.model.weights import open_tensors, read_pickled, tensor_files
-
-
-def linear(vision_width: int, llm_width: int) -> nn.Module:
-    """One affine map, LLaVA's first projector (arXiv:2304.08485, section 4.1)."""
-    return nn.Sequential(OrderedDict(linear_1=nn.Linear(vision_width, llm_width)))
-
-
-def mlp2x_gelu(vision_width: int, llm_width: int) -> nn.Module:
-    """Linear, exact GELU, linear: LLaVA-1.5's projector (arXiv:2310.03744) under the names of the stock HF module."""
-    first, second = nn.Linear(vision_width, llm_width), nn.Linear(llm_width, llm_width)
-    return nn.Sequential(OrderedDict(linear_1=first, act=nn.GELU(), linear_2=second))
-
+from mmtrain.pretrained import connectors
 
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # others are codes that need their scales
-PROJECTORS: dict[str, Callable[[int, int], nn.Module]] = {"linear": linear, "mlp2x_gelu": mlp2x_gelu}
 
 
-def make_projector(kind: str, vision_width: int, llm_width: int, seed: int) -> nn.Module:
-    """Build a projector in fp32 with nn.Linear's default distribution.
+class PixelShuffle(nn.Module):
+    """`factor` x `factor` patches of a square grid, row by row, as one position: (N, T, W) -> (N, T / f^2, f^2 W).
+
+    The order of features is the one of InternVL, Idefics3, AyaVision, Cohere2Vision and Lfm2Vl in transformers.
+    """
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        images, patches, width = features.shape
+        side, factor = math.isqrt(patches), self.factor
+        cells = features.view(images, side // factor, factor, side // factor, factor * width).transpose(2, 3)
+        return cells.reshape(images, patches // factor**2, factor**2 * width)
+
+
+class MeanPool(nn.Module):
+    """The mean of `factor` x `factor` positions of a square grid, row by row: (N, T, D) -> (N, T / f^2, D)."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        images, positions, width = embeddings.shape
+        side, factor = math.isqrt(positions), self.factor
+        cells = embeddings.view(images, side // factor, factor, side // factor, factor, width)
+        return cells.mean(dim=(2, 4)).flatten(1, 2)
+
+
+class Swiglu(nn.Module):
+    """Of 2 F features the first F, times SiLU of the others: (N, T, 2 F) -> (N, T, F)."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        values, gates = features.chunk(2, dim=-1)
+        return nn.functional.silu(gates) * values
+
+
+def build_projector(operations: Sequence[connectors.Operation]) -> nn.Sequential:
+    """The torch module of a connector: features (N, T, W) -> image embeddings (N, T / factor^2, D)."""
+    modules: OrderedDict[str, nn.Module] = OrderedDict()
+    for operation in operations:
+        match operation:
+            case connectors.Shuffle(factor):
+                modules["shuffle"] = PixelShuffle(factor)
+            case connectors.Pool(factor):
+                modules["pool"] = MeanPool(factor)
+            case connectors.LayerNorm(name, width, eps):
+                modules[name] = nn.LayerNorm(width, eps=eps)
+            case connectors.Linear(name, inputs, outputs, has_bias):
+                modules[name] = nn.Linear(inputs, outputs, bias=has_bias)
+            case connectors.Gelu():
+                modules["act"] = nn.GELU()
+            case connectors.Swiglu():
+                modules["act"] = Swiglu()
+    return nn.Sequential(modules)
+
+
+def make_projector(section: ProjectorSection, vision_width: int, llm_width: int, seed: int) -> nn.Sequential:
+    """Build a projector in fp32: linear layers with nn.Linear's default distribution, norms 1 and 0.
 
     Every tensor is drawn from its own generator, a function of (seed, parameter name) alone: the same weights whatever
-    the layout, and whatever was drawn before.
+    the layout, and whatever was drawn before. Raises what `connectors.connector` raises.
     """
     with torch.device("meta"):
-        projector = PROJECTORS[kind](vision_width, llm_width)
+        projector = build_projector(connectors.connector(section, vision_width, llm_width))
     for module_name, module in projector.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            digest = hashlib.sha256(f"{seed}/projector/{module_name}.{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            bound = 1 / math.sqrt(module.in_features)
-            value = torch.empty(parameter.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+            value = torch.full(parameter.shape, float(name == "weight"), dtype=torch.float32)
+            if isinstance(module, nn.Linear):
+                digest = hashlib.sha256(f"{seed}/projector/{module_name}.{name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                bound = 1 / math.sqrt(module.in_features)
+                value.uniform_(-bound, bound, generator=generator)
             setattr(module, name, nn.Parameter(value))
     return projector
 
 
-def read_projector(path: str, kind: str, vision_width: int, llm_width: int) -> dict[str, torch.Tensor]:
-    """A projector of type `kind` from `path`, in fp32, by the names of `make_projector`'s module.
+def read_projector(path: str, section: ProjectorSection, vision_width: int, llm_width: int) -> dict[str, torch.Tensor]:
+    """The projector of `section` from `path`, in fp32, by the names of `make_projector`'s module.
 
     path: what `find_projector` takes. vision_width: features of a patch. llm_width: the LLM's hidden size. Nothing but
     the projector is read, pickles without running them. Raises UserError for a path that holds none, damaged files,
@@ -63,7 +114,7 @@ def read_projector(path: str, kind: str, vision_width: int, llm_width: int) -> d
     stored = _read(files)
     names = local_names(stored, files.source)
     shapes = {local: tuple(stored[name].shape) for local, name in names.items()}
-    refuse_unfit(shapes, kind, vision_width, llm_width, files.source)
+    refuse_unfit(shapes, section, vision_width, llm_width, files.source)
     tensors: dict[str, torch.Tensor] = {}
     for local, name in names.items():
         tensor = stored[name]

@@ -7,7 +7,8 @@ path --what it is--> files --names and shapes, where headers tell them--> fits t
 | run or step folder of mmtrain                | projector.linear_1.weight in projector.safetensors        |
 | projector.safetensors, or an export with it  | the same                                                  |
 | LLaVA's mm_projector.bin, or a folder of it  | model.mm_projector.0.weight; of a linear one .weight      |
-| Hugging Face LLaVA folder, or cached hub id  | multi_modal_projector.linear_1.weight, also below model.  |
+| stock model's folder, or cached hub id       | multi_modal_projector.linear_1.weight, also below model.; |
+|                                              | of Idefics3 and SmolVLM connector.modality_projection.    |
 
 LLaVA's names: `build_vision_projector` in llava/model/multimodal_projector/builder.py, whose reader takes any prefix.
 """
@@ -24,19 +25,21 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.checkpoint.step_folder import MANIFEST, TENSORS, StepFolder, find, names_checkpoint
 from mmtrain.config.schema import ProjectorSection, RunConfig
+from mmtrain.pretrained.connectors import connector, connector_parameters
 from mmtrain.pretrained.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
-from mmtrain.pretrained.shapes import llm_shape, projector_parameters, vision_shape
+from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 KEY = "model.projector.init_from"
 LLAVA_FILE = "mm_projector.bin"
 PICKLED = {".bin", ".pt", ".pth"}
 KINDS = get_args(ProjectorSection.model_fields["type"].annotation)
 DISK_NAME = re.compile(
-    r"projector\.(?P<ours>.+)|(?:model\.)?multi_modal_projector\.(?P<hf>.+)|(?:.+\.)?mm_projector\.(?P<llava>.+)"
+    r"projector\.(?P<ours>.+)|(?:.+\.)?mm_projector\.(?P<llava>.+)"
+    r"|(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.(?P<hf>.+)"
 )
 LLAVA_LAYERS = {"0": "linear_1", "2": "linear_2"}  # of its nn.Sequential, with the GELU between them
 NEEDED = (
-    f"needed is a run or checkpoint of mmtrain, its {TENSORS}, LLaVA's {LLAVA_FILE}, or a Hugging Face LLaVA folder"
+    f"needed is a run or checkpoint of mmtrain, its {TENSORS}, LLaVA's {LLAVA_FILE}, or a Hugging Face model's folder"
 )
 
 
@@ -97,12 +100,14 @@ def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]
     return found
 
 
-def refuse_unfit(shapes: Mapping[str, Shape], kind: str, vision_width: int, llm_width: int, source: str | Path) -> None:
-    """Raises UserError unless `shapes`, by our module's names, are those of a `kind` projector of these widths."""
-    needed = _shapes_of(kind, vision_width, llm_width)
+def refuse_unfit(
+    shapes: Mapping[str, Shape], section: ProjectorSection, vision_width: int, llm_width: int, source: str | Path
+) -> None:
+    """Raises UserError unless `shapes`, by our module's names, are those of this projector between these widths."""
+    kind, needed = section.type, _shapes_of(section, vision_width, llm_width)
     if shapes.keys() != needed.keys():
         for other in KINDS:
-            if shapes.keys() == _shapes_of(other, 1, 1).keys():
+            if shapes.keys() == _shapes_of(ProjectorSection(type=other), 1, 2).keys():
                 raise UserError(
                     f"{KEY}: {source}: holds a {other} projector, and model.projector.type is {kind}; set "
                     f"model.projector.type={other}, or choose another file"
@@ -113,11 +118,13 @@ def refuse_unfit(shapes: Mapping[str, Shape], kind: str, vision_width: int, llm_
         raise UserError(f"{KEY}: {source}: not the tensors of a {kind} projector: {'; '.join(faults)}")
     for name, shape in shapes.items():
         if tuple(shape) != needed[name]:
-            first, last = shapes["linear_1.weight"], shapes[sorted(shapes)[-1]]
-            widths = f"; it maps {first[1]:,} features to {last[0]:,}" if len(first) == 2 and last else ""
+            layers = [shapes[name] for name in needed if len(needed[name]) == len(shapes[name]) == 2]
+            widths = f"; it maps {layers[0][1]:,} features to {layers[-1][0]:,}" if layers else ""
+            keys = ["model.vision.name", "model.llm.path"]
+            keys += [f"model.projector.{key}" for key in ("factor", "width")] if kind.startswith("shuffle") else []
             raise UserError(
                 f"{KEY}: {source}: {name} has shape {tuple(shape)}, needed is {needed[name]}{widths}; this run's "
-                f"encoder gives {vision_width:,} and its LLM takes {llm_width:,} (model.vision.name, model.llm.path)"
+                f"encoder gives {vision_width:,} and its LLM takes {llm_width:,} ({', '.join(keys)})"
             )
 
 
@@ -139,7 +146,7 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
         vision = vision_shape(config.model.vision.name, config.model.vision.select_layer)
         shapes = {local: files.shapes[name] for local, name in names.items()}
         llm = llm_shape(config.model.llm.path)
-        refuse_unfit(shapes, config.model.projector.type, vision.width, llm.hidden_size, files.source)
+        refuse_unfit(shapes, config.model.projector, vision.width, llm.hidden_size, files.source)
 
 
 def _in_file(file: Path) -> ProjectorFiles:
@@ -174,6 +181,6 @@ def _local_name(name: str) -> str | None:
     return f"{LLAVA_LAYERS.get(layer, layer)}.{rest}"
 
 
-def _shapes_of(kind: str, vision_width: int, llm_width: int) -> dict[str, Shape]:
-    parameters = projector_parameters(kind, vision_width, llm_width)
+def _shapes_of(section: ProjectorSection, vision_width: int, llm_width: int) -> dict[str, Shape]:
+    parameters = connector_parameters(connector(section, vision_width, llm_width))
     return {parameter.name.removeprefix("projector."): parameter.shape for parameter in parameters}

@@ -29,22 +29,27 @@ from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import make_projector, read_projector
 from mmtrain.model.vision import VisionTower, load_vision
 from mmtrain.plan.plan import StagePlan
+from mmtrain.pretrained.connectors import reduction
 from mmtrain.pretrained.shapes import matches
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Front(nn.Module):
-    """Vision encoder and projector: images (N, 3, S, S) -> image embeddings (N, T, D), always on stage 0.
+    """Vision encoder and projector: images (N, 3, S, S) -> image embeddings (N, P, D), always on stage 0.
 
-    `transform` tells how uint8 pixels are normalised; it is asked when the first ones come.
+    `transform` tells how uint8 pixels are normalised; it is asked when the first ones come. `factor` patches a side
+    become one position.
     """
 
-    def __init__(self, vision: VisionTower, projector: nn.Module, transform: Callable[[], ImageTransform]) -> None:
+    def __init__(
+        self, vision: VisionTower, projector: nn.Module, transform: Callable[[], ImageTransform], factor: int = 1
+    ) -> None:
         super().__init__()
         self.vision = vision
         self.projector = projector
         self.transform = functools.cache(transform)
+        self.factor = factor
 
     @property
     def encoder_is_frozen(self) -> bool:
@@ -67,13 +72,15 @@ class Front(nn.Module):
             return self.vision(images)
 
     def forward(self, features: torch.Tensor | None) -> torch.Tensor:
-        """Project features (N, T, W); None stands for one token of zeros, so that the projector is in the graph.
+        """Project features (N, T, W); None stands for one position of zeros, so that the projector is in the graph.
 
         Without it a replica whose micro-batches hold no image would have no gradient to reduce while its peers wait for
         one.
         """
         if features is None:
-            features = torch.zeros(1, 1, self.vision.width, device=next(self.projector.parameters()).device)
+            features = torch.zeros(
+                1, self.factor**2, self.vision.width, device=next(self.projector.parameters()).device
+            )
         return self.projector(features.float())
 
 
@@ -152,9 +159,9 @@ class Stage(nn.Module):
 
 
 def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings: torch.Tensor | None) -> torch.Tensor:
-    """Put image embeddings (N, T, D), in order, into the positions `image_places` (P,) int64 of rows laid end to end.
+    """Put image embeddings (N, P, D), in order, into the positions `image_places` (M,) int64 of rows laid end to end.
 
-    Returns (B, L, D) in the dtype of `embeddings`. Raises ValueError when P is not N * T: a shorter or longer scatter
+    Returns (B, L, D) in the dtype of `embeddings`. Raises ValueError when M is not N * P: a shorter or longer scatter
     would shift every later image's features against its text without an error.
     """
     positions = len(image_places)
@@ -163,7 +170,7 @@ def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings:
         shape = None if image_embeddings is None else tuple(image_embeddings.shape)
         raise ValueError(
             f"{positions} image positions in the batch, but {supplied} image embeddings (shape {shape}): "
-            "each image needs as many positions as the encoder gives features"
+            "each image needs as many positions as the projector gives embeddings"
         )
     if image_embeddings is None:
         return embeddings
@@ -186,12 +193,12 @@ def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | s
     if stage.front:
         vision_dtype = DTYPES[config.model.vision.dtype or config.model.llm.dtype]
         vision = load_vision(config.model.vision.name, config.model.vision.select_layer, vision_dtype, device)
-        kind, start = config.model.projector.type, config.model.projector.init_from
-        projector = make_projector(kind, vision.width, language.hidden_size, config.run.seed)
-        if start is not None:
-            projector.load_state_dict(read_projector(start, kind, vision.width, language.hidden_size))
+        section, widths = config.model.projector, (vision.width, language.hidden_size)
+        projector = make_projector(section, *widths, config.run.seed)
+        if section.init_from is not None:
+            projector.load_state_dict(read_projector(section.init_from, section, *widths))
         transform = functools.partial(image_transform, config.model.vision.name)
-        front = Front(vision, projector.to(device), transform)
+        front = Front(vision, projector.to(device), transform, reduction(section))
     module = Stage(language, front, dtype).eval()
     set_trainable(module.global_parameters(), config.model.trainable)
     return module

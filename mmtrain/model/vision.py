@@ -28,7 +28,7 @@ from mmtrain.pretrained.model_files import (
     read_json,
     tensor_shapes,
 )
-from mmtrain.pretrained.vision_files import check_vision_numbers, is_timm_name, square, tokens_per_image
+from mmtrain.pretrained.vision_files import check_vision_numbers, is_timm_name, patches_per_image, square
 
 # What timm reads too, its preference first.
 WEIGHT_FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
@@ -58,7 +58,7 @@ class VisionTower(nn.Module):
         self.features = features
         self.width = width
         self.image_size = image_size
-        self.tokens_per_image = tokens_per_image(image_size, patch_size)
+        self.patches_per_image = patches_per_image(image_size, patch_size)
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter that is kept, as ("vision.<stock name>", parameter)."""

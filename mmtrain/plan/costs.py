@@ -13,7 +13,17 @@ from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
+from mmtrain.pretrained.connectors import (
+    Gelu,
+    LayerNorm,
+    Linear,
+    Operation,
+    Shuffle,
+    Swiglu,
+    connector_parameters,
+)
 from mmtrain.pretrained.families import WHOLE_LAST_LAYER
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.shapes import LlmShape, ParameterShape, VisionShape, matches
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -28,7 +38,13 @@ class Models:
 
     llm: LlmShape
     vision: VisionShape
-    projector: tuple[ParameterShape, ...]
+    connector: tuple[Operation, ...]
+    layout: ImageLayout
+
+    @property
+    def projector(self) -> tuple[ParameterShape, ...]:
+        """The connector's parameters."""
+        return tuple(connector_parameters(self.connector))
 
     @property
     def parameters(self) -> Iterator[ParameterShape]:
@@ -118,17 +134,17 @@ class RunCosts:
     kinds: tuple[LayerKind, ...]
 
 
-def workload(config: RunConfig, vision: VisionShape) -> Workload:
+def workload(config: RunConfig, layout: ImageLayout) -> Workload:
     """Expected contents of a micro-batch: documents of one image and `data.expected_text_tokens`, without padding."""
     tokens = config.train.packs_per_microbatch * config.data.pack_length
-    document = min(config.data.pack_length, vision.tokens_per_image + config.data.expected_text_tokens)
+    document = min(config.data.pack_length, layout.positions_per_tile + config.data.expected_text_tokens)
     return Workload(tokens, document, tokens / document, tokens * config.data.expected_supervised_fraction)
 
 
 def run_costs(config: RunConfig, models: Models) -> RunCosts:
     """Costs of a micro-batch of the expected contents."""
     llm, vision = config.model.llm.dtype, config.model.vision.dtype or config.model.llm.dtype
-    work = workload(config, models.vision)
+    work = workload(config, models.layout)
     return _LayerCosts(models, config.model.trainable, work, BYTES[llm], BYTES[vision]).costs()
 
 
@@ -154,7 +170,7 @@ class _LayerCosts:
         self.models, self.work = models, work
         self.llm_size, self.vision_size = llm_size, vision_size
         self.trained = frozenset(p.name for p in models.parameters if matches(p.name, trainable))
-        self.patches = work.images * models.vision.tokens_per_image
+        self.patches = work.images * models.vision.patches_per_image
         self.decoder: dict[tuple, tuple[LayerKind, LayerCost]] = {}  # every kind of decoder layer, with its cost
 
     def costs(self, *, rows_alone: bool = False) -> RunCosts:
@@ -259,7 +275,7 @@ class _LayerCosts:
         """The encoder's forward; and the front: the encoder's backward if it trains, projector, embedding (0 FLOPs)."""
         llm, vision, work = self.models.llm, self.models.vision, self.work
         size, patches = self.vision_size, self.patches
-        tokens = work.images * (vision.tokens_per_image + vision.prefix_tokens)
+        tokens = work.images * (vision.patches_per_image + vision.prefix_tokens)
         encoder, kept, upstream = Flops(), 0, False
         for parts in self.encoder_parts(tokens):
             flops, kept_here = total(parts, upstream)
@@ -280,9 +296,12 @@ class _LayerCosts:
         # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width (4x) twice.
         block_working = round(14 * vision.width * tokens) * size
         # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they are put in.
-        hidden = round(patches * llm.hidden_size)
+        hidden = round(work.images * self.models.layout.positions_per_tile * llm.hidden_size)
         fused = hidden * (FP32 + self.llm_size) + round(2 * work.tokens * llm.hidden_size) * self.llm_size
-        backward_working = 3 * hidden * FP32 + 2 * block_working * upstream  # gradients of both linear layers' results
+        widest = max(rows * one.outputs for one, rows in self.connector_rows() if isinstance(one, Linear))
+        backward_working = (
+            round(3 * widest) * FP32 + 2 * block_working * upstream
+        )  # gradients of linear layers' results
         front = self.layer(
             "front",
             [(vision.parameters, size), (self.models.projector, FP32), (llm.front, self.llm_size)],
@@ -314,28 +333,40 @@ class _LayerCosts:
                 flops = 2 * parameter.numel * self.patches if len(parameter.shape) == 4 else 0.0
                 stem.append(Part(0, flops, trained=parameter.name in self.trained))
         yield stem
-        head_dim, keys = vision.width // vision.heads, vision.tokens_per_image + vision.prefix_tokens
+        head_dim, keys = vision.width // vision.heads, vision.patches_per_image + vision.prefix_tokens
         for _, (prefix, parameters) in sorted(blocks.items()):
             block = Block(parameters, prefix, vision.width, vision.heads, vision.heads, head_dim)
             yield block_parts(block, self.trained, self.vision_size, tokens, tokens, keys)
 
     def projector_parts(self) -> list[Part]:
-        """linear_1, gelu, linear_2, ... at places 0, 1, 2, ...; all in fp32."""
-        projector, patches = self.models.projector, self.patches
-        modules = list(dict.fromkeys(p.name.rpartition(".")[0] for p in projector))
-        parts = []
-        for parameter in projector:
-            place = 2 * modules.index(parameter.name.rpartition(".")[0])
-            is_trained = parameter.name in self.trained
-            if len(parameter.shape) == 1:
-                parts.append(Part(place, trained=is_trained))
-                continue
-            outputs, inputs = parameter.shape
-            flops = 2 * parameter.numel * patches
-            parts.append(Part(place, flops, trained=is_trained, saved_for_wgrad=4 * inputs * patches))
-            if place // 2 + 1 < len(modules):
-                parts.append(Part(place + 1, saved_for_dgrad=4 * outputs * patches))
+        """The connector's operations at places 0, 1, 2, ...; all in fp32."""
+        parts, width = [], self.models.vision.width
+        for place, (operation, rows) in enumerate(self.connector_rows()):
+            for parameter in connector_parameters((operation,)):
+                parts.append(Part(place, trained=parameter.name in self.trained))
+            trained = any(part.trained for part in parts if part.place == place)
+            if isinstance(operation, Linear):
+                flops, saved = 2 * operation.inputs * operation.outputs * rows, FP32 * operation.inputs * rows
+                weight_trains = f"projector.{operation.name}.weight" in self.trained
+                parts.append(Part(place, flops, trained=weight_trains, saved_for_wgrad=saved))
+                width = operation.outputs
+            elif isinstance(operation, LayerNorm):  # its input, whether or not its own parameters train
+                saved = FP32 * operation.width * rows
+                parts.append(Part(place, saved_for_dgrad=0 if trained else saved))
+                parts.append(Part(place, trained=trained, saved_for_wgrad=saved))
+            elif isinstance(operation, Gelu):
+                parts.append(Part(place, saved_for_dgrad=FP32 * width * rows))
+            elif isinstance(operation, Swiglu):  # both halves of its input, and the gates' SiLU
+                parts.append(Part(place, saved_for_dgrad=FP32 * 1.5 * width * rows))
         return parts
+
+    def connector_rows(self) -> Iterator[tuple[Operation, float]]:
+        """The connector's operations, each with the rows that it makes, or takes where it changes their number."""
+        rows = self.patches
+        for operation in self.models.connector:
+            if isinstance(operation, Shuffle):
+                rows /= operation.factor**2
+            yield operation, rows
 
     def head(self, upstream: bool) -> LayerCost:
         """Final norm, LM head and loss on supervised tokens; the loss makes its gradients in forward."""

@@ -19,16 +19,19 @@ from mmtrain.plan.plan import Plan, RankPlan, StagePlan, UniformCut, stage_of
 from mmtrain.plan.refusals import check_layout, check_prefetch, check_trainable, does_not_fit
 from mmtrain.plan.search import Layout, Search
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
+from mmtrain.pretrained.connectors import connector
 from mmtrain.pretrained.doors import check_export_format
-from mmtrain.pretrained.shapes import llm_shape, matches, projector_parameters, vision_shape
+from mmtrain.pretrained.layouts import image_layout
+from mmtrain.pretrained.shapes import llm_shape, matches, vision_shape
 from mmtrain.pretrained.vision_files import check_preprocessing
 
 
 def models_of(config: RunConfig) -> Models:
-    """The shapes of a run's models. Raises UserError where nothing is known of one."""
+    """The shapes of a run's models. Raises UserError where nothing is known of one, and where they do not fit."""
     llm = llm_shape(config.model.llm.path)
     vision = vision_shape(config.model.vision.name, config.model.vision.select_layer)
-    return Models(llm, vision, projector_parameters(config.model.projector.type, vision.width, llm.hidden_size))
+    operations = connector(config.model.projector, vision.width, llm.hidden_size)
+    return Models(llm, vision, operations, image_layout(config.model))
 
 
 def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None) -> Plan:

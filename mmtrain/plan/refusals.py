@@ -60,7 +60,7 @@ def check_layout(config: RunConfig, models: Models) -> None:
                     f"data.pack_length: {config.data.pack_length} tokens, but {config.model.llm.path} has learned "
                     f"{positions} positions ({table.name}): at most {positions}"
                 )
-    image = models.vision.tokens_per_image
+    image = models.layout.positions_per_tile
     if config.data.pack_length <= image:
         raise UserError(
             f"data.pack_length: {config.data.pack_length} tokens, but an image of {config.model.vision.name} takes "
@@ -283,7 +283,7 @@ def _fewer_packs(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
 
 def _shorter_packs(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
     length = config.data.pack_length // 2
-    while length >= models.vision.tokens_per_image + config.data.expected_text_tokens:
+    while length >= models.layout.positions_per_tile + config.data.expected_text_tokens:
         yield {"data.pack_length": length}
         length //= 2
 

@@ -7,7 +7,6 @@ headers of its safetensors files; then the records in `mmtrain/pretrained/record
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -26,9 +25,9 @@ from mmtrain.pretrained.vision_files import (
     check_vision_numbers,
     hf_facts,
     is_timm_name,
+    patches_per_image,
     square,
     timm_image_size,
-    tokens_per_image,
 )
 
 
@@ -72,8 +71,8 @@ class VisionShape:
     source: str  # where the shapes come from: a folder, or "recorded NAME"
     width: int  # features per patch
     heads: int
-    tokens_per_image: int  # patches, which become LLM tokens
-    prefix_tokens: int  # class and register tokens: computed, not handed to the LLM
+    patches_per_image: int
+    prefix_tokens: int  # class and register tokens: computed, not handed to the projector
     image_size: int  # pixels
     patch_size: int  # pixels
     parameters: tuple[ParameterShape, ...]  # of what runs, names `vision.<stock name>`
@@ -83,16 +82,6 @@ class VisionShape:
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether a trainable pattern names this parameter or a module around it; `*` in a pattern crosses dots."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") for pattern in patterns)
-
-
-def projector_parameters(type: str, vision_width: int, llm_width: int) -> tuple[ParameterShape, ...]:
-    """Parameters of a `linear` or `mlp2x_gelu` projector from `vision_width` to `llm_width` features."""
-    widths = {"linear": (vision_width, llm_width), "mlp2x_gelu": (vision_width, llm_width, llm_width)}[type]
-    return tuple(
-        ParameterShape(f"projector.linear_{number}.{name}", shape)
-        for number, (inputs, outputs) in enumerate(itertools.pairwise(widths), start=1)
-        for name, shape in (("weight", (outputs, inputs)), ("bias", (outputs,)))
-    )
 
 
 def llm_shape(path: str) -> LlmShape:
@@ -341,17 +330,17 @@ def _selected(
         )
     width, _, *patch = tensors[patches]
     patch_size = square(patch, "patches", source)
-    tokens = tokens_per_image(image_size, patch_size)
-    if positions is not None and (table := tensors.get(positions)) is not None and table[0] != tokens + prefix_tokens:
+    patches = patches_per_image(image_size, patch_size)
+    if positions is not None and (table := tensors.get(positions)) is not None and table[0] != patches + prefix_tokens:
         raise UserError(
-            f"{source}: images of {image_size} pixels have {tokens + prefix_tokens} patches and prefix tokens, but "
+            f"{source}: images of {image_size} pixels have {patches + prefix_tokens} patches and prefix tokens, but "
             f"{positions} has {table[0]} rows; correct image_size in config.json, or download the folder again"
         )
     return VisionShape(
         source=source,
         width=width,
         heads=heads or max(1, width // 64),  # 64 features a head: what ViTs use that do not say otherwise
-        tokens_per_image=tokens,
+        patches_per_image=patches,
         prefix_tokens=prefix_tokens,
         image_size=image_size,
         patch_size=patch_size,

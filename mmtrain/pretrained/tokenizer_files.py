@@ -22,6 +22,7 @@ from mmtrain.base.json_lines import compact_json
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.config.schema import RunConfig
+from mmtrain.pretrained.layouts import WRAPPERS
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -160,8 +161,10 @@ def missing_chat_template(folder: str | Path) -> UserError:
     )
 
 
-def text_fingerprint(tokenizer_folder: Path, template: str) -> str:
+def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "square") -> str:
     """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
+
+    A `layout` that writes texts around images counts too.
 
     A tokenizer that another release of its library reads otherwise is found when a sample's length differs from its
     index. Raises UserError for a folder without a tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
@@ -172,7 +175,8 @@ def text_fingerprint(tokenizer_folder: Path, template: str) -> str:
     config = tokenizer_folder / "config.json"
     # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
     model_type = read_json(config).get("model_type") if config.is_file() else None
-    digest = hashlib.sha256(compact_json([TEXT_RULES_VERSION, template, model_type]))
+    around = [layout, *WRAPPERS[layout]] if any(WRAPPERS[layout]) else []
+    digest = hashlib.sha256(compact_json([TEXT_RULES_VERSION, template, model_type, *around]))
     for file in sorted(found):
         content = hashlib.sha256(read_limited(file, MAX_TOKENIZER_BYTES, "a tokenizer's file")).hexdigest()
         digest.update(compact_json([file.relative_to(tokenizer_folder).as_posix(), content]))

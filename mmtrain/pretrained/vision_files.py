@@ -1,4 +1,4 @@
-"""What an encoder's folder says of its images, read without torch: size, how they are normalised, tokens they take.
+"""What an encoder's folder says of its images, read without torch: size, how they are normalised, how many patches.
 
 timm folder: config.json -> model_args.img_size, or pretrained_cfg.input_size (C, H, W)
 CLIP, SigLIP folder: config.json -> vision_config.image_size; preprocessor_config.json -> mean, std, resampling
@@ -127,10 +127,9 @@ def preprocessing(folder: Path) -> Preprocessing:
     return Preprocessing(tuple(found[0]), tuple(found[1]), BICUBIC if resample is None else resample)
 
 
-def tokens_per_image(image_size: int, patch_size: int) -> int:
-    """LLM positions that one image takes: (image_size // patch_size) squared, both sizes in pixels.
+def patches_per_image(image_size: int, patch_size: int) -> int:
+    """Patches that an encoder makes of one image: (image_size // patch_size) squared, both sizes in pixels.
 
-    One for each feature of a patch: class and register tokens are dropped, the projector maps features one to one.
     An encoder's patch convolution drops what is left over at the right and the bottom, hence the floor (SigLIP: 384 px
     in patches of 14 give 27 x 27). Raises UserError when not even one patch fits.
     """

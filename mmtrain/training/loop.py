@@ -38,7 +38,8 @@ from mmtrain.plan.calibration import cpu_device, gpu_device
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import Instruction
-from mmtrain.pretrained.shapes import matches, projector_parameters
+from mmtrain.pretrained.connectors import connector, connector_parameters
+from mmtrain.pretrained.shapes import matches
 from mmtrain.processes.rank import Rank
 
 
@@ -376,7 +377,7 @@ def use_algorithms(deterministic: bool) -> None:
 
 def _without_init_from(config: RunConfig) -> RunConfig:
     """For a run that goes on: what its projector began with need not be there any more, unless part of it is frozen."""
-    parameters = projector_parameters(config.model.projector.type, 1, 1)
+    parameters = connector_parameters(connector(config.model.projector, 1, 2))
     if not all(matches(parameter.name, config.model.trainable) for parameter in parameters):
         return config
     return config.changed({"model.projector.init_from": None})

@@ -145,7 +145,7 @@ def test_the_measured_micro_batch_is_the_expected_one(tiny):
     whole = config.data.pack_length // work.document * config.train.packs_per_microbatch
     assert len(batch.images) == whole and batch.samples == whole
     assert documents in (whole, whole + config.train.packs_per_microbatch), "whole documents, and padding in each pack"
-    assert int((batch.input_ids == IMAGE_POSITION).sum()) == whole * models.vision.tokens_per_image
+    assert int((batch.input_ids == IMAGE_POSITION).sum()) == whole * models.layout.positions_per_tile
     assert int((batch.labels != IGNORE).sum()) == pytest.approx(work.supervised, abs=whole)
     assert (batch.labels[:, work.document - 1] == IGNORE).all(), "a document's last token predicts nothing"
 

@@ -24,6 +24,7 @@ from mmtrain.__main__ import main
 from mmtrain.api.generate import Conversation, _streamer, load, read_image, stock_folder
 from mmtrain.base.printing import show_words
 from mmtrain.config.load import load_config
+from mmtrain.config.schema import ProjectorSection
 from mmtrain.data.stream.images import image_transform
 from mmtrain.model.projector import read_projector
 
@@ -101,7 +102,7 @@ def test_another_checkpoint_of_the_same_run_is_another_model(work):
     for step, seed in ((20, 0), (21, 1)):
         config = load_config(CONFIG, [f"run.seed={seed}"])
         folders.append(stock_folder(str(make_checkpoint(work / "two-steps", config, step=step).path)))
-    one, other = (read_projector(str(folder), "mlp2x_gelu", 128, 128) for folder in folders)
+    one, other = (read_projector(str(folder), ProjectorSection(type="mlp2x_gelu"), 128, 128) for folder in folders)
     assert not torch.equal(one["linear_1.weight"], other["linear_1.weight"])
 
 

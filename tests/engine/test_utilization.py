@@ -11,8 +11,8 @@ from mmtrain.engine.statistics import StepResult
 from mmtrain.engine.step_clock import RankSeconds
 from mmtrain.engine.utilization import MEASURED, Utilization, peak_flops
 from mmtrain.plan.calibration import Calibration, Device, Linear, calibration_key, cpu_device
-from mmtrain.plan.costs import Models, Workload, minimal_flops
-from mmtrain.pretrained.shapes import llm_shape, projector_parameters, vision_shape
+from mmtrain.plan.costs import Workload, minimal_flops
+from mmtrain.plan.planner import models_of
 
 
 def step(*ranks, tokens=400, samples=5, images=6, supervised_tokens=40):
@@ -27,12 +27,6 @@ IDLE = replace(BUSY, window=1.6, compute=0.15, communication=0.05, data=0.0, pea
 def config(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of calibrations, too
     return load_config(tiny / "config.yaml", [])
-
-
-def models_of(config):
-    llm = llm_shape(config.model.llm.path)
-    vision = vision_shape(config.model.vision.name, config.model.vision.select_layer)
-    return Models(llm, vision, projector_parameters(config.model.projector.type, vision.width, llm.hidden_size))
 
 
 def test_idle_is_what_computing_communication_and_data_leave_of_the_window():

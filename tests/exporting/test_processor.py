@@ -35,6 +35,7 @@ from mmtrain.data.stream.images import ImageTransform, decode_image
 from mmtrain.exporting.card import processor_notes
 from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.processor import check_processor, write_processor
+from mmtrain.pretrained.layouts import ImageLayout
 
 
 @pytest.fixture(scope="module", params=STYLES)
@@ -44,7 +45,9 @@ def chat(request, tiny, llm_with, tmp_path_factory):
     llm = llm_with(template, marks, kind)
     folder = tmp_path_factory.mktemp("exported")
     exported = export(run_config(tiny, llm, "data.template=chat"), folder)
-    trained = ChatTemplate(AutoTokenizer.from_pretrained(llm), exported.image_seq_length, sys.maxsize)
+    trained = ChatTemplate(
+        AutoTokenizer.from_pretrained(llm), ImageLayout("square", exported.image_seq_length), sys.maxsize
+    )
     return trained, AutoProcessor.from_pretrained(folder), exported, takes_system
 
 
@@ -141,7 +144,9 @@ def test_an_unfinished_answer_can_be_continued_and_other_parts_are_refused_by_na
 
 def test_plain_prompts_are_bos_and_images_then_what_the_caption_begins_with(tiny, tmp_path):
     exported = export(run_config(tiny, tiny / "llm"), tmp_path)
-    trained = PlainTemplate(AutoTokenizer.from_pretrained(tiny / "llm"), exported.image_seq_length, sys.maxsize)
+    trained = PlainTemplate(
+        AutoTokenizer.from_pretrained(tiny / "llm"), ImageLayout("square", exported.image_seq_length), sys.maxsize
+    )
     processor = AutoProcessor.from_pretrained(tmp_path)
     picture = Image.new("RGB", (50, 20))
     for count in (1, 2):

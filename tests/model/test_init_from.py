@@ -15,6 +15,7 @@ from torch import nn
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import new_step_folder, step_path
+from mmtrain.config.schema import ProjectorSection
 from mmtrain.model.projector import make_projector, read_projector
 from mmtrain.model.projector_files import find_projector, refuse_unfit_init_from
 from mmtrain.model.stage import build_stage
@@ -26,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def trained(kind: str = "mlp2x_gelu", seed: int = 5) -> nn.Module:
-    return make_projector(kind, VISION, LLM, seed)
+    return make_projector(ProjectorSection(type=kind), VISION, LLM, seed)
 
 
 def named(prefix: str, tensors: Tensors) -> Tensors:
@@ -55,12 +56,12 @@ def equal(ours: Tensors, theirs: Tensors) -> bool:
 
 
 def read(path: Path, kind: str = "mlp2x_gelu") -> Tensors:
-    return read_projector(str(path), kind, VISION, LLM)
+    return read_projector(str(path), ProjectorSection(type=kind), VISION, LLM)
 
 
 def refusal(path: Path | str, kind: str = "mlp2x_gelu", vision: int = VISION, llm: int = LLM) -> str:
     with pytest.raises(UserError) as raised:
-        read_projector(str(path), kind, vision, llm)
+        read_projector(str(path), ProjectorSection(type=kind), vision, llm)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -78,7 +79,7 @@ def test_llavas_mm_projector_bin_gives_the_function_that_llava_has_trained(tmp_p
     torch.save(tensors, tmp_path / "mm_projector.bin", _use_new_zipfile_serialization=not legacy)
     features = torch.randn(2, 3, VISION, generator=torch.Generator().manual_seed(1))
     for path in (tmp_path / "mm_projector.bin", tmp_path):
-        ours = make_projector(kind, VISION, LLM, seed=0)
+        ours = make_projector(ProjectorSection(type=kind), VISION, LLM, seed=0)
         ours.load_state_dict(read(path, kind))
         assert torch.equal(ours(features), stock(features))
 
@@ -116,7 +117,7 @@ def test_a_hugging_face_llava_folder_gives_its_projector_sharded_or_not(tmp_path
     stock = stock_llava(tmp_path, seed=3)
     stock.save_pretrained(tmp_path / "llava", max_shard_size=shard)
     assert (tmp_path / "llava" / "model.safetensors.index.json").exists() == (shard == "20KB")
-    tensors = read_projector(str(tmp_path / "llava"), "mlp2x_gelu", 32, 64)
+    tensors = read_projector(str(tmp_path / "llava"), ProjectorSection(type="mlp2x_gelu"), 32, 64)
     assert equal(tensors, stock.model.multi_modal_projector.state_dict())
 
 
@@ -132,12 +133,12 @@ def test_a_path_below_the_home_folder_and_a_cached_hub_id_are_found(tmp_path, mo
     expected = trained().state_dict()
     monkeypatch.setenv("HOME", str(tmp_path))
     save_file(named("projector.", expected), tmp_path / "a.safetensors")
-    assert equal(read_projector("~/a.safetensors", "mlp2x_gelu", VISION, LLM), expected)
+    assert equal(read_projector("~/a.safetensors", ProjectorSection(type="mlp2x_gelu"), VISION, LLM), expected)
     snapshot = tmp_path / "hub" / "models--llava-hf--tiny" / "snapshots" / "1"
     snapshot.mkdir(parents=True)
     save_file(named("multi_modal_projector.", expected), snapshot / "model.safetensors")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert equal(read_projector("llava-hf/tiny", "mlp2x_gelu", VISION, LLM), expected)
+    assert equal(read_projector("llava-hf/tiny", ProjectorSection(type="mlp2x_gelu"), VISION, LLM), expected)
 
 
 # ---- a run that begins with one
@@ -145,7 +146,7 @@ def test_a_path_below_the_home_folder_and_a_cached_hub_id_are_found(tmp_path, mo
 
 def test_stage_0_begins_with_the_given_projector_in_float32_and_all_else_is_unchanged(tmp_path):
     save_parts(tmp_path)
-    expected = make_projector("mlp2x_gelu", 32, 64, seed=9).state_dict()
+    expected = make_projector(ProjectorSection(type="mlp2x_gelu"), 32, 64, seed=9).state_dict()
     save_file(named("projector.", expected), tmp_path / "start.safetensors")
     values = {"parallel__pipeline": 2, "model__llm__dtype": "bfloat16"}
     random_start = make_config(tmp_path, **values)
@@ -172,11 +173,15 @@ def test_before_a_rank_starts_a_projector_that_does_not_fit_is_refused(tmp_path)
     refuse_unfit_init_from(make_config(tmp_path), run)
     with pytest.raises(UserError, match=r"init_from: .*start\.safetensors: no such file"):
         check()
-    save_file(named("projector.", make_projector("mlp2x_gelu", 32, 64, seed=9).state_dict()), start)
+    save_file(
+        named("projector.", make_projector(ProjectorSection(type="mlp2x_gelu"), 32, 64, seed=9).state_dict()), start
+    )
     check()
     with pytest.raises(UserError, match=r"set model\.projector\.type=mlp2x_gelu"):
         check(model__projector__type="linear")
-    save_file(named("projector.", make_projector("mlp2x_gelu", 48, 64, seed=9).state_dict()), start)
+    save_file(
+        named("projector.", make_projector(ProjectorSection(type="mlp2x_gelu"), 48, 64, seed=9).state_dict()), start
+    )
     with pytest.raises(UserError, match="maps 48 features to 64; this run's encoder gives 32 and its LLM takes 64"):
         check()
 
@@ -184,7 +189,9 @@ def test_before_a_rank_starts_a_projector_that_does_not_fit_is_refused(tmp_path)
 def test_a_run_that_would_delete_its_start_is_refused(tmp_path):
     save_parts(tmp_path)
     run = tmp_path / "runs" / "parity"
-    save_step(run, named("projector.", make_projector("mlp2x_gelu", 32, 64, seed=9).state_dict()))
+    save_step(
+        run, named("projector.", make_projector(ProjectorSection(type="mlp2x_gelu"), 32, 64, seed=9).state_dict())
+    )
     config = make_config(tmp_path, run__overwrite=True, model__projector__init_from=str(run))
     with pytest.raises(UserError, match=r"run\.overwrite=true deletes before it is read"):
         refuse_unfit_init_from(config, run)

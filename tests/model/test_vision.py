@@ -61,7 +61,7 @@ def test_a_timm_tower_gives_the_selected_blocks_output_without_prefix_tokens(tmp
     expected = block_output(stock, stock.blocks[select_layer], images(28))[:, stock.num_prefix_tokens :]
     tower = load_vision(str(folder), select_layer, torch.float32)
     assert torch.equal(tower(images(28)), expected)
-    assert (tower.width, tower.tokens_per_image, tower.image_size) == (32, 16, 28)
+    assert (tower.width, tower.patches_per_image, tower.image_size) == (32, 16, 28)
 
 
 @pytest.mark.parametrize("kind", ["clip_vision", "clip", "siglip"])
@@ -74,7 +74,7 @@ def test_an_hf_tower_gives_stock_hidden_states_without_the_class_token(hf_folder
     tower = load_vision(str(hf_folders[kind]), select_layer, torch.float32)
     features = tower(images(28))
     assert torch.equal(features, expected if kind == "siglip" else expected[:, 1:])
-    assert features.shape == (3, tower.tokens_per_image, tower.width) == (3, 16, 32)
+    assert features.shape == (3, tower.patches_per_image, tower.width) == (3, 16, 32)
 
 
 def test_only_what_runs_is_kept_and_the_planner_counts_the_same(tiny, hf_folders):
@@ -83,7 +83,7 @@ def test_only_what_runs_is_kept_and_the_planner_counts_the_same(tiny, hf_folders
         kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
         planned = vision_shape(str(folder), -2)
         assert kept == {parameter.name: parameter.shape for parameter in planned.parameters}
-        assert planned.tokens_per_image == tower.tokens_per_image
+        assert planned.patches_per_image == tower.patches_per_image
         assert any(name.startswith(f"vision.{blocks}2.") for name in kept)
         assert not any(name.startswith((f"vision.{blocks}3.", "vision.head", "vision.norm.")) for name in kept)
         assert not any("post_layernorm" in name for name in kept)

@@ -20,15 +20,15 @@ from mmtrain.plan.block_costs import Block, Flops, Sublayer, block_parts, keys_s
 from mmtrain.plan.costs import (
     LOGITS_PER_CHUNK,
     LayerCost,
-    Models,
     RunCosts,
     Workload,
     minimal_flops,
     run_costs,
     workload,
 )
+from mmtrain.plan.planner import models_of
 from mmtrain.plan.timings import CPU, GPU, assumed_timings
-from mmtrain.pretrained.shapes import ParameterShape, llm_shape, projector_parameters, vision_shape
+from mmtrain.pretrained.shapes import ParameterShape
 
 VICUNA, CLIP = "lmsys/vicuna-7b-v1.5", "vit_large_patch14_clip_quickgelu_336.openai"
 TOKENS = 32
@@ -49,11 +49,6 @@ def make_config(**values: object) -> RunConfig:
             place = place.setdefault(section, {})
         place[key] = value
     return RunConfig.model_validate(raw)
-
-
-def models_of(config: RunConfig) -> Models:
-    llm, vision = llm_shape(config.model.llm.path), vision_shape(config.model.vision.name, -2)
-    return Models(llm, vision, projector_parameters(config.model.projector.type, vision.width, llm.hidden_size))
 
 
 def costs_of(**values: object) -> RunCosts:
@@ -556,7 +551,7 @@ def test_sizes_follow_pack_length_packs_per_microbatch_and_dtype() -> None:
 
 def test_the_expected_contents_of_a_microbatch() -> None:
     config = make_config(data__pack_length=6560, train__packs_per_microbatch=2)
-    work = workload(config, models_of(config).vision)
+    work = workload(config, models_of(config).layout)
     assert (work.tokens, work.document, work.images) == (13120, 656, 20.0)
     assert work.supervised == pytest.approx(13120 * 0.12)
 

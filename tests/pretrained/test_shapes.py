@@ -26,7 +26,7 @@ from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.pretrained.families import check_family, global_name
 from mmtrain.pretrained.model_files import model_folder, read_header
-from mmtrain.pretrained.shapes import llm_shape, matches, projector_parameters, vision_shape
+from mmtrain.pretrained.shapes import llm_shape, matches, vision_shape
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -182,17 +182,6 @@ def test_global_names_are_the_same_for_every_family(stock, name):
 def test_a_pattern_matches_a_name_what_lies_below_it_and_wildcards(name, pattern, expected):
     assert matches(name, [pattern]) is expected
     assert matches(name, ["nothing", pattern]) is expected
-
-
-def test_projector_parameters_are_those_of_two_linear_layers():
-    shapes = {parameter.name: parameter.shape for parameter in projector_parameters("mlp2x_gelu", 8, 16)}
-    assert shapes == {
-        "projector.linear_1.weight": (16, 8),
-        "projector.linear_1.bias": (16,),
-        "projector.linear_2.weight": (16, 16),
-        "projector.linear_2.bias": (16,),
-    }
-    assert [parameter.numel for parameter in projector_parameters("linear", 8, 16)] == [128, 16]
 
 
 PUBLISHED_PARAMETERS = {  # as the hub's model pages count the tensors of the safetensors release
@@ -368,7 +357,7 @@ def test_a_timm_folder_has_the_parameters_that_pruning_keeps(select_layer, class
     expected = {f"vision.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert {parameter.name: parameter.shape for parameter in shape.parameters} == expected
     assert (shape.width, shape.heads, shape.image_size, shape.patch_size) == (48, 3, 40, 8)
-    assert (shape.tokens_per_image, shape.prefix_tokens) == (25, int(class_token))
+    assert (shape.patches_per_image, shape.prefix_tokens) == (25, int(class_token))
     assert shape.blocks_run == 5 + select_layer
 
 
@@ -399,7 +388,7 @@ def test_a_clip_or_siglip_folder_has_the_parameters_up_to_the_selected_layer(
         if not name.startswith(dropped)
     }
     assert {parameter.name: parameter.shape for parameter in shape.parameters} == expected
-    assert (shape.width, shape.heads, shape.tokens_per_image, shape.prefix_tokens) == (48, 3, 25, prefix_tokens)
+    assert (shape.width, shape.heads, shape.patches_per_image, shape.prefix_tokens) == (48, 3, 25, prefix_tokens)
     assert (shape.image_size, shape.patch_size, shape.blocks_run) == (40, 8, 2)
 
 
@@ -417,7 +406,7 @@ def test_a_whole_clip_folder_gives_its_vision_part_alone(tmp_path):
 @pytest.mark.parametrize("name", [CLIP_L, "openai/clip-vit-large-patch14-336"])
 def test_the_recorded_llava_tower_is_clip_large_without_its_last_block(name, empty_cache):
     whole, cut = vision_shape(name, -1), vision_shape(name, -2)
-    assert (cut.width, cut.heads, cut.tokens_per_image, cut.prefix_tokens) == (1024, 16, 576, 1)
+    assert (cut.width, cut.heads, cut.patches_per_image, cut.prefix_tokens) == (1024, 16, 576, 1)
     assert (cut.image_size, cut.patch_size, cut.blocks_run) == (336, 14, 23)
     block = 12 * 1024**2 + 13 * 1024  # qkv, output, two MLP matrices of 4096; their biases and two norms
     assert sum(p.numel for p in whole.parameters) - sum(p.numel for p in cut.parameters) == block
@@ -427,7 +416,7 @@ def test_the_recorded_llava_tower_is_clip_large_without_its_last_block(name, emp
 @pytest.mark.parametrize("name", ["vit_so400m_patch14_siglip_384.webli", "google/siglip-so400m-patch14-384"])
 def test_the_recorded_siglip_has_no_prefix_tokens_and_no_pooling_head(name, empty_cache):
     shape = vision_shape(name, -2)
-    assert (shape.width, shape.heads, shape.tokens_per_image, shape.prefix_tokens) == (1152, 16, 729, 0)
+    assert (shape.width, shape.heads, shape.patches_per_image, shape.prefix_tokens) == (1152, 16, 729, 0)
     assert shape.blocks_run == 26
     assert not any(word in p.name for p in shape.parameters for word in ("attn_pool", "head.", "post_layernorm"))
 

@@ -11,6 +11,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.templates import ChatTemplate
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.tokenizer_files import has_chat_template, refuse_missing_chat_template
 
 TEMPLATE = """{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}\
@@ -66,7 +67,7 @@ def test_a_template_is_found_where_transformers_finds_one_and_refused_in_the_sam
         with pytest.raises(UserError) as early:
             refuse_missing_chat_template(run_on(tiny, llm))
         with pytest.raises(UserError) as late:
-            ChatTemplate(tokenizer, 1, 384)
+            ChatTemplate(tokenizer, ImageLayout("square", 1), 384)
         assert str(early.value) == str(late.value)
 
 

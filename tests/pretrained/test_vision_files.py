@@ -12,7 +12,7 @@ from transformers import CLIPImageProcessor
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.plan.planner import make_plan
-from mmtrain.pretrained.vision_files import tokens_per_image
+from mmtrain.pretrained.vision_files import patches_per_image
 
 VIT = {
     "cls_token": [1, 1, 8],
@@ -109,7 +109,7 @@ def test_a_preprocessor_config_of_no_use_is_refused_by_the_plan(tmp_path, change
     [(336, 14, 576), (224, 14, 256), (384, 14, 729), (384, 16, 576), (14, 14, 1)],
 )
 def test_published_encoders_give_their_known_number_of_tokens(image_size, patch_size, tokens):
-    assert tokens_per_image(image_size, patch_size) == tokens
+    assert patches_per_image(image_size, patch_size) == tokens
 
 
 @pytest.mark.parametrize(("image_size", "patch_size"), [(32, 8), (35, 8), (39, 8)])
@@ -118,10 +118,10 @@ def test_token_count_is_what_a_stock_encoder_returns(image_size, patch_size):
         "vit_tiny_patch16_224", img_size=image_size, patch_size=patch_size, embed_dim=12, depth=1, num_heads=1
     )
     features = encoder.forward_features(torch.zeros(1, 3, image_size, image_size))
-    assert features.shape[1] - encoder.num_prefix_tokens == tokens_per_image(image_size, patch_size)
+    assert features.shape[1] - encoder.num_prefix_tokens == patches_per_image(image_size, patch_size)
 
 
 @pytest.mark.parametrize(("image_size", "patch_size"), [(13, 14), (224, 0)])
 def test_an_image_without_a_patch_is_refused_with_both_sizes(image_size, patch_size):
     with pytest.raises(UserError, match=f"image size {image_size} with patch size {patch_size}"):
-        tokens_per_image(image_size, patch_size)
+        patches_per_image(image_size, patch_size)

@@ -186,7 +186,7 @@ def _stage(llm: LlamaForCausalLM, config: RunConfig, stage: StagePlan, device: t
     front = None
     if stage.front:
         vision = load_vision(config.model.vision.name, SELECT_LAYER, dtype, device)
-        projector = make_projector(config.model.projector.type, vision.width, language.hidden_size, config.run.seed)
+        projector = make_projector(config.model.projector, vision.width, language.hidden_size, config.run.seed)
         front = Front(vision, projector.to(device), functools.partial(image_transform, config.model.vision.name))
     module = Stage(language, front, dtype).eval()
     set_trainable(module.global_parameters(), config.model.trainable)

@@ -16,6 +16,7 @@ from bench_models import SELECT_LAYER, ModelSize
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from mmtrain.config.schema import ProjectorSection
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.model.projector import make_projector
 from mmtrain.model.vision import load_vision
@@ -28,7 +29,7 @@ class Front(nn.Module):
         super().__init__()
         self.embedding = llm.model.embed_tokens
         self.vision = load_vision(str(folder / "vision"), SELECT_LAYER, dtype)
-        self.projector = make_projector("mlp2x_gelu", shape.vision_width, shape.width, seed)
+        self.projector = make_projector(ProjectorSection(type="mlp2x_gelu"), shape.vision_width, shape.width, seed)
         self.image_token = shape.image_token
 
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -101,7 +101,7 @@ def plain_documents(
     samples: Iterable[dict[str, Any]], transform: ImageTransform, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[PlainDocument]:
     """LLaVA's stage 1 sample by sample: BOS, the image's positions, the caption, EOS; the caption is supervised."""
-    tokens_per_image = vision_shape(VISION, -2).tokens_per_image
+    tokens_per_image = vision_shape(VISION, -2).patches_per_image
     mean, std = (torch.tensor(values)[:, None, None] for values in (transform.mean, transform.std))
     bos = [tokenizer.bos_token_id] if tokenizer("a").input_ids[0] == tokenizer.bos_token_id else []
     for sample in samples:

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.utils import logging as transformers_logging
 
-from mmtrain.config.schema import RunConfig
+from mmtrain.config.schema import ProjectorSection, RunConfig
 from mmtrain.model.projector import make_projector
 
 Decode = Callable[[bytes], torch.Tensor]
@@ -186,7 +186,7 @@ def random_llava(
     torch.manual_seed(seed)
     with torch.device(device):
         model = LlavaForConditionalGeneration._from_config(config, dtype=dtype, attn_implementation="sdpa")
-    projector = make_projector("mlp2x_gelu", shape.vision_width, shape.width, seed)
+    projector = make_projector(ProjectorSection(type="mlp2x_gelu"), shape.vision_width, shape.width, seed)
     model.model.multi_modal_projector.float().load_state_dict(projector.state_dict())
     model.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(True)

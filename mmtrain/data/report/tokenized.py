@@ -21,6 +21,7 @@ from mmtrain.data.samples.sample import IMAGE_POSITION, Document, Fault, Sample
 from mmtrain.data.samples.templates import TEMPLATES, load_tokenizer
 from mmtrain.data.shards.index import Member, read_index
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
@@ -54,7 +55,12 @@ class TokenizedSample:
 
 
 def tokenize_samples(
-    tars: Sequence[Path], key: str, tokenizer_path: str, template: str, tokens_per_image: int | None
+    tars: Sequence[Path],
+    key: str,
+    tokenizer_path: str,
+    template: str,
+    tokens_per_image: int | None,
+    layout: str = "square",
 ) -> list[TokenizedSample]:
     """Every sample of this key in indexed shards, in their order; each is read as training reads it.
 
@@ -63,11 +69,12 @@ def tokenize_samples(
     """
     places = _find(tars, key)
     shards = tuple(dict.fromkeys(tar for tar, _ in places))
-    fingerprint = text_fingerprint(model_folder(tokenizer_path), template)
-    catalog = Catalog([DataSet(shards)], fingerprint, tokens_per_image or 0, MAX_IMAGE_PIXELS)
+    fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout)
+    images = ImageLayout(layout, tokens_per_image or 0)
+    catalog = Catalog([DataSet(shards)], fingerprint, images, MAX_IMAGE_PIXELS)
     tokenizer = load_tokenizer(tokenizer_path)
     # No embedding is asked how many rows it has: this shows tokens, and training refuses those without one.
-    write = TEMPLATES[template](tokenizer, tokens_per_image or 0, sys.maxsize)
+    write = TEMPLATES[template](tokenizer, images, sys.maxsize)
     reader = Reader(catalog, retry_seconds=0)
     found = []
     for tar, place in places:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from tokenizers import AddedToken
@@ -22,6 +22,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
 from mmtrain.pretrained.tokenizer_files import panics_told, refuse_growing_rules, text_fingerprint
 
@@ -29,12 +30,12 @@ from mmtrain.pretrained.tokenizer_files import panics_told, refuse_growing_rules
 class PlainTemplate:
     """LLaVA's stage 1: images, then the caption, nothing else.
 
-    [BOS] image positions, caption, EOS. BOS only if the tokenizer begins texts with it; the words of system and human
+    [BOS] images, caption, EOS. BOS only if the tokenizer begins texts with it; the words of system and human
     turns are dropped; caption and EOS are supervised. Source: `preprocess_plain` in LLaVA's train.py, which ends a
     caption with a line break where this ends it with EOS.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens_per_image: int, vocab_size: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int) -> None:
         """Raises UserError for a tokenizer without EOS: the LLM would be taught captions that never end."""
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -42,12 +43,13 @@ class PlainTemplate:
                 "has none; set eos_token in its tokenizer_config.json"
             )
         self.tokenizer = tokenizer
-        self.tokens_per_image = tokens_per_image
+        self.layout = layout
         self.vocab_size = vocab_size
         bos = tokenizer.bos_token_id
         with panics_told(tokenizer.name_or_path):
             self.prefix = [bos] if tokenizer("a").input_ids[:1] == [bos] and bos is not None else []
         self.special_texts = any_of(tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer))))
+        self.wrapped = _tokens_around(tokenizer, layout)
         is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
         self.backend = _own_copy(tokenizer).backend_tokenizer if is_fast else None
 
@@ -67,7 +69,9 @@ class PlainTemplate:
             else:
                 ids = self.tokenizer(caption, add_special_tokens=False).input_ids
         supervised = [*ids, self.tokenizer.eos_token_id]
-        context = self.prefix + [IMAGE_POSITION] * (self.tokens_per_image * len(sample.images))
+        before, after = self.wrapped
+        image = before + [IMAGE_POSITION] * self.layout.positions_per_tile + after
+        context = self.prefix + image * len(sample.images)
         return _document(sample, context + supervised, [IGNORE] * len(context) + supervised, self)
 
 
@@ -75,14 +79,14 @@ class ChatTemplate:
     """The chat template that comes with the LLM's tokenizer: all turns, every answer supervised.
 
     The conversation is written as text (chat.ChatText) and tokenized once, as at inference and by transformers'
-    LlavaProcessor; then each <image> token becomes `tokens_per_image` image positions. Tokens that overlap an answer's
+    processors; then each <image> token becomes the positions that the layout gives it. Tokens that overlap an answer's
     span, from the prompt's end to the end mark, are supervised; unsupervised ones lie before each answer. An image in
-    an answer is never predicted, the text behind it is.
+    an answer is never predicted, nor what the layout writes around it; the text behind it is.
 
     Price: 2 renderings per answer, one copy of the tokenizer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens_per_image: int, vocab_size: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int) -> None:
         """Raises UserError for a tokenizer without chat template or character offsets, and for an unfit template."""
         self.name = tokenizer.name_or_path
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -92,9 +96,10 @@ class ChatTemplate:
                 "set data.template=plain"
             )
         self.tokenizer = with_image_token(tokenizer)
-        self.tokens_per_image = tokens_per_image
+        self.layout = layout
         self.vocab_size = vocab_size
         self.image_id = self.tokenizer.convert_tokens_to_ids(IMAGE_MARK)
+        _tokens_around(tokenizer, layout)
         special = _special_ids(self.tokenizer) - {self.image_id}
         self.added_ids = special | set(self.tokenizer.added_tokens_decoder)
         # <unk> is no end mark: a last word that is unknown would pass for one. Nor is <s>: it begins the next text.
@@ -119,8 +124,8 @@ class ChatTemplate:
         labels: list[int] = []
         for token, learnt in zip(ids, supervised, strict=True):
             if token == self.image_id:
-                input_ids += [IMAGE_POSITION] * self.tokens_per_image
-                labels += [IGNORE] * self.tokens_per_image
+                input_ids += [IMAGE_POSITION] * self.layout.positions_per_tile
+                labels += [IGNORE] * self.layout.positions_per_tile
             else:
                 input_ids.append(token)
                 labels.append(token if learnt else IGNORE)
@@ -129,6 +134,7 @@ class ChatTemplate:
     def _tokens(self, turns: Turns, images: int) -> tuple[list[int], list[bool]]:
         """Token ids of the conversation's text, <image> as one token, and which of them belong to answers."""
         text, spans = self.chat.write(turns)
+        text, spans, around = _wrapped(text, spans, self.layout)
         with panics_told(self.name):
             encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         ids = encoding.ids
@@ -154,6 +160,9 @@ class ChatTemplate:
                     "stop",
                     f"writes {self.tokenizer.eos_token or 'a special token'} after answers",
                 )
+        if around:
+            wrapping = _overlapping(ids, encoding.offsets, around, self.added_ids)
+            in_answer = [now and not wraps for now, wraps in zip(in_answer, wrapping, strict=True)]
         return ids, in_answer
 
 
@@ -185,6 +194,37 @@ def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str
                 f"a turn from {speaker} holds {found[0]!r}, a special token of {tokenizer}: the LLM would read it as "
                 "the end of a turn or the like",
             )
+
+
+def _tokens_around(tokenizer: PreTrainedTokenizerBase, layout: ImageLayout) -> tuple[list[int], list[int]]:
+    """Tokens of the texts that the layout writes before and behind an image.
+
+    Raises UserError for a tokenizer that has no tokens of its own for them: their rows of the embedding, which is
+    frozen, would mean nothing.
+    """
+    around = layout.wrapper
+    marks = [re.findall(r"<[^<>]+>", text) for text in around]
+    if lacking := [mark for text in marks for mark in text if mark not in tokenizer.added_tokens_encoder]:
+        raise UserError(
+            f"model.vision.layout: {layout.name} writes {' and '.join(dict.fromkeys(lacking))} around each image, and "
+            f"the tokenizer of {tokenizer.name_or_path} has no such tokens, so that the LLM was never trained on them; "
+            "take an LLM that was, or set model.vision.layout=square"
+        )
+    before, after = (tokenizer.convert_tokens_to_ids(text) for text in marks)
+    return before, after
+
+
+def _wrapped(text: str, spans: list[Span], layout: ImageLayout) -> tuple[str, list[Span], list[Span]]:
+    """The text with the layout's own around each <image>, the same spans in it, and where that stands."""
+    before, after = layout.wrapper
+    if not before and not after:
+        return text, spans, []
+    marks = [found.start() for found in re.finditer(re.escape(IMAGE_MARK), text)]
+    grown = len(before) + len(after)
+    moved = [tuple(at + grown * bisect_left(marks, at) for at in span) for span in spans]
+    whole = len(IMAGE_MARK) + grown
+    around = [(mark + grown * number, mark + grown * number + whole) for number, mark in enumerate(marks)]
+    return text.replace(IMAGE_MARK, before + IMAGE_MARK + after), moved, around
 
 
 def with_image_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -225,19 +265,19 @@ def _overlapping(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Sp
 class TextCounter:
     """Counts as training tokenizes: it is the same template that makes the document."""
 
-    def __init__(self, tokenizer_path: str, template: str) -> None:
+    def __init__(self, tokenizer_path: str, template: str, layout: str = "square") -> None:
         """Raises UserError for a folder without tokenizer and for a template that the tokenizer does not fit."""
-        self.arguments = tokenizer_path, template
-        self.fingerprint = text_fingerprint(model_folder(tokenizer_path), template)
+        self.arguments = tokenizer_path, template, layout
+        self.fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout)
         # The tokens' number depends on neither: any number of tokens an image, any size of the embedding.
-        self.template = TEMPLATES[template](load_tokenizer(tokenizer_path), 1, sys.maxsize)
+        self.template = TEMPLATES[template](load_tokenizer(tokenizer_path), ImageLayout(layout, 1), sys.maxsize)
 
     def __call__(self, sample: Sample) -> int:
         """Tokens without those of images; raises Rejected for a conversation that the template cannot hold."""
         input_ids = self.template(sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 
-    def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str, str]]:
         return TextCounter, self.arguments  # a jinja2 template cannot be pickled
 
 

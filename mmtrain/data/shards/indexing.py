@@ -57,21 +57,22 @@ def ensure_indexes(
     tars: Sequence[Path],
     tokenizer_path: str,
     template: str,
+    layout: str = "square",
     *,
     workers: int | None = None,
     stream: TextIO | None = None,
     retry_seconds: float = RETRY_SECONDS,
 ) -> None:
-    """Make or complete the indexes that a run with this tokenizer and template needs; nothing where all are there.
+    """Make or complete the indexes that a run with this tokenizer, template and layout needs; nothing if all are there.
 
     `workers` is the number of processes, None one for each core that this process may use. A `stream` that is a
     terminal gets a progress bar. Raises UserError for indexes that are stale or damaged: they are never replaced
     unasked, for their checksums are the only record of what the tars should hold.
     """
-    missing = unready_shards(tars, text_fingerprint(model_folder(tokenizer_path), template), retry_seconds)
+    missing = unready_shards(tars, text_fingerprint(model_folder(tokenizer_path), template, layout), retry_seconds)
     if missing:
         _log.info(f"indexing {len(missing):,} of {len(tars):,} shards (once; the indexes are kept beside them)")
-        build_indexes(missing, tokenizer_path, template, workers or usable_cores(), stream=stream)
+        build_indexes(missing, tokenizer_path, template, layout, workers=workers or usable_cores(), stream=stream)
 
 
 def unready_shards(tars: Sequence[Path], fingerprint: str, retry_seconds: float = RETRY_SECONDS) -> list[Path]:
@@ -99,12 +100,13 @@ def build_indexes(
     tars: Sequence[Path],
     tokenizer_path: str,
     template: str,
-    workers: int,
+    layout: str = "square",
     *,
+    workers: int,
     rebuild: bool = False,
     stream: TextIO | None = None,
 ) -> None:
-    """Give each tar an index with text lengths under this tokenizer and template.
+    """Give each tar an index with text lengths under this tokenizer, template and layout.
 
     An index that is there is completed; with `rebuild` it is made anew from the tar, without the lengths of other
     tokenizers. Raises UserError, after all others are done, for shards that cannot be indexed. Time: a shard is read
@@ -114,7 +116,7 @@ def build_indexes(
 
     from mmtrain.data.samples.templates import TextCounter
 
-    index = functools.partial(_index_shard, TextCounter(tokenizer_path, template), rebuild)
+    index = functools.partial(_index_shard, TextCounter(tokenizer_path, template, layout), rebuild)
     failures: list[UserError] = []
     done = samples = 0
 

@@ -30,13 +30,13 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import DataSection, RunConfig
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import Fault, Sample, image_number, read_sample
-from mmtrain.data.shards.index import MEND, Member, read_columns
+from mmtrain.data.shards.index import MEND, IndexColumns, Member, read_columns
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
+from mmtrain.pretrained.layouts import ImageLayout, image_layout
 from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.shapes import vision_shape
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
 OPEN_FILES = 64  # shards kept open, those read last
@@ -93,7 +93,7 @@ class Catalog:
         self,
         sets: Sequence[DataSet],
         text_fingerprint: str,
-        tokens_per_image: int,
+        layout: ImageLayout,
         max_image_pixels: int,
         held_out_fraction: float | None = None,
         retry_seconds: float = RETRY_SECONDS,
@@ -103,7 +103,7 @@ class Catalog:
         Raises UserError for an index that is missing, damaged, stale, or without lengths for this fingerprint.
         """
         self.text_fingerprint = text_fingerprint
-        self.tokens_per_image = tokens_per_image
+        self.layout = layout
         self.max_image_pixels = max_image_pixels
         self.held_out_fraction = held_out_fraction
         self.retry_seconds = retry_seconds
@@ -117,7 +117,7 @@ class Catalog:
         self.sample_sets: list[SampleSet] = []
         self._stored: list[_Stored] = []
         self._suffixes: dict[str, int] = {}
-        digest = hashlib.sha256(f"{text_fingerprint} {tokens_per_image}".encode())
+        digest = hashlib.sha256(f"{text_fingerprint} {layout.positions_per_tile}".encode())
         lengths = []
         for one in sets:
             read = (self._read_shard(one.name, shard, digest) for shard in one.shards)
@@ -144,7 +144,7 @@ class Catalog:
                 f"mmtrain index {shard} --tokenizer PATH --template NAME"
             )
         images = np.diff(index.first_image).astype(np.int32)
-        exact = np.array(texts.tokens, np.int64) + images * np.int64(self.tokens_per_image)
+        exact = np.array(texts.tokens, np.int64) + self._positions(index)
         lengths = np.minimum(exact, np.iinfo(np.int32).max).astype(np.int32)  # what no pack holds stays what none does
         faults = {**texts.faults, **index.faults}
         for image in np.flatnonzero(index.image_sizes.prod(axis=1) > self.max_image_pixels):
@@ -169,6 +169,13 @@ class Catalog:
         self.firsts.append(first + len(lengths))
         digest.update(b"\n".join(names) + index.crc32.tobytes() + lengths.tobytes() + planned.tobytes())
         return lengths, planned, images
+
+    def _positions(self, index: IndexColumns) -> np.ndarray:
+        """(samples,) int64 positions that the images of each sample take."""
+        sizes, of_image = np.unique(index.image_sizes, axis=0, return_inverse=True)
+        of_size = np.array([self.layout.positions(*size) for size in sizes.tolist()], np.int64)
+        before = np.concatenate([[0], of_size[of_image.reshape(-1)].cumsum()])
+        return before[index.first_image[1:]] - before[index.first_image[:-1]]
 
     def __len__(self) -> int:
         return self.firsts[-1]
@@ -211,13 +218,12 @@ class Catalog:
 
 def load_catalog(config: RunConfig, sets: Sequence[DataSet], held_out_fraction: float | None = None) -> Catalog:
     """The catalog of data sets for a run's tokenizer, template and encoder; indexes that are missing are made."""
-    data, llm, vision = config.data, config.model.llm.path, config.model.vision
+    data, llm, layout = config.data, config.model.llm.path, image_layout(config.model)
     shards, seconds = [shard for one in sets for shard in one.shards], data.io_retry_seconds
     # The launcher has made them; a rank that has to, without one, shares its cores with others.
-    ensure_indexes(shards, llm, data.template, workers=1, retry_seconds=seconds)
-    fingerprint = text_fingerprint(model_folder(llm), data.template)
-    tokens_per_image = vision_shape(vision.name, vision.select_layer).tokens_per_image
-    return Catalog(sets, fingerprint, tokens_per_image, data.max_image_pixels, held_out_fraction, seconds)
+    ensure_indexes(shards, llm, data.template, layout.name, workers=1, retry_seconds=seconds)
+    fingerprint = text_fingerprint(model_folder(llm), data.template, layout.name)
+    return Catalog(sets, fingerprint, layout, data.max_image_pixels, held_out_fraction, seconds)
 
 
 def is_held_out(key: str, fraction: float) -> bool:

@@ -23,7 +23,8 @@ from mmtrain.data.samples.templates import TEMPLATES, load_tokenizer
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.order import Capacity
-from mmtrain.pretrained.shapes import llm_shape, vision_shape
+from mmtrain.pretrained.layouts import image_layout
+from mmtrain.pretrained.shapes import llm_shape
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,10 @@ class Processor:
         """Open tokenizer and template; raises UserError for what is missing or unfit."""
         vision = config.model.vision
         self.config = config
-        self.tokens_per_image = vision_shape(vision.name, vision.select_layer).tokens_per_image
+        self.layout = image_layout(config.model)
         self.tokenizer = load_tokenizer(config.model.llm.path)
         self.template = TEMPLATES[config.data.template](
-            self.tokenizer, self.tokens_per_image, llm_shape(config.model.llm.path).vocab_size
+            self.tokenizer, self.layout, llm_shape(config.model.llm.path).vocab_size
         )
         self.transform = image_transform(vision.name, config.data.image_fit, config.data.max_image_pixels)
         eos = self.tokenizer.eos_token_id
@@ -123,7 +124,7 @@ class Processor:
     @property
     def most_images(self) -> int:
         """Images that a pack can hold."""
-        most = self.capacity.tokens // self.tokens_per_image
+        most = self.capacity.tokens // self.layout.positions_per_tile
         return most if self.capacity.images is None else min(most, self.capacity.images)
 
 

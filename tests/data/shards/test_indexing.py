@@ -238,7 +238,7 @@ from mmtrain.data.shards.indexing import build_indexes
 tars = [Path(name) for name in sys.argv[1:]]
 print("ready", flush=True)
 while True:
-    build_indexes(tars, "demo:llm", "plain", 2, rebuild=True)
+    build_indexes(tars, "demo:llm", "plain", workers=2, rebuild=True)
 """
 
 

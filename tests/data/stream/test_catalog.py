@@ -14,6 +14,7 @@ from mmtrain.data.shards.index import Member, TextLengths, read_index, write_ind
 from mmtrain.data.shards.indexing import ensure_indexes, scan_shard
 from mmtrain.data.stream.catalog import Catalog, DataSet, data_sets, is_held_out
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
 CAPTION = conversation("Q", "A cat.")
@@ -30,7 +31,7 @@ def write_indexed(tar, files, text="any", tokens=5):
 
 
 def open_catalog(*tars, text="any", tokens_per_image=16, max_image_pixels=10**6, held_out=None):
-    return Catalog([DataSet(tars)], text, tokens_per_image, max_image_pixels, held_out)
+    return Catalog([DataSet(tars)], text, ImageLayout("square", tokens_per_image), max_image_pixels, held_out)
 
 
 def test_lengths_are_the_stock_tokenizers_and_the_encoders_in_shard_order(tiny):
@@ -91,7 +92,7 @@ def test_held_out_samples_are_those_of_any_shard_or_set_that_can_be_used(tmp_pat
     for catalog in (
         open_catalog(whole, held_out=0.3),
         open_catalog(*halves, held_out=0.3),
-        Catalog(sets, "any", 16, 10**6, 0.3),
+        Catalog(sets, "any", ImageLayout("square", 16), 10**6, 0.3),
     ):
         assert catalog.held_out == expected
         planned = np.concatenate([one.lengths for one in catalog.sample_sets])
@@ -110,7 +111,7 @@ def test_numbers_run_over_all_sets_and_shards_and_names_stand_before_keys(tmp_pa
     config = load_config(tiny / "config.yaml", ["data.shards=null", f"data.sets={listed}"])
     sets = data_sets(config.data)
     assert [(one.name, one.weight, len(one.shards)) for one in sets] == [("cats", 1.0, 2), ("dogs", 0.5, 2)]
-    catalog = Catalog(sets, "any", 16, 10**6)
+    catalog = Catalog(sets, "any", ImageLayout("square", 16), 10**6)
     found = [catalog.find(number) for number in range(len(catalog))]
     assert [place.key for place in found] == ["cats/x", "cats/y", "cats/z", "dogs/x", "dogs/w", "dogs/x"]
     assert [str(place.shard)[-7:] for place in found] == ["a/0.tar"] * 3 + ["b/0.tar"] + ["b/1.tar"] * 2

@@ -13,6 +13,7 @@ from mmtrain.data.samples.sample import Fault, Sample
 from mmtrain.data.shards.index import TextLengths, index_path, write_index
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.catalog import OPEN_FILES, Catalog, DataSet, Reader
+from mmtrain.pretrained.layouts import ImageLayout
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -23,7 +24,7 @@ def open_reader(*tars: Path, retry_seconds: float = 0) -> Reader:
         index = scan_shard(tar, lambda sample: None)
         index.texts["any"] = TextLengths([1] * len(index.keys))
         write_index(tar, index)
-    return Reader(Catalog([DataSet(tars)], "any", 1, 10**6), retry_seconds)
+    return Reader(Catalog([DataSet(tars)], "any", ImageLayout("square", 1), 10**6), retry_seconds)
 
 
 def captions(folder: Path, shards: int, samples: int = 3) -> list[Path]:

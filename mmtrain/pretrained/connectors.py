@@ -1,0 +1,187 @@
+"""What trains between encoder and LLM: each connector as the operations of the stock class that has it, without torch.
+
+features (N, T, W) of T = n x n patches --operations, in fp32--> image embeddings (N, T / factor^2, D)
+
+| type               | stock class of transformers | operations                                        |
+|--------------------|-----------------------------|---------------------------------------------------|
+| linear             | LLaVA's first, no class     | linear                                            |
+| mlp2x_gelu         | Llava                       | linear, GELU, linear                              |
+| shuffle_swiglu     | AyaVision                   | shuffle, LayerNorm, linear, SwiGLU, linear        |
+| shuffle_linear     | Idefics3, SmolVLM           | shuffle, linear without bias                      |
+| shuffle_mlp2x_gelu | InternVL                    | shuffle, LayerNorm, linear, GELU, linear          |
+| mlp2x_gelu_pool    | PerceptionLM                | linear, GELU, linear, mean of factor x factor     |
+
+From them follow the torch module, its parameters, what they cost and where an export puts them. Parameters have the
+names of the stock class. A connector is a function here and its name in `ProjectorSection.type`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import ProjectorSection
+from mmtrain.pretrained.shapes import ParameterShape
+
+DEFAULT_FACTOR = 2  # of the stock classes that shuffle
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffle:
+    """`factor` x `factor` patches become one position with all of their features (pixel unshuffle)."""
+
+    factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The mean of `factor` x `factor` positions."""
+
+    factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """torch.nn.LayerNorm over `width` features."""
+
+    name: str
+    width: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """torch.nn.Linear."""
+
+    name: str
+    inputs: int
+    outputs: int
+    has_bias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Gelu:
+    """The exact GELU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swiglu:
+    """Of 2 F features the first F, times SiLU of the others."""
+
+
+Operation = Shuffle | Pool | LayerNorm | Linear | Gelu | Swiglu
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a connector's operations depend on."""
+
+    vision_width: int  # features of a patch
+    llm_width: int  # the LLM's hidden size
+    factor: int = DEFAULT_FACTOR
+    width: int | None = None  # `model.projector.width`
+
+    @property
+    def shuffled(self) -> int:
+        """Features of a position behind the shuffle."""
+        return self.vision_width * self.factor**2
+
+
+def linear(sizes: Sizes) -> tuple[Operation, ...]:
+    """One affine map, LLaVA's first projector (arXiv:2304.08485, section 4.1)."""
+    return (Linear("linear_1", sizes.vision_width, sizes.llm_width),)
+
+
+def mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
+    """LLaVA-1.5's projector (arXiv:2310.03744): LlavaMultiModalProjector."""
+    first = Linear("linear_1", sizes.vision_width, sizes.llm_width)
+    return first, Gelu(), Linear("linear_2", sizes.llm_width, sizes.llm_width)
+
+
+def shuffle_swiglu(sizes: Sizes) -> tuple[Operation, ...]:
+    """AyaVisionMultiModalProjector; `alignment_intermediate_size` is the LLM's hidden size unless it is given."""
+    inner = sizes.width or sizes.llm_width
+    return (
+        Shuffle(sizes.factor),
+        LayerNorm("layernorm", sizes.shuffled, eps=1e-6),
+        Linear("linear_1", sizes.shuffled, inner),
+        Swiglu(),
+        Linear("linear_2", inner // 2, sizes.llm_width),
+    )
+
+
+def shuffle_linear(sizes: Sizes) -> tuple[Operation, ...]:
+    """Idefics3Connector, and SmolVLM's."""
+    return Shuffle(sizes.factor), Linear("proj", sizes.shuffled, sizes.llm_width, has_bias=False)
+
+
+def shuffle_mlp2x_gelu(sizes: Sizes) -> tuple[Operation, ...]:
+    """InternVLMultiModalProjector behind InternVL's shuffle."""
+    return (
+        Shuffle(sizes.factor),
+        LayerNorm("layer_norm", sizes.shuffled, eps=1e-5),
+        Linear("linear_1", sizes.shuffled, sizes.llm_width),
+        Gelu(),
+        Linear("linear_2", sizes.llm_width, sizes.llm_width),
+    )
+
+
+def mlp2x_gelu_pool(sizes: Sizes) -> tuple[Operation, ...]:
+    """PerceptionLMMultiModalProjector: the mean is taken of embeddings, behind both linear layers."""
+    return (*mlp2x_gelu(sizes), Pool(sizes.factor))
+
+
+CONNECTORS: dict[str, Callable[[Sizes], tuple[Operation, ...]]] = {
+    made.__name__: made
+    for made in (linear, mlp2x_gelu, shuffle_swiglu, shuffle_linear, shuffle_mlp2x_gelu, mlp2x_gelu_pool)
+}
+
+
+def connector(section: ProjectorSection, vision_width: int, llm_width: int) -> tuple[Operation, ...]:
+    """The operations of the connector that `section` (`model.projector`) names, in the order in which they run.
+
+    Raises UserError for a factor or an inner width that its type does not have.
+    """
+    sizes = Sizes(vision_width, llm_width, section.factor or DEFAULT_FACTOR, section.width)
+    operations = CONNECTORS[section.type](sizes)
+    if section.factor is not None and not any(isinstance(operation, Shuffle | Pool) for operation in operations):
+        raise UserError(
+            f"model.projector.factor: {section.factor}, but {section.type} gives one position for each patch; leave it "
+            f"out, or take a type that shuffles or pools: {_types_with(Shuffle, Pool)}"
+        )
+    if not any(isinstance(operation, Swiglu) for operation in operations):
+        if section.width is not None:
+            raise UserError(
+                f"model.projector.width: {section.width}, but {section.type} has no inner width of its own; leave it "
+                f"out, or take {_types_with(Swiglu)}"
+            )
+    elif (sizes.width or llm_width) % 2:
+        raise UserError(
+            f"model.projector.width: {sizes.width or llm_width} cannot be halved into values and their gates; set an "
+            "even number"
+        )
+    return operations
+
+
+def reduction(section: ProjectorSection) -> int:
+    """So many patches a side become one position of the LLM; 1: each patch is one. Raises what `connector` raises."""
+    operations = connector(section, 1, 2)
+    return next((operation.factor for operation in operations if isinstance(operation, Shuffle | Pool)), 1)
+
+
+def connector_parameters(operations: Sequence[Operation]) -> Iterator[ParameterShape]:
+    """The parameters of a connector, by global names (`projector.linear_1.weight`)."""
+    for operation in operations:
+        if isinstance(operation, LayerNorm):
+            yield ParameterShape(f"projector.{operation.name}.weight", (operation.width,))
+            yield ParameterShape(f"projector.{operation.name}.bias", (operation.width,))
+        elif isinstance(operation, Linear):
+            yield ParameterShape(f"projector.{operation.name}.weight", (operation.outputs, operation.inputs))
+            if operation.has_bias:
+                yield ParameterShape(f"projector.{operation.name}.bias", (operation.outputs,))
+
+
+def _types_with(*kinds: type[Operation]) -> str:
+    made = {name: make(Sizes(1, 2)) for name, make in CONNECTORS.items()}
+    return ", ".join(name for name, operations in made.items() if any(isinstance(one, kinds) for one in operations))
