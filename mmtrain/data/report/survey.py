@@ -23,6 +23,7 @@ from mmtrain.config.schema import DataSection
 from mmtrain.data.shards.index import UNKNOWN_SIZE, read_columns
 from mmtrain.data.stream.catalog import Catalog, DataSet
 from mmtrain.data.stream.order import UNUSABLE, Capacity, SampleSet, plan_epoch
+from mmtrain.pretrained.layouts import ImageLayout
 
 TAIL = 0.99  # what is above this quantile shares one bin, so that a few giants do not squeeze all others into one
 NEARBY = 8  # lengths are near if they differ by at most an eighth
@@ -85,7 +86,7 @@ def survey(tars: Sequence[Path], fingerprint: str | None = None) -> Survey:
         fingerprint = only[0]
     text_lengths = None
     if fingerprint is not None:
-        catalog = Catalog([DataSet(tuple(tars))], fingerprint, 0, MAX_IMAGE_PIXELS)
+        catalog = Catalog([DataSet(tuple(tars))], fingerprint, ImageLayout("square", 0), MAX_IMAGE_PIXELS)
         text_lengths, reasons = catalog.lengths, Counter(fault.reason for fault in catalog.faults.values())
     return Survey(
         shard_sizes=np.array(shard_sizes),
