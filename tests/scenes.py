@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -134,15 +135,22 @@ def stock_gradients(
     return total, {n: torch.zeros(()) if g is None else g.clone() for n, g in gradients.items()}
 
 
-def make_document(seed: int, images: int = 1, text: int = 12, labelled: bool = True) -> Document:
-    """Images first, then text of which the second half is the answer."""
+def make_document(
+    seed: int,
+    images: int = 1,
+    text: int = 12,
+    labelled: bool = True,
+    positions: int = TOKENS_PER_IMAGE,
+    image_size: int = IMAGE_SIZE,
+) -> Document:
+    """Images first, each in so many positions, then text of which the second half is the answer."""
     rng = random.Random(seed)
     words = [rng.randrange(1, IMAGE_TOKEN) for _ in range(text)]
-    ids = [IMAGE_POSITION] * (images * TOKENS_PER_IMAGE) + words
+    ids = [IMAGE_POSITION] * (images * positions) + words
     answer = len(ids) - text // 2
     labels = [ids[t + 1] if labelled and answer <= t + 1 < len(ids) else IGNORE for t in range(len(ids))]
     generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(images, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator) if images else None
+    pixels = torch.randn(images, 3, image_size, image_size, generator=generator) if images else None
     return Document(tuple(ids), tuple(labels), pixels)
 
 
@@ -249,6 +257,22 @@ def _execute(case: Case) -> dict[str, Any]:
         "parameters": {n: p.detach().numpy().copy() for n, p in engine.trainable.items()},
         "optimizer": type(engine.optimizer).__name__,
     }
+
+
+def merged(ranks: list[dict[str, Any]], key: str, step: int = 0) -> dict[str, np.ndarray]:
+    """Trainable tensors of all ranks by name; replicas must agree."""
+    out: dict[str, np.ndarray] = {}
+    for rank in ranks:
+        values = rank[key][step] if key == "gradients" else rank[key]
+        for name, value in values.items():
+            if name in out:
+                np.testing.assert_allclose(value, out[name], rtol=1e-6, atol=1e-9)
+            out[name] = value
+    return out
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
 
 
 def perturb(model: torch.nn.Module) -> torch.nn.Module:

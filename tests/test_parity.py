@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from scenes import Case, execute, make_config, make_document, stock_gradients, stock_llava
+from scenes import Case, execute, make_config, make_document, merged, relative, stock_gradients, stock_llava
 
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 
@@ -65,22 +64,6 @@ STEPS = {
     "image-free step": image_free_step(),
     "label-free micro-batch": label_free_microbatch(),
 }
-
-
-def merged(ranks: list[dict[str, Any]], key: str, step: int = 0) -> dict[str, np.ndarray]:
-    """Trainable tensors of all ranks by name; replicas must agree."""
-    out: dict[str, np.ndarray] = {}
-    for rank in ranks:
-        values = rank[key][step] if key == "gradients" else rank[key]
-        for name, value in values.items():
-            if name in out:
-                np.testing.assert_allclose(value, out[name], rtol=1e-6, atol=1e-9)
-            out[name] = value
-    return out
-
-
-def relative(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
 
 
 @pytest.fixture(scope="module")

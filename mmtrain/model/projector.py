@@ -37,7 +37,7 @@ class PixelShuffle(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         images, patches, width = features.shape
         side, factor = math.isqrt(patches), self.factor
-        cells = features.view(images, side // factor, factor, side // factor, factor * width).transpose(2, 3)
+        cells = features.reshape(images, side // factor, factor, side // factor, factor * width).transpose(2, 3)
         return cells.reshape(images, patches // factor**2, factor**2 * width)
 
 
@@ -51,7 +51,7 @@ class MeanPool(nn.Module):
     def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
         images, positions, width = embeddings.shape
         side, factor = math.isqrt(positions), self.factor
-        cells = embeddings.view(images, side // factor, factor, side // factor, factor, width)
+        cells = embeddings.reshape(images, side // factor, factor, side // factor, factor, width)
         return cells.mean(dim=(2, 4)).flatten(1, 2)
 
 

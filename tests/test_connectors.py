@@ -1,0 +1,326 @@
+"""Every connector in the stock class that has it: the same loss and gradients, whatever the LLM, encoder and layout."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import timm
+import torch
+from ranks import run_ranks
+from safetensors.torch import save_file
+from scenes import (
+    IMAGE_TOKEN,
+    Case,
+    Document,
+    execute,
+    make_config,
+    make_document,
+    merged,
+    perturb,
+    relative,
+)
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AyaVisionForConditionalGeneration,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    Dinov2Config,
+    Idefics3ForConditionalGeneration,
+    InternVLVisionConfig,
+    LlavaForConditionalGeneration,
+    PerceptionLMForConditionalGeneration,
+    SiglipVisionConfig,
+)
+
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
+from mmtrain.model.timm_folder import save_timm_folder
+from mmtrain.model.tiny import tiny_model
+
+GRID, PATCH = 12, 4  # patches a side, which 2, 3 and 4 divide; pixels of one
+LAYERS = 4
+
+# With the scales that released models have.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {},
+    "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
+}
+SIZE = GRID * PATCH
+SMALL = {
+    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": SIZE, "patch_size": PATCH,
+}  # fmt: skip
+ENCODERS = {
+    "siglip": SiglipVisionConfig(**SMALL, intermediate_size=48, vision_use_head=False),
+    "clip": CLIPVisionConfig(**SMALL, intermediate_size=48),
+    "dinov2": Dinov2Config(**SMALL, mlp_ratio=2),
+    "internvit": InternVLVisionConfig(**SMALL, intermediate_size=48),
+}
+TIMM = {
+    "img_size": SIZE, "patch_size": PATCH, "embed_dim": 32, "depth": 3, "num_heads": 2,
+    "global_pool": "token",
+}  # fmt: skip
+TIMM_ENCODERS = {
+    "timm": TIMM,
+    "timm with a register": {**TIMM, "class_token": False, "reg_tokens": 1, "global_pool": "avg", "fc_norm": False},
+}
+TIMM_ARCHITECTURE = "vit_tiny_patch16_224"
+
+
+class Run(NamedTuple):
+    """One run of ours, and what is compared with it."""
+
+    stock: str
+    encoder: str
+    factor: int | None
+    width: int | None
+    layer: int
+    family: str
+    layout: tuple[int, int]  # pipeline, data
+    recomputed: int  # decoder layers a rank
+    packed: bool
+    images: str
+
+
+class Stock(NamedTuple):
+    """A stock class, and what it computes of all that a configuration can ask for."""
+
+    model: type[nn.Module]
+    connector: str
+    settings: Callable[[Run], dict[str, Any]]  # in the class's own keys
+    encoders: Sequence[str]
+    factors: Sequence[int | None] = (2, 3, 4)
+    widths: Sequence[int | None] = (None,)
+    layers: Sequence[int] = (-1, -2)
+    final_norm: bool = False
+
+
+def llava(run: Run) -> dict[str, Any]:
+    strategy = "full" if run.encoder == "siglip" else "default"  # default drops the class token
+    selected = {"vision_feature_layer": run.layer, "vision_feature_select_strategy": strategy}
+    return {"image_token_index": IMAGE_TOKEN, **selected}
+
+
+def aya_vision(run: Run) -> dict[str, Any]:
+    inner = {} if run.width is None else {"alignment_intermediate_size": run.width}
+    return {**llava(run), "downsample_factor": run.factor, **inner}
+
+
+def idefics3(run: Run) -> dict[str, Any]:
+    return {"image_token_id": IMAGE_TOKEN, "scale_factor": run.factor}
+
+
+def internvl(run: Run) -> dict[str, Any]:
+    return {"image_token_id": IMAGE_TOKEN, "downsample_ratio": 1 / run.factor, "vision_feature_layer": run.layer}
+
+
+def perception_lm(run: Run) -> dict[str, Any]:
+    return {"image_token_id": IMAGE_TOKEN, "projector_pooling_ratio": run.factor}
+
+
+ANY = ("siglip", "clip")
+LAST_NORMED = {"layers": (-1,), "final_norm": True}
+STOCK = {
+    stock.model.__name__.removesuffix("ForConditionalGeneration"): stock
+    for stock in (
+        Stock(LlavaForConditionalGeneration, "mlp2x_gelu", llava, ANY, factors=(None,)),
+        Stock(AyaVisionForConditionalGeneration, "shuffle_swiglu", aya_vision, ANY, widths=(None, 48)),
+        Stock(
+            PerceptionLMForConditionalGeneration, "mlp2x_gelu_pool", perception_lm, tuple(TIMM_ENCODERS), **LAST_NORMED
+        ),
+    )
+}
+
+# These take pixels as (samples, images, 3, S, S), the others as (images, 3, S, S).
+SAMPLES_OF_IMAGES = (Idefics3ForConditionalGeneration, PerceptionLMForConditionalGeneration)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> Path:
+    """A tiny LLM of every family and a tiny encoder of every sort, each in a folder of its name."""
+    folder = tmp_path_factory.mktemp("parts")
+    for family, values in FAMILIES.items():
+        config = CONFIG_MAPPING[family](**{"num_hidden_layers": LAYERS, **values})
+        tiny_model(config, seed=0).save_pretrained(folder / family)
+    torch.manual_seed(0)
+    for name, config in ENCODERS.items():
+        perturb(AutoModel.from_config(config)).save_pretrained(folder / name)
+        square = {"height": SIZE, "width": SIZE}
+        CLIPImageProcessorPil(size=square, crop_size=square).save_pretrained(folder / name)
+    for name, arguments in TIMM_ENCODERS.items():
+        model = perturb(timm.create_model(TIMM_ARCHITECTURE, num_classes=0, **arguments))
+        save_timm_folder(model, folder / name, TIMM_ARCHITECTURE, arguments)
+    return folder
+
+
+def vision_config(parts: Path, run: Run) -> dict[str, Any]:
+    """As the stock class takes it."""
+    if run.encoder in TIMM_ENCODERS:
+        return {
+            "model_type": "timm_wrapper", "architecture": TIMM_ARCHITECTURE, "model_args": TIMM_ENCODERS[run.encoder],
+        }  # fmt: skip
+    config = ENCODERS[run.encoder].to_dict()
+    return config | {"model_type": "idefics3_vision"} if run.stock == "Idefics3" else config
+
+
+def stock_model(parts: Path, run: Run) -> nn.Module:
+    """The stock class with the weights in `parts` and a random connector, which alone trains."""
+    llm = AutoModelForCausalLM.from_pretrained(parts / run.family, dtype=torch.float32)
+    stock = STOCK[run.stock]
+    config = stock.model.config_class(
+        text_config=llm.config.to_dict(), vision_config=vision_config(parts, run), **stock.settings(run)
+    )
+    config.tie_word_embeddings = False
+    torch.manual_seed(0)
+    model = stock.model(config)
+    tower, connector, language = parts_of(model)
+    if run.encoder in TIMM_ENCODERS:
+        tower.timm_model.load_state_dict(
+            timm.create_model(f"local-dir:{parts / run.encoder}", pretrained=True).state_dict()
+        )
+    else:
+        tower.load_state_dict(AutoModel.from_pretrained(parts / run.encoder, dtype=torch.float32).state_dict())
+    language.load_state_dict(llm.model.state_dict())
+    model.lm_head.load_state_dict(llm.lm_head.state_dict())
+    model.requires_grad_(False)
+    perturb(connector).requires_grad_(True)
+    return model.eval()
+
+
+def parts_of(model: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """Encoder, connector and LLM of a stock class."""
+    inner = model.model
+    if hasattr(inner, "connector"):
+        return inner.vision_model, inner.connector, inner.text_model
+    return inner.vision_tower, inner.multi_modal_projector, inner.language_model
+
+
+def our_name(name: str) -> str:
+    """Of a connector's parameter; Idefics3's lies one module deeper."""
+    return f"projector.{name.removeprefix('modality_projection.')}"
+
+
+def stock_loss_sum(model: nn.Module, document: Document) -> torch.Tensor:
+    """Sum of token losses of one document on its own, through the stock model's forward."""
+    ids = torch.tensor([[IMAGE_TOKEN if i == IMAGE_POSITION else i for i in document.ids]])
+    images = document.images
+    if images is not None and isinstance(
+        model, (Idefics3ForConditionalGeneration, PerceptionLMForConditionalGeneration)
+    ):
+        images = images[None]  # of one sample
+    logits = model(input_ids=ids, pixel_values=images, use_cache=False).logits[0]
+    # The stock classes' head is a matrix alone: what the LLM's own class does behind it is done here.
+    logits = logits / getattr(model.config.text_config, "logits_scaling", 1.0)
+    return cross_entropy(logits, torch.tensor(document.labels), ignore_index=IGNORE, reduction="sum")
+
+
+IMAGES = {"none": (0,), "one": (1,), "several": (2, 0, 3)}  # in a document, in turn
+LAYOUTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
+
+
+def all_runs() -> list[Run]:
+    """All that a stock class can be compared with."""
+    ours = (FAMILIES, LAYOUTS, (0, 1, LAYERS), (False, True), IMAGES)
+    theirs = (
+        (name, *row)
+        for name, one in STOCK.items()
+        for row in product(one.encoders, one.factors, one.widths, one.layers)
+    )
+    return [Run(*row, *choices) for row in theirs for choices in product(*ours)]
+
+
+def pairs(run: Run) -> set[tuple[tuple[int, Any], tuple[int, Any]]]:
+    """Every two of the run's choices, each as (field, value)."""
+    return set(combinations(enumerate(run), 2))
+
+
+@functools.cache
+def covering() -> tuple[Run, ...]:
+    """Runs that have every two choices which any run has; among those at two ranks is one of each stock class."""
+    runs, draw = all_runs(), random.Random(0)
+    wanted = set().union(*map(pairs, runs))
+    chosen: list[Run] = []
+
+    def choose(candidates: list[Run]) -> None:
+        best = max(draw.sample(candidates, min(200, len(candidates))), key=lambda run: len(pairs(run) & wanted))
+        chosen.append(best)
+        wanted.difference_update(pairs(best))
+
+    for name in STOCK:
+        at_two = (name, (2, 1), True, "several")
+        choose([run for run in runs if (run.stock, run.layout, run.packed, run.images) == at_two])
+    while wanted:
+        (i, first), (j, second) = min(wanted, key=repr)
+        choose([run for run in runs if run[i] == first and run[j] == second])
+    return tuple(chosen)
+
+
+def documents_for(run: Run) -> list[Document]:
+    """Twelve of a step, or four: one for each micro-batch."""
+    counts, positions = IMAGES[run.images], GRID**2 // (run.factor or 1) ** 2
+    return [
+        make_document(seed, counts[seed % len(counts)], 6 + seed, positions=positions, image_size=SIZE)
+        for seed in range(12 if run.packed else 4)
+    ]
+
+
+def case(parts: Path, folder: Path, run: Run) -> tuple[Case, float, dict[str, torch.Tensor]]:
+    """The run of ours, and the stock class's loss and gradients of the same step from the same weights."""
+    model, documents = stock_model(parts, run), documents_for(run)
+    connector = parts_of(model)[1]
+    start = folder / "projector.safetensors"
+    folder.mkdir()
+    save_file({our_name(name): value for name, value in connector.state_dict().items()}, start)
+    tokens = sum(label != IGNORE for document in documents for label in document.labels)
+    loss = sum(stock_loss_sum(model, document) for document in documents) / tokens
+    if loss.requires_grad:
+        loss.backward()
+    gradients = {
+        our_name(name): torch.zeros_like(value) if value.grad is None else value.grad
+        for name, value in connector.named_parameters()
+    }
+    stock = STOCK[run.stock]
+    rows = [documents[i::4] for i in range(4)]
+    pipeline, data = run.layout
+    config = make_config(
+        folder,
+        model__llm={"path": str(parts / run.family), "dtype": "float32"},
+        model__vision={
+            "name": str(parts / run.encoder), "select_layer": run.layer, "final_norm": stock.final_norm,
+        },
+        model__projector={"type": stock.connector, "factor": run.factor, "width": run.width, "init_from": str(start)},
+        parallel={"pipeline": pipeline, "data": data, "recompute_layers": run.recomputed},
+        data__pack_length=256 + max(sum(len(document.ids) for document in row) for row in rows),
+    )  # fmt: skip
+    return Case(config, (tuple([row] for row in rows),)), float(loss.detach()), gradients
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(one, marks=() if one == (2, 1) else pytest.mark.nightly) for one in LAYOUTS], ids=str
+)
+def test_loss_and_gradients_are_those_of_the_stock_class(parts, tmp_path, layout):
+    runs = [run for run in covering() if run.layout == layout]
+    cases = [case(parts, tmp_path / str(number), run) for number, run in enumerate(runs)]
+    by_rank = run_ranks(layout[0] * layout[1], execute, [ours for ours, _, _ in cases])
+    worst = 0.0
+    for number, (run, (_, loss, gradients)) in enumerate(zip(runs, cases, strict=True)):
+        ranks = [rank[number] for rank in by_rank]
+        assert ranks[0]["results"][0].loss == pytest.approx(loss, rel=1e-5), run
+        found = merged(ranks, "gradients")
+        assert found.keys() == gradients.keys(), run
+        for name, gradient in gradients.items():
+            error = relative(found[name], gradient.double().numpy())
+            worst = max(worst, error)
+            assert error <= 1e-5, (run, name, error)
+        assert all(rank["audit"]["failures"] == [] for rank in ranks), run
+    print(f"{layout}: {len(runs)} runs, worst relative gradient error {worst:.1e}")
