@@ -79,14 +79,14 @@ def test_a_projector_is_the_one_of_the_stock_class(section):
     for name, parameter in ours.named_parameters():  # norms begin as 1 and 0, which would hide a wrong place
         parameter.data += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10
     stock.load_state_dict({prefix + name: tensor for name, tensor in ours.state_dict().items()})
-    ours_in = torch.randn(2, 144, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    stock_in = ours_in.detach().clone().requires_grad_()
-    found, expected = ours(ours_in), stock_forward(section, stock, stock_in)
+    features = torch.randn(2, 145, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    stock_in = features[:, 1:].detach().clone().requires_grad_()
+    found, expected = ours(features[:, 1:]), stock_forward(section, stock, stock_in)  # as behind a class token
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
     (found * weights).sum().backward()
     (expected * weights).sum().backward()
-    torch.testing.assert_close(ours_in.grad, stock_in.grad, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(features.grad[:, 1:], stock_in.grad, atol=1e-5, rtol=1e-5)
     gradients = {prefix + name: parameter.grad for name, parameter in ours.named_parameters()}
     for name, parameter in stock.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-5)
