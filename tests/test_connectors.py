@@ -135,9 +135,6 @@ STOCK = {
     for stock in (
         Stock(LlavaForConditionalGeneration, "mlp2x_gelu", llava, ANY, factors=(None,)),
         Stock(AyaVisionForConditionalGeneration, "shuffle_swiglu", aya_vision, ANY, widths=(None, 48)),
-        Stock(
-            PerceptionLMForConditionalGeneration, "mlp2x_gelu_pool", perception_lm, tuple(TIMM_ENCODERS), **LAST_NORMED
-        ),
     )
 }
 
