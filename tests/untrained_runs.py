@@ -37,7 +37,7 @@ def make_checkpoint(
 
     `more` goes into its state.
     """
-    vision = vision_shape(config.model.vision.name, config.model.vision.select_layer)
+    vision = vision_shape(config.model.vision.name, config.model.vision.select_layer, config.model.vision.final_norm)
     projector = make_projector(
         config.model.projector, vision.width, llm_shape(config.model.llm.path).hidden_size, config.run.seed
     )

@@ -9,16 +9,18 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mmtrain.base.arguments import command_parser
-from mmtrain.base.errors import UserError
 from mmtrain.base.printing import tell
+from mmtrain.pretrained.encoders import family_of
 from mmtrain.pretrained.families import check_family
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
 from mmtrain.pretrained.shapes import llm_shape_from, vision_shape_from
+from mmtrain.pretrained.timm_models import timm_record
 from mmtrain.pretrained.vision_files import hf_facts, is_timm_name
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ EXAMPLES = """\
     mmtrain record ~/models/qwen2.5-72b --id Qwen/Qwen2.5-72B-Instruct --alias Qwen/Qwen2.5-72B
   an LLM whose config.json is in the local Hugging Face cache (hf download ID config.json):
     mmtrain record Qwen/Qwen2.5-72B-Instruct
-  a vision encoder by its timm name, or from the folder of a CLIP or SigLIP model:
+  a vision encoder by its timm name, or from the folder of a model of transformers:
     mmtrain record --vision vit_large_patch14_clip_quickgelu_336.openai
     mmtrain record --vision ~/models/clip-vit-large-patch14-336 --id openai/clip-vit-large-patch14-336
 """
@@ -70,46 +72,24 @@ def record_llm(options: argparse.Namespace) -> Recorded:
     return _recorded("llm", options, config, model)
 
 
-def record_timm(options: argparse.Namespace) -> Recorded:
-    """Record a timm vision transformer by its timm name; its architecture (the name without tag) is an alias."""
-    import timm
-    import torch
-
-    name = options.vision
-    if not timm.is_model(name):
-        raise UserError(f"{name}: timm knows no such model; list them: timm.list_models(pretrained=True)")
-    with torch.device("meta"):
-        model = timm.create_model(name, pretrained=False)
-    if not hasattr(model, "blocks"):
-        raise UserError(f"{name}: a {type(model).__name__}, which has no blocks; only vision transformers can be used")
-    config = {
-        "architecture": name.split(".")[0],
-        "num_heads": model.blocks[0].attn.num_heads,
-        "pretrained_cfg": {"input_size": list(model.pretrained_cfg["input_size"])},
-    }
-    options.alias = [alias for alias in dict.fromkeys((config["architecture"], *options.alias)) if alias != name]
-    return _recorded("vision", options, config, model)
-
-
 def record_hf_vision(options: argparse.Namespace) -> Recorded:
-    """Record a Hugging Face CLIP or SigLIP vision model from the config.json in its folder."""
+    """Record a vision model of transformers from the config.json in its folder."""
     import torch
 
-    from mmtrain.model.vision import HF_MODELS
+    from mmtrain.model.vision import model_class
 
     folder = model_folder(options.vision)
     config_json = read_json(folder / "config.json")
-    family = config_json.get("model_type")
-    if family not in tuple(HF_MODELS):  # by ==: it may be a list
-        raise UserError(f"{folder}: model_type {family} is not one of {', '.join(HF_MODELS)}")
+    family = family_of(config_json.get("model_type"), str(folder))
     hf_facts(config_json, str(folder))
-    config_class, model_class, _ = HF_MODELS[family]
-    stock_config = config_class.from_pretrained(folder)
+    stock = model_class(family)
+    stock_config = stock.config_class.from_pretrained(folder)
     stock_config._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
     with torch.device("meta"):
-        model = model_class(stock_config)
+        model = stock(stock_config)
     config = {key: getattr(stock_config, key) for key in ("model_type", "num_attention_heads", "image_size")}
-    return _recorded("vision", options, config, model)
+    recorded = _recorded("vision", options, config, model)
+    return replace(recorded, parameters=family.own(recorded.parameters))
 
 
 def _recorded(kind: Literal["llm", "vision"], options: argparse.Namespace, config: dict, model: nn.Module) -> Recorded:
@@ -125,7 +105,12 @@ def run(options: argparse.Namespace) -> None:
         shape = llm_shape_from(recorded.config, recorded.parameters, recorded.id)
         summary = f"{len(shape.decoder)} decoder layers, hidden size {shape.hidden_size}"
     else:
-        recorded = record_timm(options) if is_timm_name(options.vision) else record_hf_vision(options)
+        if is_timm_name(options.vision):
+            found = timm_record(options.vision)
+            aliases = tuple(dict.fromkeys((*found.aliases, *options.alias)))
+            recorded = replace(found, id=options.id or found.id, aliases=aliases)
+        else:
+            recorded = record_hf_vision(options)
         shape = vision_shape_from(recorded.config, recorded.parameters, -1, recorded.id)
         summary = f"{shape.blocks_run} blocks, width {shape.width}, {shape.patches_per_image} patches per image"
     file = options.out / (recorded.id.lower().replace("/", "--") + ".json")

@@ -1,14 +1,18 @@
-"""A run's vision encoder as the vision tower of a Hugging Face LLaVA folder, by exact conversion of its weights.
+"""A run's vision encoder as the vision tower of a Hugging Face folder, by exact conversion of its weights.
 
-encoder (timm ViT, or transformers' CLIP or SigLIP) --> configuration and tensors of a stock vision model
+encoder (timm ViT, or a vision model of transformers) --> configuration and tensors of a stock vision model
       --LLaVA: hidden_states[feature_layer], without the first token where it is a class token--> the run's features
 
-A transformers encoder goes through as it is stored. A timm ViT gets other names; features differ by the rounding of
-float sums:
-                                        stock model
-    class token, norm before blocks     CLIPVisionModel
-    no class token                      SiglipVisionModel, without its pooling head
-    class token                         Dinov2Model, its layer scales 1 where the encoder has none
+A transformers encoder goes through as it is stored, if no more than a class token stands before its patches: classes
+drop that one, and would take registers for patches. A timm ViT gets other names; features differ by rounding alone:
+                                                    `vision_config`
+    timm: class token, norm before blocks           clip_vision_model
+    timm: no class token                            siglip_vision_model, without its pooling head
+    timm: class token                               dinov2, its layer scales 1 where the encoder has none
+    clip, clip_vision_model                         clip_vision_model
+    siglip (SigLIP 2 of fixed size), ..._model      siglip_vision_model
+    dinov2; vit; dinov3_vit without registers       the same
+    internvl, internvl_vision                       internvl_vision
 
 Every other one is refused: shapes alone would not tell a tower that computes something else from a good one. All blocks
 are kept, so the layer is counted as in the run. Names on disk are those that transformers 4 and 5 both read: version 5
@@ -26,20 +30,26 @@ import timm.layers
 import torch
 from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import nn
-from transformers import SiglipVisionConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.tensors import TensorSource, in_memory, stored
-from mmtrain.model.vision import HF_MODELS, timm_model
+from mmtrain.model.vision import model_class, timm_model
 from mmtrain.model.weights import tensor_files
 from mmtrain.pretrained.doors import WHAT_WORKS
+from mmtrain.pretrained.encoders import FAMILIES, family_of
 from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.vision_files import square
 
 OUTER = "vision_model."  # what comes before a CLIP or SigLIP tensor's name, depending on who saved it
 KEPT_SETTINGS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels"),
     *("image_size", "patch_size", "hidden_act", "layer_norm_eps", "projection_dim", "vision_use_head"),
+    *("mlp_ratio", "qkv_bias", "use_swiglu_ffn", "use_mask_token", "pooler_output_size", "pooler_act"),  # DINOv2, ViT
+    *("rope_theta", "query_bias", "key_bias", "value_bias", "proj_bias", "mlp_bias", "use_gated_mlp"),  # DINOv3
+    *("num_register_tokens", "attention_bias", "use_qk_norm", "norm_type"),  # the last three InternViT's, as are:
+    *("use_absolute_position_embeddings", "use_mean_pooling"),
 )  # of a transformers configuration; the others are about training or about files
 
 # What features may come from: each computes what its stock counterpart does, or in eval mode nothing.
@@ -144,15 +154,15 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
     if model is None:
         settings, tensors, notes = _from_transformers(model_folder(name), own)
     else:
-        settings, tensors, notes = _from_timm(model, name, own)
-    prefix_tokens = 0 if settings["model_type"] == "siglip_vision_model" else 1
+        settings, tensors, notes = _from_timm(model, name, own, config.model.vision.final_norm)
+    prefix_tokens = 0 if FAMILIES[settings["model_type"]].class_token is None else 1
     return ExportedEncoder(
         config=settings,
         tensors=tensors,
         feature_layer=select_layer,
         select_strategy="default" if prefix_tokens else "full",
-        image_size=settings["image_size"],
-        patch_size=settings["patch_size"],
+        image_size=square(settings["image_size"], "images", name),
+        patch_size=square(settings["patch_size"], "patches", name),
         prefix_tokens=prefix_tokens,
         notes=notes,
     )
@@ -161,42 +171,58 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
 def _from_transformers(
     folder: Path, trained: Mapping[str, torch.Tensor]
 ) -> tuple[dict, dict[str, TensorSource], tuple[str, ...]]:
-    config_class, model_class, _ = HF_MODELS[read_json(folder / "config.json")["model_type"]]
-    config = config_class.from_pretrained(folder)
+    family = family_of(read_json(folder / "config.json").get("model_type"), str(folder))
+    stock = model_class(family)
+    config = stock.config_class.from_pretrained(folder)
     config._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
-    files = {name.removeprefix(OUTER): (name, file) for name, file in tensor_files(folder).items()}
+    files = family.own({name: (name, file) for name, file in tensor_files(folder).items()})
+    shapes = {name: stored(*place).shape for name, place in files.items()}
+    if (prefix_tokens := family.prefix_tokens(shapes)) > 1:
+        registers = prefix_tokens - 1
+        raise _refusal(str(folder), f"has {registers} register tokens, which a stock class would take for patches")
+    outer = OUTER if OUTER in family.outer else ""
     notes = []
     # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is not said.
-    with_head = getattr(config, "vision_use_head", config_class is SiglipVisionConfig)
-    if with_head and not any(name.startswith("head.") for name in files):
+    with_head = "head." in family.beside and getattr(config, "vision_use_head", True)
+    if with_head and not any(name.startswith("head.") for name in shapes):
         config.vision_use_head = False
         notes.append("vision_use_head is false: the encoder's files hold no pooling head, and LLaVA does not use one")
     with torch.device("meta"):
-        expected = {name.removeprefix(OUTER): t.shape for name, t in model_class(config).state_dict().items()}
+        model = stock(config)
+    state = revert_weight_conversion(model, model.state_dict())  # as files have it: DINOv2's gates lie in one tensor
+    expected = {family.published(name): tuple(tensor.shape) for name, tensor in state.items()}
     tensors = {}
     for name, shape in expected.items():
-        if name not in files:
+        if name not in shapes and name.startswith(family.beside):
+            tensors[outer + name] = in_memory(torch.zeros(shape))
+            notes.append(f"{name} is 0: the encoder's files hold none, and no feature comes from it")
+            continue
+        if name not in shapes:
             raise UserError(f"model.vision.name: {folder} lacks the encoder's tensor {name}; download the folder again")
-        tensors[OUTER + name] = stored(*files[name])
-        if tensors[OUTER + name].shape != tuple(shape):
+        if shapes[name] != shape:
             raise UserError(
-                f"model.vision.name: {folder} holds {name} with shape {tensors[OUTER + name].shape}, but its "
-                f"config.json asks for {tuple(shape)}; download the folder again"
+                f"model.vision.name: {folder} holds {name} with shape {shapes[name]}, but its "
+                f"config.json asks for {shape}; download the folder again"
             )
+        tensors[outer + name] = stored(*files[name])
     for name, tensor in {name.removeprefix(OUTER): tensor for name, tensor in trained.items()}.items():
         if name not in expected or expected[name] != tensor.shape:
             raise UserError(f"vision.{name}: trained with shape {tuple(tensor.shape)}, {folder} has no such tensor")
-        tensors[OUTER + name] = in_memory(tensor)
+        tensors[outer + name] = in_memory(tensor)
     settings = {key: getattr(config, key) for key in KEPT_SETTINGS if hasattr(config, key)}
-    return {"model_type": config_class.model_type} | settings, tensors, tuple(notes)
+    return {"model_type": config.model_type} | settings, tensors, tuple(notes)
 
 
 def _from_timm(
-    model: nn.Module, name: str, trained: Mapping[str, torch.Tensor]
+    model: nn.Module, name: str, trained: Mapping[str, torch.Tensor], final_norm: bool
 ) -> tuple[dict, dict[str, TensorSource], tuple[str, ...]]:
     """A whole timm encoder's stock configuration, tensors (views of the model's) and notes on what was filled in."""
     _refuse_unknown_modules(model, name)
     stock = _stock_model(model, name)
+    if final_norm and stock is CLIP:
+        raise _refusal(name, "would be a CLIP of transformers, whose last norm is for its class token alone")
+    if final_norm and (not isinstance(model.norm, nn.LayerNorm) or model.norm.eps != model.blocks[0].norm1.eps):
+        raise _refusal(name, "has no last norm like its others, as every stock model has (model.vision.final_norm)")
     state = model.state_dict()
     for own_name, tensor in trained.items():
         if own_name not in state or state[own_name].shape != tensor.shape:
@@ -224,7 +250,7 @@ def _from_timm(
             raise _refusal(name, f"has {own_name}")
         else:
             tensors[f"{stems[stem]}.{'lambda1' if kind == 'gamma' else kind}"] = tensor
-    notes = _fill_in(tensors, state, stock, model)
+    notes = _fill_in(tensors, state | trained, stock, model)
     sources = {stock_name: in_memory(tensor) for stock_name, tensor in tensors.items()}
     return _config(model, name, stock), sources, tuple(notes)
 

@@ -143,7 +143,9 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
         )
     if files.shapes:
         names = local_names(files.shapes, files.source)
-        vision = vision_shape(config.model.vision.name, config.model.vision.select_layer)
+        vision = vision_shape(
+            config.model.vision.name, config.model.vision.select_layer, config.model.vision.final_norm
+        )
         shapes = {local: files.shapes[name] for local, name in names.items()}
         llm = llm_shape(config.model.llm.path)
         refuse_unfit(shapes, config.model.projector, vision.width, llm.hidden_size, files.source)

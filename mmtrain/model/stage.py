@@ -191,8 +191,9 @@ def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | s
         language.narrow_last_layer()
     front = None
     if stage.front:
-        vision_dtype = DTYPES[config.model.vision.dtype or config.model.llm.dtype]
-        vision = load_vision(config.model.vision.name, config.model.vision.select_layer, vision_dtype, device)
+        chosen = config.model.vision
+        vision_dtype = DTYPES[chosen.dtype or config.model.llm.dtype]
+        vision = load_vision(chosen.name, chosen.select_layer, vision_dtype, device, final_norm=chosen.final_norm)
         section, widths = config.model.projector, (vision.width, language.hidden_size)
         projector = make_projector(section, *widths, config.run.seed)
         if section.init_from is not None:

@@ -2,24 +2,25 @@
 
 images (N, 3, S, S) float32, normalised --patches, blocks up to the selected one, prefix tokens dropped--> (N, T, W)
 
-The encoder's own code runs: a timm ViT or transformers' CLIP or SigLIP vision model. Blocks after the selected one,
-final norms and pooling heads are neither run nor kept. `select_layer` counts as in LLaVA: -1 is the last block's
-output, -2 the one before, always without the final norm.
+The encoder's own code runs: a timm ViT, or a vision model of transformers (`pretrained/encoders.py`). What comes after
+the selected block is neither run nor kept, but for the last norm where it is asked for. `select_layer` counts as in
+LLaVA: -1 is the last block's output, -2 the one before.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import timm
 import torch
+import transformers
 from torch import nn
-from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.stream.images import refuse_wrong_activation, timm_config
+from mmtrain.pretrained.encoders import EncoderFamily, check_plain_vit, family_of
 from mmtrain.pretrained.model_files import (
     cached_snapshot,
     foreign_files,
@@ -28,17 +29,11 @@ from mmtrain.pretrained.model_files import (
     read_json,
     tensor_shapes,
 )
+from mmtrain.pretrained.timm_models import refuse_wrong_activation, timm_config
 from mmtrain.pretrained.vision_files import check_vision_numbers, is_timm_name, patches_per_image, square
 
 # What timm reads too, its preference first.
 WEIGHT_FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
-
-HF_MODELS = {
-    "clip": (CLIPVisionConfig, CLIPVisionModel, 1),
-    "clip_vision_model": (CLIPVisionConfig, CLIPVisionModel, 1),
-    "siglip": (SiglipVisionConfig, SiglipVisionModel, 0),
-    "siglip_vision_model": (SiglipVisionConfig, SiglipVisionModel, 0),
-}  # model_type -> config, model, prefix tokens (CLIP's class token, which LLaVA drops too)
 
 
 class VisionTower(nn.Module):
@@ -51,11 +46,16 @@ class VisionTower(nn.Module):
         width: int,
         image_size: int,
         patch_size: int,
+        published: Callable[[str], str] = str,
     ) -> None:
-        """`features` runs the encoder's own forward up to the selected block and drops prefix tokens."""
+        """`features` runs the encoder's own forward up to the selected block and drops prefix tokens.
+
+        `published` gives the name in published files of a parameter of `model`.
+        """
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         self.features = features
+        self.published = published
         self.width = width
         self.image_size = image_size
         self.patches_per_image = patches_per_image(image_size, patch_size)
@@ -63,7 +63,7 @@ class VisionTower(nn.Module):
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter that is kept, as ("vision.<stock name>", parameter)."""
         for name, parameter in self.model.named_parameters():
-            yield f"vision.{name}", parameter
+            yield f"vision.{self.published(name)}", parameter
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Encode normalised images (N, 3, S, S) into patch features (N, T, W)."""
@@ -73,22 +73,29 @@ class VisionTower(nn.Module):
         return self.features(self.model, images.to(next(self.model.parameters()).dtype))
 
 
-def load_vision(name: str, select_layer: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> VisionTower:
+def load_vision(
+    name: str,
+    select_layer: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    final_norm: bool = False,
+) -> VisionTower:
     """Load an encoder up to the selected layer: frozen, in eval mode, its weights stored in `dtype`.
 
-    name: a timm model name (weights from the local Hugging Face cache), a folder in timm's local format or of a
-    transformers CLIP or SigLIP model, or the hub id of such a folder in the local cache. Nothing is downloaded.
+    name: a timm model name (weights from the local Hugging Face cache), a folder in timm's local format or of a vision
+    model of transformers, or the hub id of such a folder in the local cache. Nothing is downloaded. With `final_norm`,
+    for the last layer alone, features are those of timm's `forward_features`, or transformers' `last_hidden_state`.
     Raises UserError for a name, folder or layer that does not exist, weights that are not here, and other encoders.
     """
     model = timm_model(name)
     if model is not None:
-        return _cut_timm(model, name, select_layer, dtype).to(device)
-    folder = model_folder(name)
-    return _load_hf(folder, read_json(folder / "config.json")["model_type"], select_layer, dtype).to(device)
+        return _cut_timm(model, name, select_layer, dtype, final_norm).to(device)
+    return _load_hf(model_folder(name), select_layer, dtype, final_norm).to(device)
 
 
 def timm_model(name: str) -> nn.Module | None:
-    """A timm encoder with all its blocks, norms and heads, as published; None for a transformers CLIP or SigLIP.
+    """A timm encoder with all its blocks, norms and heads, as published; None for one of transformers.
 
     Takes and refuses the names that `load_vision` does.
     """
@@ -100,12 +107,8 @@ def timm_model(name: str) -> nn.Module | None:
         refuse_wrong_activation(config)
         _check_size(folder, config)
         return _create_timm(f"local-dir:{folder}", None)
-    if config.get("model_type") in HF_MODELS:
-        return None
-    raise UserError(
-        f"model.vision.name: {name} has model_type {config.get('model_type')!r} in its config.json; needed is a timm "
-        f"folder (config.json with an `architecture`) or one of {', '.join(HF_MODELS)}"
-    )
+    family_of(config.get("model_type"), name)
+    return None
 
 
 def timm_weights(name: str) -> Path:
@@ -150,24 +153,22 @@ def _create_timm(name: str, weights: Path | None) -> nn.Module:
     overlay = None if weights is None else {"file": str(weights)}
     with foreign_files(f"model.vision.name: {name}"):
         model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
-    patches = getattr(model, "patch_embed", None)
-    if not hasattr(model, "prune_intermediate_layers") or not hasattr(patches, "patch_size"):
-        raise UserError(
-            f"model.vision.name: {name} is no plain vision transformer ({type(model).__name__}); "
-            "its features are no grid of equal patches. Use a ViT, e.g. vit_base_patch16_clip_quickgelu_224.openai"
-        )
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    check_plain_vit(shapes, type(model).__name__, name)
     return model
 
 
-def _cut_timm(model: nn.Module, name: str, select_layer: int, dtype: torch.dtype) -> VisionTower:
+def _cut_timm(model: nn.Module, name: str, select_layer: int, dtype: torch.dtype, final_norm: bool) -> VisionTower:
     patches = model.patch_embed
     _check_layer(select_layer, len(model.blocks), name)
     image_size = square(getattr(patches, "img_size", None) or model.pretrained_cfg["input_size"][1:], "images", name)
     patch_size = square(patches.patch_size, "patches", name)
     # Pruning changes what negative indices mean: only the index that it returns still names the same block.
-    block = model.prune_intermediate_layers([select_layer], prune_norm=True, prune_head=True)
+    block = model.prune_intermediate_layers([select_layer], prune_norm=not final_norm, prune_head=True)
 
     def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        if final_norm:
+            return model.forward_features(images)[:, model.num_prefix_tokens :]
         return model.forward_intermediates(
             images, indices=block, intermediates_only=True, output_fmt="NLC", norm=False
         )[0]
@@ -182,37 +183,51 @@ def _cut_timm(model: nn.Module, name: str, select_layer: int, dtype: torch.dtype
     return tower
 
 
-def _load_hf(folder: Path, model_type: str, select_layer: int, dtype: torch.dtype) -> VisionTower:
-    config_class, model_class, prefix_tokens = HF_MODELS[model_type]
+def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
+    """The family's vision model in transformers."""
+    return getattr(transformers, family.model)
+
+
+def _load_hf(folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bool) -> VisionTower:
+    family = family_of(read_json(folder / "config.json").get("model_type"), str(folder))
+    stock, unused = model_class(family), family.unused(final_norm, str(folder))
     with foreign_files(f"model.vision.name: {folder}"):
-        config = config_class.from_pretrained(folder)
+        config = stock.config_class.from_pretrained(folder)
     blocks = config.num_hidden_layers
     _check_layer(select_layer, blocks, str(folder))
     config.num_hidden_layers = blocks + 1 + select_layer
     config.vision_use_head = False
     with foreign_files(f"model.vision.name: {folder}"):
-        model, info = model_class.from_pretrained(
+        model, info = stock.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
             attn_implementation="sdpa",  # else config.json names it, and may name a kernel to be downloaded
+            key_mapping={f"^{re.escape(outer)}": "" for outer in family.outer},
             local_files_only=True,
             output_loading_info=True,
         )
-    if info["missing_keys"] or info["mismatched_keys"]:
+    for name in unused:
+        path, _, last = name.rstrip(".").rpartition(".")
+        owner = model.get_submodule(path)
+        if isinstance(module := getattr(owner, last, None), nn.Module | nn.Parameter):
+            setattr(owner, last, nn.Identity() if isinstance(module, nn.Module) else None)
+    missing = {family.published(name) for name, _ in model.named_parameters() if name in info["missing_keys"]}
+    if missing or info["mismatched_keys"]:
         # transformers would only warn and train against an encoder that is partly random
-        lacking = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
+        lacking = sorted([*missing, *(str(key) for key in info["mismatched_keys"])])
         raise UserError(
             f"model.vision.name: {folder} lacks {len(lacking)} of the encoder's tensors, e.g. {lacking[0]}; "
             "download the folder again"
         )
-    # Both families' `last_hidden_state` is then the selected layer's output: SigLIP's would be normed otherwise.
-    model.post_layernorm = nn.Identity()
+    prefix_tokens = family.prefix_tokens({name: tuple(p.shape) for name, p in model.named_parameters()})
 
     def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         return model(images).last_hidden_state[:, prefix_tokens:]
 
-    return VisionTower(model, features, config.hidden_size, config.image_size, config.patch_size)
+    image_size = square(config.image_size, "images", str(folder))
+    patch_size = square(config.patch_size, "patches", str(folder))
+    return VisionTower(model, features, config.hidden_size, image_size, patch_size, family.published)
 
 
 def _check_layer(select_layer: int, blocks: int, name: str) -> None:

@@ -158,7 +158,7 @@ def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> F
     return sum((layer.needed_flops for layer in costs.layers), Flops(costs.encoder.forward))
 
 
-_VISION_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers)\.(\d+)\.")
+_VISION_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")
 
 
 class _LayerCosts:

@@ -29,7 +29,7 @@ from mmtrain.pretrained.vision_files import check_preprocessing
 def models_of(config: RunConfig) -> Models:
     """The shapes of a run's models. Raises UserError where nothing is known of one, and where they do not fit."""
     llm = llm_shape(config.model.llm.path)
-    vision = vision_shape(config.model.vision.name, config.model.vision.select_layer)
+    vision = vision_shape(config.model.vision.name, config.model.vision.select_layer, config.model.vision.final_norm)
     operations = connector(config.model.projector, vision.width, llm.hidden_size)
     return Models(llm, vision, operations, image_layout(config.model))
 

@@ -52,7 +52,7 @@ def image_layout(model: ModelSection) -> ImageLayout:
     Raises UserError for an encoder whose grid of patches the connector's factor does not divide, and what
     `vision_shape` raises.
     """
-    vision = vision_shape(model.vision.name, model.vision.select_layer)
+    vision = vision_shape(model.vision.name, model.vision.select_layer, model.vision.final_norm)
     factor, side = reduction(model.projector), math.isqrt(vision.patches_per_image)
     if side % factor:
         fitting = [str(other) for other in (2, 3, 4) if side % other == 0]

@@ -32,7 +32,7 @@ PLANNING_KEYS = (
     "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_topk", "moe_k",
 )  # fmt: skip
 
-_IN_LAYER = re.compile(r"((?:.*\.)?(?:layers|h|blocks)\.)(\d+)\.")
+_IN_LAYER = re.compile(r"((?:.*\.)?(?:layers?|h|blocks)\.)(\d+)\.")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Sources, in this order: the model's folder (or its snapshot in the local Hugging Face cache): config.json and the
 headers of its safetensors files; then the records in `mmtrain/pretrained/recorded/`, by hub id or timm name
-(`mmtrain record` adds one). Importing AutoConfig or timm instead would import torch, 3 s each.
+(`mmtrain record` adds one); then timm, for its own names. Importing AutoConfig or timm imports torch, 3 s each.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.config.limits import MAX_LAYERS
+from mmtrain.pretrained.encoders import check_plain_vit, family_of, rows
 from mmtrain.pretrained.families import check_family, global_name, layer_kinds, parameters_on_disk
 from mmtrain.pretrained.model_files import Shape, find_model_folder, no_model, read_json, tensor_shapes
-from mmtrain.pretrained.recorded_shapes import Recorded, find_recorded, nearest_recorded
+from mmtrain.pretrained.recorded_shapes import Recorded, find_recorded
+from mmtrain.pretrained.timm_models import timm_config, timm_record
 from mmtrain.pretrained.vision_files import (
-    HF_FAMILIES,
     check_vision_numbers,
     hf_facts,
     is_timm_name,
@@ -205,25 +206,24 @@ def _window(config_json: dict[str, Any]) -> int | None:
     return window if all(kind == "sliding_attention" for kind in kinds) else None
 
 
-def vision_shape(name: str, select_layer: int) -> VisionShape:
+def vision_shape(name: str, select_layer: int, final_norm: bool = False) -> VisionShape:
     """Shape of the part of a vision encoder that runs: up to the block that `select_layer` (-1: the last) selects.
 
-    `name` is a timm name (recorded shapes), or the folder or cached hub id of a timm, CLIP or SigLIP model.
-    Raises UserError if nothing is known of it.
+    `name` is a timm name, or the folder or cached hub id of a model of timm or transformers; with `final_norm` the norm
+    behind the last block runs too. Raises UserError if nothing is known of it.
     """
     recorded = find_recorded("vision", name)
     folder = find_model_folder(name)
     # Encoders with pickled weights only (openai/clip-vit-large-patch14-336) are planned from their record too.
     if recorded is not None and (folder is None or not any(folder.glob("model.safetensors*"))):
-        return vision_shape_from(recorded.config, recorded.parameters, select_layer, f"recorded {recorded.id}")
+        source = f"recorded {recorded.id}"
+        return vision_shape_from(recorded.config, recorded.parameters, select_layer, source, final_norm)
     if folder is None and not is_timm_name(name):
         raise no_model(name)
     if folder is None:
-        nearest = ", ".join(nearest_recorded("vision", name)) or "none"
-        raise UserError(
-            f"model.vision.name: {name}: no folder of this name, and its shape is not recorded; nearest recorded: "
-            f"{nearest}. Record a timm model once: mmtrain record --vision {name}"
-        )
+        timm_config(name)  # weights that timm does not have are refused here, not when they are loaded
+        recorded = timm_record(name)
+        return vision_shape_from(recorded.config, recorded.parameters, select_layer, f"timm's {name}", final_norm)
     config_json = read_json(folder / "config.json")
     tensors = tensor_shapes(folder)
     if tensors is None:
@@ -235,54 +235,38 @@ def vision_shape(name: str, select_layer: int) -> VisionShape:
                 f"--vision {name} --id NAME"
             )
         tensors = recorded.parameters
-    return vision_shape_from(config_json, tensors, select_layer, str(folder))
+    return vision_shape_from(config_json, tensors, select_layer, str(folder), final_norm)
 
 
 def vision_shape_from(
-    config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str
+    config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str, final_norm: bool = False
 ) -> VisionShape:
     """VisionShape from the raw config.json of a timm or Hugging Face vision model and its parameters' stock names."""
     if "architecture" in config_json:
-        return _timm_shape(config_json, tensors, select_layer, source)
-    family = config_json.get("model_type")
-    if family not in tuple(HF_FAMILIES):  # by ==: it may be a list
-        raise UserError(
-            f"{source}: model_type {family} is not a vision encoder known here; give a timm model (config.json with "
-            "architecture), or a Hugging Face clip, clip_vision_model, siglip or siglip_vision_model"
-        )
-    # `clip` and `siglip` folders hold a text model too; transformers 5 drops the `vision_model.` of older files.
-    if any(name.startswith("vision_model.") for name in tensors):
-        tensors = {
-            name.removeprefix("vision_model."): shape
-            for name, shape in tensors.items()
-            if name.startswith("vision_model.") and not name.endswith(".position_ids")
-        }
-    facts = hf_facts(config_json, source)
+        return _timm_shape(config_json, tensors, select_layer, source, final_norm)
+    family = family_of(config_json.get("model_type"), source)
+    unused = family.unused(final_norm, source)
+    tensors, facts = family.own(tensors), hf_facts(config_json, source)
     return _selected(
         tensors,
         select_layer,
         source,
-        blocks="encoder.layers.",
-        unused=("post_layernorm.", "head."),
-        patches="embeddings.patch_embedding.weight",
+        blocks=family.blocks,
+        unused=unused,
+        patches=family.patches,
         heads=facts.get("num_attention_heads"),
-        prefix_tokens=int("embeddings.class_embedding" in tensors),
+        prefix_tokens=family.prefix_tokens(tensors),
         image_size=facts["image_size"],
-        positions="embeddings.position_embedding.weight",
+        positions=family.positions,
+        more_positions=rows(tensors, family.class_token),
     )
 
 
-def _timm_shape(config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str) -> VisionShape:
+def _timm_shape(
+    config_json: dict[str, Any], tensors: dict[str, Shape], select_layer: int, source: str, final_norm: bool
+) -> VisionShape:
     arguments = config_json.get("model_args") or {}
-    architecture = shortened(str(config_json["architecture"]))
-    width = tensors.get("patch_embed.proj.weight", (0,))[0]
-    norms = [shape for name, shape in tensors.items() if re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)]
-    hybrid = any(name.startswith("patch_embed.backbone.") for name in tensors)
-    if not any(name.startswith("blocks.") for name in tensors) or hybrid or any(norm != (width,) for norm in norms):
-        raise UserError(
-            f"model.vision.name: {source} is no plain vision transformer ({architecture}); its features are no grid of "
-            "equal patches. Use a ViT, e.g. vit_base_patch16_clip_quickgelu_224.openai"
-        )
+    check_plain_vit(tensors, shortened(str(config_json["architecture"])), source)
     heads = (arguments.get("num_heads") if isinstance(arguments, dict) else None) or config_json.get("num_heads")
     check_vision_numbers({"num_heads": heads}, f"{source}: config.json")
     return _selected(
@@ -290,10 +274,10 @@ def _timm_shape(config_json: dict[str, Any], tensors: dict[str, Shape], select_l
         select_layer,
         source,
         blocks="blocks.",
-        unused=("norm.", "fc_norm.", "attn_pool.", "head."),
+        unused=(*(() if final_norm else ("norm.",)), "fc_norm.", "attn_pool.", "head."),
         patches="patch_embed.proj.weight",
         heads=heads,
-        prefix_tokens=sum(math.prod(tensors[name][:-1]) for name in ("cls_token", "reg_token") if name in tensors),
+        prefix_tokens=sum(rows(tensors, name) for name in ("cls_token", "dist_token", "reg_token")),
         image_size=timm_image_size(config_json, source),
     )
 
@@ -310,10 +294,12 @@ def _selected(
     prefix_tokens: int,
     image_size: int,
     positions: str | None = None,
+    more_positions: int = 0,
 ) -> VisionShape:
-    """The parameters that run when `select_layer` is taken: no later block, no final norm, pooling or classifier.
+    """The parameters that run when `select_layer` is taken: no later block, nothing `unused`.
 
-    `positions` names the table with a row for each patch and prefix token, where the model is not loaded with another.
+    `positions` names the table with a row for each patch and `more_positions`, where the model is not loaded with
+    another.
     """
     if patches not in tensors or len(tensors[patches]) != 4:
         raise UserError(f"{source}: has no {patches}; only vision transformers with one patch convolution are known")
@@ -331,10 +317,10 @@ def _selected(
     width, _, *patch = tensors[patches]
     patch_size = square(patch, "patches", source)
     patches = patches_per_image(image_size, patch_size)
-    if positions is not None and (table := tensors.get(positions)) is not None and table[0] != patches + prefix_tokens:
+    if positions in tensors and (found := rows(tensors, positions)) != patches + more_positions:
         raise UserError(
-            f"{source}: images of {image_size} pixels have {patches + prefix_tokens} patches and prefix tokens, but "
-            f"{positions} has {table[0]} rows; correct image_size in config.json, or download the folder again"
+            f"{source}: images of {image_size} pixels have {patches + more_positions} patches and class tokens, but "
+            f"{positions} has {found} rows; correct image_size in config.json, or download the folder again"
         )
     return VisionShape(
         source=source,

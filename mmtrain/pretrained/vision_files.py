@@ -1,7 +1,8 @@
 """What an encoder's folder says of its images, read without torch: size, how they are normalised, how many patches.
 
 timm folder: config.json -> model_args.img_size, or pretrained_cfg.input_size (C, H, W)
-CLIP, SigLIP folder: config.json -> vision_config.image_size; preprocessor_config.json -> mean, std, resampling
+transformers folder: config.json -> image_size, of vision_config where it holds more than an encoder;
+                     preprocessor_config.json -> mean, std, resampling
 """
 
 from __future__ import annotations
@@ -12,26 +13,21 @@ from typing import Any, NamedTuple
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.config.limits import MAX_LAYERS
+from mmtrain.pretrained.encoders import FAMILIES, family_of
 from mmtrain.pretrained.model_files import check_numbers, find_model_folder, is_demo, is_whole, read_json
 
-HF_FAMILIES = {
-    "clip": "CLIPImageProcessor",
-    "clip_vision_model": "CLIPImageProcessor",
-    "siglip": "SiglipImageProcessor",
-    "siglip_vision_model": "SiglipImageProcessor",
-}  # model_type -> the class of transformers that writes preprocessor_config.json
-DEFAULT_IMAGE_SIZE = 224  # of CLIPVisionConfig and SiglipVisionConfig
 BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
 VISION_BOUNDS = {
     **dict.fromkeys(("hidden_size", "intermediate_size"), (1, 1_000_000)),
     **dict.fromkeys(("num_hidden_layers", "depth"), (1, MAX_LAYERS)),
     **dict.fromkeys(("num_attention_heads", "num_heads"), (1, 10_000)),
     **dict.fromkeys(("image_size", "patch_size"), (1, 30_000)),
+    **{"mlp_ratio": (1, 100), "num_register_tokens": (0, 1_000)},
 }
 
 
 class Preprocessing(NamedTuple):
-    """How a CLIP or SigLIP normalises and resizes images."""
+    """How an encoder of transformers normalises and resizes images."""
 
     mean: tuple[float, ...]  # of RGB in 0..1
     std: tuple[float, ...]
@@ -54,17 +50,23 @@ def timm_image_size(config_json: dict[str, Any], source: str) -> int:
 
 
 def hf_facts(config_json: dict[str, Any], source: str) -> dict[str, Any]:
-    """The encoder's part of a CLIP's or SigLIP's config.json, with the image size where it is the family's default.
+    """The encoder's part of the config.json of a vision model of transformers, or of what holds one.
 
-    Raises UserError for numbers that no encoder has.
+    The image size is a number of pixels a side: the family's default where none is said. Raises UserError for numbers
+    that no encoder has.
     """
     facts = config_json.get("vision_config", config_json)
     if not isinstance(facts, dict):
         raise UserError(f"{source}: vision_config in config.json is no object; download the file again")
-    if isinstance(facts.get("image_size"), list):
-        square(facts["image_size"], "images", source)
+    kinds = (facts.get("model_type"), config_json.get("model_type"))
+    default = next((FAMILIES[kind].image_size for kind in kinds if isinstance(kind, str) and kind in FAMILIES), 224)
+    sides = {
+        key: square(facts[key], of, source) if isinstance(facts.get(key), list) else facts.get(key)
+        for key, of in (("image_size", "images"), ("patch_size", "patches"))
+    }
+    facts = facts | sides
     check_vision_numbers(facts, f"{source}: config.json")
-    return facts | {"image_size": facts.get("image_size") or DEFAULT_IMAGE_SIZE}
+    return facts | {"image_size": facts["image_size"] or default}
 
 
 def check_vision_numbers(facts: dict[str, Any], source: str) -> None:
@@ -93,19 +95,19 @@ def check_preprocessing(name: str) -> None:
     folder = find_model_folder(name)
     if folder is None or not any(folder.glob("model.safetensors*")):
         return
-    if read_json(folder / "config.json").get("model_type") in tuple(HF_FAMILIES):  # by ==: it may be a list
+    if "architecture" not in read_json(folder / "config.json"):
         preprocessing(folder)
 
 
 def preprocessing(folder: Path) -> Preprocessing:
-    """What a CLIP's or SigLIP's preprocessor_config.json says.
+    """What the preprocessor_config.json of an encoder of transformers says.
 
     Raises UserError where it is missing or says nothing usable: guessed means would give features that the encoder was
     never trained on.
     """
     file = folder / "preprocessor_config.json"
     if not file.is_file():
-        writer = HF_FAMILIES.get(str(read_json(folder / "config.json").get("model_type")), "AutoImageProcessor")
+        writer = family_of(read_json(folder / "config.json").get("model_type"), str(folder)).processor
         raise UserError(
             f"model.vision.name: {folder} has no preprocessor_config.json, so how its images are normalised is not "
             f"known; copy it from where the encoder was published, or write it in Python: from transformers import "

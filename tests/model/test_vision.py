@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,28 @@ import torch
 from safetensors.torch import load_file, save_file
 from scenes import images, perturb
 from torch import nn
-from transformers import CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2ForImageClassification,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLVisionConfig,
+    InternVLVisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
 from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
@@ -23,6 +45,7 @@ HF_SIZES = {
     "image_size": 28,
     "patch_size": 7,
 }
+DINO_SIZES = {name: size for name, size in HF_SIZES.items() if name != "intermediate_size"}
 
 
 def block_output(model: nn.Module, block: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
@@ -33,22 +56,47 @@ def block_output(model: nn.Module, block: nn.Module, pixels: torch.Tensor) -> to
     return seen[0]
 
 
+TEXT = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+}
+# Encoders of transformers, by what their folder holds: (a model, the encoder in it, its tokens before patches).
+ENCODERS = {
+    "clip_vision": (lambda: CLIPVisionModel(CLIPVisionConfig(**HF_SIZES)), "", 1),
+    "clip": (
+        lambda: CLIPModel(CLIPConfig(vision_config=HF_SIZES, text_config=TEXT, projection_dim=16)),
+        "vision_model",
+        1,
+    ),
+    "siglip": (lambda: SiglipVisionModel(SiglipVisionConfig(**HF_SIZES)), "", 0),
+    "dinov2": (lambda: Dinov2Model(Dinov2Config(**DINO_SIZES)), "", 1),
+    "dinov2_classifier": (lambda: Dinov2ForImageClassification(Dinov2Config(**DINO_SIZES)), "dinov2", 1),
+    "dinov2_registers": (lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**DINO_SIZES)), "", 5),
+    "dinov3": (lambda: DINOv3ViTModel(DINOv3ViTConfig(**HF_SIZES, num_register_tokens=2)), "", 3),
+    "vit": (lambda: ViTModel(ViTConfig(**HF_SIZES)), "", 1),
+    "vit_classifier": (lambda: ViTForImageClassification(ViTConfig(**HF_SIZES)), "vit", 1),
+    "internvit": (lambda: InternVLVisionModel(InternVLVisionConfig(**HF_SIZES)), "", 1),
+    "internvl": (
+        lambda: InternVLForConditionalGeneration(
+            InternVLConfig(vision_config=HF_SIZES, text_config={"model_type": "qwen2"} | TEXT)
+        ),
+        "model.vision_tower",
+        1,
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def hf_folders(tmp_path_factory):
-    """A folder per kind: CLIP vision model alone, whole CLIP (names vision_model.*), SigLIP vision model."""
+    """A folder for each of `ENCODERS`."""
     torch.manual_seed(0)
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("clip_vision", "clip", "siglip")}
-    perturb(CLIPVisionModel(CLIPVisionConfig(**HF_SIZES))).save_pretrained(folders["clip_vision"])
-    text = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "vocab_size": 50,
-    }
-    whole = CLIPModel(CLIPConfig(vision_config=HF_SIZES, text_config=text, projection_dim=16))
-    perturb(whole).save_pretrained(folders["clip"])
-    perturb(SiglipVisionModel(SiglipVisionConfig(**HF_SIZES))).save_pretrained(folders["siglip"])
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ENCODERS}
+    for kind, folder in folders.items():
+        perturb(ENCODERS[kind][0]()).save_pretrained(folder)
     return folders
 
 
@@ -64,29 +112,75 @@ def test_a_timm_tower_gives_the_selected_blocks_output_without_prefix_tokens(tmp
     assert (tower.width, tower.patches_per_image, tower.image_size) == (32, 16, 28)
 
 
-@pytest.mark.parametrize("kind", ["clip_vision", "clip", "siglip"])
-@pytest.mark.parametrize("select_layer", [-1, -2, -4])
-def test_an_hf_tower_gives_stock_hidden_states_without_the_class_token(hf_folders, kind, select_layer):
-    stock_class = SiglipVisionModel if kind == "siglip" else CLIPVisionModel
-    stock = stock_class.from_pretrained(hf_folders[kind])
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_an_hf_tower_gives_stock_hidden_states_without_class_and_register_tokens(hf_folders, kind):
+    make, path, prefix_tokens = ENCODERS[kind]
+    encoder = type(make()).from_pretrained(hf_folders[kind]).eval().get_submodule(path)
     with torch.no_grad():
-        expected = stock(images(28), output_hidden_states=True).hidden_states[select_layer]
-    tower = load_vision(str(hf_folders[kind]), select_layer, torch.float32)
-    features = tower(images(28))
-    assert torch.equal(features, expected if kind == "siglip" else expected[:, 1:])
-    assert features.shape == (3, tower.patches_per_image, tower.width) == (3, 16, 32)
+        stock = encoder(images(28), output_hidden_states=True)
+    for select_layer in (-1, -2, -4):
+        tower = load_vision(str(hf_folders[kind]), select_layer, torch.float32)
+        features = tower(images(28))
+        assert torch.equal(features, stock.hidden_states[select_layer][:, prefix_tokens:])
+        assert features.shape == (3, tower.patches_per_image, tower.width) == (3, 16, 32)
+    if not kind.startswith("clip"):
+        normed = load_vision(str(hf_folders[kind]), -1, torch.float32, final_norm=True)
+        assert torch.equal(normed(images(28)), stock.last_hidden_state[:, prefix_tokens:])
+        assert torch.equal(stock.last_hidden_state, stock.hidden_states[-1]) == kind.startswith("intern")
+
+
+def test_the_gates_of_a_large_dinov2_which_files_hold_as_one_tensor_are_taken_apart(tmp_path):
+    stock = perturb(Dinov2Model(Dinov2Config(**DINO_SIZES, use_swiglu_ffn=True)))
+    stock.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = stock.eval()(images(28), output_hidden_states=True).hidden_states[-2][:, 1:]
+    tower = load_vision(str(tmp_path), -2, torch.float32)
+    assert torch.equal(tower(images(28)), expected)
+    kept = sum(parameter.numel() for _, parameter in tower.global_parameters())
+    assert kept == sum(parameter.numel for parameter in vision_shape(str(tmp_path), -2).parameters)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3", "test_vit2"]
+)
+def test_behind_the_final_norm_a_timm_tower_gives_forward_features_without_prefix_tokens(tmp_path, architecture):
+    folder = make_tower(tmp_path / "vision", architecture, {"depth": 2})
+    stock = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    with torch.no_grad():
+        expected = stock.forward_features(images(28))[:, stock.num_prefix_tokens :]
+    tower = load_vision(str(folder), -1, torch.float32, final_norm=True)
+    assert torch.equal(tower(images(28)), expected)
+    same = torch.equal(load_vision(str(folder), -1, torch.float32)(images(28)), expected)
+    assert same == isinstance(stock.norm, nn.Identity)
+    kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
+    assert kept == {p.name: p.shape for p in vision_shape(str(folder), -1, final_norm=True).parameters}
 
 
 def test_only_what_runs_is_kept_and_the_planner_counts_the_same(tiny, hf_folders):
-    for folder, blocks in [(tiny / "vision", "blocks."), *((f, "encoder.layers.") for f in hf_folders.values())]:
+    for folder in (tiny / "vision", *hf_folders.values()):
         tower = load_vision(str(folder), -2, torch.float32)
         kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
         planned = vision_shape(str(folder), -2)
         assert kept == {parameter.name: parameter.shape for parameter in planned.parameters}
         assert planned.patches_per_image == tower.patches_per_image
-        assert any(name.startswith(f"vision.{blocks}2.") for name in kept)
-        assert not any(name.startswith((f"vision.{blocks}3.", "vision.head", "vision.norm.")) for name in kept)
-        assert not any("post_layernorm" in name for name in kept)
+        assert {int(block[1]) for name in kept if (block := re.search(r"\.(\d+)\.", name))} == {0, 1, 2}
+        behind = ("vision.head", "vision.norm.", "vision.layernorm", "vision.post_layernorm", "vision.pooler")
+        assert not any(name.startswith(behind) or "mask_token" in name for name in kept)
+
+
+def test_with_the_final_norm_the_planner_counts_it(hf_folders):
+    for kind, folder in hf_folders.items():
+        if kind.startswith("clip"):
+            with pytest.raises(UserError, match="is a CLIP, whose last norm is for its class token alone"):
+                vision_shape(str(folder), -1, True)
+            with pytest.raises(UserError, match="is a CLIP, whose last norm is for its class token alone"):
+                load_vision(str(folder), -1, torch.float32, final_norm=True)
+            continue
+        tower = load_vision(str(folder), -1, torch.float32, final_norm=True)
+        kept = {name: tuple(parameter.shape) for name, parameter in tower.global_parameters()}
+        assert kept == {p.name: p.shape for p in vision_shape(str(folder), -1, True).parameters}
+        without = {parameter.name for parameter in vision_shape(str(folder), -1).parameters}
+        assert len(kept.keys() - without) == (0 if kind.startswith("intern") else 2)
 
 
 def test_every_kept_parameter_matters_to_the_features(tiny, hf_folders):
@@ -164,13 +258,13 @@ def test_what_is_no_encoder_or_no_layer_is_refused(tiny, hf_folders, tmp_path):
         load_vision(str(tiny / "vision"), -5, torch.float32)
     with pytest.raises(UserError, match=r"select_layer: -5, but .* has 4 blocks; needed is -4 to -1"):
         load_vision(str(hf_folders["clip"]), -5, torch.float32)
-    with pytest.raises(UserError, match="has model_type 'llama'"):
+    with pytest.raises(UserError, match="has model_type llama, which is not a vision encoder known here"):
         load_vision(str(tiny / "llm"), -2, torch.float32)
     with pytest.raises(UserError, match="no such folder"):
         load_vision(str(tmp_path / "none"), -2, torch.float32)
     (tmp_path / "config.json").write_text('{"architecture": "test_resnet", "pretrained_cfg": {"num_classes": 1000}}')
     save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"no plain vision transformer \(ResNet\)"):
+    with pytest.raises(UserError, match=r"is a convolutional network \(ResNet\)"):
         load_vision(str(tmp_path), -2, torch.float32)
 
 

@@ -421,26 +421,71 @@ def test_the_recorded_siglip_has_no_prefix_tokens_and_no_pooling_head(name, empt
     assert not any(word in p.name for p in shape.parameters for word in ("attn_pool", "head.", "post_layernorm"))
 
 
-def test_an_unknown_timm_name_gets_the_nearest_recorded_ones_and_the_tool(empty_cache):
-    with pytest.raises(UserError) as caught:
-        vision_shape("vit_large_patch14_clip_336.openai", -2)
-    message = str(caught.value)
-    assert "vit_large_patch14_clip_336.openai: no folder of this name, and its shape is not recorded" in message
-    assert CLIP_L in message
-    assert "mmtrain record --vision vit_large_patch14_clip_336.openai" in message
+def test_a_timm_name_that_is_not_recorded_has_the_shapes_of_timms_model(empty_cache):
+    name = "vit_small_patch16_dinov3.lvd1689m"
+    shape = vision_shape(name, -1, final_norm=True)
+    with torch.device("meta"):
+        model = timm.create_model(name, pretrained=False)
+    model.prune_intermediate_layers([-1], prune_norm=False, prune_head=True)
+    expected = {f"vision.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {parameter.name: parameter.shape for parameter in shape.parameters} == expected
+    assert (shape.source, shape.width, shape.heads, shape.prefix_tokens) == (f"timm's {name}", 384, 6, 5)
+    assert (shape.image_size, shape.patch_size, shape.patches_per_image, shape.blocks_run) == (256, 16, 256, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vit_larg_patch14_clip_quickgelu_336.openai", "timm knows; the nearest are vit_large_patch14_clip_quickgelu"),
+        ("vit_large_patch14_clip_quickgelu_336.opnai", "of vit_large_patch14_clip_quickgelu_336 it has .*336.openai"),
+        ("vit_large_patch14_clip_336.openai", "trained with QuickGELU.*use vit_large_patch14_clip_quickgelu_336"),
+        ("swin_tiny_patch4_window7_224", "timm's swin_tiny_patch4_window7_224 is a window transformer"),
+        ("swinv2_tiny_window8_256", "is a window transformer"),
+        ("samvit_base_patch16.sa1b", "is a window transformer"),
+        ("convnext_atto.d2_in1k", "is a convolutional network"),
+        ("resnet18", "is a convolutional network"),
+        ("efficientnet_b0", "is a convolutional network"),
+        ("mixer_s32_224", "timm has no weights mixer_s32_224"),
+        ("hiera_tiny_224.mae", "is no plain vision transformer"),
+    ],
+)
+def test_a_timm_name_that_cannot_be_used_is_refused_by_what_it_is(name, message, empty_cache):
+    with pytest.raises(UserError, match=message):
+        vision_shape(name, -2)
+
+
+def test_without_timm_a_name_that_is_not_recorded_gets_the_nearest_recorded_ones(empty_cache, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError, match=f"timm, which may know it, is not installed.* recorded: {CLIP_L}"):
+        vision_shape("vit_large_patch14_clip_quickgelu_224.openai", -2)
     with pytest.raises(UserError, match="hf download owner/encoder"):
         vision_shape("owner/encoder", -2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("swin", "is a window transformer"),
+        ("swinv2", "is a window transformer"),
+        ("convnext", "is a convolutional network"),
+        ("resnet", "is a convolutional network"),
+        ("hiera", "is a transformer of several stages"),
+        ("siglip2", "is a SigLIP 2 of variable size .* google/siglip2-so400m-patch14-384"),
+        ("llama", "has model_type llama, which is not a vision encoder known here"),
+        (["clip"], "which is not a vision encoder known here"),
+    ],
+)
+def test_what_else_transformers_has_is_refused_by_what_it_is(model_type, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        vision_shape(str(tmp_path), -2)
 
 
 @pytest.mark.parametrize("select_layer", [-25, -40])
 def test_a_layer_below_the_first_block_is_refused_with_the_range(select_layer):
     with pytest.raises(UserError, match=f"{select_layer} is out of range: .* 24 blocks, so -1 .* down to -24"):
         vision_shape(CLIP_L, select_layer)
-
-
-def test_an_llm_in_the_place_of_the_encoder_is_refused(llama):
-    with pytest.raises(UserError, match="model_type llama is not a vision encoder known here"):
-        vision_shape(str(llama), -2)
 
 
 def test_the_tool_records_what_the_files_say(llama, tmp_path, monkeypatch, capsys):
@@ -469,7 +514,7 @@ def test_the_tool_refuses_what_cannot_be_recorded(tmp_path, capsys):
     assert main(["record", str(tmp_path), "--id", "me/falcon", "--out", str(tmp_path)]) == 2
     assert "falcon cannot be cut into stages" in capsys.readouterr().err
     assert main(["record", "--vision", "no_such_vit", "--out", str(tmp_path)]) == 2
-    assert "no_such_vit: timm knows no such model" in capsys.readouterr().err
+    assert "no_such_vit is neither a folder here nor a model that timm knows" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["record", str(tmp_path)])
     assert "--id OWNER/NAME" in capsys.readouterr().err

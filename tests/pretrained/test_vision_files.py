@@ -73,7 +73,7 @@ def clip_config(**changes: object) -> dict:
             r"no plain vision transformer \(hiera_tiny\)",
         ),
         (clip_config(image_size=[28, 56]), CLIP, "takes images of 28 x 56 pixels; needed are square ones"),
-        (clip_config(image_size=56), CLIP, "images of 56 pixels have 17 patches and prefix tokens, but .* has 5 rows"),
+        (clip_config(image_size=56), CLIP, "images of 56 pixels have 17 patches and class tokens, but .* has 5 rows"),
     ],
 )
 def test_an_encoder_that_no_rank_could_run_is_refused_by_the_plan(tmp_path, config, shapes, said):

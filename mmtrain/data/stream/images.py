@@ -11,22 +11,20 @@ fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspec
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import timm
 import torch
 from PIL import Image
-from timm.models import PretrainedCfg
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, Rejected, open_image, orientation
 from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.timm_models import timm_config
 from mmtrain.pretrained.vision_files import hf_facts, is_timm_name, preprocessing, timm_image_size
 
 Fit = Literal["pad", "resize", "center_crop"]
@@ -161,37 +159,3 @@ def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
         return timm_image_size(config, str(folder)), facts["mean"], facts["std"], facts["interpolation"]
     facts = preprocessing(folder)
     return hf_facts(config, str(folder))["image_size"], facts.mean, facts.std, Image.Resampling(facts.resample).name
-
-
-def timm_config(name: str) -> PretrainedCfg:
-    """timm's record of a pretrained model: where its weights are, input size, mean, std, interpolation.
-
-    Raises UserError for an unknown name and for weights that were trained with another activation function.
-    """
-    architecture, _, tag = name.partition(".")
-    if not timm.is_model(architecture):
-        near = difflib.get_close_matches(architecture, timm.list_models(), n=3)
-        hint = f"; the nearest are {', '.join(near)}" if near else ""
-        raise UserError(f"model.vision.name: {name} is neither a folder here nor a model that timm knows{hint}")
-    known = timm.list_pretrained(f"{architecture}.*")
-    if not known or (tag and name not in known):
-        listed = ", ".join(known) or "no weights at all"
-        raise UserError(f"model.vision.name: timm has no weights {name}; of {architecture} it has {listed}")
-    config = timm.get_pretrained_cfg(name)
-    refuse_wrong_activation({"architecture": architecture, "pretrained_cfg": {"tag": config.tag}})
-    return config
-
-
-def refuse_wrong_activation(config_json: dict) -> None:
-    """Raise UserError where a CLIP trained with QuickGELU would run with GELU: it loads, and its features are wrong.
-
-    config_json: a timm folder's config.json; timm's registry notes of which weights this holds.
-    """
-    architecture = config_json["architecture"]
-    name = f"{architecture}.{(config_json.get('pretrained_cfg') or {}).get('tag')}"
-    notes = timm.get_pretrained_cfg(name).notes if name in timm.list_pretrained(f"{architecture}.*") else None
-    if "QuickGELU" in " ".join(notes or ()) and "quickgelu" not in architecture:
-        right = name.replace("_clip_", "_clip_quickgelu_")
-        raise UserError(
-            f"model.vision.name: {name} was trained with QuickGELU, but this architecture computes GELU; use {right}"
-        )
