@@ -19,9 +19,8 @@ from mmtrain.plan.plan import Plan, RankPlan, StagePlan, UniformCut, stage_of
 from mmtrain.plan.refusals import check_layout, check_prefetch, check_trainable, does_not_fit
 from mmtrain.plan.search import Layout, Search
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
-from mmtrain.pretrained.connectors import connector
+from mmtrain.pretrained.connectors import connector, image_layout
 from mmtrain.pretrained.doors import check_export_format
-from mmtrain.pretrained.layouts import image_layout
 from mmtrain.pretrained.shapes import llm_shape, matches, vision_shape
 from mmtrain.pretrained.vision_files import check_preprocessing
 

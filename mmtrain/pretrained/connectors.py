@@ -17,12 +17,14 @@ names of the stock class. A connector is a function here and its name in `Projec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import ProjectorSection
-from mmtrain.pretrained.shapes import ParameterShape
+from mmtrain.config.schema import ModelSection, ProjectorSection
+from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.pretrained.shapes import ParameterShape, vision_shape
 
 DEFAULT_FACTOR = 2  # of the stock classes that shuffle
 
@@ -185,3 +187,22 @@ def connector_parameters(operations: Sequence[Operation]) -> Iterator[ParameterS
 def _types_with(*kinds: type[Operation]) -> str:
     made = {name: make(Sizes(1, 2)) for name, make in CONNECTORS.items()}
     return ", ".join(name for name, operations in made.items() if any(isinstance(one, kinds) for one in operations))
+
+
+def image_layout(model: ModelSection) -> ImageLayout:
+    """The layout of a run's images.
+
+    Raises UserError for an encoder whose grid of patches the connector's factor does not divide, and what
+    `vision_shape` raises.
+    """
+    vision = vision_shape(model.vision.name, model.vision.select_layer, model.vision.final_norm)
+    factor, side = reduction(model.projector), math.isqrt(vision.patches_per_image)
+    if side % factor:
+        fitting = [str(other) for other in (2, 3, 4) if side % other == 0]
+        remedy = f"set model.projector.factor={' or '.join(fitting)}" if fitting else "none of 2, 3 and 4 does"
+        raise UserError(
+            f"model.projector.factor: {factor} does not divide the grid of {model.vision.name}, {side} x {side} "
+            f"patches ({vision.image_size} pixels in patches of {vision.patch_size}); {remedy}"
+            + ("" if fitting else ": take another encoder, or model.projector.type=mlp2x_gelu")
+        )
+    return ImageLayout(model.vision.layout, vision.patches_per_image // factor**2)

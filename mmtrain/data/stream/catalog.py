@@ -35,7 +35,8 @@ from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
-from mmtrain.pretrained.layouts import ImageLayout, image_layout
+from mmtrain.pretrained.connectors import image_layout
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 

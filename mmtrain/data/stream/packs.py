@@ -23,7 +23,7 @@ from mmtrain.data.samples.templates import TEMPLATES, load_tokenizer
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.order import Capacity
-from mmtrain.pretrained.layouts import image_layout
+from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.shapes import llm_shape
 
 
