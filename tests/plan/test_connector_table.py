@@ -1,0 +1,48 @@
+"""The table of configs/README.md says what the planner says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mmtrain.config.load import load_config
+from mmtrain.config.schema import RunConfig
+from mmtrain.plan.costs import Models, minimal_flops, workload
+from mmtrain.plan.planner import models_of
+from mmtrain.plan.search import Search
+from mmtrain.plan.stage_costs import stage_costs
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ROWS = re.findall(r"^\| `(type: .+)` \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", (CONFIGS / "README.md").read_text(), re.M)
+SAMPLES = 252
+
+
+def models_with(projector: str) -> tuple[RunConfig, Models]:
+    overrides = [f"model.projector.{one.replace(': ', '=')}" for one in projector.split(", ")]
+    config = load_config(CONFIGS / "llava15_7b_pp4.yaml", overrides)
+    return config, models_of(config)
+
+
+@pytest.mark.parametrize(("projector", "positions", "tflop", "_"), ROWS)
+def test_positions_and_work_are_the_planners(projector, positions, tflop, _):
+    config, models = models_with(projector)
+    work = workload(config, models.layout)
+    assert int(positions) == models.layout.positions_per_tile
+    exact = minimal_flops(models, ("projector",), work).total / work.images / 1e12
+    assert float(tflop) == pytest.approx(exact, abs=0.005)
+
+
+def planned_seconds(projector: str) -> float:
+    config, models = models_with(projector)
+    images = workload(config, models.layout).images  # of a pack
+    config = config.changed({"train.packs_per_step": round(SAMPLES / images)})
+    search = Search(stage_costs(config, models, 14 * 2**30, None), config.parallel.encoder_prefetch)
+    return search.find("auto")[0].simulation.seconds / (config.train.packs_per_step * images)
+
+
+@pytest.mark.nightly
+def test_times_are_the_planners():
+    assert len(ROWS) == 8
+    usual = planned_seconds(ROWS[0][0])
+    for projector, _, _, time in ROWS:
+        assert float(time) == pytest.approx(planned_seconds(projector) / usual, abs=0.005)
