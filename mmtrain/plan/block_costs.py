@@ -208,12 +208,12 @@ def _projected(local_name: str, matrix: float, query_share: float, tokens: float
 _LEFT_OUT = {"q_proj", "q_b_proj", "k_proj", "v_proj"}  # of the run that does not need them, by model/last_layer.py
 _QUERY = {"q_proj", "q_a_proj", "q_b_proj", "query"}
 _FUSED = {"qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv"}
-_OUT = {"o_proj", "out_proj", "dense", "c_proj", "proj", "wo"}
+_OUT = {"o_proj", "out_proj", "dense", "c_proj", "proj", "wo", "projection_layer"}
 _LATENT = {"q_b_proj", "kv_b_proj"}
-_DOWN = {"down_proj", "fc2", "c_proj", "w2", "dense_4h_to_h", "output_linear"}
+_DOWN = {"down_proj", "fc2", "c_proj", "w2", "dense_4h_to_h", "output_linear", "weights_out"}
 _MIDDLE = ("post_attention", "post_self_attn", "pre_feedforward", "pre_mlp", "final_layer_norm", "ffn_norm")
-_MIDDLE_EXACT = {"ln_2", "norm2", "layer_norm2", "ls1"}
-_OUTPUT = ("post_feedforward", "post_mlp", "ls2")
+_MIDDLE_EXACT = {"ln_2", "norm2", "layer_norm2", "layernorm_after", "ls1", "layer_scale1", "lambda_1"}
+_OUTPUT = ("post_feedforward", "post_mlp", "ls2", "layer_scale2", "lambda_2")
 
 
 def sublayer_of(local_name: str) -> Sublayer:
@@ -223,7 +223,7 @@ def sublayer_of(local_name: str) -> Sublayer:
     """
     modules = [m for m in local_name.split(".") if m not in ("weight", "bias")]
     first, last = modules[0], modules[-1].removesuffix("_bias")
-    if "norm" in first or first.startswith(("ln_", "ls")):
+    if "norm" in first or first.startswith(("ln_", "ls", "layer_scale", "lambda_")):
         if first.startswith(_MIDDLE) or first in _MIDDLE_EXACT:
             return Sublayer.MIDDLE_NORM
         return Sublayer.OUTPUT_NORM if first.startswith(_OUTPUT) else Sublayer.INPUT_NORM
@@ -233,6 +233,8 @@ def sublayer_of(local_name: str) -> Sublayer:
         if "norm" in last or last == "sinks":
             return Sublayer.INNER_NORM
         return Sublayer.PROJECT_LATENT if last in _LATENT else Sublayer.PROJECT_IN
+    if first in ("intermediate", "output"):  # transformers' ViT, whose attention has an `output` of its own
+        return Sublayer.MLP_IN if first == "intermediate" else Sublayer.MLP_OUT
     if first in ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2") or "expert" in first:
         return Sublayer.MLP_OUT if last in _DOWN else Sublayer.MLP_IN
     return Sublayer.INPUT_NORM

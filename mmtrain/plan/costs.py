@@ -158,6 +158,7 @@ def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> F
     return sum((layer.needed_flops for layer in costs.layers), Flops(costs.encoder.forward))
 
 
+_VISION_NORM = re.compile(r"vision\.(?:norm|layernorm|post_layernorm)\.")
 _VISION_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")
 
 
@@ -323,20 +324,24 @@ class _LayerCosts:
         )
 
     def encoder_parts(self, tokens: float) -> Iterator[list[Part]]:
-        """What stands before the encoder's blocks: patch convolution, class token, position embeddings; the blocks."""
-        vision, stem = self.models.vision, []
+        """Patch convolution, class token, positions; the encoder's blocks; the norm behind them if it runs."""
+        vision, stem, norm = self.models.vision, [], []
         blocks: dict[int, tuple[str, list[ParameterShape]]] = {}
         for parameter in vision.parameters:
+            is_trained = parameter.name in self.trained
             if found := _VISION_BLOCK.match(parameter.name):
                 blocks.setdefault(int(found[1]), (found[0], []))[1].append(parameter)
+            elif _VISION_NORM.match(parameter.name):  # it keeps its input in fp32
+                norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * tokens))
             else:
                 flops = 2 * parameter.numel * self.patches if len(parameter.shape) == 4 else 0.0
-                stem.append(Part(0, flops, trained=parameter.name in self.trained))
+                stem.append(Part(0, flops, trained=is_trained))
         yield stem
         head_dim, keys = vision.width // vision.heads, vision.patches_per_image + vision.prefix_tokens
         for _, (prefix, parameters) in sorted(blocks.items()):
             block = Block(parameters, prefix, vision.width, vision.heads, vision.heads, head_dim)
             yield block_parts(block, self.trained, self.vision_size, tokens, tokens, keys)
+        yield norm
 
     def projector_parts(self) -> list[Part]:
         """The connector's operations at places 0, 1, 2, ...; all in fp32."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from stock_encoders import ENCODERS
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -16,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from mmtrain.config.schema import RunConfig
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.last_layer import LastLayer, Rows
+from mmtrain.model.vision import load_vision
 from mmtrain.plan.block_costs import Block, Flops, Sublayer, block_parts, keys_seen, sublayer_of, total
 from mmtrain.plan.costs import (
     LOGITS_PER_CHUNK,
@@ -271,6 +275,49 @@ def test_parameters_stand_where_their_blocks_use_them() -> None:
     assert sublayer_of("norm2.weight") == sublayer_of("layer_norm2.bias") == Sublayer.MIDDLE_NORM
     assert sublayer_of("attn.proj.weight") == sublayer_of("self_attn.out_proj.bias") == Sublayer.PROJECT_OUT
     assert sublayer_of("mlp.experts.down_proj_bias") == Sublayer.MLP_OUT
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "layernorm_before attention.attention.query attention.output.dense layernorm_after intermediate.dense "
+        "output.dense",  # ViT
+        "norm1 attention.attention.key attention.output.dense layer_scale1 mlp.weights_in mlp.weights_out layer_scale2",
+        "norm1 attention.v_proj attention.o_proj norm2 mlp.up_proj mlp.down_proj layer_scale2",  # DINOv3
+        "layernorm_before attention.q_proj attention.q_norm attention.projection_layer lambda_1 mlp.fc1 mlp.fc2 "
+        "lambda_2",  # InternViT
+    ],
+)
+def test_parameters_of_encoders_stand_where_their_blocks_use_them(order: str) -> None:
+    places = [sublayer_of(f"{name}.weight") for name in order.split()]
+    assert places == sorted(places) and len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_an_encoders_forward_is_what_torch_counts(kind: str, tmp_path: Path) -> None:
+    make, _, _ = ENCODERS[kind]
+    make().save_pretrained(tmp_path)
+    tower = load_vision(str(tmp_path), -2, torch.float32)
+    with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+        tower(torch.zeros(3, 3, tower.image_size, tower.image_size))
+    costs = costs_of(model__vision__name=str(tmp_path))
+    assert costs.encoder.forward / costs.work.images == pytest.approx(counted.get_total_flops() / 3, rel=1e-6)
+
+
+def test_training_the_norm_behind_the_encoders_blocks_costs_no_gradient_in_them(tmp_path: Path) -> None:
+    ENCODERS["siglip"][0]().save_pretrained(tmp_path)
+    chosen = {
+        "model__vision__name": str(tmp_path),
+        "model__vision__select_layer": -1,
+        "model__vision__final_norm": True,
+    }
+    frozen, norm, whole = (
+        layers_of(**chosen, model__trainable=("projector", *patterns))[0]
+        for patterns in ((), ("vision.post_layernorm",), ("vision",))
+    )
+    linear_1 = norm.flops.dgrad - frozen.flops.dgrad  # whose input now has a gradient
+    assert norm.trainable - frozen.trainable == 2 * 32
+    assert norm.flops.wgrad == frozen.flops.wgrad and 0 < linear_1 < whole.flops.dgrad - frozen.flops.dgrad
 
 
 # ---- bytes that autograd saves
