@@ -7,11 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scenes import images, perturb
+from stock_encoders import DINO_SIZES, ENCODERS
 from transformers import (
     CLIPConfig,
     CLIPModel,
     CLIPVisionConfig,
     CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaForConditionalGeneration,
@@ -63,10 +68,20 @@ TIMM = {
     "deit3": ("deit3_small_patch16_224", {}, "dinov2"),
 }
 HF = ("hf clip_vision", "hf clip", "hf siglip_vision", "hf siglip", "hf siglip without head")
+# Encoders of transformers, as `stock_encoders` has them.
+OTHERS = {
+    f"hf {kind}": ENCODERS[kind][0]
+    for kind in ("dinov2", "dinov2_classifier", "vit", "vit_classifier", "internvit", "internvl")
+} | {
+    "hf dinov2 with gates": lambda: Dinov2Model(Dinov2Config(**DINO_SIZES, use_swiglu_ffn=True)),
+    "hf dinov3 without registers": lambda: DINOv3ViTModel(DINOv3ViTConfig(**SMALL_HF, num_register_tokens=0)),
+}
 
 
 def save_hf(folder: Path, kind: str) -> Path:
-    if kind.endswith("_vision"):
+    if kind in OTHERS:
+        model = OTHERS[kind]()
+    elif kind.endswith("_vision"):
         models = {
             "hf clip_vision": (CLIPVisionConfig, CLIPVisionModel),
             "hf siglip_vision": (SiglipVisionConfig, SiglipVisionModel),
@@ -92,12 +107,15 @@ def encoders(tmp_path_factory) -> dict[str, str]:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("encoders")
     made = {kind: make_tower(folder / kind, *TIMM[kind][:2]) for kind in TIMM}
-    made |= {kind: save_hf(folder / kind, kind) for kind in HF}
+    made |= {kind: save_hf(folder / kind, kind) for kind in (*HF, *OTHERS)}
     return {kind: str(path) for kind, path in made.items()} | {"demo": "demo:vision"}
 
 
-def exported(name: str, select_layer: int = -2, trained: dict | None = None) -> ExportedEncoder:
-    choices = [f"model.vision.name={name}", f"model.vision.select_layer={select_layer}"]
+def exported(
+    name: str, select_layer: int = -2, trained: dict | None = None, *, final_norm: bool = False
+) -> ExportedEncoder:
+    choices = [f"model.vision.{key}" for key in (f"name={name}", f"select_layer={select_layer}")]
+    choices.append(f"model.vision.final_norm={str(final_norm).lower()}")
     return encoder_for_export(load_config(CONFIG, choices), trained or {})
 
 
@@ -143,7 +161,7 @@ def features(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torc
 
 
 @pytest.mark.parametrize("select_layer", [-1, -2])
-@pytest.mark.parametrize("kind", [*TIMM, *HF, "demo"])
+@pytest.mark.parametrize("kind", [*TIMM, *HF, *OTHERS, "demo"])
 def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(encoders, tmp_path, kind, select_layer):
     tower = load_vision(encoders[kind], select_layer, torch.float32)
     encoder = exported(encoders[kind], select_layer)
@@ -158,7 +176,35 @@ def test_stock_llava_computes_the_features_that_the_projector_was_trained_on(enc
         assert encoder.config["model_type"] == TIMM[kind][2]
 
 
-@pytest.mark.parametrize("kind", ["siglip", "quickgelu clip", "dinov2", "hf clip", "hf siglip_vision"])
+@pytest.mark.parametrize("kind", ["siglip", "dinov2", "hf siglip_vision", *OTHERS])
+def test_behind_the_final_norm_the_stock_vision_models_last_hidden_state_is_what_was_trained_on(
+    encoders, tmp_path, kind
+):
+    tower = load_vision(encoders[kind], -1, torch.float32, final_norm=True)
+    pixels = images(tower.image_size)
+    encoder = exported(encoders[kind], -1, final_norm=True)
+    with torch.no_grad():
+        stock = stock_llava(encoder, tmp_path).model.vision_tower(pixels).last_hidden_state
+    assert torch.allclose(stock[:, encoder.prefix_tokens :], tower(pixels), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("quickgelu clip", "whose last norm is for its class token alone"),
+        ("vit without biases and norm", "has no last norm like its others"),
+        ("averaging vit", "has no last norm like its others"),
+    ],
+)
+def test_behind_the_final_norm_an_encoder_without_a_stock_counterpart_is_refused(encoders, kind, why):
+    load_vision(encoders[kind], -1, torch.float32, final_norm=True)  # it trains
+    with pytest.raises(UserError, match=why):
+        exported(encoders[kind], -1, final_norm=True)
+
+
+@pytest.mark.parametrize(
+    "kind", ["siglip", "quickgelu clip", "dinov2", "hf clip", "hf siglip_vision", "hf dinov2", "hf vit", "hf internvl"]
+)
 def test_trained_weights_take_the_place_of_the_encoders_own(encoders, tmp_path, kind):
     tower = load_vision(encoders[kind], -2, torch.float32)
     before = tower(images(28))
@@ -188,7 +234,9 @@ def test_a_trained_tensor_that_the_encoder_does_not_have_is_refused(encoders, ki
             exported(encoders[kind], trained={name: torch.zeros(shape)})
 
 
-@pytest.mark.parametrize("kind", ["quickgelu clip", "dinov2", "siglip", "hf clip", "hf siglip_vision", "demo"])
+@pytest.mark.parametrize(
+    "kind", ["quickgelu clip", "dinov2", "siglip", "hf clip", "hf siglip_vision", "hf vit", "demo"]
+)
 def test_what_the_encoder_has_itself_is_exported_bit_for_bit(encoders, kind):
     sources = exported(encoders[kind]).tensors
     pieces = {source.read().numpy().tobytes() for source in sources.values()}
@@ -217,7 +265,8 @@ def test_what_is_filled_in_is_said(encoders):
     assert "post_layernorm is 1 and 0" in notes["vit without biases and norm"]
     assert "18 biases are 0" in notes["vit without biases and norm"]
     assert "vision_use_head is false" in notes["hf siglip without head"]
-    told = {"vit", "vit without biases and norm", "hf siglip without head"}
+    assert "pooler.dense.weight is 0" in notes["hf vit_classifier"]
+    told = {"vit", "vit without biases and norm", "hf siglip without head", "hf vit_classifier"}
     assert {kind for kind, note in notes.items() if note} == told
 
 
@@ -255,6 +304,13 @@ def test_what_no_stock_model_computes_is_refused_with_the_formats_that_work(tmp_
         exported(str(folder))
     assert why in str(refused.value)
     assert "--format safetensors" in str(refused.value) and "--format llava" in str(refused.value)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("dinov2_registers", 4), ("dinov3", 2)])
+def test_a_transformers_encoder_with_registers_is_refused(tmp_path, kind, count):
+    ENCODERS[kind][0]().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"has {count} register tokens, which a stock class would take for patches"):
+        exported(str(tmp_path))
 
 
 def test_incomplete_and_pickled_encoders_are_refused(encoders, tmp_path):
