@@ -5,11 +5,13 @@ themselves are only read. What is done for each:
 
     no index                         the tar is read once, each sample judged
     no lengths for this tokenizer    only its json files are read; lengths for other tokenizers stay
+    of version 1                     its pictures are read too, for their sizes as EXIF turns them; all else stays
     all there                        nothing
     stale (the tar has another size) or damaged: an error. An index's checksums are the only record of what the tar
     should be, so it is replaced with --rebuild only, which believes the tar as it is now.
 
-Training does the first two by itself; doing it before saves time on the training machine.
+Training does the first two by itself; doing it before saves time on the training machine. An index of version 1 serves
+it as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import tell
 from mmtrain.data.report.survey import survey
 from mmtrain.data.samples.records import reason_lines
-from mmtrain.data.shards.index import read_columns
+from mmtrain.data.shards.index import VERSION, read_columns
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
@@ -56,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     tars = find_shards(options.shards)
     folder = model_folder(options.tokenizer)
     fingerprint = text_fingerprint(folder, options.template, options.layout)
-    todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint)
+    todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint, oldest=VERSION)
     if len(todo) < len(tars):
         tell(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
     if todo:

@@ -31,7 +31,7 @@ from mmtrain.data.report.charts import TERMINAL_BINS, print_distribution, write_
 from mmtrain.data.report.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.data.shards.index import MissingIndex, index_path
+from mmtrain.data.shards.index_file import MissingIndex, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import Damage, verify_shard

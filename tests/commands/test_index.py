@@ -14,7 +14,8 @@ from archives import conversation, picture, write_tar
 from conftest import TOOLS
 
 from mmtrain.__main__ import main
-from mmtrain.data.shards.index import index_path, read_index
+from mmtrain.data.shards.index import read_index
+from mmtrain.data.shards.index_file import index_path
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 

@@ -21,7 +21,8 @@ from transformers import AutoTokenizer
 from mmtrain.__main__ import main
 from mmtrain.data.prepare.sharding import write_shards
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.data.shards.index import index_path, read_index
+from mmtrain.data.shards.index import read_index
+from mmtrain.data.shards.index_file import index_path
 
 TOOL = TOOLS / "inspect_shards.py"
 

@@ -17,7 +17,6 @@ import functools
 import hashlib
 import itertools
 import re
-import sys
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from mmtrain.data.samples.records import (
     IMAGE_SUFFIXES,
     ImageLimits,
     Rejected,
-    open_image,
+    image_size,
     parse_turns,
     read_image,
     record_json,
@@ -268,14 +267,11 @@ class _Shard:
             suffix = suffix if len(files) == 1 else f"{number}.{suffix}"
             members.append(self._member(key, suffix, content))
             try:
-                with open_image(content, sys.maxsize) as image:  # how many pixels are too many, others say
-                    sizes.append(image.size)
+                sizes.append(image_size(content))
             except Rejected as error:
-                sizes.append(UNKNOWN_SIZE)
+                sizes.append((*UNKNOWN_SIZE, False))
                 index.faults.setdefault(place, (error.reason, f"{suffix}: {error.detail}"))
-        index.keys.append(key)
-        index.members.append(tuple(members))
-        index.image_sizes.append(tuple(sizes))
+        index.add(key, members, sizes)
         if self.count is not None:
             sample = Sample(key, str(self.path), parse_turns(record), (b"",) * len(files), members[0].offset)
             self.lengths.add(None if place in index.faults else sample, self.count)

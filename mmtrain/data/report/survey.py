@@ -11,6 +11,7 @@ some 600 tokens, and a pack length slightly below a multiple of that wastes most
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from mmtrain.data.stream.catalog import Catalog, DataSet
 from mmtrain.data.stream.order import UNUSABLE, Capacity, SampleSet, plan_epoch
 from mmtrain.pretrained.layouts import ImageLayout
 
+_log = logging.getLogger(__name__)
 TAIL = 0.99  # what is above this quantile shares one bin, so that a few giants do not squeeze all others into one
 NEARBY = 8  # lengths are near if they differ by at most an eighth
 LARGEST_STEP = 64  # tokens between the lengths that are tried
@@ -71,17 +73,21 @@ def survey(tars: Sequence[Path], fingerprint: str | None = None) -> Survey:
     images: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
     shard_sizes: list[int] = []
-    tar_bytes = 0
+    tar_bytes = old = 0
     reasons: Counter[str] = Counter()
     fingerprints: set[tuple[str, ...]] = set()
     for tar in tars:
         index = read_columns(tar)
         tar_bytes += index.tar_bytes
+        old += index.sideways is None
         shard_sizes.append(len(index.keys))
         images.append(np.diff(index.first_image))
         sizes.append(index.image_sizes[(index.image_sizes != UNKNOWN_SIZE).any(axis=1)])
         reasons.update(reason for reason, _ in index.faults.values())
         fingerprints.add(tuple(index.texts))
+    if old:
+        shown = "the sizes of their images are as stored, not as EXIF turns them (see mmtrain index)"
+        _log.info(f"indexes of version 1: {old:,}; {shown}")
     if fingerprint is None and len(fingerprints) == 1 and len(only := fingerprints.pop()) == 1:
         fingerprint = only[0]
     text_lengths = None

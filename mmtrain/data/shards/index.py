@@ -7,22 +7,20 @@ the second line) and crc32 (of the first line without it, then of the second). T
 columns; flat ones run over all members, or images, of one sample after the other:
 
     {"keys": [...], "members": {"counts": [of each sample], "suffix": [...], "offset": [...], "size": [...], "crc32":
-     [...]}, "images": {"counts": [...], "width": [...], "height": [...]}, "faults": [[place, reason, detail], ...],
-     "texts": {fingerprint: {"tokens": [...], "faults": [...]}}}
+     [...]}, "images": {"counts": [...], "width": [...], "height": [...], "sideways": [[place, image], ...]},
+     "faults": {"llava": [[place, reason, detail], ...]}, "texts": {fingerprint: {"tokens": [...], "faults": [...]}}}
 
-A place is a sample's number in its shard, from 0. The bytes are a function of the content.
+A place is a sample's number in its shard, from 0. Sizes are those after turning by EXIF; `sideways` lists the images of
+which that exchanges width and height. Faults whatever the tokenizer are by the form of the records. The bytes are
+a function of the content. Version 1 has sizes as stored and no `sideways`, and a list of faults, those of LLaVA's form.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import itertools
 import json
-import os
-import stat
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -30,20 +28,17 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 import numpy as np
 from pydantic import BaseModel, Field, InstanceOf, Strict, ValidationError
 
-from mmtrain.base.cache import cache_folder
-from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import compact_json
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, Rejected
 from mmtrain.data.samples.sample import Sample, image_number
-from mmtrain.data.shards.retry import RETRY_SECONDS, may_pass, read_again
+from mmtrain.data.shards.index_file import MAKE, MEND, MissingIndex, read_lines, write_lines
+from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 
 FORMAT = "mmtrain shard index"
-VERSION = 1
-MEND = "mmtrain index --rebuild --tokenizer PATH --template NAME"
+VERSION = 2
 
 UNKNOWN_SIZE = (0, 0)  # of an image whose header does not tell
-_CANNOT_WRITE_HERE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 Checked = TypeVar("Checked", bound=BaseModel)
 Faults = dict[int, tuple[str, str]]  # place -> a code of records.REASONS, detail
@@ -88,6 +83,14 @@ class ShardIndex:
     image_sizes: list[tuple[tuple[int, int], ...]]  # (width, height) of a sample's images, or UNKNOWN_SIZE
     faults: Faults = field(default_factory=dict)  # samples that are unusable whatever the tokenizer
     texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
+    sideways: list[tuple[int, int]] | None = field(default_factory=list)  # (place, image); None: not known, version 1
+
+    def add(self, key: str, members: Iterable[Member], images: Sequence[tuple[int, int, bool]]) -> None:
+        """Append a sample; `images`: what `records.image_size` says of each, or UNKNOWN_SIZE."""
+        self.sideways += [(len(self.keys), number) for number, (*_, lies) in enumerate(images) if lies]
+        self.keys.append(key)
+        self.members.append(tuple(members))
+        self.image_sizes.append(tuple((width, height) for width, height, _ in images))
 
 
 @dataclass(eq=False)
@@ -103,24 +106,13 @@ class IndexColumns:
     crc32: np.ndarray  # (members,) uint32
     first_image: np.ndarray  # (samples + 1,) int64
     image_sizes: np.ndarray  # (images, 2) int64 width and height
+    sideways: np.ndarray | None  # (N, 2) int64 place and image, as in ShardIndex
     faults: Faults
     texts: dict[str, TextLengths]
 
 
-class MissingIndex(UserError):  # noqa: N818
-    """A shard has no index yet."""
-
-
-def index_path(tar: Path) -> Path:
-    """Where a shard's index is, or would be written: beside the tar, or in the cache if that folder is read-only.
-
-    One in the cache comes first: it was made because the one beside the tar, if any, could not be changed. Raises
-    OSError where the storage fails to tell.
-    """
-    cached, beside = _in_cache(tar), _beside(tar)
-    if _is_file(cached) or not (_is_file(beside) or os.access(beside.parent, os.W_OK)):
-        return cached
-    return beside
+class OldIndex(MissingIndex):
+    """A shard's index is of an earlier version than what is asked for."""
 
 
 def read_columns(tar: Path, retry_seconds: float = RETRY_SECONDS) -> IndexColumns:
@@ -147,19 +139,24 @@ def read_index(tar: Path) -> ShardIndex:
         image_sizes=_split(list(map(tuple, columns.image_sizes.tolist())), columns.first_image),
         faults=columns.faults,
         texts=columns.texts,
+        sideways=None if columns.sideways is None else list(map(tuple, columns.sideways.tolist())),
     )
 
 
-def indexed_texts(tar: Path, retry_seconds: float = RETRY_SECONDS) -> list[str]:
+def indexed_texts(tar: Path, retry_seconds: float = RETRY_SECONDS, oldest: int = 1) -> list[str]:
     """Fingerprints of the text lengths in a shard's index; its bytes are checked, but one line only is parsed.
 
-    Raises what `read_columns` raises.
+    Raises what `read_columns` raises, and OldIndex for one of a version before `oldest`.
     """
-    return _read(tar, retry_seconds)[1].texts
+    path, header, _ = _read(tar, retry_seconds)
+    if header.version < oldest:
+        raise OldIndex(f"{path}: is of version {header.version}; bring it up to date: {MAKE} {tar}")
+    return header.texts
 
 
 def write_index(tar: Path, index: ShardIndex) -> None:
     """Write a shard's index, which has its name only when it is complete; raises UserError if the disk refuses it."""
+    assert index.sideways is not None, "sizes as stored"
     content = compact_json(_to_columns(index))
     header = {
         "format": FORMAT,
@@ -170,70 +167,18 @@ def write_index(tar: Path, index: ShardIndex) -> None:
         "bytes": len(content),
     }
     header["crc32"] = _crc32(header, content)
-    lines = compact_json(header) + b"\n" + content + b"\n"
-    beside, cached = _beside(tar), _in_cache(tar)
-    for path in (beside, cached):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, lines)
-            break
-        except OSError as error:
-            if path is cached or error.errno not in _CANNOT_WRITE_HERE:
-                raise UserError(
-                    f"{path}: cannot be written ({error.strerror}); free space, or make the folder writable"
-                ) from error
-    if path is beside:
-        cached.unlink(missing_ok=True)  # it would hide the new one
-
-
-def _beside(tar: Path) -> Path:
-    return tar.with_name(tar.name + ".index")
-
-
-def _in_cache(tar: Path) -> Path:
-    name = hashlib.sha256(os.fsencode(tar.absolute())).hexdigest()[:24]
-    return cache_folder("index") / f"{name}.index"
-
-
-def _is_file(path: Path) -> bool:
-    """As Path.is_file, which in some releases of Python takes a failure of the storage for "no"."""
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError as error:
-        if may_pass(error):
-            raise
-        return False
-
-
-def _load(tar: Path) -> tuple[Path, bytes, int]:
-    """File and bytes of a tar's index, and the tar's size; raises MissingIndex, UserError, and OSErrors that may pass.
-
-    All three are asked for together: a try that follows a failure must not mix what was before with what is after.
-    """
-    path = index_path(tar)
-    file = path
-    try:
-        with path.open("rb") as stream:
-            lines = stream.read()
-        file = tar
-        return path, lines, tar.stat().st_size
-    except OSError as error:
-        if may_pass(error):
-            raise
-        if file == path and isinstance(error, FileNotFoundError):
-            raise MissingIndex(f"{tar}: has no index {path}; make it: {MEND.replace(' --rebuild', '')} {tar}") from None
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+    write_lines(tar, compact_json(header) + b"\n" + content + b"\n")
 
 
 def _read(tar: Path, retry_seconds: float) -> tuple[Path, _Header, bytes]:
     """File, header and content line of an index whose bytes are those that were written, for the tar that is there."""
-    path, lines, tar_bytes = read_again(lambda: _load(tar), tar, retry_seconds)
+    path, lines, tar_bytes = read_again(lambda: read_lines(tar), tar, retry_seconds)
     first, _, rest = lines.partition(b"\n")
     try:
         header = json.loads(first)
-        if (header["format"], header["version"]) != (FORMAT, VERSION):
+        if header["format"] != FORMAT or header["version"] not in _CONTENTS:
             raise UserError(
-                f"{path}: {header['format']}, version {header['version']}, is no {FORMAT} of version {VERSION}; "
+                f"{path}: {header['format']}, version {header['version']}, is no {FORMAT} of version 1 or {VERSION}; "
                 f"another release of mmtrain wrote it, or it is damaged. Make it again: {MEND} {tar}"
             )
         crc32 = header.pop("crc32")
@@ -270,8 +215,13 @@ def _to_columns(index: ShardIndex) -> dict:
     return {
         "keys": index.keys,
         "members": {"counts": list(map(len, index.members)), **dict(zip(Member._fields, columns, strict=True))},
-        "images": {"counts": list(map(len, index.image_sizes)), "width": widths, "height": heights},
-        "faults": _fault_rows(index.faults),
+        "images": {
+            "counts": list(map(len, index.image_sizes)),
+            "width": widths,
+            "height": heights,
+            "sideways": index.sideways,
+        },
+        "faults": {"llava": _fault_rows(index.faults)},
         "texts": {
             name: {"tokens": text.tokens, "faults": _fault_rows(text.faults)}
             for name, text in sorted(index.texts.items())
@@ -287,6 +237,7 @@ _FaultRow = Annotated[tuple[int, Literal[tuple(REASONS)], InstanceOf[str]], Stri
 
 
 class _Header(BaseModel, strict=True):
+    version: int
     tar_bytes: _Bytes
     samples: _Count
     texts: list[str]
@@ -300,10 +251,14 @@ class _Members(BaseModel, strict=True):
     crc32: list[Annotated[int, Field(ge=0, lt=2**32)]]
 
 
-class _Images(BaseModel, strict=True):
+class _Images1(BaseModel, strict=True):
     counts: list[_Count]
     width: list[_Count]
     height: list[_Count]
+
+
+class _Images2(_Images1):
+    sideways: list[Annotated[tuple[_Count, _Count], Strict(False)]]
 
 
 class _Texts(BaseModel, strict=True):
@@ -311,12 +266,24 @@ class _Texts(BaseModel, strict=True):
     faults: list[_FaultRow]
 
 
-class _Content(BaseModel, strict=True):
+class _Faults(BaseModel, strict=True):
+    llava: list[_FaultRow]
+
+
+class _Content1(BaseModel, strict=True):
     keys: list[_Name]
     members: _Members
-    images: _Images
+    images: _Images1
     faults: list[_FaultRow]
     texts: dict[str, _Texts]
+
+
+class _Content2(_Content1):
+    images: _Images2
+    faults: _Faults
+
+
+_CONTENTS = {1: _Content1, VERSION: _Content2}
 
 
 def _of_kind(kind: type[Checked], value: object) -> Checked:
@@ -330,7 +297,7 @@ def _of_kind(kind: type[Checked], value: object) -> Checked:
 
 def _from_columns(header: _Header, value: object) -> IndexColumns:
     """The arrays of an index, checked: who makes one up gives it a right checksum. Raises ValueError naming a field."""
-    content = _of_kind(_Content, value)
+    content = _of_kind(_CONTENTS[header.version], value)
     members, images, texts = content.members, content.images, content.texts
     total, samples = len(members.suffix), header.samples
     lengths = {"keys": (content.keys, samples), "members.counts": (members.counts, samples)}
@@ -342,6 +309,7 @@ def _from_columns(header: _Header, value: object) -> IndexColumns:
             raise ValueError(f"{name}: has {len(column):,} elements, {needed:,} are needed")
     if header.texts != sorted(texts):
         raise ValueError("texts: are others than the first line says")
+    first_image = _firsts("images", images.counts, len(images.width))
     columns = IndexColumns(
         tar_bytes=header.tar_bytes,
         keys=content.keys,
@@ -350,9 +318,10 @@ def _from_columns(header: _Header, value: object) -> IndexColumns:
         offset=np.array(members.offset, np.int64),
         size=np.array(members.size, np.int64),
         crc32=np.array(members.crc32, np.uint32),
-        first_image=_firsts("images", images.counts, len(images.width)),
+        first_image=first_image,
         image_sizes=np.array([images.width, images.height], np.int64).T,
-        faults=_faults("", content.faults, samples),
+        sideways=None if header.version == 1 else _sideways(images.sideways, first_image),
+        faults=_faults("", content.faults if header.version == 1 else content.faults.llava, samples),
         texts={
             name: TextLengths(text.tokens, _faults(f"texts.{name}.", text.faults, samples))
             for name, text in texts.items()
@@ -370,6 +339,13 @@ def _firsts(name: str, counts: list[int], total: int) -> np.ndarray:
     if firsts[-1] != total:
         raise ValueError(f"{name}.counts: add up to {firsts[-1]:,}, but there are {total:,}")
     return firsts
+
+
+def _sideways(rows: list[tuple[int, int]], first_image: np.ndarray) -> np.ndarray:
+    counts = dict(enumerate(np.diff(first_image).tolist()))
+    if any(image >= counts.get(place, 0) for place, image in rows) or sorted(set(rows)) != rows:
+        raise ValueError("images.sideways: holds an image twice, or one of no sample")
+    return np.array(rows, np.int64).reshape(-1, 2)
 
 
 def _faults(before: str, rows: list[_FaultRow], samples: int) -> Faults:

@@ -3,6 +3,7 @@
 tar without index --headers, contents, in one sequential read--> offset, size, CRC32 of every file
                   --neighbours of one key: samples, judged; TextCounter--> index with text lengths
 tar whose index lacks this tokenizer and template --json members at their offsets--> the same index, lengths added
+tar whose index is of version 1 --images at their offsets--> the same index of this version, sizes as they are turned
 
 Tars are only read. What an index holds is a function of the tar, the tokenizer and the template, not of the workers.
 Samples are formed as webdataset forms them. What makes one sample unusable is noted as its fault; what would make
@@ -16,10 +17,10 @@ import functools
 import itertools
 import logging
 import os
-import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TextIO
@@ -27,19 +28,20 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TextIO
 from mmtrain.base.durable import lock
 from mmtrain.base.errors import UserError
 from mmtrain.base.progress import ProgressBar
-from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, Rejected, open_image
+from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, Rejected, image_size
 from mmtrain.data.samples.sample import Sample, image_number, image_suffixes, read_sample
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.data.shards.index import (
     UNKNOWN_SIZE,
     Member,
-    MissingIndex,
+    OldIndex,
     ShardIndex,
     TextLengths,
     indexed_texts,
     read_index,
     write_index,
 )
+from mmtrain.data.shards.index_file import MissingIndex
 from mmtrain.data.shards.retry import RETRY_SECONDS, UnreadableError
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
@@ -66,8 +68,9 @@ def ensure_indexes(
     """Make or complete the indexes that a run with this tokenizer, template and layout needs; nothing if all are there.
 
     `workers` is the number of processes, None one for each core that this process may use. A `stream` that is a
-    terminal gets a progress bar. Raises UserError for indexes that are stale or damaged: they are never replaced
-    unasked, for their checksums are the only record of what the tars should hold.
+    terminal gets a progress bar. One of version 1 serves as it is, and is brought up to date if it is completed. Raises
+    UserError for indexes that are stale or damaged: they are never replaced unasked, for their checksums are the only
+    record of what the tars should hold.
     """
     missing = unready_shards(tars, text_fingerprint(model_folder(tokenizer_path), template, layout), retry_seconds)
     if missing:
@@ -75,24 +78,31 @@ def ensure_indexes(
         build_indexes(missing, tokenizer_path, template, layout, workers=workers or usable_cores(), stream=stream)
 
 
-def unready_shards(tars: Sequence[Path], fingerprint: str, retry_seconds: float = RETRY_SECONDS) -> list[Path]:
-    """Those without an index that holds lengths under this fingerprint.
+def unready_shards(
+    tars: Sequence[Path], fingerprint: str, retry_seconds: float = RETRY_SECONDS, oldest: int = 1
+) -> list[Path]:
+    """Those without an index, of version `oldest` at least, that holds lengths under this fingerprint.
 
-    Raises UserError naming the indexes that are stale or damaged, or the first that the storage fails to give.
+    Says once how many are older. Raises UserError naming the indexes that are stale or damaged, or the first that the
+    storage fails to give.
     """
     missing: list[Path] = []
+    old = 0
     failures: list[UserError] = []
     for tar in tars:
         try:
-            if fingerprint not in indexed_texts(tar, retry_seconds):
+            if fingerprint not in indexed_texts(tar, retry_seconds, oldest):
                 missing.append(tar)
-        except MissingIndex:
+        except MissingIndex as error:
             missing.append(tar)
+            old += isinstance(error, OldIndex)
         except UnreadableError:
             raise
         except UserError as error:
             failures.append(error)
     _raise_all(failures, len(tars))
+    if old:
+        _log.info(f"indexes of version 1: {old:,}; their shards' images are read for the sizes that EXIF turns them to")
     return missing
 
 
@@ -106,11 +116,11 @@ def build_indexes(
     rebuild: bool = False,
     stream: TextIO | None = None,
 ) -> None:
-    """Give each tar an index with text lengths under this tokenizer, template and layout.
+    """Give each tar an index of this version with text lengths under this tokenizer, template and layout.
 
     An index that is there is completed; with `rebuild` it is made anew from the tar, without the lengths of other
     tokenizers. Raises UserError, after all others are done, for shards that cannot be indexed. Time: a shard is read
-    once, of one that has an index only the json members; each worker takes one shard at a time.
+    once, of one that has an index of this version only the json members; each worker takes one shard at a time.
     """
     import webdataset.tariterators  # noqa: F401 - imports torch, as the next one does: once, before workers are forked
 
@@ -137,10 +147,10 @@ def build_indexes(
 def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance) -> UserError | None:
     """Index one shard; what it cannot be indexed for is a value, so that the other shards go on."""
     try:
-        texts = None
+        index = None
         with contextlib.suppress(MissingIndex):
-            texts = None if rebuild else indexed_texts(tar)
-        if texts is None:
+            index = None if rebuild else read_index(tar)
+        if index is None:
             lengths = TextLengths([])
 
             def measure(sample: Sample | None) -> None:
@@ -148,11 +158,14 @@ def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance)
                 advance(1)
 
             index = scan_shard(tar, measure)
-        elif count.fingerprint in texts:  # another process was faster
-            return None
         else:
-            index = read_index(tar)
-            lengths = measure_texts(tar, index, count, advance)
+            known = index.texts.get(count.fingerprint)
+            if index.sideways is None:
+                index = measure_images(tar, index)
+            elif known is not None:  # another process was faster
+                return None
+            lengths = known or measure_texts(tar, index, count, advance)
+            advance(0 if known is None else len(index.keys))
         index.texts[count.fingerprint] = lengths
         if rebuild:
             write_index(tar, index)
@@ -161,6 +174,32 @@ def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance)
     except UserError as error:
         return error
     return None
+
+
+def measure_images(tar: Path, index: ShardIndex) -> ShardIndex:
+    """The same index, of version 1, with sizes as images are turned.
+
+    The size of a member that is not what was indexed stays: whoever reads it will see that it is damaged.
+    """
+    measured = replace(index, keys=[], members=[], image_sizes=[], sideways=[])
+    try:
+        with tar.open("rb") as stream:
+            for key, members, sizes in zip(index.keys, index.members, index.image_sizes, strict=True):
+                images = {image_number(member.suffix): member for member in members}
+                found = [_turned_size(stream, images.get(number), size) for number, size in enumerate(sizes)]
+                measured.add(key, members, found)
+    except OSError as error:
+        raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
+    return measured
+
+
+def _turned_size(stream: BinaryIO, member: Member | None, size: tuple[int, int]) -> tuple[int, int, bool]:
+    if member is not None and member.size <= MAX_IMAGE_BYTES and size != UNKNOWN_SIZE:
+        content = os.pread(stream.fileno(), member.size, member.offset)
+        if zlib.crc32(content) == member.crc32:
+            with contextlib.suppress(Rejected):
+                return image_size(content)
+    return (*size, False)
 
 
 def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, advance: Advance) -> TextLengths:
@@ -209,7 +248,7 @@ class _File(NamedTuple):
     key: str
     member: Member
     json: bytes = b""
-    image_size: tuple[int, int] = UNKNOWN_SIZE
+    image_size: tuple[int, int, bool] = (*UNKNOWN_SIZE, False)
     fault: tuple[str, str] | None = None
 
 
@@ -252,8 +291,7 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
             yield _File(key, member, fault=("too_many_bytes", f"{suffix}: {file.size:,} bytes; at most {limit:,}"))
         elif is_image:
             try:
-                with open_image(content, sys.maxsize) as image:  # how many pixels are too many, the run says
-                    yield _File(key, member, image_size=image.size)
+                yield _File(key, member, image_size=image_size(content))
             except Rejected as error:
                 yield _File(key, member, fault=(error.reason, f"{suffix}: {error.detail}"))
         else:
@@ -289,9 +327,7 @@ def _add_sample(
         sample = read_sample(key, str(tar), contents, files[0].member.offset)
     except Rejected as error:
         index.faults[place] = (error.reason, error.detail)
-    index.keys.append(key)
-    index.members.append(tuple(file.member for file in files))
-    index.image_sizes.append(sizes)
+    index.add(key, (file.member for file in files), sizes)
     on_sample(sample)
 
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.shards.archive import read_headers
-from mmtrain.data.shards.index import Member, MissingIndex, read_index
+from mmtrain.data.shards.index import Member, read_index
+from mmtrain.data.shards.index_file import MissingIndex
 
 _CHUNK = 1 << 20  # bytes
 

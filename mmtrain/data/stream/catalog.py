@@ -30,7 +30,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import DataSection, RunConfig
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import Fault, Sample, image_number, read_sample
-from mmtrain.data.shards.index import MEND, IndexColumns, Member, read_columns
+from mmtrain.data.shards.index import IndexColumns, Member, read_columns
+from mmtrain.data.shards.index_file import MEND
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 from mmtrain.data.shards.shard_list import expand_shards

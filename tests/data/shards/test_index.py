@@ -21,15 +21,14 @@ from mmtrain.base.cache import cache_folder
 from mmtrain.base.errors import UserError
 from mmtrain.data.shards.index import (
     Member,
-    MissingIndex,
     ShardIndex,
     TextLengths,
-    index_path,
     indexed_texts,
     read_columns,
     read_index,
     write_index,
 )
+from mmtrain.data.shards.index_file import MissingIndex, index_path
 from mmtrain.data.shards.indexing import unready_shards
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
@@ -60,6 +59,7 @@ def small_index() -> ShardIndex:
         image_sizes=[((640, 480),), (), ((1, 2), (0, 0))],
         faults={1: ("not_json", "Expecting value \u2028 \udce9")},
         texts={"f" * 16: TextLengths([12, 0, 300]), "0" * 16: TextLengths([9, 0, 0], {2: ("template", "why")})},
+        sideways=[(0, 0), (2, 1)],
     )
 
 
@@ -84,17 +84,13 @@ def random_index(draw: random.Random) -> ShardIndex:
         suffix = draw.choice(["json", "jpg"])
         return tuple(Member(suffix, number(), number(), draw.getrandbits(32)) for _ in range(draw.randint(1, 4)))
 
-    return ShardIndex(
-        BYTES,
-        [f"{draw.random()}" for _ in range(samples)],
-        [members() for _ in range(samples)],
-        [tuple((number(), number()) for _ in range(draw.randint(0, 3))) for _ in range(samples)],
-        faults(),
-        {
-            f"{draw.random()}": TextLengths([number() for _ in range(samples)], faults())
-            for _ in range(draw.randint(0, 3))
-        },
-    )
+    index = ShardIndex(BYTES, [], [], [], faults())
+    for _ in range(samples):
+        images = [(number(), number(), draw.random() < 0.5) for _ in range(draw.randint(0, 3))]
+        index.add(f"{draw.random()}", members(), images)
+    for _ in range(draw.randint(0, 3)):
+        index.texts[f"{draw.random()}"] = TextLengths([number() for _ in range(samples)], faults())
+    return index
 
 
 def test_what_is_written_is_read_back(tar):
@@ -115,12 +111,12 @@ def test_the_file_is_as_its_format_says(tar):
             "size": [3, 700, 1],
             "crc32": [7, 8, 9],
         },
-        "images": {"counts": [1, 0], "width": [640], "height": [480]},
-        "faults": [[1, "no_answer", "é"]],
+        "images": {"counts": [1, 0], "width": [640], "height": [480], "sideways": [[0, 0]]},
+        "faults": {"llava": [[1, "no_answer", "é"]]},
         "texts": {"feed": {"tokens": [12, 0], "faults": []}},
     }
     second = json.dumps(content, separators=(",", ":")).encode()
-    header = {"format": "mmtrain shard index", "version": 1, "tar_bytes": BYTES, "samples": 2, "texts": ["feed"]}
+    header = {"format": "mmtrain shard index", "version": 2, "tar_bytes": BYTES, "samples": 2, "texts": ["feed"]}
     header["bytes"] = len(second)
     header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
     file = json.dumps(header, separators=(",", ":")).encode() + b"\n" + second + b"\n"
@@ -133,6 +129,7 @@ def test_the_file_is_as_its_format_says(tar):
         [((640, 480),), ()],
         {1: ("no_answer", "é")},
         {"feed": TextLengths([12, 0])},
+        [(0, 0)],
     )
     write_index(tar, index)
     assert index_path(tar).read_bytes() == file
@@ -157,7 +154,7 @@ def test_a_bit_that_turns_anywhere_is_noticed(tar):
         content[bit // 8] ^= 1 << bit % 8
         index_path(tar).write_bytes(content)
         for read in (read_index, indexed_texts):
-            with pytest.raises(UserError, match=r"\.index: (is damaged|.* is no mmtrain shard index of version 1)"):
+            with pytest.raises(UserError, match=r"\.index: (is damaged|.* is no mmtrain shard index of version )"):
                 read(tar)
 
 
@@ -175,11 +172,11 @@ def crafted(tar: Path, *changes: tuple[tuple[str | int, ...], object]) -> Path:
     content = {
         "keys": ["a", "b"],
         "members": {"counts": [1, 1], "suffix": ["json"] * 2, "offset": [512, 1536], "size": [3, 700], "crc32": [7, 8]},
-        "images": {"counts": [1, 0], "width": [640], "height": [480]},
-        "faults": [],
+        "images": {"counts": [1, 0], "width": [640], "height": [480], "sideways": []},
+        "faults": {"llava": []},
         "texts": {"feed": {"tokens": [5, 6], "faults": []}},
     }
-    header = {"format": "mmtrain shard index", "version": 1, "tar_bytes": BYTES, "samples": 2, "texts": ["feed"]}
+    header = {"format": "mmtrain shard index", "version": 2, "tar_bytes": BYTES, "samples": 2, "texts": ["feed"]}
     for (*path, last), value in changes:
         place = header if path == ["header"] else content
         for name in path if path != ["header"] else ():
@@ -245,14 +242,24 @@ def nested(depth: int) -> list:
         (("images", "width"), [True]),
         (("images", "height"), [1, 2]),
         (("images", "height"), [-1]),
-        (("faults",), {"0": "not_json"}),
-        (("faults",), [[0]]),
-        (("faults",), [[2, "not_json", ""]]),
-        (("faults",), [[-1, "not_json", ""]]),
-        (("faults",), [[0.0, "not_json", ""]]),
-        (("faults",), [[0, "not_json", ""], [0, "not_json", ""]]),
-        (("faults",), [[0, "no such reason", ""]]),
-        (("faults",), [[0, "not_json", 1]]),
+        (("images", "sideways"), [0]),
+        (("images", "sideways"), [[0, 1]]),
+        (("images", "sideways"), [[1, 0]]),
+        (("images", "sideways"), [[0, -1]]),
+        (("images", "sideways"), [[0, 0.0]]),
+        (("images", "sideways"), [[2**40, 0]]),
+        (("images", "sideways"), [[0, 0], [0, 0]]),
+        (("images",), {"counts": [1, 0], "width": [640], "height": [480]}),
+        (("faults",), [[0, "not_json", ""]]),
+        (("faults",), {"other": []}),
+        (("faults", "llava"), {"0": "not_json"}),
+        (("faults", "llava"), [[0]]),
+        (("faults", "llava"), [[2, "not_json", ""]]),
+        (("faults", "llava"), [[-1, "not_json", ""]]),
+        (("faults", "llava"), [[0.0, "not_json", ""]]),
+        (("faults", "llava"), [[0, "not_json", ""], [0, "not_json", ""]]),
+        (("faults", "llava"), [[0, "no such reason", ""]]),
+        (("faults", "llava"), [[0, "not_json", 1]]),
         (("texts",), []),
         (("texts",), {}),
         (("texts", "feed"), 1),
@@ -272,7 +279,7 @@ def nested(depth: int) -> list:
 )
 def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is_right(tar, column, value):
     crafted(tar, (column, value))
-    named = {"samples": "keys"}.get(column[-1], column[-1])
+    named = {"samples": "keys", "llava": "faults"}.get(column[-1], column[-1])
     with pytest.raises(UserError, match=rf"^{tar}\.index: is damaged \(.*{named}.*--rebuild .* {tar}$") as caught:
         read_index(tar)
     assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
@@ -281,7 +288,7 @@ def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is
 def test_json_nested_without_end_is_an_error_that_names_the_file(tar):
     crafted(tar)
     second = b"[" * 200_000 + b"]" * 200_000
-    header = {"format": "mmtrain shard index", "version": 1, "tar_bytes": BYTES, "samples": 0, "texts": []}
+    header = {"format": "mmtrain shard index", "version": 2, "tar_bytes": BYTES, "samples": 0, "texts": []}
     header["bytes"] = len(second)
     header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
     for first in (json.dumps(header, separators=(",", ":")).encode(), second):
@@ -300,7 +307,7 @@ def test_a_member_that_would_not_fit_into_memory_is_read_by_none(tar, suffix, fa
         (("header", "tar_bytes"), 2 * size),
         (("members", "size"), [3, size]),
         (("members", "suffix"), ["json", suffix]),
-        (("faults",), [[place, "too_many_bytes", ""] for place in fault]),
+        (("faults", "llava"), [[place, "too_many_bytes", ""] for place in fault]),
     )
     if is_read:
         assert read_index(tar).members[1][0].size == size
@@ -311,9 +318,9 @@ def test_a_member_that_would_not_fit_into_memory_is_read_by_none(tar, suffix, fa
 
 def test_an_index_of_another_version_is_told_from_a_damaged_one(tar):
     write_index(tar, small_index())
-    content = index_path(tar).read_bytes().replace(b'"version":1', b'"version":2')
+    content = index_path(tar).read_bytes().replace(b'"version":2', b'"version":3')
     index_path(tar).write_bytes(content)
-    with pytest.raises(UserError, match="version 2, is no mmtrain shard index of version 1; another release"):
+    with pytest.raises(UserError, match="version 3, is no mmtrain shard index of version 1 or 2; another release"):
         read_index(tar)
 
 
@@ -454,7 +461,7 @@ def test_an_index_in_the_cache_comes_before_the_one_beside_the_tar_until_that_is
     shutil.copy(tar, elsewhere)
     write_index(elsewhere, other)
     # What a process that could not write the folder would have left: read from outside, the name is a hash of the path.
-    code = "import sys, mmtrain.data.shards.index as index; print(index._in_cache(index.Path(sys.argv[1])))"
+    code = "import sys, mmtrain.data.shards.index_file as file; print(file._in_cache(file.Path(sys.argv[1])))"
     cached_file = Path(in_another_process(code, tar, check=True).stdout.strip())
     assert cached_file.parent == cached
     index_path(elsewhere).rename(cached_file)

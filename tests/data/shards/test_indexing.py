@@ -15,7 +15,8 @@ from archives import conversation, picture, write_tar
 from transformers import AddedToken, AutoTokenizer
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.shards.index import index_path, read_index
+from mmtrain.data.shards.index import read_index
+from mmtrain.data.shards.index_file import index_path
 from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_shards, write_merged
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint

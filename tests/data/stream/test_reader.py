@@ -10,7 +10,8 @@ from archives import conversation, picture, write_tar
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import Fault, Sample
-from mmtrain.data.shards.index import TextLengths, index_path, write_index
+from mmtrain.data.shards.index import TextLengths, write_index
+from mmtrain.data.shards.index_file import index_path
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.catalog import OPEN_FILES, Catalog, DataSet, Reader
 from mmtrain.pretrained.layouts import ImageLayout
