@@ -17,6 +17,7 @@ from mmtrain.data.shards.index_file import index_path
 from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_shards
 from mmtrain.data.shards.verify import verify_shard
 from mmtrain.data.stream.catalog import Catalog, DataSet
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
@@ -32,7 +33,7 @@ def tar(tmp_path, monkeypatch) -> Path:
 
 
 def fingerprint(tar: Path) -> str:
-    return Catalog([DataSet((tar,))], TEXT, 16, 10**6, 0.5).fingerprint
+    return Catalog([DataSet((tar,))], TEXT, ImageLayout("square", 16), 10**6, 0.5).fingerprint
 
 
 def test_a_run_takes_it_as_it_is_and_has_the_data_fingerprint_of_before(tar, logged):
@@ -49,7 +50,7 @@ def test_brought_up_to_date_it_is_what_a_scan_writes_and_the_data_fingerprint_st
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "indexes of version 1: 3; their shards' images are read" in printed and printed.count("version 1") == 1
-    build_indexes([tar], "demo:llm", "chat", 1, rebuild=True)
+    build_indexes([tar], "demo:llm", "chat", workers=1, rebuild=True)
     assert {index_path(copy).read_bytes() for copy in copies} == {index_path(tar).read_bytes()}
     assert fingerprint(copies[0]) == FINGERPRINT
     found = read_index(tar)
@@ -60,10 +61,10 @@ def test_brought_up_to_date_it_is_what_a_scan_writes_and_the_data_fingerprint_st
 
 
 def test_lengths_for_another_template_bring_it_up_to_date_and_leave_those_that_it_has(tar):
-    build_indexes([tar], "demo:llm", "plain", 1)
+    build_indexes([tar], "demo:llm", "plain", workers=1)
     both = index_path(tar).read_bytes()
-    build_indexes([tar], "demo:llm", "plain", 1, rebuild=True)
-    build_indexes([tar], "demo:llm", "chat", 1)
+    build_indexes([tar], "demo:llm", "plain", workers=1, rebuild=True)
+    build_indexes([tar], "demo:llm", "chat", workers=1)
     assert index_path(tar).read_bytes() == both
     assert fingerprint(tar) == FINGERPRINT
 
@@ -75,7 +76,7 @@ def test_what_was_damaged_since_is_not_taken_for_right(tar):
     tar.write_bytes(content)
     (before,) = verify_shard(tar)
     assert unready_shards([tar], TEXT, oldest=2) == [tar]
-    build_indexes([tar], "demo:llm", "chat", 1)
+    build_indexes([tar], "demo:llm", "chat", workers=1)
     assert verify_shard(tar) == [before] and before.key == "a" and "jpg: 738 bytes whose CRC32" in before.detail
     assert fingerprint(tar) == FINGERPRINT
     assert read_index(tar).image_sizes[0] == ((9, 5),) and read_index(tar).sideways == [(2, 0), (3, 0)]
@@ -88,7 +89,7 @@ def test_a_survey_of_it_says_which_sizes_it_shows(tar, logged):
         "indexes of version 1: 1; the sizes of their images are as stored, not as EXIF turns them (see mmtrain index)"
     ]
     logged.clear()
-    build_indexes([tar], "demo:llm", "chat", 1)
+    build_indexes([tar], "demo:llm", "chat", workers=1)
     logged.clear()
     assert survey([tar]).image_sizes.tolist() == [[5, 9], [3, 7], [4, 4], [2, 6], [8, 3], [3, 2]]
     assert logged == []
