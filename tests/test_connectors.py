@@ -36,6 +36,7 @@ from transformers import (
     CLIPVisionConfig,
     Dinov2Config,
     Idefics3ForConditionalGeneration,
+    InternVLForConditionalGeneration,
     InternVLVisionConfig,
     LlavaForConditionalGeneration,
     PerceptionLMForConditionalGeneration,
@@ -128,13 +129,16 @@ def perception_lm(run: Run) -> dict[str, Any]:
     return {"image_token_id": IMAGE_TOKEN, "projector_pooling_ratio": run.factor}
 
 
-ANY = ("siglip", "clip")
+ANY = ("siglip", "clip", "dinov2")
 LAST_NORMED = {"layers": (-1,), "final_norm": True}
 STOCK = {
     stock.model.__name__.removesuffix("ForConditionalGeneration"): stock
     for stock in (
         Stock(LlavaForConditionalGeneration, "mlp2x_gelu", llava, ANY, factors=(None,)),
         Stock(AyaVisionForConditionalGeneration, "shuffle_swiglu", aya_vision, ANY, widths=(None, 48)),
+        Stock(Idefics3ForConditionalGeneration, "shuffle_linear", idefics3, ("siglip",), **LAST_NORMED),
+        Stock(InternVLForConditionalGeneration, "shuffle_mlp2x_gelu", internvl, ("internvit",), factors=(2, 4)),
+        Stock(PerceptionLMForConditionalGeneration, "mlp2x_gelu_pool", perception_lm, (*TIMM_ENCODERS,), **LAST_NORMED),
     )
 }
 
