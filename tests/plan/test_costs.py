@@ -16,9 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from mmtrain.config.schema import RunConfig
+from mmtrain.config.schema import ProjectorSection, RunConfig
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.last_layer import LastLayer, Rows
+from mmtrain.model.projector import make_projector
 from mmtrain.model.vision import load_vision
 from mmtrain.plan.block_costs import Block, Flops, Sublayer, block_parts, keys_seen, sublayer_of, total
 from mmtrain.plan.costs import (
@@ -32,7 +33,7 @@ from mmtrain.plan.costs import (
 )
 from mmtrain.plan.planner import models_of
 from mmtrain.plan.timings import CPU, GPU, assumed_timings
-from mmtrain.pretrained.shapes import ParameterShape
+from mmtrain.pretrained.shapes import ParameterShape, matches
 
 VICUNA, CLIP = "lmsys/vicuna-7b-v1.5", "vit_large_patch14_clip_quickgelu_336.openai"
 TOKENS = 32
@@ -388,6 +389,32 @@ def test_packed_documents_save_the_same(trained: bool) -> None:
     parts = block_parts(block, [p.name for p in names] if trained else [], 4, 192, 192, context=20.0)
     final_norm = 192 * 512 * 4 * (2 if trained else 1)
     assert 2 * total(parts, True)[1] + final_norm == pytest.approx(actual, rel=0.1)
+
+
+CONNECTORS = [("linear", None), ("mlp2x_gelu", None), ("mlp2x_gelu_pool", 2)]
+CONNECTORS += [(f"shuffle_{kind}", 2) for kind in ("swiglu", "linear", "mlp2x_gelu")]
+
+
+@pytest.mark.parametrize(("kind", "factor"), CONNECTORS)
+@pytest.mark.parametrize("trained", ["projector", "projector.*.bias"])
+def test_a_connector_costs_the_flops_and_bytes_that_torch_counts(kind: str, factor: int | None, trained: str) -> None:
+    if (kind, trained) == ("shuffle_linear", "projector.*.bias"):
+        pytest.skip("its one layer has no bias")
+    demo = {"model__llm__path": "demo:llm", "model__vision": {"name": "demo:vision", "select_layer": -1}}
+    demo["model__projector"] = {"type": kind, "factor": factor}
+    front, images = layers_of(**demo, model__trainable=(trained,))[0], costs_of(**demo).work.images
+    projector = make_projector(ProjectorSection(type=kind, factor=factor), 128, 128, seed=0)
+    for name, parameter in projector.named_parameters():
+        parameter.requires_grad_(matches(f"projector.{name}", (trained,)))
+    features = torch.randn(1, 16, 128)
+    with FlopCounterMode(display=False) as forward:
+        output = projector(features)
+    with FlopCounterMode(display=False) as backward:
+        output.sum().backward()
+    assert front.flops.forward == pytest.approx(forward.get_total_flops() * images)
+    assert front.flops.dgrad + front.flops.wgrad == pytest.approx(backward.get_total_flops() * images)
+    kept = saved_bytes(lambda: projector(features), list(projector.parameters()))
+    assert front.kept_bytes == pytest.approx(kept * images, rel=0.02)
 
 
 def test_a_vicuna_layer_keeps_132_kilobytes_a_token_frozen_and_195_trained() -> None:
