@@ -148,6 +148,8 @@ def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
     llm, vision = models.llm, models.vision
     facts = [shapes, vision.image_size, vision.blocks_run, vision.heads, llm.heads, llm.window, llm.experts_per_token]
     dtypes = [config.model.llm.dtype, config.model.vision.dtype or config.model.llm.dtype]
+    if models.layout.positions_per_tile != vision.patches_per_image:  # pooling has no parameters that would tell
+        facts.append(models.layout.positions_per_tile)
     return Key(
         device=device.name,
         ranks=device.ranks,

@@ -194,6 +194,19 @@ def test_a_calibration_depends_on_the_keys_that_say_so_and_on_no_others(config) 
             assert (calibration_key(changed, models, DEVICE) != key) == (path in measured or through_models), path
 
 
+def test_a_calibration_of_another_number_of_positions_is_another(tmp_path) -> None:
+    """The connectors have the same parameters; an image of 576 patches takes 576, 144 or 36 positions."""
+    plain, *pooled = (
+        make_config(tmp_path, f"model.projector.type={kind}", *factor)
+        for kind, *factor in [
+            ("mlp2x_gelu",),
+            ("mlp2x_gelu_pool", "model.projector.factor=2"),
+            ("mlp2x_gelu_pool", "model.projector.factor=4"),
+        ]
+    )
+    assert len({calibration_key(config, models_of(config), DEVICE).models for config in (plain, *pooled)}) == 3
+
+
 def test_a_cpu_is_named_with_its_cores_and_shared_by_all_ranks(tmp_path) -> None:
     device = cpu_device(make_config(tmp_path, "parallel.data=2", "parallel.threads_per_rank=3"))
     assert "cores" in device.name and device.ranks == 8 and device.threads == 3
