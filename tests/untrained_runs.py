@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scenes import perturb
 from step_states import state_of
-from transformers import LlavaForConditionalGeneration
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from mmtrain.checkpoint.step_folder import (
     OPTIMIZER,
@@ -87,8 +87,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def load_stock(folder: Path, **options: object) -> LlavaForConditionalGeneration:
+def load_stock(folder: Path, **options: object) -> PreTrainedModel:
     """The stock model of a folder; nothing may be missing, unexpected or mismatched."""
-    model, info = LlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True, **options)
+    model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True, **options)
     assert {kind: set(entries) for kind, entries in info.items() if entries} == {}
     return model.eval()

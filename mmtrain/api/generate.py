@@ -6,7 +6,9 @@ run or checkpoint --exported once, into the cache--> Hugging Face folder --load-
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +25,23 @@ from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.pretrained.doors import DOORS
 from mmtrain.pretrained.families import check_llm_numbers
 from mmtrain.pretrained.model_files import Shape, find_model_folder, foreign_files, is_whole, read_json, tensor_shapes
-from mmtrain.pretrained.vision_files import hf_facts
+from mmtrain.pretrained.vision_files import check_vision_numbers, hf_facts
 
 if TYPE_CHECKING:
     from PIL import Image
 
 _log = logging.getLogger(__name__)
 LARGEST_TOKEN = 10**9
+CONNECTOR_BOUNDS = {
+    **dict.fromkeys(("scale_factor", "downsample_factor", "projector_pooling_ratio"), (1, 64)),
+    "downsample_ratio": (1 / 64, 1),
+}  # keys of a class's config.json that say how many patches become one position
+PROCESSOR_BOUNDS = {
+    **dict.fromkeys(("patch_size", "downsample_factor", "pooling_ratio"), (1, 100)),
+    **dict.fromkeys(("num_additional_image_tokens", "min_patches"), (0, 100)),
+    **dict.fromkeys(("max_patches", "max_num_tiles"), (1, 100)),
+    **dict.fromkeys(("image_seq_len", "image_seq_length"), (1, 100_000)),
+}
 LONGEST_SIDE = 4_096  # pixels of a picture for the encoder; the largest take 1,540
 NEEDED = (
     "needed is a run or checkpoint of mmtrain, or a Hugging Face folder of a model that mmtrain export makes "
@@ -96,6 +108,13 @@ def check_numbers(folder: Path, shapes: dict[str, Shape]) -> None:
             width = part.get(key)
             if type(width) is int and width > largest:
                 raise UserError(f"{folder}: config.json says {key} {width}, but no tensor is wider than {largest:,}")
+    for key, (least, most) in CONNECTOR_BOUNDS.items():
+        if (value := config.get(key)) is not None and not (type(value) in (int, float) and least <= value <= most):
+            shown = shortened(repr(value))
+            raise UserError(f"{folder}: config.json says {key} {shown}; needed is a number from {least} to {most:,}")
+    if (inner := config.get("alignment_intermediate_size")) is not None and not is_whole(inner, 2, largest):
+        shown = shortened(repr(inner))
+        raise UserError(f"{folder}: config.json says alignment_intermediate_size {shown}, which no tensor has")
     for name in ("processor_config.json", "preprocessor_config.json", "generation_config.json"):
         if (folder / name).is_file():
             content = read_json(folder / name)
@@ -104,17 +123,17 @@ def check_numbers(folder: Path, shapes: dict[str, Shape]) -> None:
 
 
 def _check_processor(settings: dict, file: Path) -> None:
-    for key in ("size", "crop_size", "pad_size"):
+    for key in ("size", "crop_size", "pad_size", "img_size", "tile_size", "max_image_size"):
         sides = settings.get(key)
         sides = list(sides.values()) if isinstance(sides, dict) else sides if isinstance(sides, list) else [sides]
         if not all(side is None or is_whole(side, 1, LONGEST_SIDE) for side in sides):
             shown = shortened(repr(settings[key]))
             raise UserError(f"{file}: {key} is {shown}; needed are pixels, at most {LONGEST_SIDE:,}")
-    for key, least in (("patch_size", 1), ("num_additional_image_tokens", 0)):
+    for key, (least, most) in PROCESSOR_BOUNDS.items():
         value = settings.get(key)
         sides = value.values() if isinstance(value, dict) else [value]
-        if not all(side is None or is_whole(side, least, 100) for side in sides):
-            raise UserError(f"{file}: {key} is {shortened(repr(value))}; needed is a whole number up to 100")
+        if not all(side is None or is_whole(side, least, most) for side in sides):
+            raise UserError(f"{file}: {key} is {shortened(repr(value))}; needed is a whole number up to {most:,}")
 
 
 def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
@@ -135,11 +154,34 @@ def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lam
     return folder
 
 
+def _check_timm(vision: dict[str, Any], folder: Path) -> None:
+    """Raise UserError for an encoder that timm would load from elsewhere, or that is larger than the folder's tensors.
+
+    transformers passes the arguments on as they are, and timm reads a file that they name.
+    """
+    import timm
+    import torch
+
+    source = f"{folder}: vision_config in config.json"
+    architecture, arguments = vision.get("architecture"), vision.get("model_args") or {}
+    if not isinstance(architecture, str) or ":" in architecture or not timm.is_model(architecture):
+        raise UserError(f"{source}: architecture {shortened(repr(architecture))} is no model of timm's")
+    if not isinstance(arguments, dict) or inspect.signature(timm.create_model).parameters.keys() & arguments.keys():
+        raise UserError(f"{source}: model_args {shortened(repr(arguments))}; needed are sizes of {architecture}")
+    check_vision_numbers(arguments, source)
+    with foreign_files(source), torch.device("meta"):
+        model = timm.create_model(architecture, pretrained=False, num_classes=0, **arguments)
+    asked = sum(tensor.numel() for tensor in model.parameters())
+    stored = sum(map(math.prod, (tensor_shapes(folder) or {}).values()))
+    if asked > stored:
+        raise UserError(f"{source}: asks for an encoder of {asked:,} numbers, but the folder's weights have {stored:,}")
+
+
 def load(folder: Path) -> tuple[Any, Any]:
     """Stock model and processor of a Hugging Face folder, on the GPU if there is one; raises UserError."""
     import torch
     import transformers
-    from transformers import GenerationConfig
+    from transformers import AutoImageProcessor, GenerationConfig
     from transformers.utils import logging
 
     from mmtrain.exporting.doors import door_of_type
@@ -149,6 +191,8 @@ def load(folder: Path) -> tuple[Any, Any]:
     # Not AutoProcessor: where the files name no class, it passes trust_remote_code on to none of the processor's parts.
     config = read_json(folder / "config.json")
     door = door_of_type(config["model_type"])
+    if (config.get("vision_config") or {}).get("model_type") == "timm_wrapper":
+        _check_timm(config["vision_config"], folder)
     pixtral = (config.get("vision_config") or {}).get("model_type") == "pixtral"  # a Llava with its own processor
     processor_name = "PixtralProcessor" if pixtral else door.processor_name
     with foreign_files(str(folder)):
@@ -156,8 +200,12 @@ def load(folder: Path) -> tuple[Any, Any]:
             folder,
             local_files_only=True,
             trust_remote_code=False,
-            backend="pil",  # as training resizes
+            **({"backend": "pil"} if door.video_processor is None else {}),  # as training resizes
         )
+        if door.video_processor is not None and door.has_pillow:  # not for videos, of which a processor has a part too
+            processor.image_processor = AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, backend="pil"
+            )
         model, report = door.model_class.from_pretrained(
             folder,
             dtype="auto",
@@ -168,9 +216,9 @@ def load(folder: Path) -> tuple[Any, Any]:
         )
     if faults := {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}:
         raise UserError(f"{folder}: the weights do not fit config.json ({faults}); part of the model would be random")
-    layers = model.config.vision_config.num_hidden_layers
-    feature_layers = model.config.vision_feature_layer
+    feature_layers = getattr(model.config, "vision_feature_layer", [])  # some classes take the last one alone
     for layer in feature_layers if isinstance(feature_layers, list) else [feature_layers]:
+        layers = model.config.vision_config.num_hidden_layers
         if not is_whole(layer, -layers - 1, layers):
             raise UserError(f"{folder}: config.json says vision_feature_layer {layer}, but the encoder has {layers}")
     if processor.image_token_id != model.config.image_token_id:
@@ -209,7 +257,7 @@ class Conversation:
         """`limit`: new tokens an answer may have; `show` gets its words as they come."""
         self.model = model
         self.processor = processor
-        self.images = images
+        self.images = [_resized(image, processor.image_processor) for image in images]
         self.limit = limit
         self.show = show
         self.messages = [_message("system", system)] if system else []
@@ -278,6 +326,13 @@ class Conversation:
                 f"the model's chat template does not take this conversation ({harmless(str(error))})"
                 + ("; leave out the system turn (--system)" if messages[0]["role"] == "system" else "")
             ) from error
+
+
+def _resized(image: Image.Image, settings: Any) -> Image.Image:
+    """The picture as training resizes it, for the class that does so with torchvision alone."""
+    if getattr(settings, "vision_input_type", "thumb+tile") == "thumb+tile":
+        return image
+    return image.resize((settings.tile_size, settings.tile_size), settings.resample)
 
 
 def _message(role: str, text: str, images: int = 0) -> dict[str, Any]:

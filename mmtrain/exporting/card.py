@@ -80,11 +80,12 @@ def _what_trained(about: Origin) -> str:
 
 
 def _parts(about: Origin, dtype: str, language: ExportedLanguage) -> dict[str, str]:
-    llm, vision = code(about.llm), code(about.vision)
+    llm, vision, factor = code(about.llm), code(about.vision), about.projector_factor
     return {
         "LLM": f"{llm} ({shown_name(language.config['model_type'])}, {about.llm_width:,} wide)",
-        "vision encoder": f"{vision}, block {about.vision_select_layer} ({about.vision_width:,} wide)",
-        "projector": about.projector_type,
+        "vision encoder": f"{vision}, block {about.vision_select_layer} ({about.vision_width:,} wide)"
+        + (", behind its last norm" if about.vision_final_norm else ""),
+        "projector": about.projector_type + (f", {factor} x {factor} patches a position" if factor > 1 else ""),
         "images become square by": about.image_fit,
         "weights stored in": f"{dtype}; the projector was trained in float32 against an LLM in {about.llm_dtype}",
     }
@@ -118,10 +119,10 @@ def _language_notes(language: ExportedLanguage, processor: ExportedProcessor) ->
         )
     if language.added_rows:
         notes.append(
-            f"The LLM has no spare row for `<image>` (id {processor.image_token_id}) or for padding: its embedding and "
-            f"head gained {language.added_rows}, each the mean of the others. The embedding's is never used, since "
-            "image features take its place or it is masked; the head's gives the mean of the other logits, so it is "
-            "never the largest."
+            f"The LLM has no spare row for all tokens that it gained ({', '.join(map(code, processor.new_tokens))}; "
+            f"`{IMAGE_MARK}` is {processor.image_token_id}): its embedding and head gained {language.added_rows}, each "
+            "the mean of the others. The embedding's is never used, since image features take its place, it is masked, "
+            "or no prompt holds it; the head's gives the mean of the other logits, so it is never the largest."
         )
     if language.left_out:
         notes.append(

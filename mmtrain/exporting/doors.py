@@ -2,41 +2,53 @@
 
 run, encoder --StockDoor--> config.json, names on disk, processor_config.json, preprocessor_config.json
 
-One class a door; `mmtrain.pretrained.doors` says which runs each takes. Names on disk are those that transformers
-itself saved or reads for the published models of a class; its loader is asked whether all of them find their place.
+One class a door; `mmtrain.pretrained.doors` says which runs each takes. Names on disk are those that the published
+models of a class have, its loader is asked whether all of them find their place. Every processor is told to make one
+square of an image, of as many positions as in training, and to write nothing around it but what the layout does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import transformers
 from PIL import Image
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.stream.images import ImageTransform
-from mmtrain.exporting.vision import ExportedEncoder
-from mmtrain.pretrained.doors import DOORS, Door
+from mmtrain.exporting.vision import OUTER, ExportedEncoder, encoder_for_export, wrapped_timm_encoder
+from mmtrain.pretrained.connectors import reduction
+from mmtrain.pretrained.doors import DOORS, WHAT_WORKS, Door
+
+# A small encoder of the class's own, for trials of the LLM beside it.
+_TINY = {
+    "model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "image_size": 8, "patch_size": 8,
+}  # fmt: skip
+_TINY_TIMM = {"img_size": 8, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1}
 
 
 class StockDoor:
     """LLaVA's folder; another door says what it has otherwise."""
 
-    vision: ClassVar[str] = "vision_tower."  # what stands before the names of the encoder's tensors
-    connector: ClassVar[str] = "multi_modal_projector."
+    encoder_names: ClassVar[str] = "vision_tower."  # what stands before the names of the encoder's tensors
+    connector_names: ClassVar[str] = "multi_modal_projector."
     # Names of transformers 4 too, which version 5 reads.
-    decoder: ClassVar[str] = "language_model.model."
-    head: ClassVar[str] = "language_model.lm_head.weight"
-    tiny_encoder: ClassVar[Mapping[str, Any]] = {
-        "model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 1, "image_size": 8, "patch_size": 8,
-    }  # fmt: skip
-    image_processor: ClassVar[str] = "LlavaImageProcessor"
+    decoder_names: ClassVar[str] = "language_model.model."
+    head_name: ClassVar[str] = "language_model.lm_head.weight"
+    tiny_encoder: ClassVar[Mapping[str, Any]] = _TINY
     image_token_key: ClassVar[str] = "image_token_index"  # in config.json
+    image_processor: ClassVar[str] = "LlavaImageProcessor"
+    has_pillow: ClassVar[bool] = True  # whether its image processor can resize with Pillow, as training does
+    video_processor: ClassVar[str | None] = None  # that its processor cannot do without
+    video_token: ClassVar[str | None] = None  # that its processor counts; it must be neither padding nor in a text
+    more_tokens: ClassVar[tuple[str, ...]] = ()  # others that its processor adds to the tokenizer
 
     def __init__(self, facts: Door) -> None:
         self.facts = facts
@@ -45,10 +57,13 @@ class StockDoor:
         self.model_class: type[PreTrainedModel] = getattr(transformers, self.class_name)
         self.config_class: type[PreTrainedConfig] = getattr(transformers, f"{facts.name}Config")
 
-    def config(self, run: RunConfig, encoder: ExportedEncoder, image_token_id: int, positions: int) -> dict[str, Any]:
+    def encoder(self, run: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
+        """The run's encoder in the class's own names; `trained` as `encoder_for_export` has it."""
+        return encoder_for_export(run, trained)
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder, positions: int) -> dict[str, Any]:
         """The class's own keys of config.json; `positions`: of an image in the LLM."""
         return {
-            self.image_token_key: image_token_id,
             "image_seq_length": positions,
             "projector_hidden_act": "gelu",
             "multimodal_projector_bias": True,
@@ -66,7 +81,7 @@ class StockDoor:
         }
 
     def image_settings(self, transform: ImageTransform) -> dict[str, Any]:
-        """The content of preprocessor_config.json, but for what is its class's own."""
+        """The content of preprocessor_config.json."""
         return {
             "image_processor_type": self.image_processor,
             "processor_class": self.processor_name,
@@ -91,12 +106,175 @@ class StockDoor:
         size = {"shortest_edge": transform.image_size} if transform.fit == "center_crop" else square
         return {"do_pad": transform.fit == "pad", "size": size, "do_center_crop": True, "crop_size": square}
 
+    def video_settings(self, transform: ImageTransform) -> dict[str, Any] | None:
+        """The content of video_preprocessor_config.json, for a processor that is made of three parts."""
+        if self.video_processor is None:
+            return None
+        size = {"height": transform.image_size, "width": transform.image_size}
+        return {"video_processor_type": self.video_processor, "processor_class": self.processor_name, "size": size}
+
+    def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+        """Names by which the processor asks its tokenizer for tokens."""
+        return {}
+
     def pixels(self, images: torch.Tensor) -> torch.Tensor:
         """The images (N, 3, S, S) of one sample as the stock model takes them."""
         return images
 
 
-STOCK_DOORS: dict[str, type[StockDoor]] = {"Llava": StockDoor}  # by Door.name
+class AyaVisionDoor(StockDoor):
+    """One tile without texts around it: N positions exactly."""
+
+    image_processor = "GotOcr2ImageProcessor"
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder, positions: int) -> dict[str, Any]:
+        width = run.model.projector.width
+        return {
+            "downsample_factor": reduction(run.model.projector),
+            **({} if width is None else {"alignment_intermediate_size": width}),
+            "adapter_layer_norm_eps": 1e-6,
+            "vision_feature_layer": encoder.feature_layer,
+            "vision_feature_select_strategy": encoder.select_strategy,
+        }
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder, positions: int) -> dict[str, Any]:
+        around = ("start_of_img_token", "end_of_img_token", "img_line_break_token", "tile_token", "tile_global_token")
+        return {
+            "image_token": IMAGE_MARK,
+            "img_patch_token": IMAGE_MARK,
+            "patch_size": encoder.patch_size,
+            "downsample_factor": reduction(run.model.projector),
+            "img_size": encoder.image_size,
+            **dict.fromkeys(around, ""),
+        }
+
+    def own_image_settings(self, transform: ImageTransform) -> dict[str, Any]:
+        """Its processor asks for tiles whatever the file says, of which there then is one."""
+        return {"crop_to_patches": False, "min_patches": 1, "max_patches": 1}
+
+
+class Idefics3Door(StockDoor):
+    """One square between the texts of the layout `idefics3`. Its ViT is SigLIP's; SmolVLM's class computes the same."""
+
+    encoder_names = "model.vision_model."
+    connector_names = "model.connector.modality_projection."
+    decoder_names = "model.text_model."
+    head_name = "lm_head.weight"
+    tiny_encoder: ClassVar = {**_TINY, "model_type": "idefics3_vision"}
+    image_token_key = "image_token_id"
+    image_processor = "Idefics3ImageProcessor"
+    more_tokens = ("<fake_token_around_image>", "<end_of_utterance>")
+
+    def encoder(self, run: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
+        encoder = encoder_for_export(run, trained)
+        if encoder.config["model_type"] != "siglip_vision_model":
+            raise UserError(
+                f"model.vision.name: {run.model.vision.name} becomes a {encoder.config['model_type']}, and the encoder "
+                f"of {self.class_name} is a SigLIP; {WHAT_WORKS}"
+            )
+        settings = {key: value for key, value in encoder.config.items() if not key.startswith(("vision_", "project"))}
+        tensors = {name.removeprefix(OUTER): source for name, source in encoder.tensors.items()}
+        kept = {name: source for name, source in tensors.items() if not name.startswith("head.")}
+        return replace(encoder, config={**settings, "model_type": "idefics3_vision"}, tensors=kept)
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder, positions: int) -> dict[str, Any]:
+        return {"scale_factor": reduction(run.model.projector)}
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder, positions: int) -> dict[str, Any]:
+        return {"image_seq_len": positions}
+
+    def own_image_settings(self, transform: ImageTransform) -> dict[str, Any]:
+        """Its model takes a square of zeros for no image: one that is of the mean colour, if 8 bits can say that."""
+        if all((255 * channel).is_integer() for channel in transform.mean):
+            raise UserError(
+                f"an image of the colour {transform.mean} would be all zeros, which {self.class_name} takes for no "
+                f"image; {WHAT_WORKS}"
+            )
+        return {"do_image_splitting": False, "max_image_size": {"longest_edge": transform.image_size}}
+
+    def pixels(self, images: torch.Tensor) -> torch.Tensor:
+        return images[None]
+
+
+class InternVLDoor(AyaVisionDoor):
+    """One tile; the tokens around it may be empty, and its processor then writes none."""
+
+    tiny_encoder: ClassVar = {**_TINY, "model_type": "internvl_vision"}
+    image_token_key = "image_token_id"
+    video_processor = "InternVLVideoProcessor"
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder, positions: int) -> dict[str, Any]:
+        # -1 is behind the last norm, which some InternViTs have; hidden states before it are counted from 0
+        layers = encoder.config["num_hidden_layers"]
+        return {
+            "image_seq_length": positions,
+            "downsample_ratio": 1 / reduction(run.model.projector),
+            "projector_hidden_act": "gelu",
+            "vision_feature_layer": layers if encoder.feature_layer == -1 else encoder.feature_layer,
+            "vision_feature_select_strategy": encoder.select_strategy,
+        }
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder, positions: int) -> dict[str, Any]:
+        return {"image_seq_length": positions}
+
+    def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+        """Its processor looks for videos in texts: padding is in none."""
+        around = {"start_image_token": "", "end_image_token": ""}
+        return {**around, "context_image_token": IMAGE_MARK, "video_token": tokenizer.pad_token}
+
+
+class PerceptionLMDoor(StockDoor):
+    """One tile; timm's own encoder, by its own names."""
+
+    encoder_names = "model.vision_tower."
+    connector_names = "model.multi_modal_projector."
+    decoder_names = "model.language_model."
+    head_name = "lm_head.weight"
+    tiny_encoder: ClassVar = {
+        "model_type": "timm_wrapper",
+        "architecture": "vit_tiny_patch16_224",
+        "model_args": _TINY_TIMM,
+    }
+    image_token_key = "image_token_id"
+    image_processor = "PerceptionLMImageProcessor"
+    has_pillow = False
+    video_processor = "PerceptionLMVideoProcessor"
+    video_token = "<|video|>"
+
+    def encoder(self, run: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
+        return wrapped_timm_encoder(run, trained)
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder, positions: int) -> dict[str, Any]:
+        return {
+            "vision_use_cls_token": bool(encoder.prefix_tokens),
+            "projector_pooling_ratio": reduction(run.model.projector),
+        }
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder, positions: int) -> dict[str, Any]:
+        return {"patch_size": encoder.patch_size, "pooling_ratio": reduction(run.model.projector)}
+
+    def own_image_settings(self, transform: ImageTransform) -> dict[str, Any]:
+        if transform.interpolation not in ("bilinear", "bicubic"):
+            raise UserError(
+                f"the encoder's pictures are resized by the filter {transform.interpolation}, which torchvision, all "
+                f"that {self.processor_name} resizes with, does not have; {WHAT_WORKS}"
+            )
+        return {"vision_input_type": "one tile", "tile_size": transform.image_size, "max_num_tiles": 1}
+
+    def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+        return {"image_token": IMAGE_MARK, "video_token": self.video_token}
+
+    def pixels(self, images: torch.Tensor) -> torch.Tensor:
+        return images[:, None]
+
+
+STOCK_DOORS: dict[str, type[StockDoor]] = {
+    "Llava": StockDoor,
+    "AyaVision": AyaVisionDoor,
+    "Idefics3": Idefics3Door,
+    "InternVL": InternVLDoor,
+    "PerceptionLM": PerceptionLMDoor,
+}  # by Door.name
 
 
 def door_of(facts: Door) -> StockDoor:

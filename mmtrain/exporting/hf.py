@@ -36,7 +36,7 @@ from mmtrain.exporting.language import ExportedLanguage, language_for_export
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, write_processor
 from mmtrain.exporting.projector_file import PROJECTOR, origin, trained_tensors
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
-from mmtrain.exporting.vision import ExportedEncoder, encoder_for_export
+from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.model.language import causal_config, quiet
 from mmtrain.model.tiny import tiny_model
 from mmtrain.pretrained.doors import WHAT_WORKS, stock_door
@@ -84,11 +84,11 @@ def export_hf(
         for part in ("vision.", "llm.", PROJECTOR)
     )
     stored_as = str(dtype).removeprefix("torch.")
-    encoder = encoder_for_export(config, {name: source.read() for name, source in vision.items()})
+    encoder = door.encoder(config, {name: source.read() for name, source in vision.items()})
     processor = write_processor(door, config, encoder, folder)
     language = language_for_export(door, llm, own, processor.rows_needed, stored_as)
-    tensors = {door.vision + name: source for name, source in encoder.tensors.items()}
-    tensors |= {door.connector + name.removeprefix(PROJECTOR): projector[name] for name in projector}
+    tensors = {door.encoder_names + name: source for name, source in encoder.tensors.items()}
+    tensors |= {door.connector_names + name.removeprefix(PROJECTOR): projector[name] for name in projector}
     tensors |= language.tensors
     content = _config(door, config, encoder, language, processor, stored_as)
     refuse_loading_faults(door, content, tensors)
@@ -122,7 +122,8 @@ def _config(
         "architectures": [door.class_name],
         "model_type": door.facts.model_type,
         "dtype": dtype,
-        **door.config(run, encoder, processor.image_token_id, processor.image_seq_length),
+        **processor.token_keys,
+        **door.config(run, encoder, processor.image_seq_length),
         "tie_word_embeddings": language.config["tie_word_embeddings"],
         "text_config": language.config,
         "vision_config": {**encoder.config, "dtype": dtype},
@@ -175,7 +176,7 @@ def refuse_unfit_family(door: StockDoor, folder: Path) -> None:
     }
     try:
         stock, report = _load(door, content, tensors)
-        others = (door.vision, door.connector)
+        others = (door.encoder_names, door.connector_names)
         lacking = [name for name in report["missing_keys"] if not any(other in name for other in others)]
         faults = [*lacking, *report["unexpected_keys"], *report["mismatched_keys"]]
         ids = torch.arange(24).view(2, 12)

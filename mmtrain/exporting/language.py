@@ -92,8 +92,8 @@ def _exported_name(name: str, stock: type[PreTrainedModel], door: StockDoor) -> 
     if global_name(name).startswith("llm.head."):
         if not name.endswith(".weight"):
             raise UserError(f"the LLM's head has a bias ({name}), and {door.class_name}'s has none; {WHAT_WORKS}")
-        return door.head
-    return door.decoder + name.removeprefix(stock.base_model_prefix + ".")
+        return door.head_name
+    return door.decoder_names + name.removeprefix(stock.base_model_prefix + ".")
 
 
 def _unloaded(config: PreTrainedConfig, stock: type[PreTrainedModel]) -> Callable[[str], bool]:

@@ -23,6 +23,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.projector_file import PROJECTOR, Origin, origin, trained_tensors
 from mmtrain.exporting.tensors import new_folder, require_space
+from mmtrain.pretrained.doors import refuse_llava_code
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import vision_shape
 
@@ -42,11 +43,15 @@ MODEL_TYPES = {"llama": "llava_llama", "mistral": "llava_mistral", "mpt": "llava
 
 
 def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
-    """Write the folder `out`; raises UserError where more than the projector was trained, and what `new_folder` raises.
+    """Write the folder `out`; raises UserError for what LLaVA's code cannot hold, and what `new_folder` raises.
 
     LLaVA's loader finds a projector by its folder's name, which must have `llava` in it.
     """
     about = origin(checkpoint)
+    try:
+        refuse_llava_code(checkpoint.config)
+    except UserError as error:
+        raise UserError(f"{checkpoint.path}: {error}; use --format hf, or --format safetensors") from None
     others = [name for name in about.trained if not name.startswith(PROJECTOR)]
     if others:
         raise UserError(

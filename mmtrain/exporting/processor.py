@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 from transformers import AutoProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mmtrain.base.errors import UserError
@@ -36,10 +36,10 @@ from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.exporting.chat_template import documents_of, exported_chat_template
 from mmtrain.exporting.doors import StockDoor
 from mmtrain.exporting.vision import ExportedEncoder
+from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import llm_shape
-from mmtrain.pretrained.vision_files import patches_per_image
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from the evaluation's.
 KEPT_OF_GENERATION = ("bos_token_id", "max_length", "max_new_tokens")
@@ -55,6 +55,8 @@ class ExportedProcessor:
     """What the weights and the card of an exported folder must say of its processor."""
 
     image_token_id: int
+    token_keys: dict[str, int]  # of config.json
+    new_tokens: tuple[str, ...]  # that the LLM's tokenizer does not have
     rows_needed: int  # of the exported LLM's embedding and head, which may be more than the LLM has
     image_seq_length: int  # tokens that an image takes
     template: Template
@@ -76,15 +78,22 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
     tokenizer = _tokenizer_for_prompts(door, source, template, end)
     image_id = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
     rows = llm_shape(path).vocab_size
-    rows_needed = max(rows, image_id + 1, tokenizer.pad_token_id + 1)
+    token_keys = {door.image_token_key: image_id}
+    if door.video_token is not None:
+        token_keys["video_token_id"] = tokenizer.convert_tokens_to_ids(door.video_token)
+    new = [token for token in tokenizer.added_tokens_encoder if token not in source.added_tokens_encoder]
+    used = tokenizer.convert_tokens_to_ids([*new, IMAGE_MARK, tokenizer.pad_token])
+    rows_needed = max(rows, max(used) + 1)
     _save_tokenizer(door, tokenizer, folder)
 
     transform = image_transform(config.model.vision.name, config.data.image_fit)
     assert transform.image_size == encoder.image_size, f"{transform.image_size} pixels, encoder {encoder.image_size}"
-    length = patches_per_image(encoder.image_size, encoder.patch_size)
+    length = image_layout(config.model).positions_per_tile
     dropped = 1 if encoder.select_strategy == "default" else 0
     assert encoder.prefix_tokens == dropped, f"{encoder.prefix_tokens} prefix tokens, {dropped} dropped"
     _write_json(folder / "preprocessor_config.json", door.image_settings(transform))
+    if (video := door.video_settings(transform)) is not None:
+        _write_json(folder / "video_preprocessor_config.json", video)
     settings = {"processor_class": door.processor_name, **door.processor(config, encoder, length)}
     _write_json(folder / "processor_config.json", settings)
 
@@ -92,7 +101,7 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
     if rows_needed > rows:  # the run's own LLM has no such rows, so it never says these tokens
         generation["suppress_tokens"] = list(range(rows, rows_needed))
     _write_json(folder / "generation_config.json", generation)
-    return ExportedProcessor(image_id, rows_needed, length, template, transform, left_out)
+    return ExportedProcessor(image_id, token_keys, tuple(new), rows_needed, length, template, transform, left_out)
 
 
 def _tokenizer_for_prompts(
@@ -104,6 +113,8 @@ def _tokenizer_for_prompts(
     that training did not see. The plain template's BOS is the tokenizer's.
     """
     tokenizer = with_image_token(source)
+    more = (*door.more_tokens, *([door.video_token] if door.video_token else []))
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in more], special_tokens=True)
     tokenizer.chat_template = exported_chat_template(template)
     _set_padding(tokenizer, {end, tokenizer.eos_token_id})
     prefix = template.prefix if isinstance(template, PlainTemplate) else []
@@ -149,6 +160,8 @@ def _save_tokenizer(door: StockDoor, tokenizer: PreTrainedTokenizerBase, folder:
     settings = {name: value for name, value in read_json(file).items() if name not in OF_THIS_LOADING}
     settings["processor_class"] = door.processor_name
     settings["padding_side"] = tokenizer.padding_side  # save_pretrained leaves it out: batches would be padded right
+    if named := door.named_tokens(tokenizer):
+        settings["extra_special_tokens"] = named
     # transformers 4 would add token_type_ids, which LLaVA's generate refuses
     settings["model_input_names"] = ["input_ids", "attention_mask"]
     if isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -19,11 +19,11 @@ from mmtrain.base.json_lines import recorded
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, new_folder, stored
+from mmtrain.pretrained.connectors import Linear, connector, reduction
 from mmtrain.pretrained.model_files import read_header
 
 TENSORS = "projector.safetensors"
 DESCRIPTION = "projector.json"
-LAYERS = {"linear": ("linear_1", "linear_1"), "mlp2x_gelu": ("linear_1", "linear_2")}  # first and last, by type
 PROJECTOR = "projector."
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
 
@@ -37,8 +37,10 @@ class Origin:
     llm_dtype: str  # in which it was trained against
     vision: str  # model.vision.name
     vision_select_layer: int
+    vision_final_norm: bool
     vision_width: int
     projector_type: str
+    projector_factor: int  # so many patches a side are one position of the LLM
     trained: tuple[str, ...]  # names of the tensors that were trained
     template: str
     image_fit: str
@@ -55,21 +57,24 @@ def origin(checkpoint: StepFolder) -> Origin:
     """What a checkpoint, and the metrics of its run if they are still beside it, tell."""
     config, state = checkpoint.config, checkpoint.state
     shapes = read_header(checkpoint.tensors_file)
-    kind = config.model.projector.type
-    first, last = LAYERS[kind]
-    if f"{PROJECTOR}{first}.weight" not in shapes:
+    section = config.model.projector
+    linears = [operation for operation in connector(section, 1, 2) if isinstance(operation, Linear)]
+    first, last = (shapes.get(f"{PROJECTOR}{layer.name}.weight") for layer in (linears[0], linears[-1]))
+    if first is None or last is None:
         raise UserError(
             f"{checkpoint.path}: the run did not train its projector (model.trainable: "
             f"{', '.join(config.model.trainable)}), so there is none to export"
         )
     return Origin(
         llm=config.model.llm.path,
-        llm_width=shapes[f"{PROJECTOR}{last}.weight"][0],
+        llm_width=last[0],
         llm_dtype=config.model.llm.dtype,
         vision=config.model.vision.name,
         vision_select_layer=config.model.vision.select_layer,
-        vision_width=shapes[f"{PROJECTOR}{first}.weight"][1],
-        projector_type=kind,
+        vision_final_norm=config.model.vision.final_norm,
+        vision_width=first[1] // linears[0].inputs,  # of a patch: `inputs` are those of a shuffle of patches of width 1
+        projector_type=section.type,
+        projector_factor=reduction(section),
         trained=tuple(sorted(shapes)),
         template=config.data.template,
         image_fit=config.data.image_fit,

@@ -88,7 +88,7 @@ def compare_logits(
     for batch, own in zip(batches, expected, strict=True):
         ids = batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, model.config.image_token_id)
         with torch.no_grad():
-            pixels = door.pixels(batch.images)
+            pixels = None if batch.images is None else door.pixels(batch.images)
             found = model(input_ids=ids, pixel_values=pixels, attention_mask=torch.ones_like(ids)).logits
         found = found[batch.labels != IGNORE]
         agreeing += int((found.argmax(-1) == own.argmax(-1)).sum())
@@ -186,7 +186,7 @@ def _compare_frozen(door: StockDoor, checkpoint: StepFolder, stage: Stage, folde
     dtypes = {"llm": DTYPES[section.llm.dtype], "vision": DTYPES[section.vision.dtype or section.llm.dtype]}
     config = read_json(folder / "config.json")
     names = [name for name, parameter in stage.global_parameters() if not parameter.requires_grad]
-    exported = (name.replace("llm.", door.decoder, 1) for name in names)
+    exported = (name.replace("llm.", door.decoder_names, 1) for name in names)
     exact = _own_names(door, kept_in_float32(door, config, exported, dtypes["llm"]))
     found = [
         fingerprint(parameter if name in exact else parameter.to(dtypes[name.partition(".")[0]]))
@@ -206,7 +206,7 @@ def _compare_frozen(door: StockDoor, checkpoint: StepFolder, stage: Stage, folde
 
 def _own_names(door: StockDoor, exported: Iterable[str]) -> set[str]:
     """Names of the LLM's decoder layers in a folder as global names."""
-    return {name.replace(door.decoder, "llm.", 1) for name in exported}
+    return {name.replace(door.decoder_names, "llm.", 1) for name in exported}
 
 
 def _own_logits(

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import timm
 import timm.layers
 import torch
 from timm.models.vision_transformer import Attention, Block, VisionTransformer
@@ -39,8 +40,8 @@ from mmtrain.model.vision import model_class, timm_model
 from mmtrain.model.weights import tensor_files
 from mmtrain.pretrained.doors import WHAT_WORKS
 from mmtrain.pretrained.encoders import FAMILIES, family_of
-from mmtrain.pretrained.model_files import model_folder, read_json
-from mmtrain.pretrained.vision_files import square
+from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
+from mmtrain.pretrained.vision_files import is_timm_name, square
 
 OUTER = "vision_model."  # what comes before a CLIP or SigLIP tensor's name, depending on who saved it
 KEPT_SETTINGS = (
@@ -165,6 +166,54 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
         patch_size=square(settings["patch_size"], "patches", name),
         prefix_tokens=prefix_tokens,
         notes=notes,
+    )
+
+
+def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
+    """The timm encoder of a run as transformers' timm_wrapper takes it, without conversion.
+
+    That makes it of the architecture's name and arguments alone: it is tried whether what they make computes the same.
+    trained: as `encoder_for_export` has it. Raises UserError for an encoder that is not timm's, or that comes out
+    otherwise.
+    """
+    name = config.model.vision.name
+    model = timm_model(name)
+    assert model is not None, f"{name} is none of timm's, which its door has refused"
+    state = model.state_dict()
+    for own_name, tensor in ((full.removeprefix("vision."), tensor) for full, tensor in trained.items()):
+        if own_name not in state or state[own_name].shape != tensor.shape:
+            raise UserError(f"vision.{own_name}: trained with shape {tuple(tensor.shape)}, {name} has no such tensor")
+        state[own_name] = tensor
+    content = {} if is_timm_name(name) else read_json(model_folder(name) / "config.json")
+    architecture = content.get("architecture", name)
+    size = (model.patch_embed.img_size or model.pretrained_cfg["input_size"][1:])[0]
+    arguments = {**(content.get("model_args") or {}), "embed_dim": model.embed_dim, "img_size": size}
+    arguments.pop("num_classes", None)  # the wrapper says that there are none
+    with foreign_files(f"model.vision.name: {name} without its folder"):
+        again = timm.create_model(architecture, pretrained=False, num_classes=0, **arguments).eval()
+        kept = {own_name: tensor for own_name, tensor in state.items() if own_name in again.state_dict()}
+        again.load_state_dict(kept)
+        noise = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            model.eval().load_state_dict(state)
+            wanted, found = model.forward_features(noise), again.forward_features(noise)
+    if not torch.equal(wanted, found):
+        raise _refusal(name, f"made again as {architecture} with {arguments} computes other features")
+    return ExportedEncoder(
+        config={
+            "model_type": "timm_wrapper",
+            "architecture": architecture,
+            "model_args": arguments,
+            "do_pooling": False,
+            "num_classes": 0,
+        },
+        tensors={f"timm_model.{own_name}": in_memory(tensor) for own_name, tensor in kept.items()},
+        feature_layer=-1,
+        select_strategy="default" if model.num_prefix_tokens else "full",
+        image_size=size,
+        patch_size=model.patch_embed.patch_size[0],
+        prefix_tokens=model.num_prefix_tokens,
+        notes=("Its encoder is timm's: transformers needs timm, and torchvision, to load this folder",),
     )
 
 

@@ -4,22 +4,44 @@ config --connector, final norm, layout, fit, encoder--> the stock class that com
 
 An export computes exactly what was trained. A class of transformers fixes much of that by itself: which connector it
 has, whether its features come from before or behind the encoder's last norm, how its processor makes a square. The
-planner asks for `export.format`, the export itself for what it writes: both get the same answer.
+planner asks for `export.format`, the export itself for what it writes: both get the same answer. What only the modules
+of a timm encoder tell (an activation, rotary positions) is known when it is exported.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
+from mmtrain.pretrained.connectors import reduction
+from mmtrain.pretrained.encoders import family_of
+from mmtrain.pretrained.model_files import find_model_folder, read_json
+from mmtrain.pretrained.recorded_shapes import find_recorded
+from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.pretrained.vision_files import is_timm_name
 
-LLAVA_FORMAT = ("linear", "mlp2x_gelu")  # projectors that LLaVA's own code builds
+LLAVA_CODE = ("linear", "mlp2x_gelu")  # projectors that LLaVA's own code builds
 # What a refusal to export a whole model says of the formats that need less.
 WHAT_WORKS = (
     "--format safetensors exports any projector, --format llava any linear or mlp2x_gelu one that was trained alone"
 )
+TIMM = "timm"  # as a kind of encoder; the others are classes of transformers
+# Patches a side at which Idefics3's class gives some patches another's position on a CPU (torch.arange rounds by the
+# width of its vectors, 1 to 16; `Idefics3VisionEmbeddings.forward`); it was looked at up to 64.
+LARGEST_GRID = 64
+MISPLACED = frozenset({19, 25, 29, 31, 36, 37, 38, 40, 41, 43, 47, 49, 50, 54, 55, 58, 59, 61, 62})
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What doors ask of a run's encoder."""
+
+    kind: str  # "timm", or its class of transformers
+    prefix_tokens: int
+    side: int  # patches
 
 
 @dataclass(frozen=True)
@@ -29,54 +51,109 @@ class Door:
     name: str  # of its classes: Llava is LlavaForConditionalGeneration, LlavaConfig and LlavaProcessor
     model_type: str  # in config.json
     connectors: tuple[str, ...]  # values of model.projector.type
-    final_norm: bool  # whether it takes features behind the encoder's last norm
+    final_norm: bool = False  # whether it takes features behind the encoder's last norm
+    layout: str = "square"  # model.vision.layout
     fits: tuple[str, ...] = ("resize",)  # values of data.image_fit that its processor can make
+    factors: tuple[int, ...] = (1, 2, 3, 4)  # values of model.projector.factor, 1 for none
+    encoders: tuple[str, ...] = ()  # kinds that it takes; all where none is named
+    largest_grid: int | None = None  # patches a side that it places rightly, but for MISPLACED
 
-    def needs(self, config: RunConfig) -> Iterator[str]:
-        """What a run whose connector it has would have to change, as `key=value (why)`."""
-        vision = config.model.vision
+    def needs(self, config: RunConfig, encoder: Encoder) -> Iterator[str]:
+        """What a run whose connector it has would have to change, and why."""
+        vision, factor = config.model.vision, reduction(config.model.projector)
         if vision.final_norm != self.final_norm:
             where = "behind" if self.final_norm else "before"
             yield f"model.vision.final_norm={str(self.final_norm).lower()} (its features come from {where} that norm)"
+        if vision.layout != self.layout:
+            yield f"model.vision.layout={self.layout} (which is what its processor writes)"
         if config.data.image_fit not in self.fits:
             fits = " or ".join(self.fits)
             yield f"data.image_fit={fits} (its processor does not make {config.data.image_fit})"
+        if factor not in self.factors:
+            factors = " or ".join(map(str, self.factors))
+            yield f"model.projector.factor={factors} (it cannot compute with {factor})"
+        if self.encoders and encoder.kind not in self.encoders:
+            kinds = " or ".join(self.encoders)
+            yield f"another model.vision.name (its encoder is a {kinds}, and {vision.name} is {encoder.kind})"
+        elif encoder.prefix_tokens > 1:
+            before = f"{vision.name} has {encoder.prefix_tokens} tokens before its patches"
+            yield f"another model.vision.name ({before}, and it takes all but a class token for patches)"
+        elif self.largest_grid and (encoder.side > self.largest_grid or encoder.side in MISPLACED):
+            grid = f"{encoder.side} x {encoder.side} patches"
+            yield f"another model.vision.name ({vision.name} has {grid}, which its class puts in wrong places)"
 
 
-DOORS = (Door("Llava", "llava", ("mlp2x_gelu",), final_norm=False, fits=("pad", "resize", "center_crop")),)
+DOORS = (
+    Door("Llava", "llava", ("mlp2x_gelu",), fits=("pad", "resize", "center_crop")),
+    Door("AyaVision", "aya_vision", ("shuffle_swiglu",)),
+    Door(
+        "Idefics3",
+        "idefics3",
+        ("shuffle_linear",),
+        final_norm=True,
+        layout="idefics3",
+        encoders=(TIMM, "SiglipVisionModel"),
+        largest_grid=LARGEST_GRID,
+    ),
+    # Its config makes an InternViT of any encoder: another one's weights would be left out, without an exception.
+    # 1/3 cannot be said in it: its class finds that 27 is no multiple.
+    Door("InternVL", "internvl", ("shuffle_mlp2x_gelu",), factors=(2, 4), encoders=("InternVLVisionModel",)),
+    Door("PerceptionLM", "perception_lm", ("mlp2x_gelu_pool", "mlp2x_gelu"), final_norm=True, encoders=(TIMM,)),
+)
 
 
 def stock_door(config: RunConfig) -> Door:
-    """The stock class that computes what a run trains; raises UserError with what each that nearly does would need."""
+    """The stock class that computes what a run trains.
+
+    Raises UserError with what each class that has its connector would need, and what `vision_shape` raises.
+    """
     kind = config.model.projector.type
-    near = {door: list(door.needs(config)) for door in DOORS if kind in door.connectors}
-    for door, needs in near.items():
-        if not needs:
-            return door
+    near = [door for door in DOORS if kind in door.connectors]
     if not near:
         known = ", ".join(f"{connector} ({door.name})" for door in DOORS for connector in door.connectors)
         raise UserError(f"no stock model has a {kind} projector (model.projector.type); there are {known}")
-    listed = "; ".join(f"{door.name} would need {', '.join(needs)}" for door, needs in near.items())
+    encoder = _encoder(config)
+    needs = {door: list(door.needs(config, encoder)) for door in near}
+    for door, missing in needs.items():
+        if not missing:
+            return door
+    listed = "; ".join(f"{door.name} would need {', '.join(missing)}" for door, missing in needs.items())
     raise UserError(f"no stock model computes what this run trains ({kind}): {listed}")
+
+
+def _encoder(config: RunConfig) -> Encoder:
+    name = config.model.vision.name
+    shape = vision_shape(name, config.model.vision.select_layer, config.model.vision.final_norm)
+    kind = TIMM
+    if not is_timm_name(name):
+        folder, recorded = find_model_folder(name), find_recorded("vision", name)
+        content = recorded.config if folder is None and recorded is not None else read_json(folder / "config.json")
+        if "architecture" not in content:
+            kind = family_of(content.get("model_type"), name).model
+    return Encoder(kind, shape.prefix_tokens, math.isqrt(shape.patches_per_image))
+
+
+def refuse_llava_code(config: RunConfig) -> None:
+    """Raises UserError for a projector that LLaVA's own code cannot compute, in the format that is read by it."""
+    kind, vision = config.model.projector.type, config.model.vision
+    if kind not in LLAVA_CODE:
+        raise UserError(f"llava takes a {' or '.join(LLAVA_CODE)} projector, and model.projector.type is {kind}")
+    if vision.final_norm or vision.layout != "square":
+        key = "final_norm" if vision.final_norm else "layout"
+        value = str(getattr(vision, key)).lower()
+        raise UserError(f"llava's code knows no model.vision.{key}={value}, which this run trains with")
 
 
 def check_export_format(config: RunConfig) -> None:
     """Raises UserError for a run that could not leave by its `export.format`, saying what to change."""
-    wanted = config.export.format
-    kind = config.model.projector.type
-    if wanted == "llava":
-        if kind not in LLAVA_FORMAT:
-            raise UserError(
-                f"export.format: llava takes {' and '.join(LLAVA_FORMAT)} projectors, and model.projector.type is "
-                f"{kind}; change one of the two, or set export.format=safetensors"
-            )
-        if (other := next((name for name in config.model.trainable if name != "projector"), None)) is not None:
-            raise UserError(
-                f"export.format: llava holds the projector alone, and model.trainable has {other!r} too; leave that "
-                "out, or set export.format=hf or safetensors"
-            )
-    elif wanted == "hf":
-        try:
+    try:
+        if config.export.format == "hf":
             stock_door(config)
-        except UserError as error:
-            raise UserError(f"export.format: hf: {error}; change that, or set export.format=safetensors") from None
+        elif config.export.format == "llava":
+            refuse_llava_code(config)
+            if others := [name for name in config.model.trainable if name != "projector"]:
+                raise UserError(f"llava holds the projector alone, and model.trainable has {others[0]!r} too")
+    except UserError as error:
+        raise UserError(
+            f"export.format={config.export.format}: {error}; change that, or set export.format=safetensors"
+        ) from None

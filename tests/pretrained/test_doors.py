@@ -30,4 +30,4 @@ def planned(tiny, *overrides: str) -> str:
 )
 def test_a_run_that_could_not_leave_is_refused_when_planning(tiny, overrides, said):
     found = planned(tiny, *overrides)
-    assert (said in found and found.startswith("export.format: ")) if said else not found
+    assert (said in found and found.startswith("export.format=")) if said else not found

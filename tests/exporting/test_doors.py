@@ -1,0 +1,217 @@
+"""Each door: stock transformers loads the folder without a remark, and computes, reads and answers as mmtrain does."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from chat_styles import STYLES
+from PIL import Image
+from safetensors.torch import load_file
+from scenes import perturb
+from transformers import AutoProcessor, InternVLVisionConfig, InternVLVisionModel, SiglipVisionConfig, SiglipVisionModel
+from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, make_tower
+
+from mmtrain.api.generate import generate, load, stock_folder
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.data.stream.images import decode_image, image_transform
+from mmtrain.exporting.hf import ExportedModel
+from mmtrain.exporting.verify import batch_fault
+from mmtrain.model.projector import read_projector
+from mmtrain.pretrained.connectors import connector, connector_parameters
+
+MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>")
+NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1", "data.image_fit=resize")
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+         "image_size": 28, "patch_size": 7}  # fmt: skip
+DOORS = {  # encoder, keys, class
+    "aya": ("siglip", ("model.projector.type=shuffle_swiglu", "data.image_fit=resize"), "AyaVision"),
+    "aya wide": (
+        "clip",
+        ("model.projector.type=shuffle_swiglu", "model.projector.width=96", "model.projector.factor=4",
+         "data.image_fit=resize", "data.template=chat"),
+        "AyaVision",
+    ),
+    "idefics3": (
+        "siglip", ("model.projector.type=shuffle_linear", "model.vision.layout=idefics3", *NORMED), "Idefics3",
+    ),
+    "idefics3 chat": (
+        "hf siglip",
+        ("model.projector.type=shuffle_linear", "model.vision.layout=idefics3", "data.template=chat", *NORMED),
+        "Idefics3",
+    ),
+    "internvl": ("internvit", ("model.projector.type=shuffle_mlp2x_gelu", "data.image_fit=resize"), "InternVL"),
+    "internvl last": (
+        "internvit",
+        ("model.projector.type=shuffle_mlp2x_gelu", "model.vision.select_layer=-1", "data.template=chat",
+         "data.image_fit=resize"),
+        "InternVL",
+    ),
+    "perception": ("vit", ("model.projector.type=mlp2x_gelu_pool", *NORMED), "PerceptionLM"),
+    "perception eva": (
+        "eva", ("model.projector.type=mlp2x_gelu_pool", "data.template=chat", *NORMED), "PerceptionLM",
+    ),
+    "perception without pool": ("siglip", ("model.projector.type=mlp2x_gelu", *NORMED), "PerceptionLM"),
+}  # fmt: skip
+
+DAILY = ("aya wide", "idefics3 chat", "internvl last", "perception")
+
+
+class Made(NamedTuple):
+    """A run and its folder."""
+
+    name: str
+    checkpoint: StepFolder
+    folder: Path
+    exported: ExportedModel
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("encoders")
+    made = {
+        "siglip": make_tower(folder / "siglip", "vit_base_patch16_siglip_224", {}),
+        "clip": make_tower(folder / "clip", "vit_base_patch16_clip_quickgelu_224", {}),
+        "vit": make_tower(folder / "vit", "vit_tiny_patch16_224", {}),
+        "eva": make_tower(folder / "eva", "eva02_tiny_patch14_224", {"num_heads": 2}),
+    }
+    stock = {
+        "internvit": InternVLVisionModel(InternVLVisionConfig(**SMALL, use_mean_pooling=False)),
+        "hf siglip": SiglipVisionModel(SiglipVisionConfig(**SMALL)),
+    }
+    for name, model in stock.items():
+        made[name] = folder / name
+        perturb(model).save_pretrained(made[name])
+        settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3}
+        (made[name] / "preprocessor_config.json").write_text(json.dumps(settings))
+    return made
+
+
+@pytest.fixture(scope="module")
+def make(tiny, llm_with, encoders, tmp_path_factory) -> Callable[[str], Made]:
+    """Makes a run, whose norms are no identities, and its folder; each once."""
+
+    @functools.cache
+    def made(door: str) -> Made:
+        encoder, overrides, name = DOORS[door]
+        folder = tmp_path_factory.mktemp("door")
+        template, marks, *_ = STYLES["qwen2.5"]
+        llm = llm_with(template, (*MARKS, *marks))
+        config = config_of(tiny, f"model.llm.path={llm}", f"model.vision.name={encoders[encoder]}", *overrides)
+        draw = torch.Generator().manual_seed(1)
+        norms = {
+            parameter.name: torch.randn(parameter.shape, generator=draw)
+            for parameter in connector_parameters(connector(config.model.projector, 32, 64))
+            if "norm" in parameter.name
+        }
+        checkpoint = make_checkpoint(folder / "run", config, norms)
+        return Made(name, checkpoint, folder / "out", export(checkpoint, folder / "out"))
+
+    return made
+
+
+@pytest.fixture(params=[door if door in DAILY else pytest.param(door, marks=pytest.mark.nightly) for door in DOORS])
+def made(request, make) -> Made:
+    return make(request.param)
+
+
+def test_the_stock_class_loads_the_folder_and_its_logits_and_batches_are_mmtrains(made):
+    config = json.loads((made.folder / "config.json").read_text())
+    assert config["architectures"] == [f"{made.name}ForConditionalGeneration"]
+    found = compared(made.checkpoint, made.folder, made.exported, torch.float32, 32)
+    assert found.difference <= 1e-5 * max(1.0, found.largest) and found.agreeing == found.tokens > 40
+    assert {len(sample.images) for sample in found.samples} >= {1, 2}
+    model = load_stock(made.folder)
+    assert type(model).__name__ == config["architectures"][0]
+    plain = made.checkpoint.config.data.template == "plain"
+    assert batch_fault(made.folder, model, found.samples, plain) is None
+
+
+def pictures() -> list[bytes]:
+    """Files of odd sizes and modes; one is turned by its EXIF orientation."""
+    noise = np.random.default_rng(0)
+    files = []
+    for mode, width, height in (
+        *(("RGB", 1, 1), ("RGB", 100, 3), ("RGB", 3, 100), ("L", 57, 31), ("1", 40, 41), ("P", 28, 28)),
+        *(("CMYK", 64, 48), ("RGB", 500, 333), ("RGB", 28, 28)),
+    ):
+        pixels = noise.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        content = io.BytesIO()
+        Image.fromarray(pixels).convert(mode).save(content, "JPEG" if mode == "CMYK" else "PNG")
+        files.append(content.getvalue())
+    turned, content = Image.Exif(), io.BytesIO()
+    turned[0x0112] = 6
+    Image.fromarray(noise.integers(0, 256, (20, 70, 3), dtype=np.uint8)).save(content, "PNG", exif=turned)
+    return [*files, content.getvalue()]
+
+
+def test_pictures_become_what_they_were_in_training(made, tmp_path):
+    transform = image_transform(made.checkpoint.config.model.vision.name, "resize")
+    _, processor = load(made.folder)
+    for number, content in enumerate(pictures()):
+        (tmp_path / f"{number}.png").write_bytes(content)
+        stock = transformers.image_utils.load_image(str(tmp_path / f"{number}.png"))  # as transformers reads a file
+        wanted = transform(decode_image(content))
+        found = processor.image_processor(stock, return_tensors="pt")["pixel_values"].reshape(wanted.shape)
+        if made.name == "PerceptionLM":  # torchvision alone serves it: some levels of 255, but for a square of its size
+            picture = stock.resize((transform.image_size,) * 2, Image.Resampling.BICUBIC)
+            found = processor.image_processor(picture, return_tensors="pt")["pixel_values"].reshape(wanted.shape)
+        assert float((found - wanted).abs().max()) <= (1e-6 if made.name == "PerceptionLM" else 0)
+
+
+def test_another_run_begins_with_the_connector_of_the_folder(made):
+    config, trained = made.checkpoint.config, load_file(made.checkpoint.tensors_file)
+    found = read_projector(str(made.folder), config.model.projector, 32, 64)
+    assert found.keys() == {name.removeprefix("projector.") for name in trained}
+    assert all(torch.equal(found[name.removeprefix("projector.")], tensor) for name, tensor in trained.items())
+
+
+def test_chat_says_what_stock_transformers_says(made, tmp_path):
+    pictures = [tmp_path / "one.png", tmp_path / "two.png"]
+    for number, file in enumerate(pictures):
+        Image.new("RGB", (28, 28), (200, 90 * number, 30)).save(file)
+    said = generate(made.folder, pictures, "What?", max_new_tokens=8)
+    words = [] if made.checkpoint.config.data.template == "plain" else [{"type": "text", "text": "What?"}]
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, *words]}]
+    processor, model = AutoProcessor.from_pretrained(made.folder), load_stock(made.folder)
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    inputs = processor(text=text, images=[Image.open(file) for file in pictures], return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
+    assert said == processor.decode(output, skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize(
+    ("file", "places", "changes", "said"),
+    [
+        ("config.json", [], {"downsample_factor": 10**6}, "downsample_factor 1000000; needed is"),
+        ("config.json", [], {"scale_factor": 0}, "scale_factor 0; needed is"),
+        ("config.json", [], {"downsample_ratio": 1e-9}, "downsample_ratio 1e-09; needed is"),
+        ("config.json", [], {"projector_pooling_ratio": "2"}, "projector_pooling_ratio '2'; needed is"),
+        ("config.json", [], {"alignment_intermediate_size": 10**8}, "alignment_intermediate_size 100000000, which no"),
+        ("config.json", ["vision_config"], {"hidden_size": 10**5}, "but no tensor is wider"),
+        ("processor_config.json", [], {"image_seq_len": 10**9}, "image_seq_len is 1000000000; needed is"),
+        ("processor_config.json", [], {"img_size": 10**6}, "img_size is 1000000; needed are"),
+        ("preprocessor_config.json", [], {"max_patches": 10**6}, "max_patches is 1000000; needed is"),
+        ("preprocessor_config.json", [], {"tile_size": 10**6}, "tile_size is 1000000; needed are"),
+        ("preprocessor_config.json", [], {"max_image_size": {"longest_edge": 0}}, "max_image_size is"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_before_memory_is_taken(make, tmp_path, file, places, changes, said):
+    shutil.copytree(make("aya wide").folder, tmp_path / "folder")
+    content = inner = json.loads((tmp_path / "folder" / file).read_text())
+    for place in places:
+        inner = inner[place]
+    inner.update(changes)
+    (tmp_path / "folder" / file).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=said.replace("(", r"\(")):
+        stock_folder(str(tmp_path / "folder"))
