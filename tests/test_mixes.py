@@ -28,7 +28,11 @@ RUNS = {
         ["parallel.encoder_prefetch=2", "data.workers=1"],
     ),
     "the encoder trains, and each rank has two stages": (
-        ["run.seed=1", "model.trainable=[vision, projector, llm.layers.1]", "model.projector.type=shuffle_swiglu"],
+        [
+            "run.seed=1",
+            "model.projector.type=shuffle_swiglu",
+            "model.trainable=[vision.patch_embed, projector, llm.layers.1.mlp]",
+        ],
         ["parallel.stages_per_rank=2", "parallel.boundaries=[0, 1, 2]", "parallel.recompute_layers=1"],
     ),
 }
