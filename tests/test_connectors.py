@@ -41,6 +41,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     PerceptionLMForConditionalGeneration,
     SiglipVisionConfig,
+    SmolVLMForConditionalGeneration,
 )
 
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
@@ -139,13 +140,18 @@ STOCK = {
         Stock(LlavaForConditionalGeneration, "mlp2x_gelu", llava, ANY, factors=(None,)),
         Stock(AyaVisionForConditionalGeneration, "shuffle_swiglu", aya_vision, ANY, widths=(None, 48)),
         Stock(Idefics3ForConditionalGeneration, "shuffle_linear", idefics3, ("siglip",), **LAST_NORMED),
+        Stock(SmolVLMForConditionalGeneration, "shuffle_linear", idefics3, ("siglip",), **LAST_NORMED),
         Stock(InternVLForConditionalGeneration, "shuffle_mlp2x_gelu", internvl, ("internvit",), factors=(2, 4)),
         Stock(PerceptionLMForConditionalGeneration, "mlp2x_gelu_pool", perception_lm, (*TIMM_ENCODERS,), **LAST_NORMED),
     )
 }
 
 # These take pixels as (samples, images, 3, S, S), the others as (images, 3, S, S).
-SAMPLES_OF_IMAGES = (Idefics3ForConditionalGeneration, PerceptionLMForConditionalGeneration)
+SAMPLES_OF_IMAGES = (
+    Idefics3ForConditionalGeneration,
+    SmolVLMForConditionalGeneration,
+    PerceptionLMForConditionalGeneration,
+)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +179,8 @@ def vision_config(run: Run) -> dict[str, Any]:
             "model_type": "timm_wrapper", "architecture": TIMM_ARCHITECTURE, "model_args": TIMM_ENCODERS[run.encoder],
         }  # fmt: skip
     config = ENCODERS[run.encoder].to_dict()
-    return config | {"model_type": "idefics3_vision"} if run.stock == "Idefics3" else config
+    renamed = {"Idefics3": "idefics3_vision", "SmolVLM": "smolvlm_vision"}  # SigLIP, by another name
+    return config | {"model_type": renamed.get(run.stock, config["model_type"])}
 
 
 def stock_model(parts: Path, run: Run) -> nn.Module:
@@ -204,7 +211,7 @@ def stock_model(parts: Path, run: Run) -> nn.Module:
 def parts_of(model: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
     """Encoder, connector and LLM of a stock class."""
     inner = model.model
-    if isinstance(model, Idefics3ForConditionalGeneration):
+    if isinstance(model, Idefics3ForConditionalGeneration | SmolVLMForConditionalGeneration):
         return inner.vision_model, inner.connector.modality_projection, inner.text_model
     tower = getattr(inner.vision_tower, "timm_model", inner.vision_tower)
     return tower, inner.multi_modal_projector, inner.language_model
