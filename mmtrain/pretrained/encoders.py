@@ -182,7 +182,7 @@ def family_of(model_type: object, source: str) -> EncoderFamily:
     shown = shortened(str(model_type))
     if shown in _OTHERS:
         raise _no_grid(source, _OTHERS[shown], shown)
-    if shown == "siglip2":
+    if shown.startswith("siglip2"):
         raise UserError(
             f"model.vision.name: {source} is a SigLIP 2 of variable size (NaFlex), whose number of patches hangs on "
             "the image; take one of fixed size, which its name says: google/siglip2-so400m-patch14-384"

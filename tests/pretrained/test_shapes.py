@@ -470,7 +470,7 @@ def test_without_timm_a_name_that_is_not_recorded_gets_the_nearest_recorded_ones
         ("convnext", "is a convolutional network"),
         ("resnet", "is a convolutional network"),
         ("hiera", "is a transformer of several stages"),
-        ("siglip2", "is a SigLIP 2 of variable size .* google/siglip2-so400m-patch14-384"),
+        ("siglip2_vision_model", "is a SigLIP 2 of variable size .* google/siglip2-so400m-patch14-384"),
         ("llama", "has model_type llama, which is not a vision encoder known here"),
         (["clip"], "which is not a vision encoder known here"),
     ],
