@@ -31,7 +31,8 @@ LONGEST = (
     *("demo", "tests/checkpoint/test_resume.py", "tests/test_launch.py", "tests/processes/test_supervise.py"),
     *("tests/api/test_api.py", "tests/test_parity.py", "tests/processes/test_gpus.py", "tests/commands/test_doctor.py"),
     *("tests/checkpoint/test_resume_pairs.py", "tests/training/test_loop.py", "tests/model/test_probe.py"),
-    *("tests/engine/test_engine.py", "tests/test_trainable_anywhere.py", "tests/exporting/test_hf.py"),
+    *("tests/test_mixes.py", "tests/engine/test_engine.py", "tests/test_trainable_anywhere.py"),
+    *("tests/exporting/test_hf.py", "tests/test_connectors.py"),
 )
 
 
