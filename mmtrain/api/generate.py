@@ -63,8 +63,10 @@ def generate(
     the GPU if there is one, and a run is exported before, once, into the cache. A model that was trained on
     captions alone takes no question: it describes what it sees. Raises UserError.
     """
+    from mmtrain.data.stream.images import upright
+
     several = list(image) if isinstance(image, Sequence) and not isinstance(image, str) else [image]
-    pictures = [read_image(Path(one)) if isinstance(one, str | Path) else one.convert("RGB") for one in several]
+    pictures = [read_image(Path(one)) if isinstance(one, str | Path) else upright(one) for one in several]
     folder = stock_folder(str(model.folder if isinstance(model, Run) else model))
     conversation = Conversation(*load(folder), pictures, system, max_new_tokens)
     return conversation.ask(prompt) if conversation.takes_questions() else conversation.describe()

@@ -22,17 +22,21 @@ from mmtrain.pretrained.model_files import HUB_ID
 
 LOADING = """\
 ```python
-from PIL import Image
+{opener}
 from transformers import AutoProcessor, {model}
 
 folder = "."  # this folder
 processor = AutoProcessor.from_pretrained(folder)
 model = {model}.from_pretrained(folder, dtype="auto")
 {prompt}
-inputs = processor(images=Image.open("picture.png"), text=prompt, return_tensors="pt").to(model.device, model.dtype)
+inputs = processor(images={opens}("picture.png"), text=prompt, return_tensors="pt").to(model.device, model.dtype)
 output = model.generate(**inputs, max_new_tokens=64)
 print(processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```"""
+OPENERS = {  # by data.ignore_exif
+    False: {"opener": "from transformers.image_utils import load_image", "opens": "load_image"},
+    True: {"opener": "from PIL import Image", "opens": "Image.open"},
+}
 CHAT = """\
 question = [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]
 prompt = processor.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)"""
@@ -64,7 +68,7 @@ def write_card(
         f"Made with mmtrain {shown_name(about.versions['mmtrain'])}. {_what_trained(about)}",
         "## Made of\n\n" + table(_parts(about, dtype, language)),
         "## Training\n\n" + table(_training(about)),
-        "## How to load\n\n" + LOADING.format(model=door.class_name, prompt=prompt),
+        "## How to load\n\n" + LOADING.format(model=door.class_name, prompt=prompt, **OPENERS[processor.ignore_exif]),
     ]
     notes = [*_language_notes(language, processor), *encoder.notes, *processor_notes(processor)]
     notes += [unmarked] if unmarked else []
@@ -166,11 +170,16 @@ def processor_notes(processor: ExportedProcessor) -> list[str]:
             f"Training resizes pictures by Pillow's {transform.interpolation} filter, which torchvision, the default "
             f"backend, does not have. Load the processor with {exact}."
         )
+    turned = (
+        "Training takes pictures as they are stored (`data.ignore_exif`): `load_image` would turn some by EXIF."
+        if processor.ignore_exif
+        else "Training turns pictures by their EXIF orientation, as `load_image` does, and `Image.open` does not."
+    )
     colour = (
         "Training drops transparency and the lower 8 of 16 bits; transformers puts transparent pictures on white, and "
         "Pillow cuts 16 bits off. Pictures with either must be turned into 8-bit RGB first."
     )
-    return [*notes, backend, colour]
+    return [*notes, backend, turned, colour]
 
 
 def shown_name(text: str) -> str:

@@ -62,6 +62,7 @@ class ExportedProcessor:
     template: Template
     transform: ImageTransform
     left_out: dict[str, Any]  # of the LLM's generation_config.json
+    ignore_exif: bool
 
 
 def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder, folder: Path) -> ExportedProcessor:
@@ -101,7 +102,9 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
     if rows_needed > rows:  # the run's own LLM has no such rows, so it never says these tokens
         generation["suppress_tokens"] = list(range(rows, rows_needed))
     _write_json(folder / "generation_config.json", generation)
-    return ExportedProcessor(image_id, token_keys, tuple(new), rows_needed, length, template, transform, left_out)
+    return ExportedProcessor(
+        image_id, token_keys, tuple(new), rows_needed, length, template, transform, left_out, config.data.ignore_exif
+    )
 
 
 def _tokenizer_for_prompts(

@@ -117,6 +117,11 @@ def test_an_answer_is_that_of_stock_transformers_and_nothing_is_printed(tmp_path
     question = "Which digit is at the top left, and in which colour?"
     answer = mmtrain.generate(tmp_path / "run", tmp_path / "one.png", question, max_new_tokens=12)
     assert answer == mmtrain.generate(tmp_path / "run", [image], question, max_new_tokens=12)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=exif)
+    for turned in (tmp_path / "turned.png", Image.open(tmp_path / "turned.png")):
+        assert answer == mmtrain.generate(tmp_path / "run", turned, question, max_new_tokens=12)
     assert capsys.readouterr() == ("", "")
     (folder,) = (path for path in (tmp_path / "cache" / "mmtrain" / "chat").iterdir() if path.is_dir())
     processor = AutoProcessor.from_pretrained(folder, backend="pil")

@@ -169,7 +169,9 @@ def test_a_run_that_did_not_train_its_projector_has_none_to_export(tiny, tmp_pat
 
 def test_the_code_in_the_model_card_runs_as_it_stands(checkpoint, tmp_path):
     export(checkpoint, tmp_path / "out")
-    (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "out" / "README.md").read_text(), re.DOTALL)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Training turns pictures by their EXIF orientation, as `load_image` does" in card
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     Image.new("RGB", (50, 40), (200, 30, 30)).save(tmp_path / "out" / "picture.png")
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path / "out", capture_output=True, text=True, timeout=100

@@ -264,20 +264,30 @@ def image_size(content: bytes) -> tuple[int, int, bool]:
 
 
 def orientation(image: Image.Image, content: bytes) -> int:
-    """A picture's EXIF orientation: 1, or how it is to be turned, a key of TURNS; no pixel is decoded.
+    """The EXIF orientation of a picture of which only the header was read: 1, or a key of TURNS; decodes no pixel.
 
-    `image` is what `open_image` made of `content`. PIL.ImageOps.exif_transpose, and so transformers, turn by the same
-    tags, EXIF's or else XMP's; blocks that these cannot read leave the picture as it is.
+    `image` is what `open_image` made of `content`.
     """
     if image.format == "TIFF":  # Pillow turns it itself
         return 1
+    if image.format == "PNG":  # Pillow reads what stands behind the pixels only when it has decoded them
+        try:
+            image = Image.open(io.BytesIO(_without_pixels(content)), formats=("PNG",))
+        except DECODE_ERRORS:
+            return 1
+    return stated_orientation(image)
+
+
+def stated_orientation(image: Image.Image) -> int:
+    """1, or a key of TURNS: what is said in the metadata that Pillow has read of an image by now.
+
+    PIL.ImageOps.exif_transpose, and so transformers, turn by the same tags, EXIF's or else XMP's; blocks that these
+    cannot read leave the picture as it is.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):
-            header = image
-            if image.format == "PNG":  # Pillow reads what stands behind the pixels only when it has decoded them
-                header = Image.open(io.BytesIO(_without_pixels(content)), formats=("PNG",))
-            found = Image.Image.getexif(header).get(ExifTags.Base.Orientation)
-            return int(found) if found in TURNS else 1
+            found = Image.Image.getexif(image).get(ExifTags.Base.Orientation)  # PNG's own would decode
+        return int(found) if found in TURNS else 1
     except (*DECODE_ERRORS, LookupError, ArithmeticError):
         return 1
 

@@ -22,7 +22,7 @@ from PIL import Image
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, Rejected, open_image, orientation
+from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, Rejected, open_image, orientation, stated_orientation
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.timm_models import timm_config
 from mmtrain.pretrained.vision_files import hf_facts, is_timm_name, preprocessing, timm_image_size
@@ -131,6 +131,13 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, ignore_exif
         return image if turn is None else image.transpose(turn)
     except DECODE_ERRORS as error:
         raise Rejected("undecodable_image", str(error)) from None
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """An image that somebody has opened, in RGB and turned as `decode_image` turns it."""
+    image.load()
+    turn, image = TURNS.get(stated_orientation(image)), image.convert("RGB")
+    return image if turn is None else image.transpose(turn)
 
 
 def image_transform(name: str, fit: Fit = "pad", max_pixels: int = MAX_IMAGE_PIXELS) -> ImageTransform:

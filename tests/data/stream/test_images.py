@@ -19,7 +19,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.records import IMAGE_FORMATS, Rejected, image_size
-from mmtrain.data.stream.images import ImageTransform, decode_image, image_transform
+from mmtrain.data.stream.images import ImageTransform, decode_image, image_transform, upright
 from mmtrain.pretrained.timm_models import timm_config
 
 SIZES = [(40, 40), (60, 25), (25, 61), (10, 9), (9, 10), (28, 28), (28, 3), (1, 40), (500, 2)]
@@ -167,10 +167,11 @@ def exif_of(orientation: int) -> Image.Exif:
 def test_a_picture_is_turned_by_its_exif_orientation_as_pillow_does_unless_that_is_ignored(file_format):
     for orientation in range(10):  # 0 and 9 mean nothing
         content = encode(noise_image(13, 7), file_format, exif=exif_of(orientation))
-        upright = turned_by_pillow(content)
-        assert np.array_equal(decode_image(content), upright), orientation
+        expected = turned_by_pillow(content)
+        assert np.array_equal(decode_image(content), expected), orientation
         width, height, exchanged = image_size(content)
-        assert (height, width) == upright.shape[:2]
+        assert (height, width) == expected.shape[:2]
+        assert np.array_equal(upright(Image.open(io.BytesIO(content))), expected)
         if file_format != "TIFF":  # which Pillow turns whenever it opens one, as all versions of mmtrain have it
             assert exchanged == (orientation in (5, 6, 7, 8))
             assert np.array_equal(decode_image(content, ignore_exif=True), Image.open(io.BytesIO(content)))
@@ -216,6 +217,7 @@ def test_broken_exif_turns_a_picture_as_pillow_does_or_not_at_all_where_it_raise
                 expected = opened.convert("RGB")
                 expected = expected if method is None else expected.transpose(Image.Transpose[method])
         assert np.array_equal(decode_image(content), expected), bytes(exif)
+        assert np.array_equal(upright(Image.open(io.BytesIO(content))), expected)
     assert raised > 50 and 500 < turned < 1500
 
 
