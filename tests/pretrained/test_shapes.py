@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from stock_encoders import ENCODERS
 from timm.models import save_for_hf
 from transformers import (
     AutoConfig,
@@ -507,6 +509,17 @@ def test_the_tool_records_a_timm_encoder_with_the_parameters_of_the_real_one(tmp
     expected = {f"vision.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert {p.name: p.shape for p in vision_shape(name, -2).parameters} == expected
     assert vision_shape(name, -2).heads == 3
+
+
+@pytest.mark.parametrize("kind", ["siglip", "dinov2_registers", "dinov3", "vit_classifier", "internvl"])
+def test_the_tool_records_an_encoder_of_transformers_as_its_folder_has_it(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("mmtrain.pretrained.recorded_shapes.FOLDER", tmp_path)
+    ENCODERS[kind][0]().save_pretrained(tmp_path / "folder")
+    assert main(["record", "--vision", str(tmp_path / "folder"), "--id", "me/tiny", "--out", str(tmp_path)]) == 0
+    recorded, read = vision_shape("me/tiny", -2), vision_shape(str(tmp_path / "folder"), -2)
+    assert set(recorded.parameters) == set(read.parameters)
+    same = {"source": "", "parameters": ()}
+    assert replace(recorded, **same) == replace(read, **same)
 
 
 def test_the_tool_refuses_what_cannot_be_recorded(tmp_path, capsys):
