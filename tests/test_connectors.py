@@ -15,16 +15,7 @@ import timm
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from scenes import (
-    IMAGE_TOKEN,
-    Case,
-    Document,
-    execute,
-    make_config,
-    make_document,
-    merged,
-    perturb,
-)
+from scenes import IMAGE_TOKEN, Case, Document, execute, make_config, make_document, merged, perturb
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -70,8 +61,7 @@ ENCODERS = {
     "internvit": InternVLVisionConfig(**SMALL, intermediate_size=48),
 }
 TIMM = {
-    "img_size": SIZE, "patch_size": PATCH, "embed_dim": 32, "depth": 3, "num_heads": 2,
-    "global_pool": "token",
+    "img_size": SIZE, "patch_size": PATCH, "embed_dim": 32, "depth": 3, "num_heads": 2, "global_pool": "token",
 }  # fmt: skip
 TIMM_ENCODERS = {
     "timm": TIMM,
