@@ -42,6 +42,7 @@ PROCESSOR_BOUNDS = {
     **dict.fromkeys(("max_patches", "max_num_tiles"), (1, 100)),
     **dict.fromkeys(("image_seq_len", "image_seq_length"), (1, 100_000)),
 }
+SMALLEST_TILE = 16  # pixels; an image of the longest side is then cut into 65,536 of them
 LONGEST_SIDE = 4_096  # pixels of a picture for the encoder; the largest take 1,540
 NEEDED = (
     "needed is a run or checkpoint of mmtrain, or a Hugging Face folder of a model that mmtrain export makes "
@@ -128,9 +129,10 @@ def _check_processor(settings: dict, file: Path) -> None:
     for key in ("size", "crop_size", "pad_size", "img_size", "tile_size", "max_image_size"):
         sides = settings.get(key)
         sides = list(sides.values()) if isinstance(sides, dict) else sides if isinstance(sides, list) else [sides]
-        if not all(side is None or is_whole(side, 1, LONGEST_SIDE) for side in sides):
-            shown = shortened(repr(settings[key]))
-            raise UserError(f"{file}: {key} is {shown}; needed are pixels, at most {LONGEST_SIDE:,}")
+        least = SMALLEST_TILE if key == "max_image_size" else 1
+        if not all(side is None or is_whole(side, least, LONGEST_SIDE) for side in sides):
+            needed = f"needed are pixels, at least {least} and at most {LONGEST_SIDE:,}"
+            raise UserError(f"{file}: {key} is {shortened(repr(settings[key]))}; {needed}")
     for key, (least, most) in PROCESSOR_BOUNDS.items():
         value = settings.get(key)
         sides = value.values() if isinstance(value, dict) else [value]

@@ -159,7 +159,7 @@ def processor_notes(processor: ExportedProcessor) -> list[str]:
 
     transform = processor.transform
     size = f"{transform.image_size} x {transform.image_size}"
-    exact = '`AutoProcessor.from_pretrained(folder, backend="pil")` (transformers 4: `use_fast=False`)'
+    exact = processor.exact_pixels
     if transform.interpolation in NEAR_WITH_TORCHVISION:
         backend = (
             f"Training resizes pictures with Pillow. {exact} does the same, to the bit; the default backend, "
@@ -168,7 +168,7 @@ def processor_notes(processor: ExportedProcessor) -> list[str]:
     else:
         backend = (
             f"Training resizes pictures by Pillow's {transform.interpolation} filter, which torchvision, the default "
-            f"backend, does not have. Load the processor with {exact}."
+            f"backend, does not have: use {exact}."
         )
     turned = (
         "Training takes pictures as they are stored (`data.ignore_exif`): `load_image` would turn some by EXIF."

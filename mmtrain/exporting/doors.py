@@ -113,6 +113,10 @@ class StockDoor:
         size = {"height": transform.image_size, "width": transform.image_size}
         return {"video_processor_type": self.video_processor, "processor_class": self.processor_name, "size": size}
 
+    def exact_pixels(self, transform: ImageTransform) -> str:
+        """What makes its pictures to the bit as training does, with Pillow, as code in Markdown."""
+        return '`AutoProcessor.from_pretrained(folder, backend="pil")` (transformers 4: `use_fast=False`)'
+
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         """Names by which the processor asks its tokenizer for tokens."""
         return {}
@@ -217,6 +221,9 @@ class InternVLDoor(AyaVisionDoor):
     def processor(self, run: RunConfig, encoder: ExportedEncoder, positions: int) -> dict[str, Any]:
         return {"image_seq_length": positions}
 
+    def exact_pixels(self, transform: ImageTransform) -> str:
+        return '`processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")`'
+
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         """Its processor looks for videos in texts: padding is in none."""
         around = {"start_image_token": "", "end_image_token": ""}
@@ -260,6 +267,10 @@ class PerceptionLMDoor(StockDoor):
                 f"that {self.processor_name} resizes with, does not have; {WHAT_WORKS}"
             )
         return {"vision_input_type": "one tile", "tile_size": transform.image_size, "max_num_tiles": 1}
+
+    def exact_pixels(self, transform: ImageTransform) -> str:
+        size = (transform.image_size, transform.image_size)
+        return f"`image.resize({size}, Image.Resampling.{transform.interpolation.upper()})` before the processor"
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {"image_token": IMAGE_MARK, "video_token": self.video_token}

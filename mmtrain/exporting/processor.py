@@ -63,6 +63,7 @@ class ExportedProcessor:
     transform: ImageTransform
     left_out: dict[str, Any]  # of the LLM's generation_config.json
     ignore_exif: bool
+    exact_pixels: str  # code by which pictures are resized as in training
 
 
 def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder, folder: Path) -> ExportedProcessor:
@@ -103,7 +104,16 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
         generation["suppress_tokens"] = list(range(rows, rows_needed))
     _write_json(folder / "generation_config.json", generation)
     return ExportedProcessor(
-        image_id, token_keys, tuple(new), rows_needed, length, template, transform, left_out, config.data.ignore_exif
+        image_id,
+        token_keys,
+        tuple(new),
+        rows_needed,
+        length,
+        template,
+        transform,
+        left_out,
+        config.data.ignore_exif,
+        door.exact_pixels(transform),
     )
 
 

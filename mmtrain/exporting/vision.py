@@ -14,9 +14,10 @@ drop that one, and would take registers for patches. A timm ViT gets other names
     dinov2; vit; dinov3_vit without registers       the same
     internvl, internvl_vision                       internvl_vision
 
-Every other one is refused: shapes alone would not tell a tower that computes something else from a good one. All blocks
-are kept, so the layer is counted as in the run. Names on disk are those that transformers 4 and 5 both read: version 5
-itself saves CLIP and SigLIP without `vision_model.`, which version 4 fills at random.
+A class that takes timm's models as they are, PerceptionLM's, gets them so (`wrapped_timm_encoder`). Every other one is
+refused: shapes alone would not tell a tower that computes something else from a good one. All blocks are kept, so the
+layer is counted as in the run. Names on disk are those that transformers 4 and 5 both read: version 5 itself saves CLIP
+and SigLIP without `vision_model.`, which version 4 fills at random.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ KNOWN_MODULES = {
     *(nn.Sequential, nn.Linear, nn.Conv2d, nn.LayerNorm, timm.layers.LayerNorm),
     *(nn.Identity, nn.Dropout, timm.layers.DropPath, timm.layers.PatchDropout),
 }
-BEHIND_THE_BLOCKS = {"norm", "fc_norm", "head", "head_drop", "attn_pool"}  # LLaVA takes features without them
+BEHIND_THE_BLOCKS = {"norm", "fc_norm", "head", "head_drop", "attn_pool"}  # features come without them, or `norm` alone
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,10 @@ DINOV2 = StockModel(
 
 @dataclass(frozen=True)
 class ExportedEncoder:
-    """What a LLaVA folder says and holds of its vision tower."""
+    """What a folder says and holds of its vision encoder."""
 
     config: dict  # `vision_config` of config.json, with its model_type
-    tensors: Mapping[str, TensorSource]  # by name on disk, without `vision_tower.`
+    tensors: Mapping[str, TensorSource]  # by name on disk, without what the door puts before it
     feature_layer: int  # `vision_feature_layer`; -1 is the last block's output, without the final norm
     select_strategy: Literal["default", "full"]  # `vision_feature_select_strategy`: "default" drops the first token
     image_size: int  # pixels a side
@@ -141,7 +142,7 @@ class ExportedEncoder:
 
 
 def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
-    """The encoder of a run for a LLaVA folder.
+    """The encoder of a run as a stock vision model, for a folder of LLaVA and its like.
 
     Tensors of a transformers encoder stay in their files, and in their precision, until they are written; a timm
     encoder is loaded whole, in float32.
@@ -179,15 +180,12 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
     name = config.model.vision.name
     model = timm_model(name)
     assert model is not None, f"{name} is none of timm's, which its door has refused"
-    state = model.state_dict()
-    for own_name, tensor in ((full.removeprefix("vision."), tensor) for full, tensor in trained.items()):
-        if own_name not in state or state[own_name].shape != tensor.shape:
-            raise UserError(f"vision.{own_name}: trained with shape {tuple(tensor.shape)}, {name} has no such tensor")
-        state[own_name] = tensor
+    state = _with_trained(model, name, {full.removeprefix("vision."): tensor for full, tensor in trained.items()})
     content = {} if is_timm_name(name) else read_json(model_folder(name) / "config.json")
     architecture = content.get("architecture", name)
     size = (model.patch_embed.img_size or model.pretrained_cfg["input_size"][1:])[0]
-    arguments = {**(content.get("model_args") or {}), "embed_dim": model.embed_dim, "img_size": size}
+    arguments = {"global_pool": model.global_pool, **(content.get("model_args") or {})}
+    arguments |= {"embed_dim": model.embed_dim, "img_size": size}
     arguments.pop("num_classes", None)  # the wrapper says that there are none
     with foreign_files(f"model.vision.name: {name} without its folder"):
         again = timm.create_model(architecture, pretrained=False, num_classes=0, **arguments).eval()
@@ -197,7 +195,7 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
         with torch.no_grad():
             model.eval().load_state_dict(state)
             wanted, found = model.forward_features(noise), again.forward_features(noise)
-    if not torch.equal(wanted, found):
+    if not torch.allclose(wanted, found, rtol=0, atol=1e-5 * float(wanted.abs().max())):
         raise _refusal(name, f"made again as {architecture} with {arguments} computes other features")
     return ExportedEncoder(
         config={
@@ -215,6 +213,15 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
         prefix_tokens=model.num_prefix_tokens,
         notes=("Its encoder is timm's: transformers needs timm, and torchvision, to load this folder",),
     )
+
+
+def _with_trained(model: nn.Module, name: str, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A timm encoder's tensors, `trained` in the place of its own."""
+    state = model.state_dict()
+    for own_name, tensor in trained.items():
+        if own_name not in state or state[own_name].shape != tensor.shape:
+            raise UserError(f"vision.{own_name}: trained with shape {tuple(tensor.shape)}, {name} has no such tensor")
+    return state | trained
 
 
 def _from_transformers(
@@ -235,7 +242,9 @@ def _from_transformers(
     with_head = "head." in family.beside and getattr(config, "vision_use_head", True)
     if with_head and not any(name.startswith("head.") for name in shapes):
         config.vision_use_head = False
-        notes.append("vision_use_head is false: the encoder's files hold no pooling head, and LLaVA does not use one")
+        notes.append(
+            "vision_use_head is false: the encoder's files hold no pooling head, and no patch's feature comes from it"
+        )
     with torch.device("meta"):
         model = stock(config)
     state = revert_weight_conversion(model, model.state_dict())  # as files have it: DINOv2's gates lie in one tensor
@@ -272,17 +281,14 @@ def _from_timm(
         raise _refusal(name, "would be a CLIP of transformers, whose last norm is for its class token alone")
     if final_norm and (not isinstance(model.norm, nn.LayerNorm) or model.norm.eps != model.blocks[0].norm1.eps):
         raise _refusal(name, "has no last norm like its others, as every stock model has (model.vision.final_norm)")
-    state = model.state_dict()
-    for own_name, tensor in trained.items():
-        if own_name not in state or state[own_name].shape != tensor.shape:
-            raise UserError(f"vision.{own_name}: trained with shape {tuple(tensor.shape)}, {name} has no such tensor")
+    state = _with_trained(model, name, trained)
     stems = stock.front | {
         f"blocks.{block}.{own_name}": f"{stock.blocks}.{block}.{stock_name}"
         for block in range(len(model.blocks))
         for own_name, stock_name in stock.block.items()
     }
     tensors: dict[str, torch.Tensor] = {}
-    for own_name, tensor in (state | trained).items():
+    for own_name, tensor in state.items():
         stem, _, kind = own_name.rpartition(".")
         if own_name.split(".")[0] in BEHIND_THE_BLOCKS:
             continue
@@ -299,7 +305,7 @@ def _from_timm(
             raise _refusal(name, f"has {own_name}")
         else:
             tensors[f"{stems[stem]}.{'lambda1' if kind == 'gamma' else kind}"] = tensor
-    notes = _fill_in(tensors, state | trained, stock, model)
+    notes = _fill_in(tensors, state, stock, model)
     sources = {stock_name: in_memory(tensor) for stock_name, tensor in tensors.items()}
     return _config(model, name, stock), sources, tuple(notes)
 
@@ -309,11 +315,11 @@ def _fill_in(
 ) -> list[str]:
     """Add what the stock model has and the encoder lacks, in values that change nothing; says what that was."""
     notes = []
-    norm, width = stock.front["norm"], model.embed_dim  # behind the last block; LLaVA does not use it
+    norm, width = stock.front["norm"], model.embed_dim  # behind the last block
     own_norm = next((own for own in ("norm", "fc_norm") if f"{own}.weight" in state), None)  # fc_norm: after pooling
     if own_norm is None:
         tensors |= {f"{norm}.weight": torch.ones(width), f"{norm}.bias": torch.zeros(width)}
-        notes.append(f"{norm} is 1 and 0: the encoder has no final norm, and LLaVA takes its features before it")
+        notes.append(f"{norm} is 1 and 0: the encoder has no final norm, and features are taken before it")
     else:
         tensors |= {f"{norm}.{kind}": state[f"{own_norm}.{kind}"] for kind in ("weight", "bias")}
     if stock is DINOV2 and type(model.blocks[0].ls1) is nn.Identity:
@@ -333,8 +339,8 @@ def _fill_in(
 
 def _refusal(name: str, why: str) -> UserError:
     return UserError(
-        f"model.vision.name: {name} {why}; it cannot be converted exactly to a vision model that Hugging Face's LLaVA "
-        f"loads. {WHAT_WORKS}"
+        f"model.vision.name: {name} {why}; it cannot be converted exactly to a vision model that a stock class "
+        f"takes. {WHAT_WORKS}"
     )
 
 
@@ -370,7 +376,7 @@ def _stock_model(model: nn.Module, name: str) -> StockModel:
     if model.pos_embed is None:
         raise _refusal(name, "has no learned position embeddings")
     if model.num_prefix_tokens > model.has_class_token:
-        raise _refusal(name, f"has {model.num_reg_tokens} register tokens, which LLaVA would take for patches")
+        raise _refusal(name, f"has {model.num_reg_tokens} register tokens, which a stock class would take for patches")
     if model.has_class_token and not normed:
         return DINOV2
     if model.has_class_token and not scaled:

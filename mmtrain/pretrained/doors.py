@@ -21,6 +21,7 @@ from mmtrain.pretrained.encoders import family_of
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 from mmtrain.pretrained.recorded_shapes import find_recorded
 from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.pretrained.tokenizer_files import lacking_marks
 from mmtrain.pretrained.vision_files import is_timm_name
 
 LLAVA_CODE = ("linear", "mlp2x_gelu")  # projectors that LLaVA's own code builds
@@ -66,6 +67,8 @@ class Door:
             yield f"model.vision.final_norm={str(self.final_norm).lower()} (its features come from {where} that norm)"
         if vision.layout != self.layout:
             yield f"model.vision.layout={self.layout} (which is what its processor writes)"
+        elif lacking := lacking_marks(config.model):
+            yield f"another model.llm.path (the tokenizer of {config.model.llm.path} has no {' and '.join(lacking)})"
         if config.data.image_fit not in self.fits:
             fits = " or ".join(self.fits)
             yield f"data.image_fit={fits} (its processor does not make {config.data.image_fit})"
@@ -74,7 +77,7 @@ class Door:
             yield f"model.projector.factor={factors} (it cannot compute with {factor})"
         if self.encoders and encoder.kind not in self.encoders:
             kinds = " or ".join(self.encoders)
-            yield f"another model.vision.name (its encoder is a {kinds}, and {vision.name} is {encoder.kind})"
+            yield f"another model.vision.name (its encoder is {kinds}, and {vision.name} is {encoder.kind})"
         elif encoder.prefix_tokens > 1:
             before = f"{vision.name} has {encoder.prefix_tokens} tokens before its patches"
             yield f"another model.vision.name ({before}, and it takes all but a class token for patches)"

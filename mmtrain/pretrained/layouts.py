@@ -11,12 +11,19 @@ lengths, and so text fingerprints, depend on them. Index, packs, loader, fusion,
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 WRAPPERS = {
     "square": ("", ""),
     "idefics3": ("<fake_token_around_image><global-img>", "<fake_token_around_image>"),
 }  # layout -> text before and behind an image's positions
+
+
+def marks_around(layout: str) -> tuple[list[str], list[str]]:
+    """The tokens that a layout's texts before and behind an image are made of."""
+    before, after = (re.findall(r"<[^<>]+>", text) for text in WRAPPERS[layout])
+    return before, after
 
 
 @dataclass(frozen=True, slots=True)

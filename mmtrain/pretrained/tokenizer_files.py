@@ -21,8 +21,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import compact_json
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
-from mmtrain.config.schema import RunConfig
-from mmtrain.pretrained.layouts import WRAPPERS
+from mmtrain.config.schema import ModelSection, RunConfig
+from mmtrain.pretrained.layouts import WRAPPERS, marks_around
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -135,6 +135,24 @@ def refuse_missing_chat_template(config: RunConfig) -> None:
         return
     if any((folder / name).is_file() for name in TOKENIZER_FILES) and not has_chat_template(folder):
         raise missing_chat_template(folder)
+
+
+def lacking_marks(model: ModelSection) -> list[str]:
+    """Tokens that a run's layout writes around images and that the LLM's tokenizer.json does not have as such.
+
+    Says nothing about a model that is not there, or has no such file: loading the tokenizer settles those.
+    """
+    marks = [mark for text in marks_around(model.vision.layout) for mark in text]
+    folder = find_model_folder(model.llm.path)
+    if not marks or folder is None or not (folder / "tokenizer.json").is_file():
+        return []
+    try:
+        content = parse_json(read_limited(folder / "tokenizer.json", MAX_TOKENIZER_BYTES, "a tokenizer's file"))
+    except ValueError as error:
+        raise UserError(f"{folder / 'tokenizer.json'}: no valid JSON ({error})") from None
+    added = content.get("added_tokens") if isinstance(content, dict) else None
+    known = {str(token.get("content")) for token in added or () if isinstance(token, dict)}
+    return [mark for mark in dict.fromkeys(marks) if mark not in known]
 
 
 def has_chat_template(folder: Path) -> bool:

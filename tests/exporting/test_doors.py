@@ -114,6 +114,9 @@ def make(tiny, llm_with, encoders, tmp_path_factory) -> Callable[[str], Made]:
             for parameter in connector_parameters(connector(config.model.projector, 32, 64))
             if "norm" in parameter.name
         }
+        if config.model.vision.final_norm and encoder != "eva":  # the encoder's own as trained; EVA here has none
+            last = "post_layernorm" if encoder == "hf siglip" else "norm"
+            norms[f"vision.{last}.weight"] = torch.randn(32, generator=draw)
         checkpoint = make_checkpoint(folder / "run", config, norms)
         return Made(name, checkpoint, folder / "out", export(checkpoint, folder / "out"))
 
@@ -172,8 +175,8 @@ def test_pictures_become_what_they_were_in_training(made, tmp_path):
 def test_another_run_begins_with_the_connector_of_the_folder(made):
     config, trained = made.checkpoint.config, load_file(made.checkpoint.tensors_file)
     found = read_projector(str(made.folder), config.model.projector, 32, 64)
-    assert found.keys() == {name.removeprefix("projector.") for name in trained}
-    assert all(torch.equal(found[name.removeprefix("projector.")], tensor) for name, tensor in trained.items())
+    wanted = {name.removeprefix("projector."): tensor for name, tensor in trained.items() if "vision" not in name}
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_chat_says_what_stock_transformers_says(made, tmp_path):
@@ -215,3 +218,39 @@ def test_numbers_that_no_model_has_are_refused_before_memory_is_taken(make, tmp_
     (tmp_path / "folder" / file).write_text(json.dumps(content))
     with pytest.raises(UserError, match=said.replace("(", r"\(")):
         stock_folder(str(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architecture": "hf-hub:someone/vit"}, "architecture 'hf-hub:someone/vit' is no model of timm's"),
+        ({"architecture": "vit_tiny_patch"}, "architecture 'vit_tiny_patch' is no model of timm's"),
+        (
+            {"model_args": {"checkpoint_path": "evil.bin"}},
+            "model_args {'checkpoint_path': 'evil.bin'}; needed are sizes",
+        ),
+        ({"model_args": {"embed_dim": 32, "depth": 10**6}}, "says depth 1000000, which no model has"),
+        ({"model_args": {"embed_dim": 3072, "depth": 500}}, "but the folder's weights have"),
+        ({"model_args": {"embed_dim": "x"}}, "cannot be used ("),
+    ],
+)
+def test_an_encoder_that_timm_would_load_from_elsewhere_or_far_too_large_is_refused(make, tmp_path, changes, said):
+    shutil.copytree(make("perception").folder, tmp_path / "folder")
+    content = json.loads((tmp_path / "folder" / "config.json").read_text())
+    content["vision_config"] |= changes
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError) as raised:
+        load(stock_folder(str(tmp_path / "folder")))
+    assert said in str(raised.value)
+
+
+def test_a_picture_that_idefics3_would_take_for_none_is_refused(make, encoders, tmp_path):
+    shutil.copytree(encoders["siglip"], tmp_path / "black")
+    content = json.loads((tmp_path / "black" / "config.json").read_text())
+    content["pretrained_cfg"]["mean"] = [0.0, 0.0, 0.0]
+    (tmp_path / "black" / "config.json").write_text(json.dumps(content))
+    config = make("idefics3 chat").checkpoint.config.changed({"model.vision.name": str(tmp_path / "black")})
+    with pytest.raises(
+        UserError, match="would be all zeros, which Idefics3ForConditionalGeneration takes for no image"
+    ):
+        export(make_checkpoint(tmp_path / "run", config), tmp_path / "out")

@@ -274,7 +274,7 @@ def test_what_is_filled_in_is_said(encoders):
 @pytest.mark.parametrize(
     ("architecture", "changes", "why"),
     [
-        ("vit_small_patch14_reg4_dinov2", {}, "has 4 register tokens, which LLaVA would take for patches"),
+        ("vit_small_patch14_reg4_dinov2", {}, "has 4 register tokens, which a stock class would take for patches"),
         ("vit_tiny_patch16_224", {"act_layer": "silu"}, "has a SiLU as blocks.0.mlp.act"),
         ("vit_tiny_patch16_224", {"qk_norm": True}, "has a LayerNorm as blocks.0.attn.q_norm"),
         ("vit_tiny_patch16_224", {"scale_attn_norm": True}, "has a LayerNorm as blocks.0.attn.norm"),

@@ -22,7 +22,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
-from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.pretrained.layouts import ImageLayout, marks_around
 from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
 from mmtrain.pretrained.tokenizer_files import panics_told, refuse_growing_rules, text_fingerprint
 
@@ -202,8 +202,7 @@ def _tokens_around(tokenizer: PreTrainedTokenizerBase, layout: ImageLayout) -> t
     Raises UserError for a tokenizer that has no tokens of its own for them: their rows of the embedding, which is
     frozen, would mean nothing.
     """
-    around = layout.wrapper
-    marks = [re.findall(r"<[^<>]+>", text) for text in around]
+    marks = marks_around(layout.name)
     if lacking := [mark for text in marks for mark in text if mark not in tokenizer.added_tokens_encoder]:
         raise UserError(
             f"model.vision.layout: {layout.name} writes {' and '.join(dict.fromkeys(lacking))} around each image, and "
