@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 
 from mmtrain.base.errors import UserError
+from mmtrain.model.language import quiet
 from mmtrain.pretrained.encoders import EncoderFamily, check_plain_vit, family_of
 from mmtrain.pretrained.model_files import (
     cached_snapshot,
@@ -197,7 +198,7 @@ def _load_hf(folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bo
     _check_layer(select_layer, blocks, str(folder))
     config.num_hidden_layers = blocks + 1 + select_layer
     config.vision_use_head = False
-    with foreign_files(f"model.vision.name: {folder}"):
+    with foreign_files(f"model.vision.name: {folder}"), quiet():
         model, info = stock.from_pretrained(
             folder,
             config=config,
