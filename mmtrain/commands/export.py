@@ -4,8 +4,9 @@
                            belongs to: models, layer, widths, steps, data, scores, versions
     --format llava         OUT/mm_projector.bin and config.json, as LLaVA's own code reads them (its loader wants
                            `llava` in the folder's name)
-    --format hf            OUT/: the whole model. LlavaForConditionalGeneration.from_pretrained(OUT) and
-                           AutoProcessor.from_pretrained(OUT) need nothing else; README.md in it shows how
+    --format hf            OUT/: the whole model, as the stock class that computes what was trained (LLaVA's,
+                           AyaVision's, Idefics3's, InternVL's, PerceptionLM's). from_pretrained(OUT) of it and of
+                           AutoProcessor need nothing else; README.md in it shows how
 
 The models are read where the run's configuration says, tensor by tensor: memory for the largest one is enough. Nothing
 is written over; OUT appears when all of it is on the disk and was read again. --verify then loads the exported model,

@@ -1,6 +1,6 @@
 """The whole model as a Hugging Face folder, which a stock class of transformers loads without mmtrain.
 
-config            --pretrained.doors: which class?----> a StockDoor, e.g. LLaVA's, or a refusal
+config            --pretrained.doors: which class?----> a StockDoor, LLaVA's in what follows, or a refusal
 checkpoint: projector --------------------------------> multi_modal_projector.linear_{1,2}.{weight,bias}
 model.vision.name --vision: exact conversion----------> vision_tower.*        and config.json, README.md,
 model.llm.path    --language: tensor by tensor--------> language_model.*      the processor's files
