@@ -1,7 +1,8 @@
 """Show what is in webdataset shards: counts, lengths, image sizes, how full packs become; damage; one sample in detail.
 
     (without more)    what the indexes tell: samples, images, what cannot be trained on and why, histograms of text
-                      lengths and image sizes, and how full packs of some lengths become, with the best length near each
+                      lengths and image sizes (as EXIF turns them), and how full packs of some lengths become, with the
+                      best length near each
     --verify          read every byte, compare it with the checksums in the indexes, list every damaged member
     --show KEY        a sample as the model will see it: turns, tokens, labels, image positions
 

@@ -17,7 +17,7 @@ from rank_runs import train
 import mmtrain
 from mmtrain import launch
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.choose import find_start
+from mmtrain.checkpoint.choose import find_start, is_complete
 from mmtrain.config.load import load_config
 
 EARLIER = Path(__file__).parent / "earlier_run"
@@ -60,6 +60,8 @@ def test_an_old_key_is_refused_with_its_new_name_and_with_that_the_run_goes_on_a
     assert len(undisturbed) == 4
     assert "data.ignore_exif: stays true, as" in printed and "--allow-change data.ignore_exif" in printed
     assert "ignore_exif: true" in config.read_text()
+    as_at_first = load_config(renamed, ["run.name=run"])
+    assert is_complete(earlier / "run", find_start(as_at_first).checkpoint, as_at_first)
     again = train(renamed, "run.name=run", "train.max_steps=5", allow=["train.max_steps"])
     assert "data.ignore_exif: stays true" in again.printed
     assert again.checkpoint(5).state["config"]["data"]["ignore_exif"] is True

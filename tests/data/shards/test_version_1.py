@@ -5,12 +5,15 @@ template chat: among them a JPEG stored with EXIF orientation 6, a PNG with 8, a
 and one json that is damaged.
 """
 
+import json
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
 
 from mmtrain.__main__ import main
+from mmtrain.base.json_lines import compact_json
 from mmtrain.data.report.survey import survey
 from mmtrain.data.shards.index import read_columns, read_index
 from mmtrain.data.shards.index_file import index_path
@@ -93,3 +96,17 @@ def test_a_survey_of_it_says_which_sizes_it_shows(tar, logged):
     logged.clear()
     assert survey([tar]).image_sizes.tolist() == [[5, 9], [3, 7], [4, 4], [2, 6], [8, 3], [3, 2]]
     assert logged == []
+
+
+def test_one_that_names_images_which_are_none_keeps_their_sizes(tar):
+    first, second, _ = index_path(tar).read_bytes().split(b"\n")
+    header, content = json.loads(first), json.loads(second)
+    content["images"] = {"counts": [1, 1, 2, 1, 1, 1, 2], "width": [9] * 9, "height": [5] * 9}
+    second = compact_json(content)
+    header |= {"bytes": len(second)}
+    del header["crc32"]
+    header["crc32"] = zlib.crc32(second, zlib.crc32(compact_json(header)))
+    index_path(tar).write_bytes(compact_json(header) + b"\n" + second + b"\n")
+    build_indexes([tar], "demo:llm", "chat", workers=1)
+    found = read_index(tar)
+    assert (found.image_sizes[1], found.image_sizes[6]) == (((9, 5),), ((3, 2), (9, 5)))

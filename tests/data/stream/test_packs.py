@@ -4,10 +4,11 @@ import pytest
 import torch
 from PIL import Image
 
+from mmtrain.config.load import load_config
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Fault, Sample
 from mmtrain.data.stream.images import image_transform
-from mmtrain.data.stream.packs import Gap, Pack, make_batch, to_device
+from mmtrain.data.stream.packs import Gap, Pack, Processor, make_batch, to_device
 
 X = IGNORE
 
@@ -124,3 +125,15 @@ def test_on_cuda_all_but_position_ids_and_labels_is_there_and_nothing_else_chang
             assert torch.equal(getattr(moved, name).cpu(), value), name
         else:
             assert getattr(moved, name) == value, name
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_run_turns_pictures_unless_it_ignores_exif(tiny, ignored):
+    exif, stream = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 3
+    picture = Image.linear_gradient("L").convert("RGB")
+    picture.save(stream, "PNG", exif=exif)
+    processor = Processor(load_config(tiny / "config.yaml", [f"data.ignore_exif={str(ignored).lower()}"]))
+    expected = processor.transform.fitted(picture if ignored else picture.rotate(180))
+    batch = processor.batch([Pack((document("a", 3, (stream.getvalue(),)),))])
+    assert batch.images is not None and batch.images[0].equal(expected)
