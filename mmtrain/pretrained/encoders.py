@@ -160,15 +160,15 @@ FAMILIES = {
 
 # Encoders of transformers whose features are no grid of equal patches, by model_type.
 _OTHERS = {
-    **dict.fromkeys(("swin", "swinv2", "donut-swin", "dinat"), "a window transformer"),
-    **dict.fromkeys(
-        ("hiera", "focalnet", "levit", "mobilevit", "mobilevitv2", "cvt"), "a transformer of several stages"
-    ),
-    **dict.fromkeys(("pvt", "pvt_v2", "poolformer", "segformer", "efficientformer"), "a transformer of several stages"),
-    **dict.fromkeys(
-        ("resnet", "regnet", "bit", "convnext", "convnextv2", "dinov3_convnext"), "a convolutional network"
-    ),
-    **dict.fromkeys(("efficientnet", "mobilenet_v1", "mobilenet_v2", "hgnet_v2", "van"), "a convolutional network"),
+    model_type: kind
+    for kind, known in (
+        ("a window transformer", "swin swinv2 donut-swin dinat"),
+        ("a convolutional network", "resnet regnet bit convnext convnextv2 dinov3_convnext efficientnet hgnet_v2 van"),
+        ("a convolutional network", "mobilenet_v1 mobilenet_v2"),
+        ("a transformer of several stages", "hiera focalnet levit cvt pvt pvt_v2 poolformer segformer efficientformer"),
+        ("a transformer of several stages", "mobilevit mobilevitv2"),
+    )
+    for model_type in known.split()
 }
 _WINDOWS = ("relative_position_bias_table", "attn.logit_scale", "attn.meta_mlp", "attn.rel_pos_h")  # timm's
 _ATTENTION = ("attn", "attention", "mhsa", "mhca", "qkv")
