@@ -96,14 +96,14 @@ def test_messages_are_one_write_so_that_no_other_process_writes_between_a_line_a
 
 
 def test_what_libraries_log_is_printed_by_a_command_and_left_to_logging_elsewhere(capsys, caplog, monkeypatch):
-    library, mine = logging.getLogger("mmtrain.data"), logging.NullHandler()
-    monkeypatch.setattr(library.parent, "handlers", [mine])
+    package, library, mine = logging.getLogger("mmtrain"), logging.getLogger("mmtrain.data"), logging.NullHandler()
+    monkeypatch.setattr(package, "handlers", [mine])
     caplog.set_level(logging.INFO)
     assert run_command(lambda: library.info("all 100% of it")) == 0
     assert capsys.readouterr().out == "all 100% of it\n" and caplog.messages == []
     library.info("from a notebook")
     assert capsys.readouterr().out == "" and caplog.messages == ["from a notebook"]
-    assert library.parent.handlers == [mine]
+    assert package.handlers == [mine]
 
 
 def test_what_nobody_expected_is_a_traceback_that_steers_no_terminal():
