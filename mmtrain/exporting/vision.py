@@ -15,31 +15,27 @@ drop that one, and would take registers for patches. A timm ViT gets other names
     internvl, internvl_vision                       internvl_vision
 
 A class that takes timm's models as they are, PerceptionLM's, gets them so (`wrapped_timm_encoder`). Every other one is
-refused: shapes alone would not tell a tower that computes something else from a good one. All blocks are kept, so the
-layer is counted as in the run. Names on disk are those that transformers 4 and 5 both read: version 5 itself saves CLIP
-and SigLIP without `vision_model.`, which version 4 fills at random.
+refused. All blocks are kept, so the layer is counted as in the run. Names on disk are those that transformers 4 and 5
+both read: version 5 itself saves CLIP and SigLIP without `vision_model.`, which version 4 fills at random.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import timm
-import timm.layers
 import torch
-from timm.models.vision_transformer import Attention, Block, VisionTransformer
-from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.tensors import TensorSource, in_memory, stored
+from mmtrain.exporting.timm_vision import stock_form, unfit, with_trained
 from mmtrain.model.vision import model_class, timm_model
 from mmtrain.model.weights import tensor_files
-from mmtrain.pretrained.doors import WHAT_WORKS
 from mmtrain.pretrained.encoders import FAMILIES, family_of
 from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
 from mmtrain.pretrained.vision_files import is_timm_name, square
@@ -53,78 +49,6 @@ KEPT_SETTINGS = (
     *("num_register_tokens", "attention_bias", "use_qk_norm", "norm_type"),  # the last three InternViT's, as are:
     *("use_absolute_position_embeddings", "use_mean_pooling"),
 )  # of a transformers configuration; the others are about training or about files
-
-# What features may come from: each computes what its stock counterpart does, or in eval mode nothing.
-KNOWN_MODULES = {
-    *(VisionTransformer, Block, Attention, timm.layers.Mlp, timm.layers.PatchEmbed, timm.layers.LayerScale),
-    *(nn.Sequential, nn.Linear, nn.Conv2d, nn.LayerNorm, timm.layers.LayerNorm),
-    *(nn.Identity, nn.Dropout, timm.layers.DropPath, timm.layers.PatchDropout),
-}
-BEHIND_THE_BLOCKS = {"norm", "fc_norm", "head", "head_drop", "attn_pool"}  # features come without them, or `norm` alone
-
-
-@dataclass(frozen=True)
-class StockModel:
-    """A stock vision model's own names, for timm's names without `.weight` and `.bias`."""
-
-    model_type: str
-    front: Mapping[str, str]
-    block: Mapping[str, str]
-    blocks: str
-    unbiased: frozenset[str]  # of its weights, those without a bias
-
-
-CLIP = StockModel(
-    "clip_vision_model",
-    {
-        "cls_token": "vision_model.embeddings.class_embedding",
-        "pos_embed": "vision_model.embeddings.position_embedding.weight",
-        "patch_embed.proj": "vision_model.embeddings.patch_embedding",
-        "norm_pre": "vision_model.pre_layrnorm",  # transformers' spelling
-        "norm": "vision_model.post_layernorm",
-    },
-    {
-        "norm1": "layer_norm1",
-        "attn.q": "self_attn.q_proj",
-        "attn.k": "self_attn.k_proj",
-        "attn.v": "self_attn.v_proj",
-        "attn.proj": "self_attn.out_proj",
-        "norm2": "layer_norm2",
-        "mlp.fc1": "mlp.fc1",
-        "mlp.fc2": "mlp.fc2",
-    },
-    "vision_model.encoder.layers",
-    frozenset({"vision_model.embeddings.position_embedding", "vision_model.embeddings.patch_embedding"}),
-)
-SIGLIP = replace(
-    CLIP,
-    model_type="siglip_vision_model",
-    front={name: stock for name, stock in CLIP.front.items() if name not in ("cls_token", "norm_pre")},
-    unbiased=frozenset({"vision_model.embeddings.position_embedding"}),
-)
-DINOV2 = StockModel(
-    "dinov2",
-    {
-        "cls_token": "embeddings.cls_token",
-        "pos_embed": "embeddings.position_embeddings",
-        "patch_embed.proj": "embeddings.patch_embeddings.projection",
-        "norm": "layernorm",
-    },
-    {
-        "norm1": "norm1",
-        "attn.q": "attention.attention.query",
-        "attn.k": "attention.attention.key",
-        "attn.v": "attention.attention.value",
-        "attn.proj": "attention.output.dense",
-        "ls1": "layer_scale1",
-        "norm2": "norm2",
-        "mlp.fc1": "mlp.fc1",
-        "mlp.fc2": "mlp.fc2",
-        "ls2": "layer_scale2",
-    },
-    "encoder.layer",
-    frozenset(),
-)
 
 
 @dataclass(frozen=True)
@@ -156,7 +80,7 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
     if model is None:
         settings, tensors, notes = _from_transformers(model_folder(name), own)
     else:
-        settings, tensors, notes = _from_timm(model, name, own, config.model.vision.final_norm)
+        settings, tensors, notes = stock_form(model, name, own, config.model.vision.final_norm)
     prefix_tokens = 0 if FAMILIES[settings["model_type"]].class_token is None else 1
     return ExportedEncoder(
         config=settings,
@@ -180,7 +104,7 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
     name = config.model.vision.name
     model = timm_model(name)
     assert model is not None, f"{name} is none of timm's, which its door has refused"
-    state = _with_trained(model, name, {full.removeprefix("vision."): tensor for full, tensor in trained.items()})
+    state = with_trained(model, name, {full.removeprefix("vision."): tensor for full, tensor in trained.items()})
     content = {} if is_timm_name(name) else read_json(model_folder(name) / "config.json")
     architecture = content.get("architecture", name)
     size = (model.patch_embed.img_size or model.pretrained_cfg["input_size"][1:])[0]
@@ -196,7 +120,7 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
             model.eval().load_state_dict(state)
             wanted, found = model.forward_features(noise), again.forward_features(noise)
     if not torch.allclose(wanted, found, rtol=0, atol=1e-5 * float(wanted.abs().max())):
-        raise _refusal(name, f"made again as {architecture} with {arguments} computes other features")
+        raise unfit(name, f"made again as {architecture} with {arguments} computes other features")
     return ExportedEncoder(
         config={
             "model_type": "timm_wrapper",
@@ -215,15 +139,6 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
     )
 
 
-def _with_trained(model: nn.Module, name: str, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A timm encoder's tensors, `trained` in the place of its own."""
-    state = model.state_dict()
-    for own_name, tensor in trained.items():
-        if own_name not in state or state[own_name].shape != tensor.shape:
-            raise UserError(f"vision.{own_name}: trained with shape {tuple(tensor.shape)}, {name} has no such tensor")
-    return state | trained
-
-
 def _from_transformers(
     folder: Path, trained: Mapping[str, torch.Tensor]
 ) -> tuple[dict, dict[str, TensorSource], tuple[str, ...]]:
@@ -235,7 +150,7 @@ def _from_transformers(
     shapes = {name: stored(*place).shape for name, place in files.items()}
     if (prefix_tokens := family.prefix_tokens(shapes)) > 1:
         registers = prefix_tokens - 1
-        raise _refusal(str(folder), f"has {registers} register tokens, which a stock class would take for patches")
+        raise unfit(str(folder), f"has {registers} register tokens, which a stock class would take for patches")
     outer = OUTER if OUTER in family.outer else ""
     notes = []
     # transformers 5.17 has no such setting in SigLIP's configuration, and makes a head where it is not said.
@@ -269,145 +184,3 @@ def _from_transformers(
         tensors[outer + name] = in_memory(tensor)
     settings = {key: getattr(config, key) for key in KEPT_SETTINGS if hasattr(config, key)}
     return {"model_type": config.model_type} | settings, tensors, tuple(notes)
-
-
-def _from_timm(
-    model: nn.Module, name: str, trained: Mapping[str, torch.Tensor], final_norm: bool
-) -> tuple[dict, dict[str, TensorSource], tuple[str, ...]]:
-    """A whole timm encoder's stock configuration, tensors (views of the model's) and notes on what was filled in."""
-    _refuse_unknown_modules(model, name)
-    stock = _stock_model(model, name)
-    if final_norm and stock is CLIP:
-        raise _refusal(name, "would be a CLIP of transformers, whose last norm is for its class token alone")
-    if final_norm and (not isinstance(model.norm, nn.LayerNorm) or model.norm.eps != model.blocks[0].norm1.eps):
-        raise _refusal(name, "has no last norm like its others, as every stock model has (model.vision.final_norm)")
-    state = _with_trained(model, name, trained)
-    stems = stock.front | {
-        f"blocks.{block}.{own_name}": f"{stock.blocks}.{block}.{stock_name}"
-        for block in range(len(model.blocks))
-        for own_name, stock_name in stock.block.items()
-    }
-    tensors: dict[str, torch.Tensor] = {}
-    for own_name, tensor in state.items():
-        stem, _, kind = own_name.rpartition(".")
-        if own_name.split(".")[0] in BEHIND_THE_BLOCKS:
-            continue
-        if own_name == "cls_token":
-            tensors[stems[own_name]] = tensor.flatten() if stock is CLIP else tensor
-        elif own_name == "pos_embed":
-            if model.has_class_token and model.no_embed_class:
-                tensor = torch.cat([torch.zeros_like(tensor[:, :1]), tensor], dim=1)
-            tensors[stems[own_name]] = tensor if stock is DINOV2 else tensor[0]
-        elif stem.endswith(".attn.qkv"):
-            pieces = zip("qkv", tensor.chunk(3), strict=True)
-            tensors |= {f"{stems[stem.removesuffix('qkv') + part]}.{kind}": piece for part, piece in pieces}
-        elif stem not in stems:
-            raise _refusal(name, f"has {own_name}")
-        else:
-            tensors[f"{stems[stem]}.{'lambda1' if kind == 'gamma' else kind}"] = tensor
-    notes = _fill_in(tensors, state, stock, model)
-    sources = {stock_name: in_memory(tensor) for stock_name, tensor in tensors.items()}
-    return _config(model, name, stock), sources, tuple(notes)
-
-
-def _fill_in(
-    tensors: dict[str, torch.Tensor], state: Mapping[str, torch.Tensor], stock: StockModel, model: nn.Module
-) -> list[str]:
-    """Add what the stock model has and the encoder lacks, in values that change nothing; says what that was."""
-    notes = []
-    norm, width = stock.front["norm"], model.embed_dim  # behind the last block
-    own_norm = next((own for own in ("norm", "fc_norm") if f"{own}.weight" in state), None)  # fc_norm: after pooling
-    if own_norm is None:
-        tensors |= {f"{norm}.weight": torch.ones(width), f"{norm}.bias": torch.zeros(width)}
-        notes.append(f"{norm} is 1 and 0: the encoder has no final norm, and features are taken before it")
-    else:
-        tensors |= {f"{norm}.{kind}": state[f"{own_norm}.{kind}"] for kind in ("weight", "bias")}
-    if stock is DINOV2 and type(model.blocks[0].ls1) is nn.Identity:
-        for block in range(len(model.blocks)):
-            for scale in ("layer_scale1", "layer_scale2"):
-                tensors[f"{stock.blocks}.{block}.{scale}.lambda1"] = torch.ones(width)
-        notes.append(
-            "layer_scale1 and layer_scale2 are 1: the encoder is a ViT without layer scales, which computes the same"
-        )
-    stems = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
-    lacking = [stem for stem in stems if stem not in stock.unbiased and f"{stem}.bias" not in tensors]
-    tensors |= {f"{stem}.bias": torch.zeros(len(tensors[f"{stem}.weight"])) for stem in lacking}
-    if lacking:
-        notes.append(f"{len(lacking)} biases are 0, e.g. {lacking[0]}.bias: the encoder has none there")
-    return notes
-
-
-def _refusal(name: str, why: str) -> UserError:
-    return UserError(
-        f"model.vision.name: {name} {why}; it cannot be converted exactly to a vision model that a stock class "
-        f"takes. {WHAT_WORKS}"
-    )
-
-
-def _refuse_unknown_modules(model: nn.Module, name: str) -> None:
-    epsilons = set()
-    for path, module in model.named_modules():
-        parts = path.split(".")
-        if parts[0] in BEHIND_THE_BLOCKS:
-            continue
-        known = _activation(module) is not None if path.endswith("mlp.act") else type(module) in KNOWN_MODULES
-        if isinstance(module, nn.LayerNorm):
-            epsilons.add(module.eps)
-            known &= parts[-1] in ("norm_pre", "norm1", "norm2")
-        if not known:
-            kind = type(module).__name__
-            raise _refusal(name, f"has a {kind} as {path}" if path else f"is a {kind}, no plain ViT")
-    if len(epsilons) > 1:
-        raise _refusal(name, f"normalises with several epsilons, {', '.join(map(str, sorted(epsilons)))}")
-
-
-def _activation(module: nn.Module) -> str | None:
-    """transformers' name of an activation function (`hidden_act`), or None for one without an exact counterpart."""
-    if type(module) is nn.GELU:
-        return {"none": "gelu", "tanh": "gelu_pytorch_tanh"}[module.approximate]
-    layers = timm.layers
-    known = {layers.GELU: "gelu", layers.GELUTanh: "gelu_pytorch_tanh", layers.QuickGELU: "quick_gelu"}
-    return known.get(type(module))
-
-
-def _stock_model(model: nn.Module, name: str) -> StockModel:
-    normed = type(model.norm_pre) is not nn.Identity
-    scaled = type(model.blocks[0].ls1) is not nn.Identity
-    if model.pos_embed is None:
-        raise _refusal(name, "has no learned position embeddings")
-    if model.num_prefix_tokens > model.has_class_token:
-        raise _refusal(name, f"has {model.num_reg_tokens} register tokens, which a stock class would take for patches")
-    if model.has_class_token and not normed:
-        return DINOV2
-    if model.has_class_token and not scaled:
-        return CLIP
-    if not normed and not scaled:
-        return SIGLIP
-    facts = {
-        "layer scales": scaled,
-        "a norm before its blocks": normed,
-        "a class token": model.has_class_token,
-        "no class token": not model.has_class_token,
-    }
-    raise _refusal(name, f"has {', '.join(fact for fact, holds in facts.items() if holds)}")
-
-
-def _config(model: nn.Module, name: str, stock: StockModel) -> dict:
-    block, patches = model.blocks[0], model.patch_embed
-    config = {
-        "model_type": stock.model_type,
-        "hidden_size": model.embed_dim,
-        "num_hidden_layers": len(model.blocks),
-        "num_attention_heads": block.attn.num_heads,
-        "num_channels": patches.proj.in_channels,
-        "image_size": patches.img_size[0],
-        "patch_size": patches.patch_size[0],
-        "hidden_act": _activation(block.mlp.act),
-        "layer_norm_eps": block.norm1.eps,
-    }
-    wide = block.mlp.fc1.out_features
-    if stock is DINOV2:
-        if wide % model.embed_dim:
-            raise _refusal(name, f"has MLPs of {wide} in blocks of {model.embed_dim}, no whole multiple")
-        return config | {"mlp_ratio": wide // model.embed_dim, "use_mask_token": False}
-    return config | {"intermediate_size": wide} | ({"vision_use_head": False} if stock is SIGLIP else {})
