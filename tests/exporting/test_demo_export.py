@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import MAIN_JOB
 from PIL import Image
-from transformers import AutoProcessor, LlavaForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmtrain.__main__ import main
 from mmtrain.checkpoint.step_folder import find
@@ -24,22 +25,39 @@ from mmtrain.data.stream.packs import Processor
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
 
+POOLED = ("model.projector.type=mlp2x_gelu_pool", "model.vision.final_norm=true", "data.image_fit=resize")
+RUNS = {"PerceptionLM": (MAIN_JOB, *POOLED), "AyaVision": (MAIN_JOB.with_name("llava_pp4_shuffled.yaml"),)}
+
+
+@pytest.fixture(scope="module", params=["Llava", *(pytest.param(door, marks=pytest.mark.nightly) for door in RUNS)])
+def run(request, demo_run, demo_cache, tmp_path_factory) -> Path:
+    """The main job, or one with the connector of another stock class."""
+    if request.param == "Llava":
+        assert demo_run.ran.returncode == 0, demo_run.ran.stderr
+        return demo_run.folder
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(demo_cache))
+        options = (f"run.dir={folder}", "run.name=run", "train.max_steps=80", "export.format=hf")
+        assert main(["train", *map(str, RUNS[request.param]), *options]) == 0
+    return folder / "run"
+
+
 @pytest.fixture(scope="module")
-def exported(demo_run, demo_cache, tmp_path_factory) -> Path:
+def exported(run, demo_cache, tmp_path_factory) -> Path:
     """The run as a Hugging Face folder, made by the tool, logits verified."""
-    assert demo_run.ran.returncode == 0, demo_run.ran.stderr
     out = tmp_path_factory.mktemp("exported") / "demo"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(demo_cache))
-        options = ("--checkpoint", str(demo_run.folder), "--format", "hf", "--out", str(out), "--verify", "32")
+        options = ("--checkpoint", str(run), "--format", "hf", "--out", str(out), "--verify", "32")
         assert main(["export", *options]) == 0
     return out
 
 
 @pytest.fixture(scope="module")
-def documents(demo_run, demo_cache) -> list[Document]:
+def documents(run, demo_cache) -> list[Document]:
     """The run's held-out samples."""
-    config = find(demo_run.folder).config
+    config = find(run).config
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(demo_cache))
         source = Processor(config)
@@ -65,9 +83,9 @@ def answers(document: Document) -> list[tuple[list[dict], list[int], list[int]]]
 
 
 @pytest.mark.timeout(1300)
-def test_stock_greedy_answers_are_as_often_exact_as_the_run_counted(demo_run, exported, documents):
+def test_stock_greedy_answers_are_as_often_exact_as_the_run_counted(run, exported, documents):
     processor = AutoProcessor.from_pretrained(exported)
-    model, info = LlavaForConditionalGeneration.from_pretrained(exported, output_loading_info=True)
+    model, info = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert {kind: entries for kind, entries in info.items() if entries} == {}
     by_lengths = defaultdict(list)  # so that no batch is padded
     for document in documents:
@@ -86,15 +104,15 @@ def test_stock_greedy_answers_are_as_often_exact_as_the_run_counted(demo_run, ex
         for tokens, (_, truth) in zip(said.tolist(), batch, strict=True):
             right += tokens[:answer] == truth
             total += 1
-    lines = map(json.loads, (demo_run.folder / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     last = [line for line in lines if line["kind"] == "eval"][-1]
     assert total == last["answers"] >= 200
     assert right == round(last["exact_match"] * last["answers"])
 
 
-def test_the_model_card_says_how_good_the_run_was(demo_run, exported):
+def test_the_model_card_says_how_good_the_run_was(run, exported):
     card = (exported / "README.md").read_text()
-    last = [line for line in (demo_run.folder / "metrics.jsonl").read_text().splitlines() if '"eval"' in line][-1]
-    state = find(demo_run.folder).state
+    last = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval"' in line][-1]
+    state = find(run).state
     assert f"{json.loads(last)['exact_match']:.1%} of {json.loads(last)['answers']}" in card
-    assert "160 of 160" in card and state["data"]["fingerprint"] in card
+    assert "{0} of {0}".format(state["max_steps"]) in card and state["data"]["fingerprint"] in card
