@@ -162,7 +162,7 @@ def _from_transformers(
         )
     with torch.device("meta"):
         model = stock(config)
-    state = revert_weight_conversion(model, model.state_dict())  # as files have it: DINOv2's gates lie in one tensor
+    state = revert_weight_conversion(model, model.state_dict())  # as files have it: DINOv2's gates are one tensor there
     expected = {family.published(name): tuple(tensor.shape) for name, tensor in state.items()}
     tensors = {}
     for name, shape in expected.items():
@@ -178,7 +178,8 @@ def _from_transformers(
                 f"config.json asks for {shape}; download the folder again"
             )
         tensors[outer + name] = stored(*files[name])
-    for name, tensor in {name.removeprefix(OUTER): tensor for name, tensor in trained.items()}.items():
+    for name, tensor in revert_weight_conversion(model, dict(trained)).items():
+        name = name.removeprefix(OUTER)
         if name not in expected or expected[name] != tensor.shape:
             raise UserError(f"vision.{name}: trained with shape {tuple(tensor.shape)}, {folder} has no such tensor")
         tensors[outer + name] = in_memory(tensor)

@@ -182,8 +182,8 @@ def test_behind_the_final_norm_the_stock_vision_models_last_hidden_state_is_what
 ):
     tower = load_vision(encoders[kind], -1, torch.float32, final_norm=True)
     pixels = images(tower.image_size)
-    weights = dict(perturb(tower).global_parameters()) if "gates" not in kind else {}
-    encoder = exported(encoders[kind], -1, {name: weight.detach() for name, weight in weights.items()}, final_norm=True)
+    trained = {name: weight.detach() for name, weight in perturb(tower).global_parameters()}
+    encoder = exported(encoders[kind], -1, trained, final_norm=True)
     with torch.no_grad():
         stock = stock_llava(encoder, tmp_path).model.vision_tower(pixels).last_hidden_state
     assert torch.allclose(stock[:, encoder.prefix_tokens :], tower(pixels), rtol=0, atol=1e-5)
