@@ -115,6 +115,12 @@ def check_numbers(folder: Path, shapes: dict[str, Shape]) -> None:
         if (value := config.get(key)) is not None and not (type(value) in (int, float) and least <= value <= most):
             shown = shortened(repr(value))
             raise UserError(f"{folder}: config.json says {key} {shown}; needed is a number from {least} to {most:,}")
+    factor = max(config.get("scale_factor") or 1, config.get("downsample_factor") or 1)
+    shuffled = (vision.get("hidden_size") or 1) * max(factor, 1 / (config.get("downsample_ratio") or 1)) ** 2
+    if shuffled > largest:
+        raise UserError(
+            f"{folder}: config.json joins {shuffled:,.0f} features, but no tensor is wider than {largest:,}"
+        )
     if (inner := config.get("alignment_intermediate_size")) is not None and not is_whole(inner, 2, largest):
         shown = shortened(repr(inner))
         raise UserError(f"{folder}: config.json says alignment_intermediate_size {shown}, which no tensor has")
@@ -336,7 +342,8 @@ def _resized(image: Image.Image, settings: Any) -> Image.Image:
     """The picture as training resizes it, for the class that does so with torchvision alone."""
     if getattr(settings, "vision_input_type", "thumb+tile") == "thumb+tile":
         return image
-    return image.resize((settings.tile_size, settings.tile_size), settings.resample)
+    with foreign_files("the folder's processor"):
+        return image.resize((settings.tile_size, settings.tile_size), settings.resample)
 
 
 def _message(role: str, text: str, images: int = 0) -> dict[str, Any]:

@@ -199,6 +199,7 @@ def test_chat_says_what_stock_transformers_says(made, tmp_path):
         ("config.json", [], {"downsample_factor": 10**6}, "downsample_factor 1000000; needed is"),
         ("config.json", [], {"scale_factor": 0}, "scale_factor 0; needed is"),
         ("config.json", [], {"downsample_ratio": 1e-9}, "downsample_ratio 1e-09; needed is"),
+        ("config.json", [], {"downsample_factor": 60}, "joins 115,200 features, but no tensor is wider than"),
         ("config.json", [], {"projector_pooling_ratio": "2"}, "projector_pooling_ratio '2'; needed is"),
         ("config.json", [], {"alignment_intermediate_size": 10**8}, "alignment_intermediate_size 100000000, which no"),
         ("config.json", ["vision_config"], {"hidden_size": 10**5}, "but no tensor is wider"),
