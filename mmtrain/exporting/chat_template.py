@@ -173,9 +173,8 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
     """
     file = folder / TEMPLATE_FILE
     before = file.read_text(encoding="utf-8")
-    template = TEMPLATES[config.data.template](
-        load_tokenizer(config.model.llm.path), ImageLayout(config.model.vision.layout, 1), sys.maxsize
-    )
+    bare = ImageLayout("square", 1)  # what a layout writes around an image the processor adds to the template's text
+    template = TEMPLATES[config.data.template](load_tokenizer(config.model.llm.path), bare, sys.maxsize)
     if isinstance(template, ChatTemplate):
         file.write_text(marked_template(before, template), encoding="utf-8")
     try:

@@ -27,7 +27,8 @@ from mmtrain.pretrained.vision_files import is_timm_name
 LLAVA_CODE = ("linear", "mlp2x_gelu")  # projectors that LLaVA's own code builds
 # What a refusal to export a whole model says of the formats that need less.
 WHAT_WORKS = (
-    "--format safetensors exports any projector, --format llava any linear or mlp2x_gelu one that was trained alone"
+    "--format safetensors exports any projector, --format llava a linear or mlp2x_gelu one that was trained alone, on "
+    "features before the encoder's last norm"
 )
 TIMM = "timm"  # as a kind of encoder; the others are classes of transformers
 # Patches a side at which Idefics3's class gives some patches another's position on a CPU (torch.arange rounds by the

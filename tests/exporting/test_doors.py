@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from chat_styles import STYLES
+from chat_styles import CONVERSATIONS, STYLES, messages_of, with_images
+from packaging.version import Version
 from PIL import Image
 from safetensors.torch import load_file
 from scenes import perturb
@@ -24,12 +26,16 @@ from untrained_runs import compared, config_of, export, load_stock, make_checkpo
 from mmtrain.api.generate import generate, load, stock_folder
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
+from mmtrain.data.samples.templates import ChatTemplate, load_tokenizer
 from mmtrain.data.stream.images import decode_image, image_transform
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.verify import batch_fault
 from mmtrain.model.projector import read_projector
-from mmtrain.pretrained.connectors import connector, connector_parameters
+from mmtrain.pretrained.connectors import connector, connector_parameters, image_layout
 
+MASKS_BESIDE_PICTURES = Version(transformers.__version__) >= Version("5.18")  # 5.17 shifts them by the pictures' tokens
+MASKS = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
 MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>")
 NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1", "data.image_fit=resize")
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -57,9 +63,9 @@ DOORS = {  # encoder, keys, class
          "data.image_fit=resize"),
         "InternVL",
     ),
-    "perception": ("vit", ("model.projector.type=mlp2x_gelu_pool", *NORMED), "PerceptionLM"),
+    "perception": ("vit", ("model.projector.type=mlp2x_gelu_pool", "data.template=chat", *NORMED), "PerceptionLM"),
     "perception eva": (
-        "eva", ("model.projector.type=mlp2x_gelu_pool", "data.template=chat", *NORMED), "PerceptionLM",
+        "eva", ("model.projector.type=mlp2x_gelu_pool", *NORMED), "PerceptionLM",
     ),
     "perception without pool": ("siglip", ("model.projector.type=mlp2x_gelu", *NORMED), "PerceptionLM"),
 }  # fmt: skip
@@ -172,6 +178,28 @@ def test_pictures_become_what_they_were_in_training(made, tmp_path):
         assert float((found - wanted).abs().max()) <= (1e-6 if made.name == "PerceptionLM" else 0)
 
 
+def test_conversations_become_the_tokens_and_labels_of_training(made):
+    config = made.checkpoint.config
+    if config.data.template == "plain":
+        return
+    processor = AutoProcessor.from_pretrained(made.folder)
+    trained = ChatTemplate(load_tokenizer(config.model.llm.path), image_layout(config.model), sys.maxsize)
+    for turns, contents in CONVERSATIONS.values():
+        count = sum(text.count("<image>") for _, text in turns)
+        if any("<image>" in said for said in contents if isinstance(said, str)):
+            continue  # the stock processor takes pictures from image parts alone
+        document = trained(Sample("k", "s.tar", tuple(turns), (b"",) * count))
+        wanted = [processor.image_token_id if token == IMAGE_POSITION else token for token in document.input_ids]
+        messages = with_images(
+            messages_of(turns, contents), [Image.new("RGB", (40, 30), (n, 9, 9)) for n in range(count)]
+        )
+        found = processor.apply_chat_template(messages, **MASKS)
+        assert list(found["input_ids"][0]) == wanted
+        if MASKS_BESIDE_PICTURES or not count:
+            learnt = [False, *(label != IGNORE for label in document.labels[:-1])]
+            assert [bool(mask) for mask in found["assistant_masks"][0]] == learnt
+
+
 def test_another_run_begins_with_the_connector_of_the_folder(made):
     config, trained = made.checkpoint.config, load_file(made.checkpoint.tensors_file)
     found = read_projector(str(made.folder), config.model.projector, 32, 64)
@@ -231,7 +259,7 @@ def test_numbers_that_no_model_has_are_refused_before_memory_is_taken(make, tmp_
             "model_args {'checkpoint_path': 'evil.bin'}; needed are sizes",
         ),
         ({"model_args": {"embed_dim": 32, "depth": 10**6}}, "says depth 1000000, which no model has"),
-        ({"model_args": {"embed_dim": 3072, "depth": 500}}, "but the folder's weights have"),
+        ({"model_args": {"embed_dim": 3072, "depth": 40}}, "but the folder's weights have"),
         ({"model_args": {"embed_dim": "x"}}, "cannot be used ("),
     ],
 )
