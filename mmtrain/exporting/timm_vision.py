@@ -7,7 +7,6 @@ must be known, and what the stock model has beside the encoder's own is filled i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 import timm.layers
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from mmtrain.base.errors import UserError
 from mmtrain.exporting.tensors import TensorSource, in_memory
 from mmtrain.pretrained.doors import WHAT_WORKS
+from mmtrain.pretrained.timm_forms import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
 
 # What features may come from: each computes what its stock counterpart does, or in eval mode nothing.
 KNOWN_MODULES = {
@@ -24,71 +24,6 @@ KNOWN_MODULES = {
     *(nn.Sequential, nn.Linear, nn.Conv2d, nn.LayerNorm, timm.layers.LayerNorm),
     *(nn.Identity, nn.Dropout, timm.layers.DropPath, timm.layers.PatchDropout),
 }
-BEHIND_THE_BLOCKS = {"norm", "fc_norm", "head", "head_drop", "attn_pool"}  # features come without them, or `norm` alone
-
-
-@dataclass(frozen=True)
-class StockModel:
-    """A stock vision model's own names, for timm's names without `.weight` and `.bias`."""
-
-    model_type: str
-    front: Mapping[str, str]
-    block: Mapping[str, str]
-    blocks: str
-    unbiased: frozenset[str]  # of its weights, those without a bias
-
-
-CLIP = StockModel(
-    "clip_vision_model",
-    {
-        "cls_token": "vision_model.embeddings.class_embedding",
-        "pos_embed": "vision_model.embeddings.position_embedding.weight",
-        "patch_embed.proj": "vision_model.embeddings.patch_embedding",
-        "norm_pre": "vision_model.pre_layrnorm",  # transformers' spelling
-        "norm": "vision_model.post_layernorm",
-    },
-    {
-        "norm1": "layer_norm1",
-        "attn.q": "self_attn.q_proj",
-        "attn.k": "self_attn.k_proj",
-        "attn.v": "self_attn.v_proj",
-        "attn.proj": "self_attn.out_proj",
-        "norm2": "layer_norm2",
-        "mlp.fc1": "mlp.fc1",
-        "mlp.fc2": "mlp.fc2",
-    },
-    "vision_model.encoder.layers",
-    frozenset({"vision_model.embeddings.position_embedding", "vision_model.embeddings.patch_embedding"}),
-)
-SIGLIP = replace(
-    CLIP,
-    model_type="siglip_vision_model",
-    front={name: stock for name, stock in CLIP.front.items() if name not in ("cls_token", "norm_pre")},
-    unbiased=frozenset({"vision_model.embeddings.position_embedding"}),
-)
-DINOV2 = StockModel(
-    "dinov2",
-    {
-        "cls_token": "embeddings.cls_token",
-        "pos_embed": "embeddings.position_embeddings",
-        "patch_embed.proj": "embeddings.patch_embeddings.projection",
-        "norm": "layernorm",
-    },
-    {
-        "norm1": "norm1",
-        "attn.q": "attention.attention.query",
-        "attn.k": "attention.attention.key",
-        "attn.v": "attention.attention.value",
-        "attn.proj": "attention.output.dense",
-        "ls1": "layer_scale1",
-        "norm2": "norm2",
-        "mlp.fc1": "mlp.fc1",
-        "mlp.fc2": "mlp.fc2",
-        "ls2": "layer_scale2",
-    },
-    "encoder.layer",
-    frozenset(),
-)
 
 
 def stock_form(
@@ -100,7 +35,11 @@ def stock_form(
     an encoder that no stock model computes, and for a trained tensor that it does not have.
     """
     _refuse_unknown_modules(model, name)
-    stock = _stock_model(model, name)
+    if model.num_prefix_tokens > model.has_class_token:
+        raise unfit(name, f"has {model.num_reg_tokens} register tokens, which a stock class would take for patches")
+    stock = form_of(model.state_dict())
+    if isinstance(stock, str):
+        raise unfit(name, stock)
     if final_norm and stock is CLIP:
         raise unfit(name, "would be a CLIP of transformers, whose last norm is for its class token alone")
     if final_norm and (not isinstance(model.norm, nn.LayerNorm) or model.norm.eps != model.blocks[0].norm1.eps):
@@ -125,8 +64,6 @@ def stock_form(
         elif stem.endswith(".attn.qkv"):
             pieces = zip("qkv", tensor.chunk(3), strict=True)
             tensors |= {f"{stems[stem.removesuffix('qkv') + part]}.{kind}": piece for part, piece in pieces}
-        elif stem not in stems:
-            raise unfit(name, f"has {own_name}")
         else:
             tensors[f"{stems[stem]}.{'lambda1' if kind == 'gamma' else kind}"] = tensor
     notes = _fill_in(tensors, state, stock, model)
@@ -193,28 +130,6 @@ def _activation(module: nn.Module) -> str | None:
     layers = timm.layers
     known = {layers.GELU: "gelu", layers.GELUTanh: "gelu_pytorch_tanh", layers.QuickGELU: "quick_gelu"}
     return known.get(type(module))
-
-
-def _stock_model(model: nn.Module, name: str) -> StockModel:
-    normed = type(model.norm_pre) is not nn.Identity
-    scaled = type(model.blocks[0].ls1) is not nn.Identity
-    if model.pos_embed is None:
-        raise unfit(name, "has no learned position embeddings")
-    if model.num_prefix_tokens > model.has_class_token:
-        raise unfit(name, f"has {model.num_reg_tokens} register tokens, which a stock class would take for patches")
-    if model.has_class_token and not normed:
-        return DINOV2
-    if model.has_class_token and not scaled:
-        return CLIP
-    if not normed and not scaled:
-        return SIGLIP
-    facts = {
-        "layer scales": scaled,
-        "a norm before its blocks": normed,
-        "a class token": model.has_class_token,
-        "no class token": not model.has_class_token,
-    }
-    raise unfit(name, f"has {', '.join(fact for fact, holds in facts.items() if holds)}")
 
 
 def _config(model: nn.Module, name: str, stock: StockModel) -> dict:

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.connectors import reduction
-from mmtrain.pretrained.encoders import family_of
+from mmtrain.pretrained.encoders import FAMILIES, family_of
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 from mmtrain.pretrained.recorded_shapes import find_recorded
 from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.pretrained.timm_forms import form_of
 from mmtrain.pretrained.tokenizer_files import lacking_marks
 from mmtrain.pretrained.vision_files import is_timm_name
 
@@ -42,6 +43,8 @@ class Encoder:
     """What doors ask of a run's encoder."""
 
     kind: str  # "timm", or its class of transformers
+    model: str | None  # class of transformers that it is, or that a timm encoder becomes; None where it has none
+    unfit: str  # why it has none
     prefix_tokens: int
     side: int  # patches
 
@@ -76,12 +79,15 @@ class Door:
         if factor not in self.factors:
             factors = " or ".join(map(str, self.factors))
             yield f"model.projector.factor={factors} (it cannot compute with {factor})"
-        if self.encoders and encoder.kind not in self.encoders:
-            kinds = " or ".join(self.encoders)
-            yield f"another model.vision.name (its encoder is {kinds}, and {vision.name} is {encoder.kind})"
-        elif encoder.prefix_tokens > 1:
+        given = TIMM if encoder.kind == TIMM and TIMM in self.encoders else encoder.model
+        if encoder.prefix_tokens > 1:
             before = f"{vision.name} has {encoder.prefix_tokens} tokens before its patches"
             yield f"another model.vision.name ({before}, and it takes all but a class token for patches)"
+        elif given is None:
+            yield f"another model.vision.name ({vision.name} {encoder.unfit}, which no stock encoder has)"
+        elif self.encoders and given not in self.encoders:
+            kinds = " or ".join(self.encoders)
+            yield f"another model.vision.name (its encoder is {kinds}, and {vision.name} is or becomes {given})"
         elif self.largest_grid and (encoder.side > self.largest_grid or encoder.side in MISPLACED):
             grid = f"{encoder.side} x {encoder.side} patches"
             yield f"another model.vision.name ({vision.name} has {grid}, which its class puts in wrong places)"
@@ -96,7 +102,7 @@ DOORS = (
         ("shuffle_linear",),
         final_norm=True,
         layout="idefics3",
-        encoders=(TIMM, "SiglipVisionModel"),
+        encoders=("SiglipVisionModel",),
         largest_grid=LARGEST_GRID,
     ),
     # Its config makes an InternViT of any encoder: another one's weights would be left out, without an exception.
@@ -128,13 +134,17 @@ def stock_door(config: RunConfig) -> Door:
 def _encoder(config: RunConfig) -> Encoder:
     name = config.model.vision.name
     shape = vision_shape(name, config.model.vision.select_layer, config.model.vision.final_norm)
-    kind = TIMM
+    side = math.isqrt(shape.patches_per_image)
     if not is_timm_name(name):
         folder, recorded = find_model_folder(name), find_recorded("vision", name)
         content = recorded.config if folder is None and recorded is not None else read_json(folder / "config.json")
         if "architecture" not in content:
-            kind = family_of(content.get("model_type"), name).model
-    return Encoder(kind, shape.prefix_tokens, math.isqrt(shape.patches_per_image))
+            model = family_of(content.get("model_type"), name).model
+            return Encoder(model, model, "", shape.prefix_tokens, side)
+    form = form_of(parameter.name.removeprefix("vision.") for parameter in shape.parameters)
+    if isinstance(form, str):
+        return Encoder(TIMM, None, form, shape.prefix_tokens, side)
+    return Encoder(TIMM, FAMILIES[form.model_type].model, "", shape.prefix_tokens, side)
 
 
 def refuse_llava_code(config: RunConfig) -> None:

@@ -80,6 +80,19 @@ def test_a_run_that_could_not_leave_is_refused_with_what_to_change(tiny, keys, s
 @pytest.mark.parametrize(
     "architecture,changes,keys,said",
     [
+        ("eva02_tiny_patch14_224", {"num_heads": 2}, ["mlp2x_gelu"], "has blocks.0.attn."),
+        (
+            "vit_base_patch16_siglip_224",
+            {"pre_norm": True},
+            ["mlp2x_gelu"],
+            "has a norm before its blocks, no class token",
+        ),
+        (
+            "vit_base_patch16_clip_224",
+            {},
+            ["shuffle_linear", "model.vision.layout=idefics3", RESIZED, *NORMED],
+            "(its encoder is SiglipVisionModel, and ",
+        ),
         ("vit_small_patch14_reg4_dinov2", {}, ["mlp2x_gelu"], "has 5 tokens before its patches"),
         ("vit_small_patch14_reg4_dinov2", {}, ["mlp2x_gelu_pool", RESIZED, *NORMED], "has 5 tokens before its patches"),
         (
