@@ -126,13 +126,13 @@ class ProjectorSection(Section):
     """projector architecture, by the class that has it. mlp2x_gelu: LLaVA-1.5; shuffle_swiglu: AyaVision;
     shuffle_linear: Idefics3, SmolVLM; shuffle_mlp2x_gelu: InternVL; mlp2x_gelu_pool: PerceptionLM"""
     factor: Fixed[Literal[2, 3, 4] | None] = None
-    """so many patches a side become one position of the LLM where the type shuffles or pools: a quarter of the
+    """how many patches a side become one position of the LLM where the type shuffles or pools: a quarter of the
     positions with 2, a sixteenth with 4; null: 2"""
     width: Fixed[Annotated[int, Field(ge=2, le=1_000_000)] | None] = None
     """features between the linear layers of shuffle_swiglu, the gate's among them; null: as many as the LLM is wide"""
     init_from: Free[str | None] = None
     """begin with a trained projector instead of a random one: a run or checkpoint of mmtrain, its
-    projector.safetensors, LLaVA's mm_projector.bin, or a Hugging Face LLaVA folder; null: random, by run.seed"""
+    projector.safetensors, LLaVA's mm_projector.bin, or an exported Hugging Face folder; null: random, by run.seed"""
 
 
 class ModelSection(Section):

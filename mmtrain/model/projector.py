@@ -63,34 +63,41 @@ class Swiglu(nn.Module):
         return nn.functional.silu(gates) * values
 
 
-def build_projector(operations: Sequence[connectors.Operation]) -> nn.Sequential:
-    """The torch module of a connector: features (N, T, W) -> image embeddings (N, T / factor^2, D)."""
-    modules: OrderedDict[str, nn.Module] = OrderedDict()
-    for operation in operations:
-        match operation:
-            case connectors.Shuffle(factor):
-                modules["shuffle"] = PixelShuffle(factor)
-            case connectors.Pool(factor):
-                modules["pool"] = MeanPool(factor)
-            case connectors.LayerNorm(name, width, eps):
-                modules[name] = nn.LayerNorm(width, eps=eps)
-            case connectors.Linear(name, inputs, outputs, has_bias):
-                modules[name] = nn.Linear(inputs, outputs, bias=has_bias)
-            case connectors.Gelu():
-                modules["act"] = nn.GELU()
-            case connectors.Swiglu():
-                modules["act"] = Swiglu()
-    return nn.Sequential(modules)
+class Projector(nn.Sequential):
+    """The torch module of a connector: features (N, T, W) -> image embeddings (N, T / factor^2, D).
+
+    What has parameters bears the stock class's name, all else its place.
+    """
+
+    def __init__(self, operations: Sequence[connectors.Operation]) -> None:
+        super().__init__(OrderedDict(_module(place, operation) for place, operation in enumerate(operations)))
+        self.factor = connectors.factor_of(operations)
 
 
-def make_projector(section: ProjectorSection, vision_width: int, llm_width: int, seed: int) -> nn.Sequential:
+def _module(place: int, operation: connectors.Operation) -> tuple[str, nn.Module]:
+    match operation:
+        case connectors.Shuffle(factor):
+            return f"shuffle_{place}", PixelShuffle(factor)
+        case connectors.Pool(factor):
+            return f"pool_{place}", MeanPool(factor)
+        case connectors.LayerNorm(name, width, eps):
+            return name, nn.LayerNorm(width, eps=eps)
+        case connectors.Linear(name, inputs, outputs, has_bias):
+            return name, nn.Linear(inputs, outputs, bias=has_bias)
+        case connectors.Gelu():
+            return f"gelu_{place}", nn.GELU()
+        case connectors.Swiglu():
+            return f"swiglu_{place}", Swiglu()
+
+
+def make_projector(section: ProjectorSection, vision_width: int, llm_width: int, seed: int) -> Projector:
     """Build a projector in fp32: linear layers with nn.Linear's default distribution, norms 1 and 0.
 
     Every tensor is drawn from its own generator, a function of (seed, parameter name) alone: the same weights whatever
     the layout, and whatever was drawn before. Raises what `connectors.connector` raises.
     """
     with torch.device("meta"):
-        projector = build_projector(connectors.connector(section, vision_width, llm_width))
+        projector = Projector(connectors.connector(section, vision_width, llm_width))
     for module_name, module in projector.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             value = torch.full(parameter.shape, float(name == "weight"), dtype=torch.float32)

@@ -19,20 +19,18 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.checkpoint.step_folder import MANIFEST, TENSORS, StepFolder, find, names_checkpoint
 from mmtrain.config.schema import ProjectorSection, RunConfig
-from mmtrain.pretrained.connectors import connector, connector_parameters
+from mmtrain.pretrained.connectors import CONNECTORS, Swiglu, connector, connector_parameters, reduction
 from mmtrain.pretrained.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 KEY = "model.projector.init_from"
 LLAVA_FILE = "mm_projector.bin"
 PICKLED = {".bin", ".pt", ".pth"}
-KINDS = get_args(ProjectorSection.model_fields["type"].annotation)
 DISK_NAME = re.compile(
     r"projector\.(?P<ours>.+)|(?:.+\.)?mm_projector\.(?P<llava>.+)"
     r"|(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.(?P<hf>.+)"
@@ -106,7 +104,7 @@ def refuse_unfit(
     """Raises UserError unless `shapes`, by our module's names, are those of this projector between these widths."""
     kind, needed = section.type, _shapes_of(section, vision_width, llm_width)
     if shapes.keys() != needed.keys():
-        for other in KINDS:
+        for other in CONNECTORS:
             if shapes.keys() == _shapes_of(ProjectorSection(type=other), 1, 2).keys():
                 raise UserError(
                     f"{KEY}: {source}: holds a {other} projector, and model.projector.type is {kind}; set "
@@ -121,7 +119,9 @@ def refuse_unfit(
             layers = [shapes[name] for name in needed if len(needed[name]) == len(shapes[name]) == 2]
             widths = f"; it maps {layers[0][1]:,} features to {layers[-1][0]:,}" if layers else ""
             keys = ["model.vision.name", "model.llm.path"]
-            keys += [f"model.projector.{key}" for key in ("factor", "width")] if kind.startswith("shuffle") else []
+            keys += ["model.projector.factor"] if reduction(section) > 1 else []
+            gated = any(isinstance(one, Swiglu) for one in connector(section, vision_width, llm_width))
+            keys += ["model.projector.width"] if gated else []
             raise UserError(
                 f"{KEY}: {source}: {name} has shape {tuple(shape)}, needed is {needed[name]}{widths}; this run's "
                 f"encoder gives {vision_width:,} and its LLM takes {llm_width:,} ({', '.join(keys)})"

@@ -26,10 +26,9 @@ from mmtrain.model.flash import Way, ways_taken
 from mmtrain.model.language import LanguageSlice, load_slice
 from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.model.parity import takes_rows
-from mmtrain.model.projector import make_projector, read_projector
+from mmtrain.model.projector import Projector, make_projector, read_projector
 from mmtrain.model.vision import VisionTower, load_vision
 from mmtrain.plan.plan import StagePlan
-from mmtrain.pretrained.connectors import reduction
 from mmtrain.pretrained.shapes import matches
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,18 +37,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Front(nn.Module):
     """Vision encoder and projector: images (N, 3, S, S) -> image embeddings (N, P, D), always on stage 0.
 
-    `transform` tells how uint8 pixels are normalised; it is asked when the first ones come. `factor` patches a side
-    become one position.
+    `transform` tells how uint8 pixels are normalised; it is asked when the first ones come.
     """
 
-    def __init__(
-        self, vision: VisionTower, projector: nn.Module, transform: Callable[[], ImageTransform], factor: int = 1
-    ) -> None:
+    def __init__(self, vision: VisionTower, projector: Projector, transform: Callable[[], ImageTransform]) -> None:
         super().__init__()
         self.vision = vision
         self.projector = projector
         self.transform = functools.cache(transform)
-        self.factor = factor
 
     @property
     def encoder_is_frozen(self) -> bool:
@@ -79,7 +74,7 @@ class Front(nn.Module):
         """
         if features is None:
             features = torch.zeros(
-                1, self.factor**2, self.vision.width, device=next(self.projector.parameters()).device
+                1, self.projector.factor**2, self.vision.width, device=next(self.projector.parameters()).device
             )
         return self.projector(features.float())
 
@@ -199,7 +194,7 @@ def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | s
         if section.init_from is not None:
             projector.load_state_dict(read_projector(section.init_from, section, *widths))
         transform = functools.partial(image_transform, config.model.vision.name)
-        front = Front(vision, projector.to(device), transform, reduction(section))
+        front = Front(vision, projector.to(device), transform)
     module = Stage(language, front, dtype).eval()
     set_trainable(module.global_parameters(), config.model.trainable)
     return module

@@ -300,9 +300,8 @@ class _LayerCosts:
         hidden = round(work.images * self.models.layout.positions_per_tile * llm.hidden_size)
         fused = hidden * (FP32 + self.llm_size) + round(2 * work.tokens * llm.hidden_size) * self.llm_size
         widest = max(rows * one.outputs for one, rows in self.connector_rows() if isinstance(one, Linear))
-        backward_working = (
-            round(3 * widest) * FP32 + 2 * block_working * upstream
-        )  # gradients of linear layers' results
+        # Gradients of linear layers' results.
+        backward_working = round(3 * widest) * FP32 + 2 * block_working * upstream
         front = self.layer(
             "front",
             [(vision.parameters, size), (self.models.projector, FP32), (llm.front, self.llm_size)],

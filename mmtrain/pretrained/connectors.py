@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import ModelSection, ProjectorSection
@@ -135,8 +136,7 @@ def mlp2x_gelu_pool(sizes: Sizes) -> tuple[Operation, ...]:
 
 
 CONNECTORS: dict[str, Callable[[Sizes], tuple[Operation, ...]]] = {
-    made.__name__: made
-    for made in (linear, mlp2x_gelu, shuffle_swiglu, shuffle_linear, shuffle_mlp2x_gelu, mlp2x_gelu_pool)
+    name: globals()[name] for name in get_args(ProjectorSection.model_fields["type"].annotation)
 }
 
 
@@ -167,8 +167,12 @@ def connector(section: ProjectorSection, vision_width: int, llm_width: int) -> t
 
 
 def reduction(section: ProjectorSection) -> int:
-    """So many patches a side become one position of the LLM; 1: each patch is one. Raises what `connector` raises."""
-    operations = connector(section, 1, 2)
+    """`factor_of` the connector that `section` (`model.projector`) names; raises what `connector` raises."""
+    return factor_of(connector(section, 1, 2))
+
+
+def factor_of(operations: Sequence[Operation]) -> int:
+    """How many patches a side become one position of the LLM; 1: each patch is one."""
     return next((operation.factor for operation in operations if isinstance(operation, Shuffle | Pool)), 1)
 
 

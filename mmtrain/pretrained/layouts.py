@@ -7,6 +7,8 @@ idefics3    one tile between the texts that Idefics3Processor writes around an i
 
 The texts are written into the conversation before it is tokenized, once and whole, as the stock processors do: text
 lengths, and so text fingerprints, depend on them. Index, packs, loader, fusion, planner and exports ask here alone.
+The index asks by an image's size; templates, the planner and answers know of one tile: with more, samples have to
+bring sizes along.
 """
 
 from __future__ import annotations

@@ -274,7 +274,7 @@ def _timm_shape(
         select_layer,
         source,
         blocks="blocks.",
-        unused=(*(() if final_norm else ("norm.",)), "fc_norm.", "attn_pool.", "head."),
+        unused=(*(() if final_norm else ("norm.",)), "fc_norm.", "attn_pool.", "head.", "blocks_token_only."),
         patches="patch_embed.proj.weight",
         heads=heads,
         prefix_tokens=sum(rows(tensors, name) for name in ("cls_token", "dist_token", "reg_token")),
@@ -316,17 +316,17 @@ def _selected(
         )
     width, _, *patch = tensors[patches]
     patch_size = square(patch, "patches", source)
-    patches = patches_per_image(image_size, patch_size)
-    if positions in tensors and (found := rows(tensors, positions)) != patches + more_positions:
+    count = patches_per_image(image_size, patch_size)
+    if positions in tensors and (found := rows(tensors, positions)) != count + more_positions:
         raise UserError(
-            f"{source}: images of {image_size} pixels have {patches + more_positions} patches and class tokens, but "
+            f"{source}: images of {image_size} pixels have {count + more_positions} patches and class tokens, but "
             f"{positions} has {found} rows; correct image_size in config.json, or download the folder again"
         )
     return VisionShape(
         source=source,
         width=width,
         heads=heads or max(1, width // 64),  # 64 features a head: what ViTs use that do not say otherwise
-        patches_per_image=patches,
+        patches_per_image=count,
         prefix_tokens=prefix_tokens,
         image_size=image_size,
         patch_size=patch_size,

@@ -269,7 +269,7 @@ class _Shard:
             try:
                 sizes.append(image_size(content))
             except Rejected as error:
-                sizes.append((*UNKNOWN_SIZE, False))
+                sizes.append(UNKNOWN_SIZE)
                 index.faults.setdefault(place, (error.reason, f"{suffix}: {error.detail}"))
         index.add(key, members, sizes)
         if self.count is not None:

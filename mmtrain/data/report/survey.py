@@ -21,7 +21,8 @@ import numpy as np
 
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.schema import DataSection
-from mmtrain.data.shards.index import UNKNOWN_SIZE, read_columns
+from mmtrain.data.shards.index import read_columns
+from mmtrain.data.shards.index_file import MAKE
 from mmtrain.data.stream.catalog import Catalog, DataSet
 from mmtrain.data.stream.order import UNUSABLE, Capacity, SampleSet, plan_epoch
 from mmtrain.pretrained.layouts import ImageLayout
@@ -82,11 +83,11 @@ def survey(tars: Sequence[Path], fingerprint: str | None = None) -> Survey:
         old += index.sideways is None
         shard_sizes.append(len(index.keys))
         images.append(np.diff(index.first_image))
-        sizes.append(index.image_sizes[(index.image_sizes != UNKNOWN_SIZE).any(axis=1)])
+        sizes.append(index.image_sizes[index.image_sizes.any(axis=1)])
         reasons.update(reason for reason, _ in index.faults.values())
         fingerprints.add(tuple(index.texts))
     if old:
-        shown = "the sizes of their images are as stored, not as EXIF turns them (see mmtrain index)"
+        shown = f"the sizes of their images are as stored, not as EXIF turns them; bring them up to date: {MAKE} SHARDS"
         _log.info(f"indexes of version 1: {old:,}; {shown}")
     if fingerprint is None and len(fingerprints) == 1 and len(only := fingerprints.pop()) == 1:
         fingerprint = only[0]

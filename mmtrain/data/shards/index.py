@@ -32,13 +32,13 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import compact_json
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, Rejected
 from mmtrain.data.samples.sample import Sample, image_number
-from mmtrain.data.shards.index_file import MAKE, MEND, MissingIndex, read_lines, write_lines
+from mmtrain.data.shards.index_file import MEND, read_lines, write_lines
 from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 
 FORMAT = "mmtrain shard index"
 VERSION = 2
 
-UNKNOWN_SIZE = (0, 0)  # of an image whose header does not tell
+UNKNOWN_SIZE = (0, 0, False)  # of an image whose header does not tell: width, height, whether it lies sideways
 
 Checked = TypeVar("Checked", bound=BaseModel)
 Faults = dict[int, tuple[str, str]]  # place -> a code of records.REASONS, detail
@@ -80,7 +80,7 @@ class ShardIndex:
     tar_bytes: int
     keys: list[str]  # names up to the first dot after the last slash, as webdataset groups members
     members: list[tuple[Member, ...]]  # of each sample, in the tar's order
-    image_sizes: list[tuple[tuple[int, int], ...]]  # (width, height) of a sample's images, or UNKNOWN_SIZE
+    image_sizes: list[tuple[tuple[int, int], ...]]  # (width, height) of a sample's images, 0 where not known
     faults: Faults = field(default_factory=dict)  # samples that are unusable whatever the tokenizer
     texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
     sideways: list[tuple[int, int]] | None = field(default_factory=list)  # (place, image); None: not known, version 1
@@ -111,10 +111,6 @@ class IndexColumns:
     texts: dict[str, TextLengths]
 
 
-class OldIndex(MissingIndex):
-    """A shard's index is of an earlier version than what is asked for."""
-
-
 def read_columns(tar: Path, retry_seconds: float = RETRY_SECONDS) -> IndexColumns:
     """The index of a shard, as arrays; reads that fail for a reason that may pass are tried again for `retry_seconds`.
 
@@ -143,15 +139,13 @@ def read_index(tar: Path) -> ShardIndex:
     )
 
 
-def indexed_texts(tar: Path, retry_seconds: float = RETRY_SECONDS, oldest: int = 1) -> list[str]:
-    """Fingerprints of the text lengths in a shard's index; its bytes are checked, but one line only is parsed.
+def indexed_texts(tar: Path, retry_seconds: float = RETRY_SECONDS) -> tuple[int, list[str]]:
+    """Version of a shard's index and fingerprints of its text lengths.
 
-    Raises what `read_columns` raises, and OldIndex for one of a version before `oldest`.
+    Its bytes are checked, but one line only is parsed. Raises what `read_columns` raises.
     """
-    path, header, _ = _read(tar, retry_seconds)
-    if header.version < oldest:
-        raise OldIndex(f"{path}: is of version {header.version}; bring it up to date: {MAKE} {tar}")
-    return header.texts
+    _, header, _ = _read(tar, retry_seconds)
+    return header.version, header.texts
 
 
 def write_index(tar: Path, index: ShardIndex) -> None:

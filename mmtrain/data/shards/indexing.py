@@ -33,8 +33,8 @@ from mmtrain.data.samples.sample import Sample, image_number, image_suffixes, re
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.data.shards.index import (
     UNKNOWN_SIZE,
+    VERSION,
     Member,
-    OldIndex,
     ShardIndex,
     TextLengths,
     indexed_texts,
@@ -91,11 +91,12 @@ def unready_shards(
     failures: list[UserError] = []
     for tar in tars:
         try:
-            if fingerprint not in indexed_texts(tar, retry_seconds, oldest):
+            version, texts = indexed_texts(tar, retry_seconds)
+            if version < oldest or fingerprint not in texts:
                 missing.append(tar)
-        except MissingIndex as error:
+                old += version < VERSION
+        except MissingIndex:
             missing.append(tar)
-            old += isinstance(error, OldIndex)
         except UnreadableError:
             raise
         except UserError as error:
@@ -194,7 +195,7 @@ def measure_images(tar: Path, index: ShardIndex) -> ShardIndex:
 
 
 def _turned_size(stream: BinaryIO, member: Member | None, size: tuple[int, int]) -> tuple[int, int, bool]:
-    if member is not None and member.size <= MAX_IMAGE_BYTES and size != UNKNOWN_SIZE:
+    if member is not None and member.size <= MAX_IMAGE_BYTES and size != UNKNOWN_SIZE[:2]:
         content = os.pread(stream.fileno(), member.size, member.offset)
         if zlib.crc32(content) == member.crc32:
             with contextlib.suppress(Rejected):
@@ -248,7 +249,7 @@ class _File(NamedTuple):
     key: str
     member: Member
     json: bytes = b""
-    image_size: tuple[int, int, bool] = (*UNKNOWN_SIZE, False)
+    image_size: tuple[int, int, bool] = UNKNOWN_SIZE
     fault: tuple[str, str] | None = None
 
 

@@ -340,7 +340,7 @@ def test_a_missing_index_and_missing_lengths_are_states_not_errors(tar):
     with pytest.raises(MissingIndex, match=r"mmtrain index --tokenizer PATH --template NAME .*\.tar$"):
         read_index(tar)
     write_index(tar, small_index())
-    assert indexed_texts(tar) == ["0" * 16, "f" * 16]
+    assert indexed_texts(tar)[1] == ["0" * 16, "f" * 16]
 
 
 def test_a_tar_that_is_gone_is_an_error_that_names_it(tar):
@@ -397,7 +397,7 @@ def test_errors_that_pass_are_no_missing_index(tar, monkeypatch, number, call):
         return whole(path, *arguments, **options)
 
     monkeypatch.setattr(Path, call, failing)  # no file system here gives these
-    assert "f" * 16 in indexed_texts(tar) and failures == 0
+    assert "f" * 16 in indexed_texts(tar)[1] and failures == 0
 
 
 def test_a_path_that_leads_nowhere_is_not_waited_for(tar):
