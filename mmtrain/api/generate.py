@@ -22,7 +22,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, shortened
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
-from mmtrain.pretrained.doors import DOORS
+from mmtrain.pretrained.doors import DOORS, TIMM
 from mmtrain.pretrained.families import check_llm_numbers
 from mmtrain.pretrained.model_files import Shape, find_model_folder, foreign_files, is_whole, read_json, tensor_shapes
 from mmtrain.pretrained.vision_files import check_vision_numbers, hf_facts
@@ -201,9 +201,10 @@ def load(folder: Path) -> tuple[Any, Any]:
     # Not AutoProcessor: where the files name no class, it passes trust_remote_code on to none of the processor's parts.
     config = read_json(folder / "config.json")
     door = door_of_type(config["model_type"])
-    if (config.get("vision_config") or {}).get("model_type") == "timm_wrapper":
-        _check_timm(config["vision_config"], folder)
-    pixtral = (config.get("vision_config") or {}).get("model_type") == "pixtral"  # a Llava with its own processor
+    vision = config.get("vision_config") or {}
+    if vision.get("model_type") == "timm_wrapper" or TIMM in door.facts.encoders:
+        _check_timm(vision, folder)
+    pixtral = vision.get("model_type") == "pixtral"  # a Llava with its own processor
     processor_name = "PixtralProcessor" if pixtral else door.processor_name
     with foreign_files(str(folder)):
         processor = getattr(transformers, processor_name).from_pretrained(

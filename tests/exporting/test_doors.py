@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
@@ -258,6 +259,10 @@ def test_numbers_that_no_model_has_are_refused_before_memory_is_taken(make, tmp_
             {"model_args": {"checkpoint_path": "evil.bin"}},
             "model_args {'checkpoint_path': 'evil.bin'}; needed are sizes",
         ),
+        (
+            {"model_args": {"checkpoint_path": "evil.bin"}, "model_type": None},
+            "model_args {'checkpoint_path': 'evil.bin'}",
+        ),
         ({"model_args": {"embed_dim": 32, "depth": 10**6}}, "says depth 1000000, which no model has"),
         ({"model_args": {"embed_dim": 3072, "depth": 40}}, "but the folder's weights have"),
         ({"model_args": {"embed_dim": "x"}}, "cannot be used ("),
@@ -283,3 +288,24 @@ def test_a_picture_that_idefics3_would_take_for_none_is_refused(make, encoders, 
         UserError, match="would be all zeros, which Idefics3ForConditionalGeneration takes for no image"
     ):
         export(make_checkpoint(tmp_path / "run", config), tmp_path / "out")
+
+
+@pytest.mark.parametrize("door", ["internvl last", "perception", "idefics3 chat"])
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("processor_config.json", {"processor_class": "FooProcessor", "auto_map": {"AutoProcessor": "ev.P"}}),
+        ("preprocessor_config.json", {"image_processor_type": "Foo", "auto_map": {"AutoImageProcessor": "ev.P"}}),
+        ("video_preprocessor_config.json", {"video_processor_type": "Foo", "auto_map": {"AutoVideoProcessor": "ev.P"}}),
+        ("config.json", {"auto_map": {"AutoConfig": "ev.P", "AutoModel": "ev.P", "AutoVideoProcessor": "ev.P"}}),
+    ],
+)
+def test_python_in_the_folder_is_not_run(make, tmp_path, monkeypatch, door, file, changes):
+    shutil.copytree(make(door).folder, tmp_path / "folder")
+    path = tmp_path / "folder" / file
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+    (tmp_path / "folder" / "ev.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
+    with contextlib.suppress(UserError):
+        load(stock_folder(str(tmp_path / "folder")))
+    assert not (tmp_path / "imported").exists()
