@@ -131,7 +131,8 @@ def _allowed(annotation: Any, metadata: Sequence[Any]) -> str:
         choices = [_allowed(argument, []) for argument in arguments]
         return f"{', '.join(choices[:-1])} or {choices[-1]}"
     if origin is Literal:
-        return arguments[0] if len(arguments) == 1 else f"one of {', '.join(arguments)}"
+        known = list(map(str, arguments))
+        return known[0] if len(known) == 1 else f"one of {', '.join(known)}"
     limits = _limits(metadata)
     if origin is tuple:
         inner = arguments[0]

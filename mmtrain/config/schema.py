@@ -102,7 +102,7 @@ class VisionSection(Section):
     """which encoder block's output feeds the projector: -1 the last, -2 (LLaVA) the one before"""
     final_norm: Kept[bool] = False
     """true: features are taken after the encoder's own last norm, as Idefics3, SmolVLM and PerceptionLM do; false:
-    before it, as LLaVA and AyaVision do. An exported model cannot change it"""
+    before it, as LLaVA and AyaVision do, and where it has none. An exported model cannot change it"""
     layout: Kept[Literal["square", "idefics3"]] = "square"
     """what stands for an image among the text's tokens. square: the positions of one square; idefics3: the same between
     the texts that Idefics3's and SmolVLM's processors write around them"""

@@ -39,7 +39,7 @@ from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written,
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.model.language import causal_config, quiet
 from mmtrain.model.tiny import tiny_model
-from mmtrain.pretrained.doors import WHAT_WORKS, stock_door
+from mmtrain.pretrained.doors import WHAT_WORKS, formats_for, stock_door
 from mmtrain.pretrained.model_files import model_folder
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
@@ -75,7 +75,7 @@ def export_hf(
     try:
         door = door_of(stock_door(config))
     except UserError as error:
-        raise UserError(f"{error}; {WHAT_WORKS}") from None
+        raise UserError(f"{error}; use {formats_for(config)}") from None
     trained = trained_tensors(checkpoint)
     llm = model_folder(about.llm)
     refuse_unfit_family(door, llm)

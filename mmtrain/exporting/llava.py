@@ -23,7 +23,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.projector_file import PROJECTOR, Origin, origin, trained_tensors
 from mmtrain.exporting.tensors import new_folder, require_space
-from mmtrain.pretrained.doors import refuse_llava_code
+from mmtrain.pretrained.doors import formats_for, refuse_llava_code
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import vision_shape
 
@@ -51,7 +51,7 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
     try:
         refuse_llava_code(checkpoint.config)
     except UserError as error:
-        raise UserError(f"{checkpoint.path}: {error}; use --format hf, or --format safetensors") from None
+        raise UserError(f"{checkpoint.path}: {error}; use {formats_for(checkpoint.config)}") from None
     others = [name for name in about.trained if not name.startswith(PROJECTOR)]
     if others:
         raise UserError(

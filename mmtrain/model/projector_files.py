@@ -30,6 +30,7 @@ from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 KEY = "model.projector.init_from"
 LLAVA_FILE = "mm_projector.bin"
+SETTINGS = {"projector_hidden_act": "gelu", "adapter_layer_norm_eps": 1e-6}  # of stock classes, as connectors have them
 PICKLED = {".bin", ".pt", ".pth"}
 DISK_NAME = re.compile(
     r"projector\.(?P<ours>.+)|(?:.+\.)?mm_projector\.(?P<llava>.+)"
@@ -72,9 +73,10 @@ def find_projector(path: str) -> ProjectorFiles:
         found = ", ".join(sorted(harmless(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
         raise UserError(f"{KEY}: {path}: holds no projector ({found}); {NEEDED}")
     config_file = folder / "config.json"
-    activation = read_json(config_file).get("projector_hidden_act") if config_file.is_file() else None
-    if activation not in (None, "gelu"):  # the same tensors, another function of them
-        raise UserError(f"{KEY}: {path}: its projector uses {harmless(str(activation))} between its layers, ours gelu")
+    content = read_json(config_file) if config_file.is_file() else {}
+    for setting, ours in SETTINGS.items():  # the same tensors, another function of them
+        if (its := content.get(setting, ours)) != ours:
+            raise UserError(f"{KEY}: {path}: its projector has {setting} {harmless(str(its))}, ours {ours}")
     return ProjectorFiles(folder, _projector_alone(shapes, path))
 
 

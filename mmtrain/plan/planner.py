@@ -22,6 +22,7 @@ from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
 from mmtrain.pretrained.connectors import connector, image_layout
 from mmtrain.pretrained.doors import check_export_format
 from mmtrain.pretrained.shapes import llm_shape, matches, vision_shape
+from mmtrain.pretrained.tokenizer_files import refuse_missing_marks
 from mmtrain.pretrained.vision_files import check_preprocessing
 
 
@@ -49,6 +50,7 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     check_trainable(config, models)
     check_prefetch(config, models)
     check_export_format(config)
+    refuse_missing_marks(config)
     costs = stage_costs(config, models, limit, device)
     search = Search(costs, config.parallel.encoder_prefetch)
     if config.parallel.boundaries is None:

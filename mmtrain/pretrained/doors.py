@@ -10,17 +10,18 @@ of a timm encoder tell (an activation, rotary positions) is known when it is exp
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.pretrained.connectors import reduction
+from mmtrain.pretrained.connectors import connector, connector_parameters, reduction
 from mmtrain.pretrained.encoders import FAMILIES, family_of
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 from mmtrain.pretrained.recorded_shapes import find_recorded
-from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.pretrained.shapes import matches, vision_shape
 from mmtrain.pretrained.timm_forms import form_of
 from mmtrain.pretrained.tokenizer_files import lacking_marks
 from mmtrain.pretrained.vision_files import is_timm_name
@@ -71,7 +72,7 @@ class Door:
             yield f"model.vision.final_norm={str(self.final_norm).lower()} (its features come from {where} that norm)"
         if vision.layout != self.layout:
             yield f"model.vision.layout={self.layout} (which is what its processor writes)"
-        elif lacking := lacking_marks(config.model):
+        if lacking := lacking_marks(config.model, self.layout):
             yield f"another model.llm.path (the tokenizer of {config.model.llm.path} has no {' and '.join(lacking)})"
         if config.data.image_fit not in self.fits:
             fits = " or ".join(self.fits)
@@ -158,16 +159,38 @@ def refuse_llava_code(config: RunConfig) -> None:
         raise UserError(f"llava's code knows no model.vision.{key}={value}, which this run trains with")
 
 
+def formats_for(config: RunConfig) -> str:
+    """Options of `mmtrain export` that write what a run trained, as far as its configuration tells."""
+    formats = ["--format safetensors"]
+    for name, check in (("llava", refuse_llava_code), ("hf", stock_door)):
+        with contextlib.suppress(UserError):
+            check(config)
+            formats.append(f"--format {name}")
+    return " or ".join(formats)
+
+
 def check_export_format(config: RunConfig) -> None:
     """Raises UserError for a run that could not leave by its `export.format`, saying what to change."""
     try:
+        if config.export.format is not None:
+            _refuse_frozen_projector(config)
         if config.export.format == "hf":
             stock_door(config)
         elif config.export.format == "llava":
             refuse_llava_code(config)
-            if others := [name for name in config.model.trainable if name != "projector"]:
+            if others := [name for name in config.model.trainable if not name.startswith("projector")]:
                 raise UserError(f"llava holds the projector alone, and model.trainable has {others[0]!r} too")
     except UserError as error:
         raise UserError(
             f"export.format={config.export.format}: {error}; change that, or set export.format=safetensors"
         ) from None
+
+
+def _refuse_frozen_projector(config: RunConfig) -> None:
+    """Raises UserError where a tensor of the projector does not train: a checkpoint holds what trains alone."""
+    for parameter in connector_parameters(connector(config.model.projector, 1, 2)):
+        if not matches(parameter.name, config.model.trainable):
+            raise UserError(
+                f"a checkpoint would hold no {parameter.name}, which model.trainable "
+                f"({', '.join(config.model.trainable)}) leaves frozen; add projector to it"
+            )

@@ -179,7 +179,7 @@ def family_of(model_type: object, source: str) -> EncoderFamily:
     for known, family in FAMILIES.items():
         if model_type == known:  # it may be a list
             return family
-    shown = shortened(str(model_type))
+    shown = shortened(str(model_type).replace("\n", " "))
     if shown in _OTHERS:
         raise _no_grid(source, _OTHERS[shown], shown)
     if shown.startswith("siglip2"):

@@ -137,12 +137,23 @@ def refuse_missing_chat_template(config: RunConfig) -> None:
         raise missing_chat_template(folder)
 
 
-def lacking_marks(model: ModelSection) -> list[str]:
-    """Tokens that a run's layout writes around images and that the LLM's tokenizer.json does not have as such.
+def refuse_missing_marks(config: RunConfig) -> None:
+    """Raises UserError for a layout of images whose texts the LLM's tokenizer has no tokens for."""
+    vision = config.model.vision
+    if lacking := lacking_marks(config.model, vision.layout):
+        raise UserError(
+            f"model.vision.layout: {vision.layout} writes {' and '.join(lacking)} around each image, and the tokenizer "
+            f"of {config.model.llm.path} has no such tokens; take an LLM that was trained with them, or set "
+            "model.vision.layout=square"
+        )
+
+
+def lacking_marks(model: ModelSection, layout: str) -> list[str]:
+    """Tokens that an image layout writes around images and that the LLM's tokenizer.json does not have as such.
 
     Says nothing about a model that is not there, or has no such file: loading the tokenizer settles those.
     """
-    marks = [mark for text in marks_around(model.vision.layout) for mark in text]
+    marks = [mark for text in marks_around(layout) for mark in text]
     folder = find_model_folder(model.llm.path)
     if not marks or folder is None or not (folder / "tokenizer.json").is_file():
         return []

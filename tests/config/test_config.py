@@ -230,6 +230,7 @@ def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
             "model.trainable=llm.head",
             "model.trainable: 'llm.head' is not allowed; needs a non-empty list of texts; write [llm.head]",
         ),
+        ("model.projector.factor=5", "model.projector.factor: 5 is not allowed; needs one of 2, 3, 4 or null ("),
         ("model.llm.dtype=fp16", "model.llm.dtype: 'fp16' is not allowed; needs one of float32, bfloat16 (storage"),
         (
             "model.vision.dtype=fp16",

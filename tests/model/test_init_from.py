@@ -271,8 +271,9 @@ def test_two_projectors_in_one_file_are_refused(tmp_path):
 
 def test_a_projector_with_another_function_between_the_same_tensors_is_refused(tmp_path):
     save_file(named("multi_modal_projector.", trained().state_dict()), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "llava", "projector_hidden_act": "relu"}')
-    assert "uses relu between its layers, ours gelu" in refusal(tmp_path)
+    for setting, value, ours in (("projector_hidden_act", "relu", "gelu"), ("adapter_layer_norm_eps", 0.1, 1e-06)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", setting: value}))
+        assert f"has {setting} {value}, ours {ours}" in refusal(tmp_path)
 
 
 def test_what_holds_no_projector_is_refused_with_what_is_needed(tmp_path, tiny):

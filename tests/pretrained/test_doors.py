@@ -32,6 +32,7 @@ def planned(tiny, *overrides: str) -> str:
         ["export.format=hf"],
         ["export.format=llava", "model.projector.type=linear"],
         ["export.format=safetensors", "model.projector.type=shuffle_mlp2x_gelu"],
+        ["export.format=llava", "model.trainable=[projector.linear_1, projector.linear_2]"],
         ["export.format=hf", "model.projector.type=shuffle_swiglu", RESIZED],
         ["export.format=hf", "model.projector.type=mlp2x_gelu_pool", RESIZED, *NORMED],
         ["export.format=hf", "model.projector.type=mlp2x_gelu", RESIZED, *NORMED],
@@ -49,7 +50,7 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
         (
             ["hf", "shuffle_linear"],
             "Idefics3 would need model.vision.final_norm=true (its features come from behind that norm), "
-            "model.vision.layout=idefics3 (which is what its processor writes), data.image_fit=resize (",
+            "model.vision.layout=idefics3 (which is what its processor writes), another model.llm.path (the tok",
         ),
         (
             ["hf", "shuffle_linear", "model.vision.layout=idefics3", RESIZED, *NORMED],
@@ -68,6 +69,8 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
         (["llava", "shuffle_swiglu"], "llava takes a linear or mlp2x_gelu projector, and model.projector.type is "),
         (["llava", "linear", *NORMED], "llava's code knows no model.vision.final_norm=true"),
         (["llava", "linear", "model.trainable=[projector, llm.norm]"], "model.trainable has 'llm.norm' too"),
+        (["hf", "mlp2x_gelu", "model.trainable=[llm.layers.1]"], "would hold no projector.linear_1.weight"),
+        (["llava", "mlp2x_gelu", "model.trainable=[projector.*.weight]"], "would hold no projector.linear_1.bias"),
     ],
 )
 def test_a_run_that_could_not_leave_is_refused_with_what_to_change(tiny, keys, said):
@@ -108,6 +111,12 @@ def test_an_encoder_that_a_class_would_compute_wrongly_is_refused(tiny, tmp_path
     kind, *more = keys
     found = planned(tiny, "export.format=hf", f"model.vision.name={tower}", f"model.projector.type={kind}", *more)
     assert said in found, found
+
+
+def test_texts_around_images_that_the_tokenizer_has_no_tokens_for_are_refused_whatever_the_export(tiny):
+    found = planned(tiny, "model.vision.layout=idefics3")
+    assert "idefics3 writes <fake_token_around_image> and <global-img> around each image" in found
+    assert found.endswith("set model.vision.layout=square")
 
 
 def places(side: int) -> torch.Tensor:
