@@ -6,15 +6,14 @@ run or checkpoint --exported once, into the cache--> Hugging Face folder --load-
 from __future__ import annotations
 
 import hashlib
-import inspect
 import logging
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mmtrain
 from mmtrain.api.export import export
+from mmtrain.api.folder_checks import check_numbers, check_parts
 from mmtrain.api.run import Run
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
@@ -22,28 +21,14 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, shortened
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
-from mmtrain.pretrained.doors import DOORS, TIMM
-from mmtrain.pretrained.families import check_llm_numbers
-from mmtrain.pretrained.model_files import Shape, find_model_folder, foreign_files, is_whole, read_json, tensor_shapes
-from mmtrain.pretrained.vision_files import check_vision_numbers, hf_facts
+from mmtrain.pretrained.doors import DOORS
+from mmtrain.pretrained.model_files import find_model_folder, foreign_files, is_whole, read_json, tensor_shapes
 
 if TYPE_CHECKING:
     from PIL import Image
 
 _log = logging.getLogger(__name__)
 LARGEST_TOKEN = 10**9
-CONNECTOR_BOUNDS = {
-    **dict.fromkeys(("scale_factor", "downsample_factor", "projector_pooling_ratio"), (1, 64)),
-    "downsample_ratio": (1 / 64, 1),
-}  # keys of a class's config.json that say how many patches become one position
-PROCESSOR_BOUNDS = {
-    **dict.fromkeys(("patch_size", "downsample_factor", "pooling_ratio"), (1, 100)),
-    **dict.fromkeys(("num_additional_image_tokens", "min_patches"), (0, 100)),
-    **dict.fromkeys(("max_patches", "max_num_tiles"), (1, 100)),
-    **dict.fromkeys(("image_seq_len", "image_seq_length"), (1, 100_000)),
-}
-SMALLEST_TILE = 16  # pixels; an image of the longest side is then cut into 65,536 of them
-LONGEST_SIDE = 4_096  # pixels of a picture for the encoder; the largest take 1,540
 NEEDED = (
     "needed is a run or checkpoint of mmtrain, or a Hugging Face folder of a model that mmtrain export makes "
     f"({', '.join(door.name for door in DOORS)})"
@@ -95,57 +80,6 @@ def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: 
     return folder
 
 
-def check_numbers(folder: Path, shapes: dict[str, Shape]) -> None:
-    """Raise UserError for sizes in a folder's files that no model of these tensors has: they cost memory."""
-    config = read_json(folder / "config.json")
-    text, vision = config.get("text_config", {}), hf_facts({"vision_config": {}} | config, str(folder))
-    if not isinstance(text, dict):
-        raise UserError(f"{folder}: text_config in config.json is no object; download the file again")
-    check_llm_numbers(text)
-    largest = max((side for shape in shapes.values() for side in shape), default=0)
-    for part in (text, vision):
-        if (part.get("num_hidden_layers") or 0) > len(shapes):
-            layers = part["num_hidden_layers"]
-            raise UserError(f"{folder}: config.json says {layers} layers, but has {len(shapes)} tensors")
-        for key in ("hidden_size", "intermediate_size", "vocab_size"):
-            width = part.get(key)
-            if type(width) is int and width > largest:
-                raise UserError(f"{folder}: config.json says {key} {width}, but no tensor is wider than {largest:,}")
-    for key, (least, most) in CONNECTOR_BOUNDS.items():
-        if (value := config.get(key)) is not None and not (type(value) in (int, float) and least <= value <= most):
-            shown = shortened(repr(value))
-            raise UserError(f"{folder}: config.json says {key} {shown}; needed is a number from {least} to {most:,}")
-    factor = max(config.get("scale_factor") or 1, config.get("downsample_factor") or 1)
-    shuffled = (vision.get("hidden_size") or 1) * max(factor, 1 / (config.get("downsample_ratio") or 1)) ** 2
-    if shuffled > largest:
-        raise UserError(
-            f"{folder}: config.json joins {shuffled:,.0f} features, but no tensor is wider than {largest:,}"
-        )
-    if (inner := config.get("alignment_intermediate_size")) is not None and not is_whole(inner, 2, largest):
-        shown = shortened(repr(inner))
-        raise UserError(f"{folder}: config.json says alignment_intermediate_size {shown}, which no tensor has")
-    for name in ("processor_config.json", "preprocessor_config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            content = read_json(folder / name)
-            for part in (content, content.get("image_processor")):
-                _check_processor(part if isinstance(part, dict) else {}, folder / name)
-
-
-def _check_processor(settings: dict, file: Path) -> None:
-    for key in ("size", "crop_size", "pad_size", "img_size", "tile_size", "max_image_size"):
-        sides = settings.get(key)
-        sides = list(sides.values()) if isinstance(sides, dict) else sides if isinstance(sides, list) else [sides]
-        least = SMALLEST_TILE if key == "max_image_size" else 1
-        if not all(side is None or is_whole(side, least, LONGEST_SIDE) for side in sides):
-            needed = f"needed are pixels, at least {least} and at most {LONGEST_SIDE:,}"
-            raise UserError(f"{file}: {key} is {shortened(repr(settings[key]))}; {needed}")
-    for key, (least, most) in PROCESSOR_BOUNDS.items():
-        value = settings.get(key)
-        sides = value.values() if isinstance(value, dict) else [value]
-        if not all(side is None or is_whole(side, least, most) for side in sides):
-            raise UserError(f"{file}: {key} is {shortened(repr(value))}; needed is a whole number up to {most:,}")
-
-
 def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
     """A checkpoint's Hugging Face folder in the cache, made once; raises UserError where it cannot be exported."""
     key = hashlib.sha256(f"{checkpoint.fingerprint} {mmtrain.__version__}".encode()).hexdigest()[:20]
@@ -164,29 +98,6 @@ def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lam
     return folder
 
 
-def _check_timm(vision: dict[str, Any], folder: Path) -> None:
-    """Raise UserError for an encoder that timm would load from elsewhere, or that is larger than the folder's tensors.
-
-    transformers passes the arguments on as they are, and timm reads a file that they name.
-    """
-    import timm
-    import torch
-
-    source = f"{folder}: vision_config in config.json"
-    architecture, arguments = vision.get("architecture"), vision.get("model_args") or {}
-    if not isinstance(architecture, str) or ":" in architecture or not timm.is_model(architecture):
-        raise UserError(f"{source}: architecture {shortened(repr(architecture))} is no model of timm's")
-    if not isinstance(arguments, dict) or inspect.signature(timm.create_model).parameters.keys() & arguments.keys():
-        raise UserError(f"{source}: model_args {shortened(repr(arguments))}; needed are sizes of {architecture}")
-    check_vision_numbers(arguments, source)
-    with foreign_files(source), torch.device("meta"):
-        model = timm.create_model(architecture, pretrained=False, num_classes=0, **arguments)
-    asked = sum(tensor.numel() for tensor in model.parameters())
-    stored = sum(map(math.prod, (tensor_shapes(folder) or {}).values()))
-    if asked > stored:
-        raise UserError(f"{source}: asks for an encoder of {asked:,} numbers, but the folder's weights have {stored:,}")
-
-
 def load(folder: Path) -> tuple[Any, Any]:
     """Stock model and processor of a Hugging Face folder, on the GPU if there is one; raises UserError."""
     import torch
@@ -201,10 +112,8 @@ def load(folder: Path) -> tuple[Any, Any]:
     # Not AutoProcessor: where the files name no class, it passes trust_remote_code on to none of the processor's parts.
     config = read_json(folder / "config.json")
     door = door_of_type(config["model_type"])
-    vision = config.get("vision_config") or {}
-    if vision.get("model_type") == "timm_wrapper" or TIMM in door.facts.encoders:
-        _check_timm(vision, folder)
-    pixtral = vision.get("model_type") == "pixtral"  # a Llava with its own processor
+    check_parts(door, config, folder)
+    pixtral = (config.get("vision_config") or {}).get("model_type") == "pixtral"  # a Llava with its own processor
     processor_name = "PixtralProcessor" if pixtral else door.processor_name
     with foreign_files(str(folder)):
         processor = getattr(transformers, processor_name).from_pretrained(
@@ -268,7 +177,9 @@ class Conversation:
         """`limit`: new tokens an answer may have; `show` gets its words as they come."""
         self.model = model
         self.processor = processor
-        self.images = [_resized(image, processor.image_processor) for image in images]
+        self.folder = str(model.name_or_path)
+        with foreign_files(self.folder):
+            self.images = [_resized(image, processor.image_processor) for image in images]
         self.limit = limit
         self.show = show
         self.messages = [_message("system", system)] if system else []
@@ -291,11 +202,11 @@ class Conversation:
         images = [] if any(message["role"] == "user" for message in self.messages) else self.images
         self.messages.append(_message("user", question, len(images)))
         text = self._text(self.messages)
-        with foreign_files("the folder's processor"):
+        with foreign_files(self.folder):
             inputs = self.processor(images=self.images, text=text, return_tensors="pt")
-        length = inputs["input_ids"].shape[1]
-        rows = self.model.get_input_embeddings().num_embeddings
-        if int(inputs["input_ids"].max()) >= rows:
+            length, largest = inputs["input_ids"].shape[1], int(inputs["input_ids"].max())
+            rows = self.model.get_input_embeddings().num_embeddings
+        if largest >= rows:
             raise UserError(f"the tokenizer has tokens beyond the model's {rows:,}; it belongs to another model")
         longest = getattr(self.model.config.text_config, "max_position_embeddings", None)
         if longest is not None and length + self.limit > longest:
@@ -304,7 +215,7 @@ class Conversation:
                 f"{longest:,} together: begin anew, with fewer pictures, or lower max_new_tokens (--max-new-tokens)"
             )
         try:
-            with torch.inference_mode():
+            with foreign_files(self.folder), torch.inference_mode():
                 output = self.model.generate(
                     **inputs.to(self.model.device, dtype=self.model.dtype),
                     streamer=self.show and _streamer(self.processor.tokenizer, self.show),
@@ -312,8 +223,12 @@ class Conversation:
                     do_sample=False,
                     num_beams=1,
                 )[0, length:]
-        except torch.OutOfMemoryError:
-            raise UserError("the GPU has no memory left for this conversation: take fewer or shorter") from None
+        except UserError as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise UserError("the GPU has no memory left for this conversation: take fewer or shorter") from None
+            if isinstance(error.__cause__, OSError):  # of `show`, whose reader has left
+                raise error.__cause__ from None
+            raise
         ends = self.model.generation_config.eos_token_id
         if len(output) == self.limit and int(output[-1]) not in (ends if isinstance(ends, list) else [ends]):
             _log.info(f"(cut after {self.limit} tokens; max_new_tokens, or --max-new-tokens, sets another limit)")
@@ -343,8 +258,7 @@ def _resized(image: Image.Image, settings: Any) -> Image.Image:
     """The picture as training resizes it, for the class that does so with torchvision alone."""
     if getattr(settings, "vision_input_type", "thumb+tile") == "thumb+tile":
         return image
-    with foreign_files("the folder's processor"):
-        return image.resize((settings.tile_size, settings.tile_size), settings.resample)
+    return image.resize((settings.tile_size, settings.tile_size), settings.resample)
 
 
 def _message(role: str, text: str, images: int = 0) -> dict[str, Any]:

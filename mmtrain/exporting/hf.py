@@ -27,6 +27,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.card import write_card
@@ -150,8 +151,17 @@ def refuse_loading_faults(door: StockDoor, config: Mapping[str, Any], tensors: M
     shapes = {
         name: torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(_MetaTensor)
         for name, source in tensors.items()
+        if not name.endswith(".rope.freqs")
     }
-    _, report = _load(door, config, shapes)
+    # timm computes rotary tables where these few numbers lie, and could not copy them from the meta device.
+    shapes |= {
+        name: torch.zeros(source.shape, dtype=source.dtype) for name, source in tensors.items() if name not in shapes
+    }
+    try:
+        _, report = _load(door, config, shapes)
+    except Exception as error:  # the encoder's code is timm's, of whatever architecture
+        why = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        raise UserError(f"{door.class_name} does not load this model: {why}; {WHAT_WORKS}") from error
     if faults := {kind: sorted(map(str, entries)) for kind, entries in report.items() if entries}:
         listed = "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in faults.items())
         raise UserError(f"{door.class_name} does not load this model: {listed}; {WHAT_WORKS}")

@@ -63,6 +63,7 @@ class Door:
     factors: tuple[int, ...] = (1, 2, 3, 4)  # values of model.projector.factor, 1 for none
     encoders: tuple[str, ...] = ()  # kinds that it takes; all where none is named
     largest_grid: int | None = None  # patches a side that it places rightly, but for MISPLACED
+    own_encoders: tuple[str, ...] = ()  # model_type of an encoder in its folders that no family of `encoders` has
 
     def needs(self, config: RunConfig, encoder: Encoder) -> Iterator[str]:
         """What a run whose connector it has would have to change, and why."""
@@ -95,7 +96,7 @@ class Door:
 
 
 DOORS = (
-    Door("Llava", "llava", ("mlp2x_gelu",), fits=("pad", "resize", "center_crop")),
+    Door("Llava", "llava", ("mlp2x_gelu",), fits=("pad", "resize", "center_crop"), own_encoders=("pixtral",)),
     Door("AyaVision", "aya_vision", ("shuffle_swiglu",)),
     Door(
         "Idefics3",
@@ -105,11 +106,19 @@ DOORS = (
         layout="idefics3",
         encoders=("SiglipVisionModel",),
         largest_grid=LARGEST_GRID,
+        own_encoders=("idefics3_vision", "idefics3"),  # the latter in files of transformers 4.46
     ),
     # Its config makes an InternViT of any encoder: another one's weights would be left out, without an exception.
     # 1/3 cannot be said in it: its class finds that 27 is no multiple.
     Door("InternVL", "internvl", ("shuffle_mlp2x_gelu",), factors=(2, 4), encoders=("InternVLVisionModel",)),
-    Door("PerceptionLM", "perception_lm", ("mlp2x_gelu_pool", "mlp2x_gelu"), final_norm=True, encoders=(TIMM,)),
+    Door(
+        "PerceptionLM",
+        "perception_lm",
+        ("mlp2x_gelu_pool", "mlp2x_gelu"),
+        final_norm=True,
+        encoders=(TIMM,),
+        own_encoders=("timm_wrapper",),
+    ),
 )
 
 

@@ -56,7 +56,7 @@ LLM_BOUNDS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (0, MAX_EXPERTS)),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), (0, MAX_EXPERTS)),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), (1, 1_000_000_000)),
-    "sliding_window": (0, 1_000_000_000),
+    **{"sliding_window": (0, 1_000_000_000), "num_labels": (0, 1_000_000)},
 }
 WHOLE_LAST_LAYER = {"gpt2", "gpt_bigcode", "llama4_text"}
 """Families whose last decoder layer cannot be run for supervised tokens alone, as model.parity.takes_rows finds."""

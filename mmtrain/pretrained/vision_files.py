@@ -18,11 +18,12 @@ from mmtrain.pretrained.model_files import check_numbers, find_model_folder, is_
 
 BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
 VISION_BOUNDS = {
-    **dict.fromkeys(("hidden_size", "intermediate_size"), (1, 1_000_000)),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "embed_dim"), (1, 1_000_000)),
     **dict.fromkeys(("num_hidden_layers", "depth"), (1, MAX_LAYERS)),
     **dict.fromkeys(("num_attention_heads", "num_heads"), (1, 10_000)),
     **dict.fromkeys(("image_size", "patch_size"), (1, 30_000)),
-    **{"mlp_ratio": (1, 100), "num_register_tokens": (0, 1_000)},
+    **{"mlp_ratio": (1, 100), "num_register_tokens": (0, 1_000), "num_channels": (1, 16)},
+    **dict.fromkeys(("num_labels", "num_classes"), (0, 1_000_000)),
 }
 
 

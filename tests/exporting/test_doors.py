@@ -68,6 +68,7 @@ DOORS = {  # encoder, keys, class
     "perception eva": (
         "eva", ("model.projector.type=mlp2x_gelu_pool", *NORMED), "PerceptionLM",
     ),
+    "perception rope": ("rope", ("model.projector.type=mlp2x_gelu_pool", *NORMED), "PerceptionLM"),
     "perception without pool": ("siglip", ("model.projector.type=mlp2x_gelu", *NORMED), "PerceptionLM"),
 }  # fmt: skip
 
@@ -90,6 +91,7 @@ def encoders(tmp_path_factory) -> dict[str, Path]:
         "siglip": make_tower(folder / "siglip", "vit_base_patch16_siglip_224", {}),
         "clip": make_tower(folder / "clip", "vit_base_patch16_clip_quickgelu_224", {}),
         "vit": make_tower(folder / "vit", "vit_tiny_patch16_224", {}),
+        "rope": make_tower(folder / "rope", "vit_small_patch16_rope_mixed_224", {}),
         "eva": make_tower(folder / "eva", "eva02_tiny_patch14_224", {"num_heads": 2}),
     }
     stock = {
@@ -265,7 +267,17 @@ def test_numbers_that_no_model_has_are_refused_before_memory_is_taken(make, tmp_
         ),
         ({"model_args": {"embed_dim": 32, "depth": 10**6}}, "says depth 1000000, which no model has"),
         ({"model_args": {"embed_dim": 3072, "depth": 40}}, "but the folder's weights have"),
-        ({"model_args": {"embed_dim": "x"}}, "cannot be used ("),
+        ({"model_args": {"embed_dim": "x"}}, "says embed_dim 'x', which no model has"),
+        ({"model_args": {"norm_layer": "x"}}, "cannot be used ("),
+        ({"model_args": {"img_size": [28_000, 28_000]}}, "img_size is [28000, 28000]; needed are pixels"),
+        (
+            {
+                "architecture": "vit_small_patch16_rope_224",
+                "model_args": {"embed_dim": 128, "depth": 1, "num_heads": 1, "img_size": 4096},
+            },
+            "but the folder's weights have",
+        ),
+        ({"model_type": "timm_backbone", "backbone": "hf-hub:evil/x"}, "vision_config of model_type 'timm_backbone'"),
     ],
 )
 def test_an_encoder_that_timm_would_load_from_elsewhere_or_far_too_large_is_refused(make, tmp_path, changes, said):
@@ -276,6 +288,34 @@ def test_an_encoder_that_timm_would_load_from_elsewhere_or_far_too_large_is_refu
     with pytest.raises(UserError) as raised:
         load(stock_folder(str(tmp_path / "folder")))
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("door", "file", "changes"),
+    [
+        ("aya wide", "processor_config.json", {"img_size": 14}),
+        ("aya wide", "processor_config.json", {"downsample_factor": 1}),
+        ("idefics3 chat", "processor_config.json", {"image_seq_len": 9}),
+        ("internvl last", "processor_config.json", {"image_seq_length": 5}),
+        ("perception", "config.json", {"projector_pooling_ratio": 3}),
+        ("perception", "config.json", {"vision_use_cls_token": False}),
+        ("perception", "processor_config.json", {"pooling_ratio": 1}),
+        ("perception", "preprocessor_config.json", {"tile_size": 56}),
+    ],
+)
+def test_a_wrong_number_that_only_an_answer_tells_is_one_line_that_names_the_folder(
+    make, tmp_path, door, file, changes
+):
+    folder = shutil.copytree(make(door).folder, tmp_path / "folder")
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
+    with pytest.raises(UserError, match=f"^{folder} cannot be used "):
+        generate(folder, Image.new("RGB", (28, 28), (200, 90, 30)), "What?", max_new_tokens=2)
+
+
+def test_an_encoder_whose_rotary_frequencies_are_learnt_is_exported(make):
+    made = make("perception rope")
+    found = compared(made.checkpoint, made.folder, made.exported, torch.float32, 8)
+    assert found.difference <= 1e-5 * max(1.0, found.largest)
 
 
 def test_a_picture_that_idefics3_would_take_for_none_is_refused(make, encoders, tmp_path):

@@ -1,0 +1,137 @@
+"""What a Hugging Face folder that a stranger made may ask of transformers, before that reads its config.json.
+
+Its files choose what is made and how large: of classes those that a door's folders have, of sizes what their weights
+bear out. Nothing is loaded from elsewhere, and no memory is taken for what is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
+from mmtrain.pretrained.doors import TIMM
+from mmtrain.pretrained.encoders import FAMILIES
+from mmtrain.pretrained.families import check_llm_numbers
+from mmtrain.pretrained.model_files import Shape, foreign_files, is_whole, read_json, tensor_shapes
+from mmtrain.pretrained.vision_files import check_vision_numbers, hf_facts
+
+if TYPE_CHECKING:
+    from mmtrain.exporting.doors import StockDoor
+
+CONNECTOR_BOUNDS = {
+    **dict.fromkeys(("scale_factor", "downsample_factor", "projector_pooling_ratio"), (1, 64)),
+    "downsample_ratio": (1 / 64, 1),
+}  # keys of a class's config.json that say how many patches become one position
+PROCESSOR_BOUNDS = {
+    **dict.fromkeys(("patch_size", "downsample_factor", "pooling_ratio"), (1, 100)),
+    **dict.fromkeys(("num_additional_image_tokens", "min_patches"), (0, 100)),
+    **dict.fromkeys(("max_patches", "max_num_tiles"), (1, 100)),
+    **dict.fromkeys(("image_seq_len", "image_seq_length"), (1, 100_000)),
+}
+SMALLEST_TILE = 16  # pixels; an image of the longest side is then cut into 65,536 of them
+LONGEST_SIDE = 4_096  # pixels of a picture for the encoder; the largest take 1,540
+PARTS_OF_LLMS = {"attn_config", "ffn_config"}  # parts in a config of an LLM alone
+
+
+def check_numbers(folder: Path, shapes: dict[str, Shape]) -> None:
+    """Raise UserError for sizes in a folder's files that no model of these tensors has: they cost memory."""
+    config = read_json(folder / "config.json")
+    text, vision = config.get("text_config", {}), hf_facts({"vision_config": {}} | config, str(folder))
+    if not isinstance(text, dict):
+        raise UserError(f"{folder}: text_config in config.json is no object; download the file again")
+    for part in (config, text):
+        check_llm_numbers(part)
+    largest = max((side for shape in shapes.values() for side in shape), default=0)
+    for part in (text, vision):
+        if (part.get("num_hidden_layers") or 0) > len(shapes):
+            layers = part["num_hidden_layers"]
+            raise UserError(f"{folder}: config.json says {layers} layers, but has {len(shapes)} tensors")
+        for key in ("hidden_size", "intermediate_size", "vocab_size"):
+            width = part.get(key)
+            if type(width) is int and width > largest:
+                raise UserError(f"{folder}: config.json says {key} {width}, but no tensor is wider than {largest:,}")
+    for key, (least, most) in CONNECTOR_BOUNDS.items():
+        if (value := config.get(key)) is not None and not (type(value) in (int, float) and least <= value <= most):
+            shown = shortened(repr(value))
+            raise UserError(f"{folder}: config.json says {key} {shown}; needed is a number from {least} to {most:,}")
+    factor = max(config.get("scale_factor") or 1, config.get("downsample_factor") or 1)
+    shuffled = (vision.get("hidden_size") or 1) * max(factor, 1 / (config.get("downsample_ratio") or 1)) ** 2
+    if shuffled > largest:
+        raise UserError(
+            f"{folder}: config.json joins {shuffled:,.0f} features, but no tensor is wider than {largest:,}"
+        )
+    if (inner := config.get("alignment_intermediate_size")) is not None and not is_whole(inner, 2, largest):
+        shown = shortened(repr(inner))
+        raise UserError(f"{folder}: config.json says alignment_intermediate_size {shown}, which no tensor has")
+    for name in ("processor_config.json", "preprocessor_config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            for part in (content, content.get("image_processor")):
+                _check_processor(part if isinstance(part, dict) else {}, folder / name)
+
+
+def _check_processor(settings: dict, file: Path | str) -> None:
+    for key in ("size", "crop_size", "pad_size", "img_size", "tile_size", "max_image_size"):
+        sides = settings.get(key)
+        sides = list(sides.values()) if isinstance(sides, dict) else sides if isinstance(sides, list) else [sides]
+        least = SMALLEST_TILE if key == "max_image_size" else 1
+        if not all(side is None or is_whole(side, least, LONGEST_SIDE) for side in sides):
+            needed = f"needed are pixels, at least {least} and at most {LONGEST_SIDE:,}"
+            raise UserError(f"{file}: {key} is {shortened(repr(settings[key]))}; {needed}")
+    for key, (least, most) in PROCESSOR_BOUNDS.items():
+        value = settings.get(key)
+        sides = value.values() if isinstance(value, dict) else [value]
+        if not all(side is None or is_whole(side, least, most) for side in sides):
+            raise UserError(f"{file}: {key} is {shortened(repr(value))}; needed is a whole number up to {most:,}")
+
+
+def check_parts(door: StockDoor, config: dict[str, Any], folder: Path) -> None:
+    """Raise UserError for parts in config.json that no folder of a door's class has.
+
+    transformers makes whatever model_type says, and some types load their own parts from a hub id, or from any file.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from mmtrain.model.vision import model_class
+
+    taken = [family for family in FAMILIES.values() if not door.facts.encoders or family.model in door.facts.encoders]
+    encoders = {*door.facts.own_encoders, *(model_class(family).config_class.model_type for family in taken)}
+    vision, text = (config.get(part, {}).get("model_type") for part in ("vision_config", "text_config"))
+    if vision is not None and vision not in sorted(encoders):  # not in the set: it may be a list
+        shown = f"vision_config of model_type {shortened(repr(vision))}; {door.class_name} takes"
+        raise UserError(f"{folder}: config.json has a {shown} {', '.join(sorted(encoders))}")
+    causal = text is None or (text in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) and text in transformers.CONFIG_MAPPING)
+    if not causal or (text and transformers.CONFIG_MAPPING[text].sub_configs.keys() - PARTS_OF_LLMS):
+        shown = f"text_config of model_type {shortened(repr(text))}"
+        raise UserError(f"{folder}: config.json has a {shown}, which is no LLM alone; needed is one, as llama")
+    if TIMM in door.facts.encoders:
+        _check_timm(config.get("vision_config") or {}, folder)
+
+
+def _check_timm(vision: dict[str, Any], folder: Path) -> None:
+    """Raise UserError for an encoder that timm would load from elsewhere, or that is larger than the folder's tensors.
+
+    transformers passes the arguments on as they are, and timm reads a file that they name.
+    """
+    import timm
+    import torch
+
+    source = f"{folder}: vision_config in config.json"
+    architecture, arguments = vision.get("architecture"), vision.get("model_args") or {}
+    if not isinstance(architecture, str) or ":" in architecture or not timm.is_model(architecture):
+        raise UserError(f"{source}: architecture {shortened(repr(architecture))} is no model of timm's")
+    if not isinstance(arguments, dict) or inspect.signature(timm.create_model).parameters.keys() & arguments.keys():
+        raise UserError(f"{source}: model_args {shortened(repr(arguments))}; needed are sizes of {architecture}")
+    check_vision_numbers(arguments, source)
+    _check_processor(arguments, source)
+    with foreign_files(source), torch.device("meta"):
+        model = timm.create_model(architecture, pretrained=False, num_classes=0, **arguments)
+    asked = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))  # rotary tables may be huge
+    stored = sum(map(math.prod, (tensor_shapes(folder) or {}).values()))
+    if asked > stored:
+        raise UserError(f"{source}: asks for an encoder of {asked:,} numbers, but the folder's weights have {stored:,}")
