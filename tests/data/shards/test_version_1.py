@@ -89,7 +89,8 @@ def test_a_survey_of_it_says_which_sizes_it_shows(tar, logged):
     assert read_columns(tar).sideways is None
     assert survey([tar]).image_sizes.tolist() == [[9, 5], [7, 3], [4, 4], [6, 2], [8, 3], [3, 2]]
     assert logged == [
-        "indexes of version 1: 1; the sizes of their images are as stored, not as EXIF turns them (see mmtrain index)"
+        "indexes of version 1: 1; the sizes of their images are as stored, not as EXIF turns them; bring them up to "
+        "date: mmtrain index --tokenizer PATH --template NAME SHARDS"
     ]
     logged.clear()
     build_indexes([tar], "demo:llm", "chat", workers=1)
@@ -110,3 +111,9 @@ def test_one_that_names_images_which_are_none_keeps_their_sizes(tar):
     build_indexes([tar], "demo:llm", "chat", workers=1)
     found = read_index(tar)
     assert (found.image_sizes[1], found.image_sizes[6]) == (((9, 5),), ((3, 2), (9, 5)))
+
+
+def test_a_run_that_has_to_complete_it_says_that_its_images_are_read_again(tar, logged):
+    ensure_indexes([tar], "demo:llm", "plain", workers=1)
+    assert logged[0].startswith("indexes of version 1: 1; their shards' images are read for the sizes")
+    assert read_columns(tar).sideways is not None
