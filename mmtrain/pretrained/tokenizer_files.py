@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -139,13 +139,18 @@ def refuse_missing_chat_template(config: RunConfig) -> None:
 
 def refuse_missing_marks(config: RunConfig) -> None:
     """Raises UserError for a layout of images whose texts the LLM's tokenizer has no tokens for."""
-    vision = config.model.vision
-    if lacking := lacking_marks(config.model, vision.layout):
-        raise UserError(
-            f"model.vision.layout: {vision.layout} writes {' and '.join(lacking)} around each image, and the tokenizer "
-            f"of {config.model.llm.path} has no such tokens; take an LLM that was trained with them, or set "
-            "model.vision.layout=square"
-        )
+    layout = config.model.vision.layout
+    if lacking := lacking_marks(config.model, layout):
+        raise missing_marks(layout, lacking, config.model.llm.path)
+
+
+def missing_marks(layout: str, lacking: Sequence[str], tokenizer: str) -> UserError:
+    """The error for a tokenizer without tokens of its own for texts around images: their frozen rows mean nothing."""
+    return UserError(
+        f"model.vision.layout: {layout} writes {' and '.join(dict.fromkeys(lacking))} around each image, and the "
+        f"tokenizer of {tokenizer} has no such tokens, so that the LLM was never trained on them; take an LLM that "
+        "was, or set model.vision.layout=square"
+    )
 
 
 def lacking_marks(model: ModelSection, layout: str) -> list[str]:

@@ -24,7 +24,7 @@ from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.pretrained.layouts import ImageLayout, marks_around
 from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
-from mmtrain.pretrained.tokenizer_files import panics_told, refuse_growing_rules, text_fingerprint
+from mmtrain.pretrained.tokenizer_files import missing_marks, panics_told, refuse_growing_rules, text_fingerprint
 
 
 class PlainTemplate:
@@ -197,18 +197,10 @@ def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str
 
 
 def _tokens_around(tokenizer: PreTrainedTokenizerBase, layout: ImageLayout) -> tuple[list[int], list[int]]:
-    """Tokens of the texts that the layout writes before and behind an image.
-
-    Raises UserError for a tokenizer that has no tokens of its own for them: their rows of the embedding, which is
-    frozen, would mean nothing.
-    """
+    """Tokens of the texts that the layout writes before and behind an image; raises `missing_marks`."""
     marks = marks_around(layout.name)
     if lacking := [mark for text in marks for mark in text if mark not in tokenizer.added_tokens_encoder]:
-        raise UserError(
-            f"model.vision.layout: {layout.name} writes {' and '.join(dict.fromkeys(lacking))} around each image, and "
-            f"the tokenizer of {tokenizer.name_or_path} has no such tokens, so that the LLM was never trained on them; "
-            "take an LLM that was, or set model.vision.layout=square"
-        )
+        raise missing_marks(layout.name, lacking, tokenizer.name_or_path)
     before, after = (tokenizer.convert_tokens_to_ids(text) for text in marks)
     return before, after
 
