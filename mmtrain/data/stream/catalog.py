@@ -174,9 +174,8 @@ class Catalog:
 
     def _positions(self, index: IndexColumns) -> np.ndarray:
         """(samples,) int64 positions that the images of each sample take."""
-        sizes, of_image = np.unique(index.image_sizes, axis=0, return_inverse=True)
-        of_size = np.array([self.layout.positions(*size) for size in sizes.tolist()], np.int64)
-        before = np.concatenate([[0], of_size[of_image.reshape(-1)].cumsum()])
+        of_image = [self.layout.positions(width, height) for width, height in index.image_sizes.tolist()]
+        before = np.concatenate([[0], np.cumsum(of_image, dtype=np.int64)])
         return before[index.first_image[1:]] - before[index.first_image[:-1]]
 
     def __len__(self) -> int:
