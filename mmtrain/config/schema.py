@@ -7,29 +7,14 @@ Messages, overrides, resuming, calibrations and `mmtrain.load_config` read it fr
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from mmtrain.config.keys import BeforeItCame, Fixed, Free, InsteadOf, Kept, Measured, RenamedFrom
 from mmtrain.config.limits import MAX_IMAGE_PIXELS, MAX_LAYERS
+from mmtrain.config.section import Float, Section, wrong_together
 
-
-def _exponent_number(value: Any) -> Any:
-    # YAML 1.1 reads 1e-3 as text (it wants 1.0e-3), which is how everybody writes a learning rate.
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
-    return value
-
-
-def _wrong_together(message: str) -> PydanticCustomError:
-    return PydanticCustomError("cross_field", "{message}", {"message": message})
-
-
-Float = Annotated[float, BeforeValidator(_exponent_number)]
 Decay = Annotated[Float, Field(ge=0, lt=1)]
 Fraction = Annotated[Float, Field(gt=0, lt=1)]
 # Upper bounds are there so that a slip, or a file from somebody else, is an error and not memory or hours: what a plan,
@@ -41,40 +26,6 @@ MAX_MICROBATCHES = 32_768  # of a step, times pipeline ranks; the plan simulates
 LayerIndex = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 Dtype = Literal["float32", "bfloat16"]
 Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
-
-
-class Section(BaseModel):
-    """A group of keys: unknown keys are errors, no silent conversions, values cannot change after loading."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    def changed(self, changes: Mapping[str, Any]) -> Self:
-        """The section with other values at these dotted keys, which are not checked."""
-        section = self
-        for key, value in changes.items():
-            name, _, below = key.partition(".")
-            new = getattr(section, name).changed({below: value}) if below else value
-            section = section.model_copy(update={name: new})
-        return section
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_a_section_without_keys(cls, content: Any) -> Any:
-        return {} if content is None else content  # `train:` with all its keys commented out
-
-    @model_validator(mode="after")
-    def _of_alternatives_one_is_set(self) -> Self:
-        for name, mark in ((n, mark) for n, field in type(self).model_fields.items() for mark in field.metadata):
-            if isinstance(mark, InsteadOf):
-                section, other = mark.key.split(".")
-                set_keys = sum(getattr(self, key) is not None for key in (name, other))
-                if mark.is_needed and set_keys != 1:
-                    raise _wrong_together(f"{mark.key}: set exactly one of {mark.key} and {section}.{name}")
-                if set_keys == 2:
-                    raise _wrong_together(f"{section}.{name}: set either it or {mark.key}, not both")
-        return self
 
 
 class RunSection(Section):
@@ -112,7 +63,7 @@ class VisionSection(Section):
     @model_validator(mode="after")
     def _last_norm_is_behind_the_last_block(self) -> Self:
         if self.final_norm and self.select_layer != -1:
-            raise _wrong_together(
+            raise wrong_together(
                 f"model.vision.final_norm: the norm stands behind the last block, and model.vision.select_layer is "
                 f"{self.select_layer}; set it to -1, or leave final_norm out"
             )
@@ -181,7 +132,7 @@ class ParallelSection(Section):
     def _lists_fit_the_pipeline(self) -> Self:
         cuts, stages_per_rank = self.boundaries, self.stages_per_rank
         if self.pipeline == 1 and stages_per_rank != "auto" and stages_per_rank > 1:
-            raise _wrong_together(
+            raise wrong_together(
                 f"parallel.stages_per_rank: {stages_per_rank} stages on one rank; with parallel.pipeline 1 there is "
                 "nothing to interleave: leave it out"
             )
@@ -191,17 +142,17 @@ class ParallelSection(Section):
             if wrong or (stages_per_rank != "auto" and stages != self.pipeline * stages_per_rank):
                 also = f" and stages_per_rank {stages_per_rank}" if stages_per_rank not in ("auto", 1) else ""
                 needed = self.pipeline * (1 if stages_per_rank == "auto" else stages_per_rank) - 1
-                raise _wrong_together(
+                raise wrong_together(
                     f"parallel.boundaries: {list(cuts)} has {len(cuts)} entries; parallel.pipeline {self.pipeline}"
                     f"{also} needs {needed}, the first decoder layer of every stage but the first"
                 )
         if cuts is not None and any(later <= earlier for earlier, later in itertools.pairwise(cuts)):
-            raise _wrong_together(
+            raise wrong_together(
                 f"parallel.boundaries: {list(cuts)} must increase strictly: every stage needs a decoder layer"
             )
         counts = self.recompute_layers
         if isinstance(counts, tuple) and len(counts) != self.pipeline:
-            raise _wrong_together(
+            raise wrong_together(
                 f"parallel.recompute_layers: {list(counts)} has {len(counts)} entries; parallel.pipeline "
                 f"{self.pipeline} needs {self.pipeline}, one per pipeline rank (or one number for all)"
             )
@@ -264,10 +215,10 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _data_sets_are_told_apart(self) -> Self:
         if self.sets == ():
-            raise _wrong_together("data.sets: the list is empty; name at least one data set")
+            raise wrong_together("data.sets: the list is empty; name at least one data set")
         names = [one.name for one in self.sets or ()]
         if len(set(names)) < len(names):
-            raise _wrong_together(f"data.sets: names must differ; they are {', '.join(names)}")
+            raise wrong_together(f"data.sets: names must differ; they are {', '.join(names)}")
         return self
 
 
@@ -288,21 +239,51 @@ class TrainSection(Section):
     equal to rounding. Runs on a CPU give the same bits either way"""
 
 
+class OptimizerGroupSection(Section):
+    match: Kept[tuple[str, ...]] = Field(min_length=1, max_length=100)
+    """name patterns of what trains, as in model.trainable, e.g. [projector] or [llm.layers.*.lora_*]"""
+    lr: Kept[Annotated[Float, Field(ge=0)] | None] = None
+    """peak learning rate of these; null: optimizer.lr"""
+    weight_decay: Kept[Annotated[Float, Field(ge=0)] | None] = None
+    """weight decay of these; null: optimizer.weight_decay"""
+
+
 class OptimizerSection(Section):
     lr: Kept[Float] = Field(1e-3, ge=0)
     """peak learning rate"""
+    groups: Kept[tuple[OptimizerGroupSection, ...]] = Field((), max_length=100)
+    """parts that train at rates of their own, e.g. [{match: [projector], lr: 2e-5}]; all else trains at optimizer.lr"""
     betas: Kept[tuple[Decay, Decay]] = (0.9, 0.999)
     """AdamW's decay rates"""
     eps: Kept[Float] = Field(1e-8, gt=0)
     """AdamW's epsilon"""
     weight_decay: Kept[Float] = Field(0.0, ge=0)
     """AdamW's decoupled weight decay"""
+    schedule: Kept[Literal["cosine", "linear", "constant", "wsd"]] = "cosine"
+    """what the learning rate, every group's alike, does after the warm-up. cosine, linear: falls to the end; constant:
+    stays; wsd: stays, then falls linearly over the last decay_fraction of the steps"""
     warmup_fraction: Kept[Float] = Field(0.03, ge=0, le=1)
     """share of steps of linear warm-up"""
+    decay_fraction: Kept[Float] = Field(0.1, gt=0, le=1)
+    """share of steps over which wsd falls; other schedules do not use it"""
     min_lr_fraction: Kept[Float] = Field(0.0, ge=0, le=1)
-    """end of the cosine, times lr"""
+    """what the learning rate falls to, times lr"""
     clip_norm: Kept[Annotated[Float, Field(gt=0)] | None] = 1.0
     """global gradient norm limit; null: none"""
+
+    @model_validator(mode="after")
+    def _groups_and_phases_make_sense(self) -> Self:
+        for number, group in enumerate(self.groups):
+            if group.lr is None and group.weight_decay is None:
+                raise wrong_together(
+                    f"optimizer.groups.{number}: sets neither lr nor weight_decay; set one, or leave the group out"
+                )
+        if self.schedule == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
+            raise wrong_together(
+                f"optimizer.decay_fraction: {self.decay_fraction} and optimizer.warmup_fraction {self.warmup_fraction} "
+                "are more than all steps together; they may add up to 1"
+            )
+        return self
 
 
 class EvalSection(Section):
@@ -366,18 +347,18 @@ class RunConfig(Section):
         if packs % unit:
             below = packs // unit * unit
             nearest = f"{below} or {below + unit}" if below else str(unit)
-            raise _wrong_together(
+            raise wrong_together(
                 f"train.packs_per_step: {packs} does not divide by parallel.data x train.packs_per_microbatch = "
                 f"{data} x {per_microbatch} = {unit}; nearest that does: {nearest}"
             )
         pipeline = self.parallel.pipeline
         if pipeline * data > MAX_RANKS:
-            raise _wrong_together(
+            raise wrong_together(
                 f"parallel.data: {data} x parallel.pipeline {pipeline} are {pipeline * data:,} ranks; at most "
                 f"{MAX_RANKS:,}"
             )
         if packs // unit * pipeline > MAX_MICROBATCHES:
-            raise _wrong_together(
+            raise wrong_together(
                 f"train.packs_per_step: {packs // unit:,} micro-batches a step on each of {pipeline} pipeline ranks; "
                 f"together at most {MAX_MICROBATCHES:,}: fewer packs, or more train.packs_per_microbatch or "
                 "parallel.data"

@@ -225,6 +225,19 @@ def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
         ("optimizer.lr=.inf", "optimizer.lr: inf is not allowed; needs a number >= 0"),
         ("optimizer.warmup_fraction=2", "optimizer.warmup_fraction: 2 is not allowed; needs a number >= 0 and <= 1 ("),
         ("optimizer.clip_norm=0", "optimizer.clip_norm: 0 is not allowed; needs a number > 0 or null (global gradient"),
+        (
+            "optimizer.schedule=step",
+            "optimizer.schedule: 'step' is not allowed; needs one of cosine, linear, const",
+        ),
+        (
+            "optimizer.groups=[3]",
+            "optimizer.groups: [3] is not allowed; needs a list of sections with the keys match",
+        ),
+        (
+            "optimizer.groups=[{match: [projector], lr: fast}]",
+            "optimizer.groups.0.lr: 'fast' is not allowed; needs a number >= 0 or null (peak learning rate of these",
+        ),
+        ("optimizer.groups=[{match: [a]}]", "optimizer.groups.0: sets neither lr nor weight_decay; set one, or leave"),
         ("optimizer.betas=[0.9]", "optimizer.betas: [0.9] is not allowed; needs a list of 2 numbers >= 0 and < 1 ("),
         (
             "model.trainable=llm.head",

@@ -1,0 +1,61 @@
+"""What every section of a configuration is: strict, frozen, with checks that concern several of its keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+from mmtrain.config.keys import InsteadOf
+
+
+def _exponent_number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-3 as text (it wants 1.0e-3), which is how everybody writes a learning rate.
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
+def wrong_together(message: str) -> PydanticCustomError:
+    """What a validator raises of values that do not go together; `message` names the keys and the remedy."""
+    return PydanticCustomError("cross_field", "{message}", {"message": message})
+
+
+Float = Annotated[float, BeforeValidator(_exponent_number)]
+
+
+class Section(BaseModel):
+    """A group of keys: unknown keys are errors, no silent conversions, values cannot change after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """The section with other values at these dotted keys, which are not checked."""
+        section = self
+        for key, value in changes.items():
+            name, _, below = key.partition(".")
+            new = getattr(section, name).changed({below: value}) if below else value
+            section = section.model_copy(update={name: new})
+        return section
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_a_section_without_keys(cls, content: Any) -> Any:
+        return {} if content is None else content  # `train:` with all its keys commented out
+
+    @model_validator(mode="after")
+    def _of_alternatives_one_is_set(self) -> Self:
+        for name, mark in ((n, mark) for n, field in type(self).model_fields.items() for mark in field.metadata):
+            if isinstance(mark, InsteadOf):
+                section, other = mark.key.split(".")
+                set_keys = sum(getattr(self, key) is not None for key in (name, other))
+                if mark.is_needed and set_keys != 1:
+                    raise wrong_together(f"{mark.key}: set exactly one of {mark.key} and {section}.{name}")
+                if set_keys == 2:
+                    raise wrong_together(f"{section}.{name}: set either it or {mark.key}, not both")
+        return self
