@@ -19,7 +19,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import parse_line, recorded
 from mmtrain.checkpoint.run_folder import CONFIG, METRICS, PLAN, contents_of_a_run, run_folder
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, find, find_newest, newest, step_folders
-from mmtrain.config.keys import BeforeItCame, OnResume, all_fields, declared_path, marked
+from mmtrain.config.keys import BeforeItCame, OnResume, all_fields, declared_path, marked, section_of
 from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig
 
@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 AUTO, NEVER = "auto", "never"  # what --resume takes besides a path
 
 ON_RESUME = marked(RunConfig, OnResume)
+OPTIONAL_SECTIONS = {".".join(p) for p, f in all_fields(RunConfig) if p in ON_RESUME and section_of(f.annotation)}
 BEFORE_IT_CAME = {".".join(path): mark.value for path, mark in marked(RunConfig, BeforeItCame).items()}
 
 
@@ -208,9 +209,11 @@ def _allows(name: str, key: str) -> bool:
 
 
 def _flat(value: Any, *path: str) -> dict[str, Any]:
-    """Values by dotted key; the elements of a list of sections by their number."""
+    """Values by dotted key; the elements of a list of sections by their number, a section that may be null as set."""
+    own = ".".join(path)
     if isinstance(value, list) and value and isinstance(value[0], dict):
         value = dict(enumerate(value))
     if not isinstance(value, dict):
-        return {".".join(path): value}
-    return {key: leaf for name, inner in value.items() for key, leaf in _flat(inner, *path, str(name)).items()}
+        return {own: value}
+    leaves = {own: "set"} if own in OPTIONAL_SECTIONS else {}
+    return leaves | {key: leaf for name, inner in value.items() for key, leaf in _flat(inner, *path, str(name)).items()}

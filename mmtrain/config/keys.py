@@ -10,6 +10,7 @@ BeforeItCame: what mmtrain did when it had no such key.
 from __future__ import annotations
 
 import enum
+import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,8 +87,17 @@ def all_fields(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class that a field declares, None for a plain value."""
+    """The section class that a field declares, also one that may be null; None for a plain value."""
+    if is_optional(annotation):
+        annotation, *others = (kind for kind in typing.get_args(annotation) if kind is not types.NoneType)
+        annotation = None if others else annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def is_optional(annotation: Any) -> bool:
+    """Whether a field may be null."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return is_union and types.NoneType in typing.get_args(annotation)
 
 
 def _element_section(annotation: Any) -> type[BaseModel] | None:

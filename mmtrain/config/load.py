@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
-from mmtrain.config.keys import BeforeItCame, InsteadOf, RenamedFrom, all_fields, marked, section_of
+from mmtrain.config.keys import BeforeItCame, InsteadOf, RenamedFrom, all_fields, is_optional, marked, section_of
 from mmtrain.config.problems import explain
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import parse_yaml, read_yaml
@@ -98,8 +97,10 @@ def _apply(content: dict[str, Any], override: str) -> None:
     if not equals or not all(path):
         raise UserError(f"override {override!r}: needs the form key.sub=value, e.g. optimizer.lr=1e-3")
     field = dict(all_fields(RunConfig)).get(path)
-    if field is not None and section_of(field.annotation) is not None:
-        raise UserError(f"override {override!r}: {key} is a section; set one of its keys, e.g. optimizer.lr=1e-3")
+    is_null = field is not None and text == "null" and is_optional(field.annotation)
+    if field is not None and section_of(field.annotation) is not None and not is_null:
+        choices = "one of its keys, e.g. optimizer.lr=1e-3" + ", or null" * is_optional(field.annotation)
+        raise UserError(f"override {override!r}: {key} is a section; set {choices}")
     for part in path[:-1]:
         if content.get(part) is None:
             content[part] = {}
@@ -108,7 +109,6 @@ def _apply(content: dict[str, Any], override: str) -> None:
         content = content[part]
     # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML alias.
     kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
-    is_null = text == "null" and types.NoneType in kinds
     is_text = str in kinds and not is_null and not text.startswith(("[", '"', "'"))
     content[path[-1]] = text if is_text else parse_yaml(text, shortened(f"override {override!r}"))
 

@@ -99,7 +99,7 @@ def _required(path: Path, fields: dict[Path, FieldInfo]) -> list[Path]:
         if candidate[: len(path)] == path
         and ELEMENT not in candidate[len(path) :]
         and section_of(field.annotation) is None
-        and field.is_required()
+        and all(fields[candidate[:length]].is_required() for length in range(len(path), len(candidate) + 1))
     ]
     return below or [path]
 
@@ -122,14 +122,14 @@ def _shown(value: Any) -> str:
 
 def _allowed(annotation: Any, metadata: Sequence[Any]) -> str:
     """What a key may hold, from its declaration: `an integer >= 1`, `one of float32, bfloat16, or null`."""
-    if (section := section_of(annotation)) is not None:
-        return f"a section with the keys {', '.join(section.model_fields)}"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _allowed(arguments[0], [*arguments[1:], *metadata])
     if origin in (typing.Union, types.UnionType):
         choices = [_allowed(argument, []) for argument in arguments]
         return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    if (section := section_of(annotation)) is not None:
+        return f"a section with the keys {', '.join(section.model_fields)}"
     if origin is Literal:
         known = list(map(str, arguments))
         return known[0] if len(known) == 1 else f"one of {', '.join(known)}"

@@ -48,7 +48,8 @@ class LlmSection(Section):
 
 class VisionSection(Section):
     name: Free[str]
-    """timm model name, or a folder holding a timm or Hugging Face vision model"""
+    """timm model name, or a folder holding a timm or Hugging Face vision model; model.vision: null trains on text
+    alone"""
     select_layer: Kept[int] = Field(-2, le=-1)
     """which encoder block's output feeds the projector: -1 the last, -2 (LLaVA) the one before"""
     final_norm: Kept[bool] = False
@@ -88,10 +89,32 @@ class ProjectorSection(Section):
 
 class ModelSection(Section):
     llm: LlmSection
-    vision: VisionSection
+    vision: Fixed[VisionSection | None]
+    """the vision encoder; null: none, and no projector: text alone"""
     projector: ProjectorSection = ProjectorSection()
     trainable: Fixed[Measured[tuple[str, ...]]] = Field(("projector",), min_length=1, max_length=1000)
     """name patterns of what trains, e.g. projector, llm.layers.31, llm.layers.*.mlp.*, llm.head"""
+
+    @property
+    def vision_dtype(self) -> Dtype:
+        """Storage and compute type of the encoder."""
+        return (self.vision and self.vision.dtype) or self.llm.dtype
+
+    @model_validator(mode="after")
+    def _text_alone_has_nothing_before_the_llm(self) -> Self:
+        if self.vision is not None:
+            return self
+        if self.projector != ProjectorSection():
+            raise wrong_together(
+                "model.projector: model.vision is null, and without an encoder there is nothing to project: leave "
+                "model.projector out, or name an encoder in model.vision"
+            )
+        if absent := [one for one in self.trainable if one.partition(".")[0] in ("projector", "vision")]:
+            raise wrong_together(
+                f"model.trainable: {', '.join(absent)}, but model.vision is null, so that there is no encoder and no "
+                "projector; name what of the LLM trains, e.g. [llm.layers.31, llm.head]"
+            )
+        return self
 
 
 class ParallelSection(Section):
@@ -184,6 +207,9 @@ class DataSection(Section):
     template: Kept[Literal["plain", "chat"]] = "plain"
     """how a conversation becomes tokens. plain (LLaVA's stage 1): images, then the one answer, the question dropped;
     chat: all turns through the model's own chat template, every answer supervised"""
+    images: Kept[Literal["require", "strip"]] = "require"
+    """what a text run (model.vision: null) does with samples that have images. require: they need an encoder, and are
+    quarantined; strip: their text is trained on, without its <image> marks"""
     overlong: Kept[Literal["skip", "refuse"]] = "skip"
     """what to do with a sample that does not fit into a pack; skipped ones are counted"""
     image_fit: Kept[Literal["pad", "resize", "center_crop"]] = "pad"
@@ -339,6 +365,20 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     export: ExportSection = ExportSection()
+
+    @model_validator(mode="after")
+    def _text_alone_is_told_what_to_do_with_images(self) -> Self:
+        if self.model.vision is not None and self.data.images == "strip":
+            raise wrong_together(
+                "data.images: strip takes images out of the data, but model.vision has an encoder, which then sees "
+                "none; leave it out, or set model.vision=null"
+            )
+        if self.model.vision is None and self.data.template == "plain":
+            raise wrong_together(
+                "data.template: plain is for captions: it drops questions, which images stand for, and model.vision is "
+                "null; set data.template=chat"
+            )
+        return self
 
     @model_validator(mode="after")
     def _steps_divide_into_microbatches(self) -> Self:

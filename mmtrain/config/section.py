@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from mmtrain.config.keys import InsteadOf
+from mmtrain.config.keys import InsteadOf, Path
 
 
 def _exponent_number(value: Any) -> Any:
@@ -34,13 +35,19 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    def value_at(self, path: Path) -> Any:
+        """The value of a key; None below a section that is null."""
+        return functools.reduce(lambda section, name: section and getattr(section, name), path, self)
+
     def changed(self, changes: Mapping[str, Any]) -> Self:
-        """The section with other values at these dotted keys, which are not checked."""
+        """The section with other values at these dotted keys, which are not checked; a section that is null stays."""
         section = self
         for key, value in changes.items():
             name, _, below = key.partition(".")
-            new = getattr(section, name).changed({below: value}) if below else value
-            section = section.model_copy(update={name: new})
+            if below:
+                inner = getattr(section, name)
+                value = inner and inner.changed({below: value})
+            section = section.model_copy(update={name: value})
         return section
 
     @model_validator(mode="before")

@@ -8,7 +8,6 @@ sizes of a micro-batch, versions. It says nothing of layouts: any cut, schedule 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import platform
@@ -147,7 +146,7 @@ def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
     shapes = [[p.name, *p.shape] for p in models.parameters]
     llm, vision = models.llm, models.vision
     facts = [shapes, vision.image_size, vision.blocks_run, vision.heads, llm.heads, llm.window, llm.experts_per_token]
-    dtypes = [config.model.llm.dtype, config.model.vision.dtype or config.model.llm.dtype]
+    dtypes = [config.model.llm.dtype, config.model.vision_dtype]
     if models.layout.positions_per_tile != vision.patches_per_image:  # pooling has no parameters that would tell
         facts.append(models.layout.positions_per_tile)
     return Key(
@@ -155,7 +154,7 @@ def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
         ranks=device.ranks,
         threads=device.threads,
         models=hashlib.sha256(json.dumps([*facts, dtypes]).encode()).hexdigest()[:16],
-        **{path[-1]: functools.reduce(getattr, path, config) for path in marked(RunConfig, EntersCalibration)},
+        **{path[-1]: config.value_at(path) for path in marked(RunConfig, EntersCalibration)},
         versions=tuple(f"{name} {_version(name)}" for name in PACKAGES),
     )
 

@@ -143,7 +143,7 @@ def workload(config: RunConfig, layout: ImageLayout) -> Workload:
 
 def run_costs(config: RunConfig, models: Models) -> RunCosts:
     """Costs of a micro-batch of the expected contents."""
-    llm, vision = config.model.llm.dtype, config.model.vision.dtype or config.model.llm.dtype
+    llm, vision = config.model.llm.dtype, config.model.vision_dtype
     work = workload(config, models.layout)
     return _LayerCosts(models, config.model.trainable, work, BYTES[llm], BYTES[vision]).costs()
 

@@ -249,6 +249,13 @@ def test_what_gives_a_checkpoint_its_meaning_cannot_be_allowed_to_change(tiny, u
     assert f"model.projector.init_from={step_path(undisturbed, LAST)}" in said
 
 
+def test_an_encoder_cannot_be_taken_from_a_run(tiny, undisturbed):
+    text = ("model.vision=null", "model.trainable=[llm.head]", "data.template=chat")
+    config = load_config(*config_of(tiny, undisturbed, *text))
+    with pytest.raises(UserError, match=r'\n  model\.vision: was "set", is now null\n'):
+        find_start(config, allowed=["model.vision", "data.template"])
+
+
 def test_how_a_run_runs_may_change_without_being_named(tiny, undisturbed):
     free = ("parallel.pipeline=4", "parallel.data=2", "parallel.timeout_seconds=99", "data.workers=0")
     free += ("checkpoint.keep_last=1", "checkpoint.keep_best=loss", "eval.every_steps=5", "data.ledger=false")

@@ -71,7 +71,8 @@ def test_a_dump_holds_every_key(minimal):
             continue
         value = dumped
         for part in path:
-            value = value[part]
+            if value is not None:  # a section that is null has no keys
+                value = value[part]
 
 
 def test_only_the_command_line_says_which_programs_may_run(minimal, tmp_path):
@@ -104,6 +105,44 @@ def test_every_key_says_whether_a_resumed_run_may_change_it():
     assert [path for path, _ in all_fields(RunConfig) if path in marked(RunConfig, OnResume)] == leaves
     for path, field in all_fields(RunConfig):
         assert sum(isinstance(mark, OnResume) for mark in field.metadata) == (path in leaves), path
+
+
+TEXT = ("model.vision=null", "model.trainable=[llm.head]", "data.template=chat")
+
+
+def test_a_section_may_be_null_and_comes_back_with_one_of_its_keys(minimal, tmp_path):
+    config = load_config(minimal, TEXT)
+    assert config.model.vision is None
+    file = written(tmp_path, dump_config(config))
+    assert load_config(file) == config
+    assert load_config(file, ["model.vision.name=another"]).model.vision.name == "another"
+    assert restore_config(config.model_dump(mode="json"), "state.json") == config
+    assert config.changed({"model.vision.dtype": "float32", "model.llm.dtype": "float32"}).model.vision is None
+    assert problems(minimal, "model.vision=7")[0].endswith(
+        "is a section; set one of its keys, e.g. optimizer.lr=1e-3, or null"
+    )
+    written(tmp_path, MINIMAL.replace("{name: some_vit}", "7"))
+    (problem,) = problems(file)[1:]
+    assert (
+        problem.startswith("model.vision: 7 is not allowed; needs a section with the keys name, ")
+        and " or null" in problem
+    )
+    written(tmp_path, MINIMAL.replace("  vision: {name: some_vit}\n", ""))
+    assert "model.vision: null trains on text alone" in problems(file)[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("model.vision=null", "data.template=chat"), "model.trainable: projector, but model.vision is null"),
+        ((*TEXT, "model.trainable=[vision.*, llm.head]"), "model.trainable: vision.*, but model.vision is null"),
+        ((*TEXT, "model.projector.type=linear"), "model.projector: model.vision is null"),
+        ((*TEXT, "data.template=plain"), "data.template: plain is for captions"),
+        (("data.images=strip",), "data.images: strip takes images out of the data"),
+    ],
+)
+def test_without_an_encoder_nothing_may_speak_of_images(minimal, overrides, said):
+    assert problems(minimal, *overrides)[1].startswith(said)
 
 
 def test_a_key_stands_instead_of_another_of_its_section():
