@@ -22,7 +22,8 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from mmtrain.config.schema import ProjectorSection, RunConfig
+from mmtrain.config.model import ProjectorSection
+from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit

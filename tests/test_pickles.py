@@ -23,7 +23,7 @@ from transformers import CLIPVisionConfig
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import ProjectorSection
+from mmtrain.config.model import ProjectorSection
 from mmtrain.model.projector import read_projector
 from mmtrain.model.vision import load_vision
 

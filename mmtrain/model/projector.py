@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import ProjectorSection
+from mmtrain.config.model import ProjectorSection
 from mmtrain.model.projector_files import KEY, ProjectorFiles, find_projector, local_names, refuse_unfit
 from mmtrain.model.weights import open_tensors, read_pickled, tensor_files
 from mmtrain.pretrained import connectors

@@ -23,7 +23,8 @@ from pathlib import Path
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.checkpoint.step_folder import MANIFEST, TENSORS, StepFolder, find, names_checkpoint
-from mmtrain.config.schema import ProjectorSection, RunConfig
+from mmtrain.config.model import ProjectorSection
+from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.connectors import CONNECTORS, Swiglu, connector, connector_parameters, reduction
 from mmtrain.pretrained.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
 from mmtrain.pretrained.shapes import llm_shape, vision_shape

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import ModelSection, ProjectorSection
+from mmtrain.config.model import ModelSection, ProjectorSection
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.shapes import ParameterShape, vision_shape
 

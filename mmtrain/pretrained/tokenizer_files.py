@@ -21,7 +21,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import compact_json
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
-from mmtrain.config.schema import ModelSection, RunConfig
+from mmtrain.config.model import ModelSection
+from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.layouts import WRAPPERS, marks_around
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 

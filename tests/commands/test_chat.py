@@ -24,7 +24,7 @@ from mmtrain.__main__ import main
 from mmtrain.api.generate import Conversation, _streamer, load, read_image, stock_folder
 from mmtrain.base.printing import show_words
 from mmtrain.config.load import load_config
-from mmtrain.config.schema import ProjectorSection
+from mmtrain.config.model import ProjectorSection
 from mmtrain.data.stream.images import image_transform
 from mmtrain.model.projector import read_projector
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import new_step_folder, step_path
-from mmtrain.config.schema import ProjectorSection
+from mmtrain.config.model import ProjectorSection
 from mmtrain.model.projector import make_projector, read_projector
 from mmtrain.model.projector_files import find_projector, refuse_unfit_init_from
 from mmtrain.model.stage import build_stage

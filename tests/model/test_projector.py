@@ -21,7 +21,7 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from transformers.models.perception_lm.modeling_perception_lm import PerceptionLMMultiModalProjector
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import ProjectorSection
+from mmtrain.config.model import ProjectorSection
 from mmtrain.model.projector import Projector, make_projector
 from mmtrain.pretrained.connectors import Gelu, Linear, connector, connector_parameters
 

@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from mmtrain.config.schema import ProjectorSection, RunConfig
+from mmtrain.config.model import ProjectorSection
+from mmtrain.config.schema import RunConfig
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.last_layer import LastLayer, Rows
 from mmtrain.model.projector import make_projector

@@ -3,7 +3,7 @@
 import pytest
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import ModelSection
+from mmtrain.config.model import ModelSection
 from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder

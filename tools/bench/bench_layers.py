@@ -16,7 +16,7 @@ from bench_models import SELECT_LAYER, ModelSize
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from mmtrain.config.schema import ProjectorSection
+from mmtrain.config.model import ProjectorSection
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.model.projector import make_projector
 from mmtrain.model.vision import load_vision

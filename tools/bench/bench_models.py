@@ -27,7 +27,8 @@ from transformers import (
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.utils import logging as transformers_logging
 
-from mmtrain.config.schema import ProjectorSection, RunConfig
+from mmtrain.config.model import ProjectorSection
+from mmtrain.config.schema import RunConfig
 from mmtrain.model.projector import make_projector
 
 Decode = Callable[[bytes], torch.Tensor]

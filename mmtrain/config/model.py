@@ -1,0 +1,90 @@
+"""Keys of the models: what is frozen or trains, and where its files lie."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from mmtrain.config.keys import Fixed, Free, Kept, Measured
+from mmtrain.config.section import Section, wrong_together
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class LlmSection(Section):
+    path: Free[str]
+    """model folder, or a hub id whose files are in the local Hugging Face cache"""
+    dtype: Kept[Dtype] = "bfloat16"
+    """storage and compute type of the frozen LLM"""
+
+
+class VisionSection(Section):
+    name: Free[str]
+    """timm model name, or a folder holding a timm or Hugging Face vision model; model.vision: null trains on text
+    alone"""
+    select_layer: Kept[int] = Field(-2, le=-1)
+    """which encoder block's output feeds the projector: -1 the last, -2 (LLaVA) the one before"""
+    final_norm: Kept[bool] = False
+    """true: features are taken after the encoder's own last norm, as Idefics3, SmolVLM and PerceptionLM do; false:
+    before it, as LLaVA and AyaVision do, and where it has none. An exported model cannot change it"""
+    layout: Kept[Literal["square", "idefics3"]] = "square"
+    """what stands for an image among the text's tokens. square: the positions of one square; idefics3: the same between
+    the texts that Idefics3's and SmolVLM's processors write around them"""
+    dtype: Kept[Dtype | None] = None
+    """storage and compute type of the encoder; null: that of the LLM"""
+
+    @model_validator(mode="after")
+    def _last_norm_is_behind_the_last_block(self) -> Self:
+        if self.final_norm and self.select_layer != -1:
+            raise wrong_together(
+                f"model.vision.final_norm: the norm stands behind the last block, and model.vision.select_layer is "
+                f"{self.select_layer}; set it to -1, or leave final_norm out"
+            )
+        return self
+
+
+class ProjectorSection(Section):
+    type: Fixed[
+        Literal["linear", "mlp2x_gelu", "shuffle_swiglu", "shuffle_linear", "shuffle_mlp2x_gelu", "mlp2x_gelu_pool"]
+    ] = "mlp2x_gelu"
+    """projector architecture, by the class that has it. mlp2x_gelu: LLaVA-1.5; shuffle_swiglu: AyaVision;
+    shuffle_linear: Idefics3, SmolVLM; shuffle_mlp2x_gelu: InternVL; mlp2x_gelu_pool: PerceptionLM"""
+    factor: Fixed[Literal[2, 3, 4] | None] = None
+    """how many patches a side become one position of the LLM where the type shuffles or pools: a quarter of the
+    positions with 2, a sixteenth with 4; null: 2"""
+    width: Fixed[Annotated[int, Field(ge=2, le=1_000_000)] | None] = None
+    """features between the linear layers of shuffle_swiglu, the gate's among them; null: as many as the LLM is wide"""
+    init_from: Free[str | None] = None
+    """begin with a trained projector instead of a random one: a run or checkpoint of mmtrain, its
+    projector.safetensors, LLaVA's mm_projector.bin, or an exported Hugging Face folder; null: random, by run.seed"""
+
+
+class ModelSection(Section):
+    llm: LlmSection
+    vision: Fixed[VisionSection | None]
+    """the vision encoder; null: none, and no projector: text alone"""
+    projector: ProjectorSection = ProjectorSection()
+    trainable: Fixed[Measured[tuple[str, ...]]] = Field(("projector",), min_length=1, max_length=1000)
+    """name patterns of what trains, e.g. projector, llm.layers.31, llm.layers.*.mlp.*, llm.head"""
+
+    @property
+    def vision_dtype(self) -> Dtype:
+        """Storage and compute type of the encoder."""
+        return (self.vision and self.vision.dtype) or self.llm.dtype
+
+    @model_validator(mode="after")
+    def _text_alone_has_nothing_before_the_llm(self) -> Self:
+        if self.vision is not None:
+            return self
+        if self.projector != ProjectorSection():
+            raise wrong_together(
+                "model.projector: model.vision is null, and without an encoder there is nothing to project: leave "
+                "model.projector out, or name an encoder in model.vision"
+            )
+        if absent := [one for one in self.trainable if one.partition(".")[0] in ("projector", "vision")]:
+            raise wrong_together(
+                f"model.trainable: {', '.join(absent)}, but model.vision is null, so that there is no encoder and no "
+                "projector; name what of the LLM trains, e.g. [llm.layers.31, llm.head]"
+            )
+        return self
