@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,7 @@ class Case:
     config: RunConfig
     steps: tuple[tuple[Microbatch, ...], ...]
     prefetched: int = 0  # micro-batches encoded before their step begins
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what parameters begin with, by global name
 
 
 def execute(cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -231,6 +232,11 @@ def _execute(case: Case) -> dict[str, Any]:
     plan = with_prefetch(make_plan(config), case.prefetched)
     mine = plan.ranks[dist.get_rank()]
     stages = {s.stage: build_stage(config, s) for s in mine.stages}
+    with torch.no_grad():
+        for stage in stages.values():
+            for name, parameter in stage.global_parameters():
+                if name in case.weights:
+                    parameter.copy_(case.weights[name])
     executed = []
     gradients: list[dict[str, Any]] = []
 

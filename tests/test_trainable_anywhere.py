@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 from scenes import Case, documents_of, execute, make_config, make_document, stock_llava, stock_loss_sum
 
@@ -28,17 +30,18 @@ PATTERNS = {
 }
 
 
-def steps():
+def steps(count=STEPS):
     rows = [
         [[make_document(100 * s + 10 * i + j, images=(i + j) % 3, text=8 + i + j) for j in range(2)]]
-        for s in range(STEPS)
+        for s in range(count)
         for i in range(4)
     ]
-    return tuple(tuple(rows[4 * s : 4 * s + 4]) for s in range(STEPS))
+    return tuple(tuple(rows[4 * s : 4 * s + 4]) for s in range(count))
 
 
 def global_name(stock_name: str) -> str:
-    """Stock LLaVA's parameter names, written out by hand."""
+    """Stock LLaVA's parameter names, written out by hand, peft's marks left out."""
+    stock_name = stock_name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".default", "")
     for stock, ours in (
         ("model.multi_modal_projector.", "projector."),
         ("model.vision_tower.", "vision."),
@@ -51,19 +54,33 @@ def global_name(stock_name: str) -> str:
     raise AssertionError(stock_name)
 
 
+def adapter_weight(name, shape):
+    """A start in which B, too, is no zeros: with zeros A would have no gradient."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(shape).uniform_(-0.3, 0.3, generator=generator)
+
+
 @cache
-def reference(folder, patterns):
-    """(loss, norm) of each step and the first step's gradients, by one process with the stock model."""
+def reference(folder, patterns, targets=None, count=STEPS):
+    """(loss, norm) of each step and the first step's gradients, by one process with the stock model.
+
+    `targets` is peft's pattern of the modules that get an adapter.
+    """
     config = make_config(folder)
     model = stock_llava(folder, seed=0)
+    if targets is not None:
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets)).eval()
     trainable = {}
     for name, p in model.named_parameters():
+        if ".lora_" in name:
+            with torch.no_grad():
+                p.copy_(adapter_weight(global_name(name), p.shape))
         p.requires_grad_(matches(global_name(name), patterns))
         if p.requires_grad:
             trainable[global_name(name)] = p
     optimizer = torch.optim.AdamW(trainable.values(), lr=1.0, weight_decay=0.0)
     history, first = [], {}
-    for s, step in enumerate(steps()):
+    for s, step in enumerate(steps(count)):
         documents = documents_of(step)
         tokens = sum(label != IGNORE for d in documents for label in d.labels)
         model.zero_grad()
@@ -86,10 +103,10 @@ def cases(folder, **parallel):
     return [Case(make_config(folder, model__trainable=patterns, **settings), steps()) for patterns in PATTERNS]
 
 
-def check(folder, by_rank):
-    for i, patterns in enumerate(PATTERNS):
+def check(folder, by_rank, references=tuple((patterns,) for patterns in PATTERNS)):
+    for i, (patterns, *of_adapters) in enumerate(references):
         ranks = [rank[i] for rank in by_rank]
-        history, first = reference(folder, patterns)
+        history, first = reference(folder, patterns, *of_adapters)
         found = [(r.loss, r.grad_norm) for r in ranks[0]["results"]]
         np.testing.assert_allclose(found, history, rtol=1e-4, err_msg=str(patterns))
         gradients = {n: g for rank in ranks for n, g in rank["gradients"][0].items()}
@@ -166,3 +183,61 @@ def test_what_trains_in_bfloat16_has_the_gradients_of_float32_and_float32_weight
     for rank in by_rank:
         for name, gradient in rank[0]["gradients"][0].items():
             np.testing.assert_array_equal(rank[len(sets)]["gradients"][0][name], gradient, "recompute changes nothing")
+
+
+# what trains, what has adapters by our patterns, and the same by peft's
+ADAPTED = {
+    "all": (("projector", "llm.layers.*.lora_*"), ("llm.layers.*",), r".*language_model\.layers\..*_proj"),
+    "attention": (("llm.layers.*.lora_*",), ("llm.layers.*.self_attn",), r".*language_model\.layers\..*\.[qkvo]_proj"),
+    "mlp": (("llm.layers.*.lora_*",), ("llm.layers.*.mlp",), r".*language_model\.layers\..*mlp\..*_proj"),
+    "last layer": (("llm.layers.3.*.lora_*",), ("llm.layers.3",), r".*language_model\.layers\.3\..*_proj"),
+    "queries beside a whole layer": (
+        ("llm.layers.*.lora_*", "llm.layers.1.mlp"),
+        ("llm.layers.*.q_proj",),
+        r".*language_model\.layers\..*q_proj",
+    ),
+    "encoder": (
+        ("vision.*.lora_*", "projector"),
+        ("vision.*",),
+        r".*vision_tower\..*layers\.[01]\..*(_proj|fc1|fc2)",
+    ),
+}
+LORA_STEPS = 10
+
+
+def adapted(folder, **settings):
+    """Cases of LoRA; every adapter begins as the reference's does."""
+    weights = {}
+    for patterns, _, targets in ADAPTED.values():
+        first = reference(folder, patterns, targets, LORA_STEPS)[1]
+        weights |= {n: adapter_weight(n, g.shape) for n, g in first.items() if ".lora_" in n}
+    return [
+        Case(
+            make_config(
+                folder, model__trainable=patterns, model__lora={"r": 4, "alpha": 8, "targets": ours}, **settings
+            ),
+            steps(LORA_STEPS),
+            weights=weights,
+        )
+        for patterns, ours, _ in ADAPTED.values()
+    ]
+
+
+REFERENCES = [(patterns, targets, LORA_STEPS) for patterns, _, targets in ADAPTED.values()]
+LAYOUTS = {
+    "one": (1, {}),
+    "four, recomputing": (4, {"pipeline": 4, "boundaries": (1, 2, 3), "recompute_layers": 1}),
+    "two": (2, {"pipeline": 2}),
+    "front and head alone": (4, {"pipeline": 4, "boundaries": (0, 2, 4)}),
+    "several stages a rank": (2, {"pipeline": 2, "boundaries": (1, 2, 3)}),
+    "replicas": (4, {"pipeline": 2, "data": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [*list(LAYOUTS)[:2], *(pytest.param(name, marks=pytest.mark.nightly) for name in list(LAYOUTS)[2:])]
+)
+def test_lora_trains_as_peft_does_on_the_stock_model(parts, layout):
+    ranks, parallel = LAYOUTS[layout]
+    settings = {f"parallel__{key}": value for key, value in parallel.items()}
+    check(parts, run_ranks(ranks, execute, adapted(parts, **settings)), REFERENCES)

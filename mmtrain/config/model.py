@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from mmtrain.config.keys import Fixed, Free, Kept, Measured
-from mmtrain.config.section import Section, wrong_together
+from mmtrain.config.section import Float, Section, wrong_together
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -60,13 +60,27 @@ class ProjectorSection(Section):
     projector.safetensors, LLaVA's mm_projector.bin, or an exported Hugging Face folder; null: random, by run.seed"""
 
 
+class LoraSection(Section):
+    r: Fixed[int] = Field(16, ge=1, le=65_536)
+    """rank of the adapters"""
+    alpha: Kept[Float] = Field(32.0, gt=0, le=1e6)
+    """an adapter's part of a layer's result is scaled by alpha / r"""
+    targets: Fixed[tuple[str, ...]] = Field(("llm.layers.*",), min_length=1, max_length=1000)
+    """name patterns of the linear layers that get an adapter, e.g. llm.layers.* (all), llm.layers.*.self_attn,
+    llm.layers.*.mlp, vision.*; adapters train where model.trainable names them: llm.layers.*.lora_*"""
+    dropout: Kept[Float] = Field(0.0, ge=0, lt=1)
+    """0 alone is possible: a layer that recomputes would draw another mask than the first time"""
+
+
 class ModelSection(Section):
     llm: LlmSection
     vision: Fixed[VisionSection | None]
     """the vision encoder; null: none, and no projector: text alone"""
     projector: ProjectorSection = ProjectorSection()
+    lora: Fixed[LoraSection | None] = None
+    """low-rank adapters (LoRA) beside frozen linear layers; null: none"""
     trainable: Fixed[Measured[tuple[str, ...]]] = Field(("projector",), min_length=1, max_length=1000)
-    """name patterns of what trains, e.g. projector, llm.layers.31, llm.layers.*.mlp.*, llm.head"""
+    """name patterns of what trains, e.g. projector, llm.layers.31, llm.layers.*.mlp.*, llm.layers.*.lora_*, llm.head"""
 
     @property
     def vision_dtype(self) -> Dtype:

@@ -30,6 +30,7 @@ from mmtrain.data.stream.packs import copied
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.bookends import Bookend, absent_modules, decoder_layers, decoder_path, holds_layer_0, replace
 from mmtrain.model.last_layer import LastLayer, Rows, recomputing
+from mmtrain.model.lora import without_marks
 from mmtrain.model.weights import open_tensors, tensor_files
 from mmtrain.pretrained.families import check_family, global_name
 from mmtrain.pretrained.model_files import model_folder, read_json
@@ -147,7 +148,7 @@ class LanguageSlice(nn.Module):
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of the slice with its global name; a tied head beside its embedding is one parameter."""
         for name, parameter in self.model.named_parameters():
-            yield global_name(name), parameter
+            yield global_name(without_marks(name)), parameter
 
     def recompute(self, count: int) -> None:
         """Let the first `count` of the slice's decoder layers recompute their activations in backward (0: none).

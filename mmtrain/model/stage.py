@@ -24,11 +24,13 @@ from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch, copied
 from mmtrain.model.flash import Way, ways_taken
 from mmtrain.model.language import LanguageSlice, load_slice
+from mmtrain.model.lora import add_adapters
 from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import Projector, make_projector, read_projector
 from mmtrain.model.vision import VisionTower, load_vision
 from mmtrain.plan.plan import StagePlan
+from mmtrain.pretrained.families import global_name
 from mmtrain.pretrained.shapes import matches
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -181,7 +183,8 @@ def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | s
     dtype = DTYPES[config.model.llm.dtype]
     layers, ends = (stage.first, stage.last), {"embedding": stage.front, "head": stage.head}
     language = load_slice(config.model.llm.path, *layers, **ends, dtype=dtype, device=device)
-    language.recompute(stage.recompute_layers)
+    add_adapters(language.model, config.model.lora, global_name, config.run.seed)
+    language.recompute(stage.recompute_layers)  # of layers with their adapters
     if stage.head and stage.first < stage.last and takes_rows(language.model.config):
         language.narrow_last_layer()
     front = None
@@ -189,6 +192,7 @@ def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | s
         chosen = config.model.vision
         vision_dtype = DTYPES[chosen.dtype or config.model.llm.dtype]
         vision = load_vision(chosen.name, chosen.select_layer, vision_dtype, device, final_norm=chosen.final_norm)
+        add_adapters(vision.model, config.model.lora, vision.global_name, config.run.seed)
         section, widths = config.model.projector, (vision.width, language.hidden_size)
         projector = make_projector(section, *widths, config.run.seed)
         if section.init_from is not None:

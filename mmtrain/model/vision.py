@@ -21,6 +21,7 @@ from torch import nn
 
 from mmtrain.base.errors import UserError
 from mmtrain.model.language import quiet
+from mmtrain.model.lora import without_marks
 from mmtrain.pretrained.encoders import EncoderFamily, check_plain_vit, family_of
 from mmtrain.pretrained.model_files import (
     cached_snapshot,
@@ -62,9 +63,13 @@ class VisionTower(nn.Module):
         self.patches_per_image = patches_per_image(image_size, patch_size)
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter that is kept, as ("vision.<stock name>", parameter)."""
+        """Every parameter that is kept, with its global name."""
         for name, parameter in self.model.named_parameters():
-            yield f"vision.{self.published(name)}", parameter
+            yield self.global_name(without_marks(name)), parameter
+
+    def global_name(self, name: str) -> str:
+        """Global name of a parameter of `model` ("vision.<stock name>")."""
+        return f"vision.{self.published(name)}"
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Encode normalised images (N, 3, S, S) into patch features (N, T, W)."""

@@ -19,6 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from mmtrain.pretrained.adapters import LORA_A, LORA_B, adapted_layer, is_adapter
 from mmtrain.pretrained.shapes import ParameterShape
 
 
@@ -45,7 +46,7 @@ class Flops:
 class Part:
     """A piece of a layer's work. Parts of equal `place` do not feed one another."""
 
-    place: int
+    place: float
     flops: float = 0.0  # forward
     dgrad_factor: float = 1.0  # input gradient's FLOPs, times the forward's
     trained: bool = False
@@ -90,7 +91,7 @@ class Block:
     @property
     def mlp_width(self) -> float:
         """Inner features of its MLPs that a token passes, each MLP counted."""
-        matrices = (p for p in self.parameters if len(p.shape) > 1)
+        matrices = (p for p in self.parameters if len(p.shape) > 1 and not is_adapter(p.name))
         return sum(
             self.inner_width(p) for p in matrices if sublayer_of(p.name.removeprefix(self.prefix)) == Sublayer.MLP_OUT
         )
@@ -140,7 +141,7 @@ def block_parts(
             saved_for_dgrad=size * (2 * query * rows + 2 * key * tokens) + 4 * block.heads * rows,
         )
     ]
-    shared_inputs: dict[tuple[Sublayer, int, float], bool] = {}  # what several matrices read is kept once
+    shared_inputs: dict[tuple[Sublayer, float, float, str], bool] = {}  # what several matrices read is kept once
     mlps: dict[str, dict[Sublayer, float]] = {}  # inner widths, by module
     for parameter in block.parameters:
         local = parameter.name.removeprefix(block.prefix)
@@ -167,20 +168,29 @@ def block_parts(
         matrix = 2 * inner * block.width  # FLOPs of one token
         wasted = Flops()
         if rows < tokens and place in (Sublayer.PROJECT_IN, Sublayer.PROJECT_LATENT):
-            seen, wasted = _projected(local, matrix, query / (query + 2 * key), tokens, rows)
-        if place in (Sublayer.PROJECT_OUT, Sublayer.MLP_OUT):
-            own_input = rows * size * (query if place == Sublayer.PROJECT_OUT else inner)
+            # What A of an adapter makes is for all that its layer does.
+            query_share = 0.0 if parameter.name.endswith(LORA_A) else query / (query + 2 * key)
+            seen, wasted = _projected(local, matrix, query_share, tokens, rows)
+        if parameter.name.endswith(LORA_B):  # it reads what A has made, which nothing else does
+            kept_trained = seen * size * parameter.shape[1]
+            parts.append(Part(place + BEHIND, matrix * seen, 1.0, is_trained, wasted, 0.0, kept_trained))
+            continue
+        parts.append(Part(place, matrix * seen, 1.0, is_trained, wasted))
+        is_out = place in (Sublayer.PROJECT_OUT, Sublayer.MLP_OUT)
+        if parameter.name.endswith(LORA_A) or place == Sublayer.PROJECT_LATENT:
+            reads = parameter.shape[-1]
+        elif is_out:
+            reads = query if place == Sublayer.PROJECT_OUT else inner
         else:
-            own_input = 0.0
-            reads = (place, parameter.shape[-1] if place == Sublayer.PROJECT_LATENT else block.width * copies, seen)
-            shared_inputs[reads] = shared_inputs.get(reads, False) or is_trained
-        parts.append(Part(place, matrix * seen, 1.0, is_trained, wasted, 0.0, own_input))
-        if place in (Sublayer.MLP_IN, Sublayer.MLP_OUT):
+            reads = block.width * copies
+        read = (place, reads, seen, adapted_layer(parameter.name) if is_out else "")
+        shared_inputs[read] = shared_inputs.get(read, False) or is_trained
+        if place in (Sublayer.MLP_IN, Sublayer.MLP_OUT) and not is_adapter(parameter.name):
             mlp = mlps.setdefault(local.removesuffix(".weight").rpartition(".")[0], {})
             mlp[place] = mlp.get(place, 0.0) + inner
         if routed and place == Sublayer.MLP_OUT:  # an expert's result is kept for the gradient of its routing weight
             parts.append(Part(Sublayer.OUTPUT_NORM, saved_for_dgrad=rows * size * block.width * copies))
-    for (place, elements, seen), is_trained in shared_inputs.items():
+    for (place, elements, seen, _), is_trained in shared_inputs.items():
         parts.append(Part(place, trained=is_trained, saved_for_wgrad=seen * size * elements))
     for mlp in mlps.values():
         up, down = mlp.get(Sublayer.MLP_IN, 0.0), mlp.get(Sublayer.MLP_OUT, 0.0)
@@ -195,7 +205,7 @@ def _projected(local_name: str, matrix: float, query_share: float, tokens: float
     The layer runs as far as its keys and values for all tokens, then once more for the rows. One matrix for query, key
     and value is needed for a share of both, and its gradients are made for all of both.
     """
-    module = local_name.removesuffix(".weight").rpartition(".")[2]
+    module = adapted_layer(local_name).rpartition(".")[2]
     if module in _QUERY:
         return rows, Flops(forward=0 if module in _LEFT_OUT else round(matrix * tokens))
     if module not in _FUSED:
@@ -205,6 +215,7 @@ def _projected(local_name: str, matrix: float, query_share: float, tokens: float
     return needed, Flops(unneeded, unneeded, unneeded)
 
 
+BEHIND = 0.5  # places that B of an adapter stands behind its A
 _LEFT_OUT = {"q_proj", "q_b_proj", "k_proj", "v_proj"}  # of the run that does not need them, by model/last_layer.py
 _QUERY = {"q_proj", "q_a_proj", "q_b_proj", "query"}
 _FUSED = {"qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv"}
@@ -221,7 +232,7 @@ def sublayer_of(local_name: str) -> Sublayer:
 
     A name that is not known is placed at the block's beginning: if it trains, FLOPs can only be overestimated.
     """
-    modules = [m for m in local_name.split(".") if m not in ("weight", "bias")]
+    modules = [m for m in local_name.split(".") if m not in ("weight", "bias", "lora_A", "lora_B")]
     first, last = modules[0], modules[-1].removesuffix("_bias")
     if "norm" in first or first.startswith(("ln_", "ls", "layer_scale", "lambda_")):
         if first.startswith(_MIDDLE) or first in _MIDDLE_EXACT:

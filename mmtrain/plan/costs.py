@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
+from mmtrain.pretrained.adapters import ENCODER_BLOCK
 from mmtrain.pretrained.connectors import (
     Gelu,
     LayerNorm,
@@ -159,7 +160,6 @@ def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> F
 
 
 _VISION_NORM = re.compile(r"vision\.(?:norm|layernorm|post_layernorm)\.")
-_VISION_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")
 
 
 class _LayerCosts:
@@ -328,7 +328,7 @@ class _LayerCosts:
         blocks: dict[int, tuple[str, list[ParameterShape]]] = {}
         for parameter in vision.parameters:
             is_trained = parameter.name in self.trained
-            if found := _VISION_BLOCK.match(parameter.name):
+            if found := ENCODER_BLOCK.match(parameter.name):
                 blocks.setdefault(int(found[1]), (found[0], []))[1].append(parameter)
             elif _VISION_NORM.match(parameter.name):  # it keeps its input in fp32
                 norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * tokens))

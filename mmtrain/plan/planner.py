@@ -19,6 +19,7 @@ from mmtrain.plan.plan import Plan, RankPlan, StagePlan, UniformCut, stage_of
 from mmtrain.plan.refusals import check_layout, check_prefetch, check_trainable, does_not_fit
 from mmtrain.plan.search import Layout, Search
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
+from mmtrain.pretrained.adapters import with_adapters
 from mmtrain.pretrained.connectors import connector, image_layout
 from mmtrain.pretrained.doors import check_export_format
 from mmtrain.pretrained.shapes import llm_shape, matches, vision_shape
@@ -31,7 +32,7 @@ def models_of(config: RunConfig) -> Models:
     llm = llm_shape(config.model.llm.path)
     vision = vision_shape(config.model.vision.name, config.model.vision.select_layer, config.model.vision.final_norm)
     operations = connector(config.model.projector, vision.width, llm.hidden_size)
-    return Models(llm, vision, operations, image_layout(config.model))
+    return Models(*with_adapters(llm, vision, config.model.lora), operations, image_layout(config.model))
 
 
 def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None) -> Plan:

@@ -18,6 +18,7 @@ from mmtrain.plan.cut import best_cut, given_cut
 from mmtrain.plan.plan import RankPlan, stage_of
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu, stage_costs
+from mmtrain.pretrained.adapters import is_adapter
 from mmtrain.pretrained.shapes import matches
 
 _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.weight$")
@@ -106,8 +107,15 @@ def check_environment(config: RunConfig, environment: Mapping[str, str]) -> None
 
 
 def check_trainable(config: RunConfig, models: Models) -> None:
-    """Raises UserError for a pattern that matches nothing, and for a trainable tied embedding."""
+    """Raises UserError for a pattern that matches nothing, for a trainable tied embedding, and for idle adapters."""
     names = [p.name for p in models.parameters]
+    idle = next((name for name in names if is_adapter(name) and not matches(name, config.model.trainable)), None)
+    if idle is not None:
+        all_of_them = "vision.*.lora_*" if idle.startswith("vision.") else "llm.layers.*.lora_*"
+        raise UserError(
+            f"model.trainable: {idle} would not train, and an adapter that does not changes nothing; add {all_of_them} "
+            "to it, or give the layer none in model.lora.targets"
+        )
     for pattern in config.model.trainable:
         found = [name for name in names if matches(name, (pattern,))]
         if not found:
