@@ -3,6 +3,7 @@
 split --draw scenes--> picture (PNG) + conversation --sharding--> CACHE/demo/<split>-<fingerprint>/shard-*.tar
 
 Made on first use, in seconds, from the scans that belong to the split; the same wherever Pillow compresses alike.
+`demo:next-train` and `demo:next-held-out` are the same pictures with other questions, for what is trained afterwards.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.shards.shard_list import demo_shards
 from mmtrain.demo.pictures import Scans, Use, paint
 from mmtrain.demo.scene import draw_scene
-from mmtrain.demo.text import converse
+from mmtrain.demo.text import ask_next, converse
 from mmtrain.pretrained.model_files import PREFIX, is_demo
 
 _log = logging.getLogger(__name__)
-SAMPLES = {"train": 6400, "held-out": 256}
+SAMPLES = {"train": 6400, "held-out": 256, "next-train": 6400, "next-held-out": 256}
 USES: dict[str, Use] = {"train": "projector", "held-out": "held-out"}
+NEXT = "next-"  # before the name of the split whose pictures they are
 SAMPLES_PER_SHARD = 800
 
 
@@ -42,7 +44,7 @@ def make_demo_data(config: RunConfig) -> None:
 
 
 def make_demo_shards(shards: str | Sequence[str] | None, key: str) -> None:
-    """Make `demo:train` and `demo:held-out` where `shards` holds these names and they are not there yet.
+    """Make the demo's data, `demo:train` and others, that `shards` names and that are not there yet.
 
     `key` is the configuration's name for the list, for messages. Raises UserError for another name of the demo's,
     without scikit-learn, and for a cache that cannot be written.
@@ -84,13 +86,17 @@ def _is_whole(folder: Path, split: str) -> bool:
 
 def draw_samples(split: str) -> Iterator[KeyedSample]:
     """Every sample of a split: key, record in LLaVA's form, its picture as (suffix, bytes)."""
-    draw = random.Random(f"demo {split}")
-    scans = Scans(USES[split])
+    pictures = split.removeprefix(NEXT)
+    draw = random.Random(f"demo {pictures}")
+    scans = Scans(USES[pictures])
     for number in range(SAMPLES[split]):
         key = f"{split}-{number:06d}"
         scene = draw_scene(draw)
         stream = io.BytesIO()
         paint(scene, scans, draw).save(stream, "PNG")
-        turns = [{"from": speaker, "value": text} for speaker, text in converse(scene, draw)]
+        spoken = converse(scene, draw)  # drawn in any case, else the pictures that follow would be others
+        if split != pictures:
+            spoken = ask_next(scene, random.Random(f"demo {key}"))
+        turns = [{"from": speaker, "value": text} for speaker, text in spoken]
         turns[0]["value"] = f"{IMAGE_MARK}\n{turns[0]['value']}"
         yield key, {"id": key, "image": f"{key}.png", "conversations": turns}, [("png", stream.getvalue())]

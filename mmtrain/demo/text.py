@@ -1,19 +1,23 @@
 """Scenes in words: conversations about one, and the answers that are true of it.
 
-Scene --converse--> (("human", question), ("gpt", answer), ...)
+Scene --converse--> (("human", question), ("gpt", answer), ...)   what the demo's LLM was trained on
+      --ask_next--> the same form                                 a kind of question that is new to it
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
-from mmtrain.demo.scene import CELLS, Item, Scene
+from mmtrain.demo.scene import CELLS, DIGITS, Item, Scene
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 COLOUR_WORDS = ("red", "green", "blue", "yellow", "white", "pink")
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 DESCRIBE = ("Describe the picture.", "What is in the picture?", "What do you see?")
 ASK = ("What is at the {}?", "What do you see at the {}?", "Which digit is at the {}, and in which colour?")
+ASK_NEXT = ("Which digit follows the one at the {}?", "What comes after the digit at the {}?")
 DESCRIBE_SHARE = 0.25  # of conversations; the others ask about one to three places
 ASK_EMPTY_CHANCE = 0.15  # that an empty cell may be asked about: "Nothing." is the one answer that is easily guessed
 
@@ -36,9 +40,24 @@ def converse(scene: Scene, draw: random.Random) -> Turns:
     if draw.random() < DESCRIBE_SHARE:
         return (("human", draw.choice(DESCRIBE)), ("gpt", describe(scene)))
     cells = [cell for cell in range(CELLS) if scene[cell] is not None or draw.random() < ASK_EMPTY_CHANCE]
+    return _ask(cells, ASK, lambda cell: name(scene[cell]), draw)
+
+
+def ask_next(scene: Scene, draw: random.Random) -> Turns:
+    """One to three questions about the digit that follows the one at a place; after nine comes zero."""
+
+    def answer(cell: int) -> str:
+        item = scene[cell]
+        return name(item and replace(item, digit=(item.digit + 1) % DIGITS))
+
+    return _ask([cell for cell in range(CELLS) if scene[cell] is not None], ASK_NEXT, answer, draw)
+
+
+def _ask(cells: list[int], questions: tuple[str, ...], answer: Callable[[int], str], draw: random.Random) -> Turns:
+    """Questions about one to three of `cells`, of any where there are none."""
     cells = cells or list(range(CELLS))
     turns: list[tuple[str, str]] = []
     for cell in draw.sample(cells, min(len(cells), draw.choice((1, 1, 2, 3)))):
-        turns.append(("human", draw.choice(ASK).format(PLACES[cell])))
-        turns.append(("gpt", name(scene[cell]).capitalize() + "."))
+        turns.append(("human", draw.choice(questions).format(PLACES[cell])))
+        turns.append(("gpt", answer(cell).capitalize() + "."))
     return tuple(turns)

@@ -24,7 +24,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 LONGEST_NAME = 500  # characters of a tensor's; real ones have 80
 MAX_DIMENSIONS = 16  # of a tensor; convolutions have 5
 # What a configuration says instead of a path: `demo:llm` and `demo:vision` are frozen models that come with this
-# package, `demo:train` and `demo:held-out` are shards that `demo.data` makes on first use.
+# package, `demo:train`, `demo:held-out` and their like are shards that `demo.data` makes on first use.
 PREFIX = "demo:"
 MODELS = {name: Path(__file__).parents[1] / "demo" / name for name in ("llm", "vision")}
 

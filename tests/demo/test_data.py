@@ -1,8 +1,10 @@
 """The demo's shards: made once, in the cache, in LLaVA's form."""
 
+import hashlib
 import io
 import json
 import multiprocessing
+from itertools import islice
 
 import pytest
 import webdataset
@@ -58,10 +60,23 @@ def test_where_nothing_can_be_locked_the_faster_of_two_runs_makes_the_shards(cac
     assert len(made("demo:held-out")) == 1
 
 
-def test_the_shards_are_the_same_bytes_wherever_they_are_made(cache, monkeypatch):
-    first = [path.read_bytes() for path in made("demo:held-out")]
+@pytest.mark.parametrize("name", ["demo:held-out", "demo:next-held-out"])
+def test_the_shards_are_the_same_bytes_wherever_they_are_made(cache, monkeypatch, name):
+    first = [path.read_bytes() for path in made(name)]
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "elsewhere"))
-    assert [path.read_bytes() for path in made("demo:held-out")] == first
+    assert [path.read_bytes() for path in made(name)] == first
+
+
+def test_what_comes_next_is_asked_about_the_same_pictures_none_of_which_is_held_out():
+    pictures = {split: [images for _, _, images in islice(draw_samples(split), 300)] for split in SAMPLES}
+    assert pictures["next-train"] == pictures["train"] and pictures["next-held-out"] == pictures["held-out"]
+    assert len({repr(images) for images in pictures["train"] + pictures["held-out"]}) == 300 + SAMPLES["held-out"]
+
+
+def test_shards_that_runs_have_begun_on_stay_the_same():
+    """Reference: what was said before there was another kind of question, by draws that the pictures share."""
+    said = repr([record for _, record, _ in draw_samples("held-out")])
+    assert hashlib.sha256(said.encode()).hexdigest()[:16] == "6e0d9a1144aa755e"
 
 
 def test_shards_that_nobody_has_made_are_named_with_the_way_to_get_them(cache):

@@ -8,7 +8,7 @@ import pytest
 
 from mmtrain.demo.pictures import CELL, INKS, SIZE, Scans, paint
 from mmtrain.demo.scene import CELLS, Item, draw_scene
-from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS, PLACES, converse, describe
+from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS, PLACES, ask_next, converse, describe
 
 SCENE = (Item(3, 0), None, Item(9, 4), Item(0, 2))
 
@@ -37,6 +37,23 @@ def test_every_answer_is_true_of_its_scene_and_questions_of_all_kinds_occur():
                 expected += ["nothing"] if item is None else ["a", COLOUR_WORDS[item.colour], DIGIT_WORDS[item.digit]]
             assert words == expected
     assert turn_counts == {2, 4, 6}
+
+
+def test_what_follows_a_digit_is_one_more_in_its_colour_and_zero_after_nine():
+    draw, said = random.Random(0), set()
+    for _ in range(500):
+        scene = draw_scene(draw)
+        turns = ask_next(scene, draw)
+        assert 2 <= len(turns) <= 6 and [speaker for speaker, _ in turns] == ["human", "gpt"] * (len(turns) // 2)
+        for (_, question), (_, answer) in zip(turns[::2], turns[1::2], strict=True):
+            (cell,) = (number for number, place in enumerate(PLACES) if f"at the {place}?" in question)
+            if (item := scene[cell]) is None:
+                assert scene == (None,) * CELLS and answer == "Nothing."
+            else:
+                follows = DIGIT_WORDS[0 if item.digit == 9 else item.digit + 1]
+                assert answer == f"A {COLOUR_WORDS[item.colour]} {follows}."
+                said.add((question.replace(PLACES[cell], ""), item.digit))
+    assert len(said) == 2 * 10
 
 
 def test_nothing_is_the_answer_to_few_questions_so_that_guessing_it_scores_below_5_percent():

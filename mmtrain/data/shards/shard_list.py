@@ -33,7 +33,7 @@ from mmtrain.pretrained.model_files import PREFIX, is_demo
 
 _log = logging.getLogger(__name__)
 PIPE = "pipe:"
-SPLITS = ("train", "held-out")  # of the demo's data
+SPLITS = ("train", "held-out", "next-train", "next-held-out")  # of the demo's data
 # What makes them; the cache never outlives it.
 _DEMO_SOURCES = ("data/prepare/sharding.py", *(f"demo/{name}.py" for name in ("data", "pictures", "scene", "text")))
 
@@ -50,8 +50,8 @@ def expand_shards(
 ) -> tuple[Path, ...]:
     """List the tar files that `shards` names: paths, globs (*, ?) and brace ranges ({00000..00099}), in order.
 
-    A glob's files are sorted; braces mean what they mean to webdataset. `demo:train` and `demo:held-out` are the
-    demo's, which `demo.data` makes before; `pipe:` URLs are run if `allow_pipe` names their program. `key` is the
+    A glob's files are sorted; braces mean what they mean to webdataset. `demo:train` and its like are the demo's,
+    which `demo.data` makes before; `pipe:` URLs are run if `allow_pipe` names their program. `key` is the
     configuration's name for the list, for messages. Raises UserError for a pattern without files, a file named twice,
     and other URLs.
     """
@@ -105,7 +105,7 @@ def expand_shards(
 
 
 def demo_shards(name: str) -> Path:
-    """The folder of the shards that `demo:train` or `demo:held-out` names; raises UserError for another name."""
+    """The folder of the shards that a name of the demo's data stands for; raises UserError for another name."""
     split = name.removeprefix(PREFIX)
     if split not in SPLITS:
         raise UserError(f"{name}: the demo has no such data; it has {', '.join(PREFIX + known for known in SPLITS)}")
