@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, NotRequired
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # as pydantic needs it before Python 3.12
@@ -84,6 +84,7 @@ class State(TypedDict):
     topology: dict[str, Any]
     data: _Data
     frozen_fingerprint: str
+    frozen_projector: NotRequired[dict[str, str]]  # fingerprints of its tensors that the run did not train
     settings_fingerprint: str  # of what else the models' folders say
     branched_from: str | None  # fingerprint of the other run's checkpoint that the run began with
     loss: float | Literal["nan", "inf", "-inf"] | None  # of the latest step

@@ -80,6 +80,8 @@ def _what_trained(about: Origin) -> str:
     others = [name for name in about.trained if not name.startswith("projector.")]
     if not others:
         return "Only the projector between the two was trained; LLM and vision encoder are as they were published."
+    if len(others) == len(about.trained):
+        return f"Of LLM and vision encoder {len(others)} tensors were trained; the projector between them was not."
     return f"The projector between the two was trained, and {len(others)} tensors of the models around it."
 
 
@@ -91,7 +93,7 @@ def _parts(about: Origin, dtype: str, language: ExportedLanguage) -> dict[str, s
         + (", behind its last norm" if about.vision_final_norm else ""),
         "projector": about.projector_type + (f", {factor} x {factor} patches a position" if factor > 1 else ""),
         "images become square by": about.image_fit,
-        "weights stored in": f"{dtype}; the projector was trained in float32 against an LLM in {about.llm_dtype}",
+        "weights stored in": f"{dtype}; what was trained was so in float32, against an LLM in {about.llm_dtype}",
     }
 
 

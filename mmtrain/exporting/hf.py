@@ -35,10 +35,11 @@ from mmtrain.exporting.chat_template import mark_answers
 from mmtrain.exporting.doors import StockDoor, door_of
 from mmtrain.exporting.language import ExportedLanguage, language_for_export
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, write_processor
-from mmtrain.exporting.projector_file import PROJECTOR, origin, trained_tensors
+from mmtrain.exporting.projector_file import origin, run_tensors
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.model.language import causal_config, quiet
+from mmtrain.model.projector import PROJECTOR
 from mmtrain.model.tiny import tiny_model
 from mmtrain.pretrained.doors import WHAT_WORKS, formats_for, stock_door
 from mmtrain.pretrained.model_files import model_folder
@@ -72,16 +73,16 @@ def export_hf(
     the disk is too small; OSError for a file that does not read back as written.
     """
     config = checkpoint.config
-    about = origin(checkpoint)
     try:
         door = door_of(stock_door(config))
     except UserError as error:
         raise UserError(f"{error}; use {formats_for(config)}") from None
-    trained = trained_tensors(checkpoint)
+    replacing = run_tensors(checkpoint)
+    about = origin(checkpoint, replacing)
     llm = model_folder(about.llm)
     refuse_unfit_family(door, llm)
     vision, own, projector = (
-        {name: source for name, source in trained.items() if name.startswith(part)}
+        {name: source for name, source in replacing.items() if name.startswith(part)}
         for part in ("vision.", "llm.", PROJECTOR)
     )
     stored_as = str(dtype).removeprefix("torch.")

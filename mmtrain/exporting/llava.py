@@ -21,8 +21,9 @@ import torch
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.exporting.projector_file import PROJECTOR, Origin, origin, trained_tensors
+from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import new_folder, require_space
+from mmtrain.model.projector import PROJECTOR
 from mmtrain.pretrained.doors import formats_for, refuse_llava_code
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.shapes import vision_shape
@@ -47,7 +48,8 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
 
     LLaVA's loader finds a projector by its folder's name, which must have `llava` in it.
     """
-    about = origin(checkpoint)
+    tensors = run_tensors(checkpoint)
+    about = origin(checkpoint, tensors)
     try:
         refuse_llava_code(checkpoint.config)
     except UserError as error:
@@ -59,12 +61,12 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
             f"{FILE} has no place for it; use --format hf, or --format safetensors"
         )
     names = NAMES[about.projector_type]
-    tensors = {}
-    for name, source in trained_tensors(checkpoint).items():
+    projector = {}
+    for name, source in tensors.items():
         layer, _, part = name.removeprefix(PROJECTOR).partition(".")
-        tensors[f"{names[layer]}.{part}"] = source.read().to(dtype)
+        projector[f"{names[layer]}.{part}"] = source.read().to(dtype)
     content = io.BytesIO()  # a full disk is then an error of this module, not of torch's writer
-    torch.save(tensors, content)
+    torch.save(projector, content)
     config = json.dumps(_config(about), indent=2) + "\n"
     with new_folder(out) as folder:
         require_space(folder, content.tell())

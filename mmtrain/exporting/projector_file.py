@@ -1,6 +1,7 @@
 """What was trained, alone: one safetensors file, and a JSON that says what it belongs to, as every other format does.
 
-OUT/projector.safetensors   every trained tensor by its global name (projector.linear_1.weight, ...)
+OUT/projector.safetensors   every trained tensor by its global name (projector.linear_1.weight, ...), and the whole
+                            projector whatever of it has trained
 OUT/projector.json          models, steps, data, scores, versions (`Origin`), and the file's SHA-256
 """
 
@@ -14,17 +15,16 @@ from typing import Any
 
 import torch
 
-from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
-from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, new_folder, stored
+from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, in_memory, new_folder, stored
+from mmtrain.model.projector import PROJECTOR, whole_projector
 from mmtrain.pretrained.connectors import Linear, connector, reduction
 from mmtrain.pretrained.model_files import read_header
 
 TENSORS = "projector.safetensors"
 DESCRIPTION = "projector.json"
-PROJECTOR = "projector."
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
 
 
@@ -53,18 +53,12 @@ class Origin:
     versions: Mapping[str, str]
 
 
-def origin(checkpoint: StepFolder) -> Origin:
-    """What a checkpoint, and the metrics of its run if they are still beside it, tell."""
+def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origin:
+    """What a checkpoint, its `run_tensors`, and the metrics of its run if they are still beside it, tell."""
     config, state = checkpoint.config, checkpoint.state
-    shapes = read_header(checkpoint.tensors_file)
     section = config.model.projector
     linears = [operation for operation in connector(section, 1, 2) if isinstance(operation, Linear)]
-    first, last = (shapes.get(f"{PROJECTOR}{layer.name}.weight") for layer in (linears[0], linears[-1]))
-    if first is None or last is None:
-        raise UserError(
-            f"{checkpoint.path}: the run did not train its projector (model.trainable: "
-            f"{', '.join(config.model.trainable)}), so there is none to export"
-        )
+    first, last = (tensors[f"{PROJECTOR}{layer.name}.weight"].shape for layer in (linears[0], linears[-1]))
     return Origin(
         llm=config.model.llm.path,
         llm_width=last[0],
@@ -75,7 +69,7 @@ def origin(checkpoint: StepFolder) -> Origin:
         vision_width=first[1] // linears[0].inputs,  # of a patch: `inputs` are those of a shuffle of patches of width 1
         projector_type=section.type,
         projector_factor=reduction(section),
-        trained=tuple(sorted(shapes)),
+        trained=tuple(sorted(read_header(checkpoint.tensors_file))),
         template=config.data.template,
         image_fit=config.data.image_fit,
         steps=checkpoint.step,
@@ -88,10 +82,14 @@ def origin(checkpoint: StepFolder) -> Origin:
     )
 
 
-def trained_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
-    """The trained tensors of a checkpoint, fp32, by global name."""
+def run_tensors(checkpoint: StepFolder) -> dict[str, TensorSource]:
+    """What a run has trained, and the rest of its projector, fp32, by global name.
+
+    Raises UserError where that rest is not there any more.
+    """
     file = checkpoint.tensors_file
-    return {name: stored(name, file) for name in read_header(file)}
+    projector = {f"{PROJECTOR}{name}": in_memory(tensor) for name, tensor in whole_projector(checkpoint).items()}
+    return projector | {name: stored(name, file) for name in read_header(file)}
 
 
 def _evaluation(checkpoint: StepFolder) -> dict[str, Any] | None:
@@ -105,8 +103,8 @@ def _evaluation(checkpoint: StepFolder) -> dict[str, Any] | None:
 
 def export_projector_file(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
     """Write the folder `out`; raises what `new_folder` raises."""
-    tensors = trained_tensors(checkpoint)
-    description = asdict(origin(checkpoint))
+    tensors = run_tensors(checkpoint)
+    description = asdict(origin(checkpoint, tensors))
     with new_folder(out) as folder:
         files = {TENSORS: TensorWriter(dtype).write(folder / TENSORS, tensors)}
         description |= {"dtype": str(dtype).removeprefix("torch."), "sha256": files}

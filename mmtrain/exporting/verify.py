@@ -35,11 +35,12 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
-from mmtrain.engine.audit import fingerprint, model_fingerprint
+from mmtrain.engine.audit import model_fingerprint
 from mmtrain.evaluation.held_out import evaluated_samples
 from mmtrain.exporting.doors import StockDoor
 from mmtrain.exporting.hf import ExportedModel, kept_in_float32
-from mmtrain.exporting.projector_file import trained_tensors
+from mmtrain.exporting.projector_file import run_tensors
+from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.language import quiet
 from mmtrain.model.stage import DTYPES, Stage, build_stage
 from mmtrain.plan.plan import StagePlan
@@ -132,12 +133,13 @@ def read_samples(config: RunConfig, count: int) -> list[tuple[Sample, PackedBatc
 
 
 def whole_model(checkpoint: StepFolder) -> Stage:
-    """mmtrain's own model in fp32, all of it as one stage, with the checkpoint's trained tensors."""
-    config = checkpoint.config.changed({"model.llm.dtype": "float32", "model.vision.dtype": "float32"})
+    """mmtrain's own model in fp32, all of it as one stage, with the checkpoint's tensors."""
+    in_fp32 = {"model.llm.dtype": "float32", "model.vision.dtype": "float32"}
+    config = checkpoint.config.changed({**in_fp32, "model.projector.init_from": None})  # `run_tensors` has all of it
     layers = len(llm_shape(config.model.llm.path).decoder)
     stage = build_stage(config, StagePlan(0, 0, layers, front=True, head=True))
     parameters = dict(stage.global_parameters())
-    for name, source in trained_tensors(checkpoint).items():
+    for name, source in run_tensors(checkpoint).items():
         parameters[name].data.copy_(source.read())
     return stage
 
@@ -184,6 +186,7 @@ def _compare_frozen(door: StockDoor, checkpoint: StepFolder, stage: Stage, folde
     """
     section, state = checkpoint.config.model, checkpoint.state
     dtypes = {"llm": DTYPES[section.llm.dtype], "vision": DTYPES[section.vision.dtype or section.llm.dtype]}
+    dtypes["projector"] = torch.float32
     config = read_json(folder / "config.json")
     names = [name for name, parameter in stage.global_parameters() if not parameter.requires_grad]
     exported = (name.replace("llm.", door.decoder_names, 1) for name in names)

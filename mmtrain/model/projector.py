@@ -9,19 +9,33 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
+from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.model import ProjectorSection
-from mmtrain.model.projector_files import KEY, ProjectorFiles, find_projector, local_names, refuse_unfit
+from mmtrain.model.fingerprint import fingerprint
+from mmtrain.model.projector_files import (
+    KEY,
+    ProjectorFiles,
+    find_projector,
+    local_names,
+    projector_widths,
+    refuse_unfit,
+)
 from mmtrain.model.weights import open_tensors, read_pickled, tensor_files
 from mmtrain.pretrained import connectors
+from mmtrain.pretrained.model_files import read_header
 
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # others are codes that need their scales
+
+PROJECTOR = "projector."  # of global names
 
 
 class PixelShuffle(nn.Module):
@@ -110,15 +124,59 @@ def make_projector(section: ProjectorSection, vision_width: int, llm_width: int,
     return projector
 
 
-def read_projector(path: str, section: ProjectorSection, vision_width: int, llm_width: int) -> dict[str, torch.Tensor]:
+def starting_projector(
+    section: ProjectorSection, vision_width: int, llm_width: int, seed: int, after: Collection[Path] = ()
+) -> Projector:
+    """The projector that a run begins with: what `init_from` names, else drawn; `after` as `read_projector` has it.
+
+    Raises what `make_projector` and `read_projector` raise.
+    """
+    projector = make_projector(section, vision_width, llm_width, seed)
+    if section.init_from is not None:
+        projector.load_state_dict(read_projector(section.init_from, section, vision_width, llm_width, after))
+    return projector
+
+
+def whole_projector(checkpoint: StepFolder, after: Collection[Path] = ()) -> dict[str, torch.Tensor]:
+    """The projector of a checkpoint's run, fp32, by the names of `make_projector`'s module, whatever of it has trained.
+
+    That lies in the checkpoint; the rest is what the run began with. `after` as `read_projector` has it. Raises
+    UserError where that is something else now, or not there any more.
+    """
+    file, path = checkpoint.tensors_file, checkpoint.path.resolve()
+    trained = open_tensors({name: file for name in read_header(file) if name.startswith(PROJECTOR)})
+    tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}
+    section = checkpoint.config.model.projector
+    needed = [one.name for one in connectors.connector_parameters(connectors.connector(section, 1, 2))]
+    if all(name in trained for name in needed):
+        return tensors
+    if path in after:
+        raise UserError(f"{KEY}: the run of {path} begins with a projector that begins with its own")
+    widths = projector_widths(checkpoint.config)
+    begun = starting_projector(section, *widths, checkpoint.config.run.seed, (*after, path))
+    tensors = {name: tensors.get(name, tensor) for name, tensor in begun.state_dict().items()}
+    for name, was in checkpoint.state.get("frozen_projector", {}).items():
+        if name not in needed or fingerprint(tensors[name.removeprefix(PROJECTOR)]) != was:
+            source = f"{KEY} ({section.init_from})" if section.init_from else "the seed"
+            raise UserError(
+                f"{checkpoint.path}: its run did not train {harmless(name)}, and {source} gives other values now than "
+                "it began with; bring back what it began with"
+            )
+    return tensors
+
+
+def read_projector(
+    path: str, section: ProjectorSection, vision_width: int, llm_width: int, after: Collection[Path] = ()
+) -> dict[str, torch.Tensor]:
     """The projector of `section` from `path`, in fp32, by the names of `make_projector`'s module.
 
-    path: what `find_projector` takes. vision_width: features of a patch. llm_width: the LLM's hidden size. Nothing but
-    the projector is read, pickles without running them. Raises UserError for a path that holds none, damaged files,
-    tensors of another projector, other widths or types, and values that are not finite.
+    path: what `find_projector` takes. vision_width: features of a patch. llm_width: the LLM's hidden size. after: the
+    checkpoints whose projectors begin with this one. Nothing but the projector is read, pickles without running them.
+    Raises UserError for a path that holds none, damaged files, tensors of another projector, other widths or types,
+    and values that are not finite.
     """
     files = find_projector(path)
-    stored = _read(files)
+    stored = _read(files, after)
     names = local_names(stored, files.source)
     shapes = {local: tuple(stored[name].shape) for local, name in names.items()}
     refuse_unfit(shapes, section, vision_width, llm_width, files.source)
@@ -136,8 +194,10 @@ def read_projector(path: str, section: ProjectorSection, vision_width: int, llm_
     return tensors
 
 
-def _read(files: ProjectorFiles) -> dict[str, torch.Tensor]:
+def _read(files: ProjectorFiles, after: Collection[Path]) -> dict[str, torch.Tensor]:
     source = files.source
+    if files.is_part:
+        return {f"{PROJECTOR}{name}": tensor for name, tensor in whole_projector(files.checkpoint, after).items()}
     if not files.shapes:
         return read_pickled(source)
     places = tensor_files(source) if source.is_dir() else dict.fromkeys(files.shapes, source)

@@ -50,6 +50,7 @@ class ProjectorFiles:
     source: Path  # the file, or a folder of safetensors files
     shapes: Mapping[str, Shape]  # by name on disk, of the projector's tensors alone; none of a pickled file
     checkpoint: StepFolder | None = None  # that it lies in, held until the tensors are read
+    is_part: bool = False  # whether the rest of it, among `shapes` too, is where the checkpoint's run took its start
 
 
 def find_projector(path: str) -> ProjectorFiles:
@@ -146,12 +147,15 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
         )
     if files.shapes:
         names = local_names(files.shapes, files.source)
-        vision = vision_shape(
-            config.model.vision.name, config.model.vision.select_layer, config.model.vision.final_norm
-        )
         shapes = {local: files.shapes[name] for local, name in names.items()}
-        llm = llm_shape(config.model.llm.path)
-        refuse_unfit(shapes, config.model.projector, vision.width, llm.hidden_size, files.source)
+        refuse_unfit(shapes, config.model.projector, *projector_widths(config), files.source)
+
+
+def projector_widths(config: RunConfig) -> tuple[int, int]:
+    """Features of a patch and the LLM's hidden size; raises what `vision_shape` and `llm_shape` raise."""
+    chosen = config.model.vision
+    vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
+    return vision.width, llm_shape(config.model.llm.path).hidden_size
 
 
 def _in_file(file: Path) -> ProjectorFiles:
@@ -166,7 +170,12 @@ def _in_file(file: Path) -> ProjectorFiles:
 
 def _in_checkpoint(checkpoint: StepFolder) -> ProjectorFiles:
     file = checkpoint.tensors_file
-    return ProjectorFiles(file, _projector_alone(read_header(file), file), checkpoint=checkpoint)
+    if not checkpoint.state.get("frozen_projector"):
+        return ProjectorFiles(file, _projector_alone(read_header(file), file), checkpoint)
+    shapes = _shapes_of(checkpoint.config.model.projector, *projector_widths(checkpoint.config))
+    return ProjectorFiles(
+        file, {f"projector.{name}": shape for name, shape in shapes.items()}, checkpoint, is_part=True
+    )
 
 
 def _projector_alone(shapes: Mapping[str, Shape], source: str | Path) -> dict[str, Shape]:

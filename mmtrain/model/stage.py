@@ -27,7 +27,7 @@ from mmtrain.model.language import LanguageSlice, load_slice
 from mmtrain.model.lora import add_adapters
 from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.model.parity import takes_rows
-from mmtrain.model.projector import Projector, make_projector, read_projector
+from mmtrain.model.projector import Projector, starting_projector
 from mmtrain.model.vision import VisionTower, load_vision
 from mmtrain.plan.plan import StagePlan
 from mmtrain.pretrained.families import global_name
@@ -193,10 +193,7 @@ def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | s
         vision_dtype = DTYPES[chosen.dtype or config.model.llm.dtype]
         vision = load_vision(chosen.name, chosen.select_layer, vision_dtype, device, final_norm=chosen.final_norm)
         add_adapters(vision.model, config.model.lora, vision.global_name, config.run.seed)
-        section, widths = config.model.projector, (vision.width, language.hidden_size)
-        projector = make_projector(section, *widths, config.run.seed)
-        if section.init_from is not None:
-            projector.load_state_dict(read_projector(section.init_from, section, *widths))
+        projector = starting_projector(config.model.projector, vision.width, language.hidden_size, config.run.seed)
         transform = functools.partial(image_transform, config.model.vision.name)
         front = Front(vision, projector.to(device), transform)
     module = Stage(language, front, dtype).eval()

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.pretrained.connectors import connector, connector_parameters, reduction
+from mmtrain.pretrained.connectors import reduction
 from mmtrain.pretrained.encoders import FAMILIES, family_of
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 from mmtrain.pretrained.recorded_shapes import find_recorded
-from mmtrain.pretrained.shapes import matches, vision_shape
+from mmtrain.pretrained.shapes import vision_shape
 from mmtrain.pretrained.timm_forms import form_of
 from mmtrain.pretrained.tokenizer_files import lacking_marks
 from mmtrain.pretrained.vision_files import is_timm_name
@@ -181,8 +181,6 @@ def formats_for(config: RunConfig) -> str:
 def check_export_format(config: RunConfig) -> None:
     """Raises UserError for a run that could not leave by its `export.format`, saying what to change."""
     try:
-        if config.export.format is not None:
-            _refuse_frozen_projector(config)
         if config.export.format == "hf":
             stock_door(config)
         elif config.export.format == "llava":
@@ -193,13 +191,3 @@ def check_export_format(config: RunConfig) -> None:
         raise UserError(
             f"export.format={config.export.format}: {error}; change that, or set export.format=safetensors"
         ) from None
-
-
-def _refuse_frozen_projector(config: RunConfig) -> None:
-    """Raises UserError where a tensor of the projector does not train: a checkpoint holds what trains alone."""
-    for parameter in connector_parameters(connector(config.model.projector, 1, 2)):
-        if not matches(parameter.name, config.model.trainable):
-            raise UserError(
-                f"a checkpoint would hold no {parameter.name}, which model.trainable "
-                f"({', '.join(config.model.trainable)}) leaves frozen; add projector to it"
-            )

@@ -17,9 +17,10 @@ from untrained_runs import compared, config_of, export, load_stock, make_checkpo
 from mmtrain.__main__ import main
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.catalog import is_held_out
-from mmtrain.engine.audit import fingerprint, model_fingerprint
+from mmtrain.engine.audit import model_fingerprint
 from mmtrain.exporting import hf
 from mmtrain.exporting.verify import read_samples
+from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.plan import StagePlan
 

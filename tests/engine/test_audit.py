@@ -11,8 +11,9 @@ from scenes import make_config, save_parts
 from torch import nn
 
 from mmtrain.base.errors import UserError
-from mmtrain.engine.audit import AuditError, RankAudit, check_replicas, fingerprint, write_audit
+from mmtrain.engine.audit import AuditError, RankAudit, check_replicas, write_audit
 from mmtrain.engine.optimizer import MasterWeights, NoOpOptimizer, make_optimizer
+from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.planner import make_plan
 

@@ -15,7 +15,7 @@ from step_states import VERSIONS
 from untrained_runs import config_of, export, make_checkpoint
 
 from mmtrain.exporting import hf
-from mmtrain.exporting.projector_file import origin
+from mmtrain.exporting.projector_file import origin, run_tensors
 
 NAMES = [
     "a: b --- # !!python object:os.system 'q' \"d\"",
@@ -82,7 +82,7 @@ def test_scores_are_found_among_lines_that_are_no_records_and_a_loss_that_is_no_
     checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny), loss="nan")
     lines = ["[" * 200_000 + '"eval"', '["eval"]', '{"kind": "eval"}', '{"kind": "eval", "step": 20, "loss": 0.5}']
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "eval", "ste']))
-    about = origin(checkpoint)
+    about = origin(checkpoint, run_tensors(checkpoint))
     assert about.evaluation == {"loss": 0.5} and about.training_loss is None
 
 

@@ -1,0 +1,129 @@
+"""Runs that trained a part of their projector, or none of it: exports hold all of it, as the run computed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rank_runs import train
+from safetensors.torch import load_file, save_file
+from untrained_runs import config_of, export, make_checkpoint, weights
+
+from mmtrain.__main__ import main
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.step_folder import STATE, StepFolder, find, new_step_folder
+from mmtrain.model.projector import make_projector, read_projector, whole_projector
+from mmtrain.model.projector_files import refuse_unfit_init_from
+
+FIRST, SECOND = ("linear_1.weight", "linear_1.bias"), ("linear_2.weight", "linear_2.bias")
+
+
+def trained_by(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(find(folder).tensors_file)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory) -> dict[str, Path]:
+    """Each begins with the projector of the one before: all of it trained, its second layer, none of it."""
+    folder = tmp_path_factory.mktemp("runs")
+    projector = make_projector(config_of(tiny).model.projector, 48, 64, seed=7).state_dict()
+    tensors = {f"projector.{name}": tensor for name, tensor in projector.items()}
+    made = {"all": make_checkpoint(folder / "all", config_of(tiny), tensors).path.parent.parent}
+    options = (f"run.dir={folder}", "train.max_steps=2", "optimizer.lr=0.01", "parallel.pipeline=2")
+    for name, before, trainable in (("second", "all", "projector.linear_2"), ("none", "second", "llm.norm")):
+        start = f"model.projector.init_from={made[before]}"
+        made[name] = train(
+            tiny / "config.yaml", *options, f"run.name={name}", f"model.trainable=[{trainable}]", start
+        ).folder
+    return made
+
+
+def test_an_export_has_what_was_trained_and_what_the_run_began_with(runs, tmp_path):
+    first, second = trained_by(runs["all"]), trained_by(runs["second"])
+    assert second.keys() == {f"projector.{name}" for name in SECOND}
+    assert not any(same(second[name], first[name]) for name in second)
+    wanted = {name: second.get(name, tensor) for name, tensor in first.items()}
+    for run in ("second", "none"):
+        options = ["--checkpoint", str(runs[run]), "--out", str(tmp_path / run)]
+        assert main(["export", *options, "--format", "hf", *(["--verify", "2"] if run == "none" else [])]) == 0
+        found = weights(tmp_path / run)
+        assert all(same(found[f"multi_modal_{name}"], tensor) for name, tensor in wanted.items())
+    assert same(found["language_model.model.norm.weight"], trained_by(runs["none"])["llm.norm.weight"])
+    card = (tmp_path / "none" / "README.md").read_text()
+    assert "1 tensors were trained; the projector between them was not" in card
+    options = ["--checkpoint", str(runs["none"]), "--format", "safetensors", "--out", str(tmp_path / "alone")]
+    assert main(["export", *options]) == 0
+    alone = load_file(tmp_path / "alone" / "projector.safetensors")
+    assert alone.keys() == {*wanted, "llm.norm.weight"} and all(same(alone[name], wanted[name]) for name in wanted)
+    assert json.loads((tmp_path / "alone" / "projector.json").read_text())["trained"] == ["llm.norm.weight"]
+
+
+def test_another_run_begins_with_all_of_it(runs, tiny):
+    config = config_of(tiny, f"model.projector.init_from={runs['none']}")
+    refuse_unfit_init_from(config, Path("elsewhere"))
+    found = read_projector(str(runs["none"]), config.model.projector, 48, 64)
+    first, second = trained_by(runs["all"]), trained_by(runs["second"])
+    assert all(same(found[name], first[f"projector.{name}"]) for name in FIRST)
+    assert all(same(found[name], second[f"projector.{name}"]) for name in SECOND)
+
+
+def test_llavas_file_holds_all_of_it_where_nothing_else_was_trained(runs, tmp_path, capsys):
+    options = ["--format", "llava", "--out", str(tmp_path / "llava")]
+    assert main(["export", "--checkpoint", str(runs["second"]), *options]) == 0
+    content = torch.load(tmp_path / "llava" / "mm_projector.bin", weights_only=True)
+    assert same(content["model.mm_projector.0.weight"], trained_by(runs["all"])["projector.linear_1.weight"])
+    assert main(["export", "--checkpoint", str(runs["none"]), *options[:-1], str(tmp_path / "other")]) == 2
+    assert "llm.norm.weight was trained too" in capsys.readouterr().err
+
+
+def rewritten(checkpoint: StepFolder, target: Path, **state: object) -> StepFolder:
+    """A copy of a checkpoint with another state, whole as its manifest says."""
+    target.parent.mkdir(parents=True)
+    with new_step_folder(target) as folder:
+        for file in checkpoint.path.glob("*.safetensors"):
+            shutil.copy(file, folder)
+        (folder / STATE).write_text(json.dumps({**checkpoint.state, **state}))
+    return StepFolder(target)
+
+
+def test_a_start_that_is_another_now_is_refused(runs, tiny, tmp_path):
+    checkpoint = find(runs["second"])
+    content = dict(checkpoint.state["config"])
+    other = {
+        f"projector.{name}": tensor
+        for name, tensor in make_projector(config_of(tiny).model.projector, 48, 64, 8).state_dict().items()
+    }
+    save_file(other, tmp_path / "other.safetensors")
+    content["model"] = {**content["model"], "projector": {"init_from": str(tmp_path / "other.safetensors")}}
+    moved = rewritten(checkpoint, tmp_path / "run" / "checkpoints" / checkpoint.path.name, config=content)
+    with pytest.raises(
+        UserError, match=r"did not train projector\.linear_1.*other\.safetensors. gives other values now"
+    ):
+        export(moved, tmp_path / "out")
+
+
+def test_a_run_of_before_that_noted_no_fingerprints_is_exported_with_the_draw_of_its_seed(tiny, tmp_path):
+    config = config_of(tiny, "model.trainable=[llm.norm]", "run.seed=3")
+    checkpoint = make_checkpoint(tmp_path / "run", config)
+    save_file({"llm.norm.weight": torch.ones(64)}, checkpoint.tensors_file)
+    export(checkpoint, tmp_path / "out")
+    drawn = make_projector(config.model.projector, 48, 64, seed=3).state_dict()
+    found = weights(tmp_path / "out")
+    assert all(same(found[f"multi_modal_projector.{name}"], drawn[name]) for name in drawn)
+
+
+def test_a_projector_that_begins_with_itself_is_one_line(runs, tmp_path):
+    checkpoint = find(runs["second"])
+    content = dict(checkpoint.state["config"])
+    target = tmp_path / "run" / "checkpoints" / checkpoint.path.name
+    content["model"] = {**content["model"], "projector": {"init_from": str(target)}}
+    circular = rewritten(checkpoint, target, config=content)
+    with pytest.raises(UserError, match=r"begins with a projector that begins with its own$"):
+        whole_projector(circular)
