@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.config.templates import NAMES
 from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.processor import ExportedProcessor, write_processor
 
@@ -97,6 +98,9 @@ STYLES = {  # template, special tokens, kind of tokenizer, whether it takes a sy
     "llama2": (LLAMA2, (), "sentencepiece", True),
     "vicuna, whose tokenizer adds <s>": (VICUNA, (), "byte_level", True),
     "a template that takes parts itself": (PARTS_OF_ITS_OWN, (), "byte_level", True),
+    "data.template=llava_v1": ("llava_v1", (), "sentencepiece", True),
+    "data.template=llama_2": ("llama_2", (), "sentencepiece", True),
+    "data.template=chatml": ("chatml", ("<|im_start|>", "<|im_end|>"), "byte_level", True),
 }
 IMAGE = {"type": "image"}
 
@@ -163,6 +167,11 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", padding_side="right"
     )
+
+
+def data_template(template: str) -> str:
+    """`data.template` of a run on an LLM's folder whose own chat template this is, or that has one of this name."""
+    return template if template in NAMES else "chat"
 
 
 def run_config(tiny: Path, llm: Path, *overrides: str) -> RunConfig:

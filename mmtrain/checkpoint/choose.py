@@ -17,6 +17,7 @@ from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import parse_line, recorded
+from mmtrain.base.printing import shortened
 from mmtrain.checkpoint.run_folder import CONFIG, METRICS, PLAN, contents_of_a_run, run_folder
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, find, find_newest, newest, step_folders
 from mmtrain.config.keys import BeforeItCame, OnResume, all_fields, declared_path, marked, section_of
@@ -169,7 +170,7 @@ def _refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str]
         return
     lines = []
     for key in refused:
-        was, is_now = (json.dumps(value, ensure_ascii=False) for value in changed[key])
+        was, is_now = (shortened(json.dumps(value, ensure_ascii=False)) for value in changed[key])
         lines.append(f"{key}: was {was}, is now {is_now}")
     if fixed:
         mend = (

@@ -25,6 +25,7 @@ import numpy as np
 
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import tell
+from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
 from mmtrain.data.report.survey import survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.index import VERSION, read_columns
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
         number = int(found.text_lengths.argmax())
         shard = int(np.searchsorted(found.shard_sizes.cumsum(), number, side="right"))
         where = f"{read_columns(tars[shard]).keys[number - sum(found.shard_sizes[:shard])]} in {tars[shard].name}"
-    words = f"{options.tokenizer}, {options.template}"
+    words = f"{options.tokenizer}, {template_name(options.template)}"
     tell(f"longest text: {longest:,} tokens of {words}, those of images not counted: {where}")
     tell(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
 
@@ -88,7 +89,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--tokenizer", required=True, metavar="PATH", help="a model's folder, a cached hub id, or demo:llm"
     )
     parser.add_argument(
-        "--template", required=True, choices=("plain", "chat"), help="as data.template: how conversations become tokens"
+        "--template",
+        required=True,
+        type=template_argument,
+        metavar="NAME",
+        help=f"as data.template, how conversations become tokens: {', '.join(NAMES)}, or {FILE}",
     )
     parser.add_argument(
         "--layout",

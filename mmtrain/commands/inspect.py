@@ -28,6 +28,7 @@ from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, note, print_table, tell
 from mmtrain.base.progress import ProgressBar
+from mmtrain.config.templates import FILE, NAMES, template_argument
 from mmtrain.data.report.charts import TERMINAL_BINS, print_distribution, write_png
 from mmtrain.data.report.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
 from mmtrain.data.samples.records import reason_lines
@@ -279,7 +280,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     what.add_argument("--show", metavar="KEY", help="one sample as the model will see it; all that have this key")
     what.add_argument("--plot", type=Path, metavar="FILE", help="write the histograms as a PNG too")
     parser.add_argument("--tokenizer", metavar="PATH", help="a model's folder, a cached hub id, or demo:llm")
-    parser.add_argument("--template", choices=("plain", "chat"), help="as data.template")
+    parser.add_argument(
+        "--template", type=template_argument, metavar="NAME", help=f"as data.template: {', '.join(NAMES)}, or {FILE}"
+    )
     parser.add_argument("--layout", default="square", choices=tuple(WRAPPERS), help="as model.vision.layout (square)")
     per_image = parser.add_mutually_exclusive_group()
     per_image.add_argument(

@@ -49,6 +49,7 @@ from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import say
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
+from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
 from mmtrain.data.prepare.intake import Intake, read_llava_json
 from mmtrain.data.prepare.shard_resume import (
     STATE,
@@ -236,7 +237,7 @@ def _options_that_shape_the_bytes(options: argparse.Namespace) -> dict:
         "max_pixels": options.max_pixels,
         "max_side": options.max_side,
         "pillow": None if options.max_side is None else PIL.__version__,  # releases encode differently
-        "template": options.template,
+        "template": options.template and template_name(options.template),
         "text_fingerprint": text,
     }
 
@@ -296,7 +297,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="processes (%(default)s: usable cores)",
     )
     add("--tokenizer", metavar="PATH", help="the LLM's folder, its hub id in the local cache, or demo:llm")
-    add("--template", choices=("plain", "chat"), help="data.template of the training run")
+    add(
+        "--template",
+        type=template_argument,
+        metavar="NAME",
+        help=f"data.template of the training run: {', '.join(NAMES)}, or {FILE}",
+    )
     add("--max-reject-rate", type=share, default=0.05, metavar="R", help="stop at more bad records, as a share (0.05)")
     add(
         "--duplicate-ids",

@@ -16,6 +16,7 @@ from mmtrain.config.keys import BeforeItCame, InsteadOf, RenamedFrom, all_fields
 from mmtrain.config.problems import explain
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import parse_yaml, read_yaml
+from mmtrain.config.templates import read_template
 
 DEMO = "demo:llava_pp4"  # the configuration of the demo, by a name that needs no checkout
 DEMO_FILE = Path(__file__).parents[1] / "demo" / "llava_pp4.yaml"  # in a checkout a link to configs/llava_pp4.yaml
@@ -25,7 +26,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a YAML file, or DEMO, with `key.sub=value` overrides applied in order.
 
     Raises UserError listing every problem at once: per key its path, the value seen, what is allowed; for an unknown
-    key the nearest valid one. `data.allow_pipe` is taken from overrides alone.
+    key the nearest valid one. `data.allow_pipe` is taken from overrides alone; a file that `data.template` names is
+    read now, and its text stands there.
     """
     if str(path) != DEMO and str(path).startswith("demo:"):
         raise UserError(f"{path}: the demo has no such configuration; it has {DEMO}")
@@ -43,6 +45,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply(content, override)
     _drop_alternatives(content, [override.partition("=")[0].strip() for override in overrides])
+    data = content.get("data")
+    if isinstance(data, dict) and isinstance(template := data.get("template"), str):
+        data["template"] = read_template(template)
     return validated(_tuples(content), str(path))
 
 

@@ -15,6 +15,7 @@ from mmtrain.config.keys import BeforeItCame, Fixed, Free, InsteadOf, Kept, Meas
 from mmtrain.config.limits import MAX_IMAGE_PIXELS, MAX_LAYERS
 from mmtrain.config.model import ModelSection
 from mmtrain.config.section import Float, Section, wrong_together
+from mmtrain.config.templates import TemplateName, TemplateText
 
 Decay = Annotated[Float, Field(ge=0, lt=1)]
 Fraction = Annotated[Float, Field(gt=0, lt=1)]
@@ -126,9 +127,10 @@ class DataSection(Section):
     """tokens in a pack"""
     max_images_per_pack: Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None] = None
     """images in a pack, to bound the encoder's memory; null: as many as its tokens hold"""
-    template: Kept[Literal["plain", "chat"]] = "plain"
-    """how a conversation becomes tokens. plain (LLaVA's stage 1): images, then the one answer, the question dropped;
-    chat: all turns through the model's own chat template, every answer supervised"""
+    template: Kept[TemplateName | TemplateText] = "plain"
+    """how a conversation becomes tokens. plain (LLaVA's stage 1): images, then the one answer, the question dropped.
+    All others take all turns and supervise every answer; chat: the model's own chat template; llava_v1 (Vicuna),
+    llama_2: LLaVA's conversations; chatml: <|im_start|>; FILE.jinja: a template of your own, whose text is kept"""
     images: Kept[Literal["require", "strip"]] = "require"
     """what a text run (model.vision: null) does with samples that have images. require: they need an encoder, and are
     quarantined; strip: their text is trained on, without its <image> marks"""

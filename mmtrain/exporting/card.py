@@ -61,7 +61,7 @@ def write_card(
     bases = [name for name in (about.llm, about.vision) if HUB_ID.fullmatch(name) and "/" in name]
     front = {"library_name": "transformers", "pipeline_tag": "image-text-to-text"}
     front |= {"base_model": bases} if bases else {}
-    prompt = CHAT if about.template == "chat" else CAPTION
+    prompt = CAPTION if about.template == "plain" else CHAT
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {shown_name(Path(about.llm).name)} that sees through {shown_name(Path(about.vision).name)}",

@@ -4,8 +4,8 @@ messages (contents: text, or lists of text and image parts) --jinja--> text with
 chat_template.jinja --mark_answers--> the same text for every conversation, answers between {% generation %} marks
 conversations --stock tokenizer and processor, return_assistant_tokens_mask--> the label mask of training, or no marks
 
-For data.template=chat it is the model's own template behind a preamble that turns lists of parts into the text that a
-LLaVA record holds. For data.template=plain it writes images, then what the caption begins with.
+For data.template=plain it writes images, then what the caption begins with. Otherwise it is the template of training
+behind a preamble that turns lists of parts into the text that a LLaVA record holds.
 
 With the marks trl's assistant_only_loss trains what mmtrain trained. An answer's span is found as training finds it
 (`data.samples.chat`): from the end of the prompt for it to its end mark. They are written without dashes and with
@@ -32,7 +32,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
-from mmtrain.data.samples.templates import TEMPLATES, ChatTemplate, PlainTemplate, Template, load_tokenizer
+from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate, Template, load_tokenizer, make_template
 from mmtrain.pretrained.layouts import ImageLayout
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -126,7 +126,7 @@ def exported_chat_template(template: Template) -> str:
     LLaVA's records, unless the text has one there: [image, "What is this?"] becomes "<image>\\nWhat is this?". A text
     is taken as it stands, with its own <image> marks.
 
-    chat: the model's own template follows, with the date that training wrote instead of today's. plain: all images,
+    The template of training follows, with the date that training wrote instead of today's. plain: all images,
     then the user's words as the beginning of the caption (a system turn's are dropped), or an assistant's as a caption
     that has ended.
     """
@@ -174,7 +174,7 @@ def mark_answers(config: RunConfig, folder: Path) -> str | None:
     file = folder / TEMPLATE_FILE
     before = file.read_text(encoding="utf-8")
     bare = ImageLayout("square", 1)  # what a layout writes around an image the processor adds to the template's text
-    template = TEMPLATES[config.data.template](load_tokenizer(config.model.llm.path), bare, sys.maxsize)
+    template = make_template(config.data.template, load_tokenizer(config.model.llm.path), bare, sys.maxsize)
     if isinstance(template, ChatTemplate):
         file.write_text(marked_template(before, template), encoding="utf-8")
     try:

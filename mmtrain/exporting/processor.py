@@ -31,7 +31,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
-from mmtrain.data.samples.templates import TEMPLATES, PlainTemplate, Template, load_tokenizer, with_image_token
+from mmtrain.data.samples.templates import PlainTemplate, Template, load_tokenizer, make_template, with_image_token
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.exporting.chat_template import documents_of, exported_chat_template
 from mmtrain.exporting.doors import StockDoor
@@ -74,7 +74,7 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
     """
     path = config.model.llm.path
     source = load_tokenizer(path)
-    template = TEMPLATES[config.data.template](source, ImageLayout(config.model.vision.layout, 1), sys.maxsize)
+    template = make_template(config.data.template, source, ImageLayout(config.model.vision.layout, 1), sys.maxsize)
     probe = template(Sample("probe", "probe", PROBE, (b"",)))
     end = [label for label in probe.labels if label != IGNORE][-1]  # the token that ends an answer in training
     tokenizer = _tokenizer_for_prompts(door, source, template, end)
@@ -223,8 +223,8 @@ def check_processor(config: RunConfig, exported: ExportedProcessor, folder: Path
         raise _differs(folder, f"pixel values differ by {difference:g}")
 
     tokenizer = load_tokenizer(config.model.llm.path)
-    template = TEMPLATES[config.data.template](
-        tokenizer, ImageLayout(config.model.vision.layout, exported.image_seq_length), sys.maxsize
+    template = make_template(
+        config.data.template, tokenizer, ImageLayout(config.model.vision.layout, exported.image_seq_length), sys.maxsize
     )
     for turns, document in documents_of(template, CONVERSATIONS):
         begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1

@@ -18,6 +18,7 @@ import torch
 from mmtrain.base.json_lines import recorded
 from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.config.templates import template_name
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, in_memory, new_folder, stored
 from mmtrain.model.projector import PROJECTOR, whole_projector
 from mmtrain.pretrained.connectors import Linear, connector, reduction
@@ -70,7 +71,7 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origi
         projector_type=section.type,
         projector_factor=reduction(section),
         trained=tuple(sorted(read_header(checkpoint.tensors_file))),
-        template=config.data.template,
+        template=template_name(config.data.template),
         image_fit=config.data.image_fit,
         steps=checkpoint.step,
         max_steps=state["max_steps"],

@@ -6,6 +6,7 @@ import sys
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
+from mmtrain.config.templates import template_name
 from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.data.stream.catalog import data_sets
@@ -46,7 +47,7 @@ def check_data(config: RunConfig, others_wait: bool) -> None:
         raise UserError(
             f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and other "
             f"processes would wait for it; first run mmtrain index {' '.join(map(str, missing[:3]))}"
-            f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template}"
+            f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template_name(template)}"
             + (f" --layout {layout}" if layout != "square" else "")
         )
     ensure_indexes(shards, llm, template, layout, stream=sys.stdout, retry_seconds=seconds)

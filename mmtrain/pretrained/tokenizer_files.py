@@ -23,6 +23,7 @@ from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.config.model import ModelSection
 from mmtrain.config.schema import RunConfig
+from mmtrain.config.templates import jinja_of, template_name
 from mmtrain.pretrained.layouts import WRAPPERS, marks_around
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 
@@ -192,14 +193,16 @@ def missing_chat_template(folder: str | Path) -> UserError:
     unread = "; its chat_template.json is read by processors alone" if legacy else ""
     return UserError(
         f"data.template: chat takes the model's own chat template, and the tokenizer in {folder} has none{unread}; put "
-        "a chat_template.jinja beside the tokenizer (transformers reads it), or set data.template=plain"
+        "a chat_template.jinja beside the tokenizer (transformers reads it), or set data.template=plain, or llava_v1 "
+        "(Vicuna's), or a FILE.jinja of your own"
     )
 
 
 def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "square") -> str:
     """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
 
-    A `layout` that writes texts around images counts too.
+    `template` is what `data.template` holds; one written in Jinja counts with its text, and a `layout` that writes
+    texts around images counts too.
 
     A tokenizer that another release of its library reads otherwise is found when a sample's length differs from its
     index. Raises UserError for a folder without a tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
@@ -211,7 +214,9 @@ def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "squar
     # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
     model_type = read_json(config).get("model_type") if config.is_file() else None
     around = [layout, *WRAPPERS[layout]] if any(WRAPPERS[layout]) else []
-    digest = hashlib.sha256(compact_json([TEXT_RULES_VERSION, template, model_type, *around]))
+    jinja = jinja_of(template)
+    said = template if jinja is None else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
+    digest = hashlib.sha256(compact_json([TEXT_RULES_VERSION, said, model_type, *around]))
     for file in sorted(found):
         content = hashlib.sha256(read_limited(file, MAX_TOKENIZER_BYTES, "a tokenizer's file")).hexdigest()
         digest.update(compact_json([file.relative_to(tokenizer_folder).as_posix(), content]))

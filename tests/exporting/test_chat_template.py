@@ -10,14 +10,15 @@ import jinja2
 import numpy as np
 import pytest
 import transformers
-from chat_styles import CONVERSATIONS, QWEN25, STYLES, export, messages_of, run_config, with_images
+from chat_styles import CONVERSATIONS, QWEN25, STYLES, data_template, export, messages_of, run_config, with_images
 from packaging.version import Version
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
+from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
-from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
+from mmtrain.data.samples.templates import PlainTemplate, make_template
 from mmtrain.exporting.chat_template import mark_answers
 from mmtrain.pretrained.layouts import ImageLayout
 
@@ -52,26 +53,27 @@ MORE = {
 
 def exported(tiny: Path, make, folder: Path, template: str, marks: tuple[str, ...], kind: str):
     """The run's template, the folder's processor, its template without marks, and what the export says of marks."""
-    config = run_config(tiny, make(template, marks, kind), "data.template=chat")
+    config = run_config(tiny, make(template, marks, kind), f"data.template={data_template(template)}")
     export(config, folder)
     before = (folder / "chat_template.jinja").read_text()
     said = mark_answers(config, folder)
-    return config.model.llm.path, AutoProcessor.from_pretrained(folder), before, said
+    return config, AutoProcessor.from_pretrained(folder), before, said
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def marked(request, tiny, llm_with, tmp_path_factory):
-    llm, processor, before, said = exported(
+    config, processor, before, said = exported(
         tiny, llm_with, tmp_path_factory.mktemp("marked") / "out", *TEMPLATES[request.param]
     )
     assert said is None
     assert "{% generation %}" in processor.chat_template == processor.tokenizer.chat_template
-    return llm, processor, before
+    return config, processor, before
 
 
-def trained_on(llm: str, turns, image: int, tokens_per_image: int) -> tuple[list[int], list[bool]] | None:
+def trained_on(config: RunConfig, turns, image: int, tokens_per_image: int) -> tuple[list[int], list[bool]] | None:
     """Token ids, and which of them training predicts; None where it rejects the conversation."""
-    template = ChatTemplate(AutoTokenizer.from_pretrained(llm), ImageLayout("square", tokens_per_image), sys.maxsize)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.llm.path)
+    template = make_template(config.data.template, tokenizer, ImageLayout("square", tokens_per_image), sys.maxsize)
     images = (b"",) * sum(text.count("<image>") for _, text in turns)
     try:
         document = template(Sample("k", "s.tar", tuple(turns), images))
@@ -82,10 +84,10 @@ def trained_on(llm: str, turns, image: int, tokens_per_image: int) -> tuple[list
 
 
 def test_the_masks_of_stock_transformers_are_the_labels_of_training(marked):
-    llm, processor, _ = marked
+    config, processor, _ = marked
     compared = 0
     for turns, contents in (*CONVERSATIONS.values(), *MORE.values()):
-        wanted = trained_on(llm, turns, processor.image_token_id, 1)
+        wanted = trained_on(config, turns, processor.image_token_id, 1)
         if wanted is None:
             continue
         compared += 1
@@ -99,7 +101,7 @@ def test_the_masks_of_stock_transformers_are_the_labels_of_training(marked):
         pictures = [Image.fromarray(np.full((40, 30, 3), 9 * i, np.uint8)) for i in range(count)]
         found = processor.apply_chat_template(with_images(messages_of(turns, contents), pictures), **MASKS)
         given = list(found["input_ids"][0]), [bool(mask) for mask in found["assistant_masks"][0]]
-        assert given == trained_on(llm, turns, processor.image_token_id, 16)
+        assert given == trained_on(config, turns, processor.image_token_id, 16)
     assert compared >= 7
 
 

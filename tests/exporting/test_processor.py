@@ -16,6 +16,7 @@ from chat_styles import (
     QWEN25,
     STYLES,
     Tower,
+    data_template,
     export,
     messages_of,
     run_config,
@@ -44,9 +45,13 @@ def chat(request, tiny, llm_with, tmp_path_factory):
     template, marks, kind, takes_system = STYLES[request.param]
     llm = llm_with(template, marks, kind)
     folder = tmp_path_factory.mktemp("exported")
-    exported = export(run_config(tiny, llm, "data.template=chat"), folder)
+    config = run_config(tiny, llm, f"data.template={data_template(template)}")
+    exported = export(config, folder)
     trained = ChatTemplate(
-        AutoTokenizer.from_pretrained(llm), ImageLayout("square", exported.image_seq_length), sys.maxsize
+        AutoTokenizer.from_pretrained(llm),
+        ImageLayout("square", exported.image_seq_length),
+        sys.maxsize,
+        config.data.template,
     )
     return trained, AutoProcessor.from_pretrained(folder), exported, takes_system
 

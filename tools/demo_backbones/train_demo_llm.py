@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from mmtrain.base.printing import tell
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
-from mmtrain.data.samples.templates import TEMPLATES
+from mmtrain.data.samples.templates import make_template
 from mmtrain.demo.scene import CELLS, Scene, draw_scene
 from mmtrain.demo.text import COLOUR_WORDS, DIGIT_WORDS, converse
 from mmtrain.pretrained.layouts import ImageLayout
@@ -95,7 +95,7 @@ def batches(
     Ids are IMAGE_POSITION where the grid goes. Two conversations on end: the grid is read more often at the price of
     few tokens. Rows of like length share a batch: a third less padding.
     """
-    template = TEMPLATES["chat"](tokenizer, ImageLayout("square", CELLS * PATCHES), VOCABULARY)
+    template = make_template("chat", tokenizer, ImageLayout("square", CELLS * PATCHES), VOCABULARY)
 
     def document(scene: Scene) -> Document:
         (human, question), *rest = converse(scene, draw) + converse(scene, draw)

@@ -18,7 +18,7 @@ from mmtrain.base.printing import harmless
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IMAGE_POSITION, Document, Fault, Sample
-from mmtrain.data.samples.templates import TEMPLATES, load_tokenizer
+from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import Member, read_index
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
 from mmtrain.pretrained.layouts import ImageLayout
@@ -74,7 +74,7 @@ def tokenize_samples(
     catalog = Catalog([DataSet(shards)], fingerprint, images, MAX_IMAGE_PIXELS)
     tokenizer = load_tokenizer(tokenizer_path)
     # No embedding is asked how many rows it has: this shows tokens, and training refuses those without one.
-    write = TEMPLATES[template](tokenizer, images, sys.maxsize)
+    write = make_template(template, tokenizer, images, sys.maxsize)
     reader = Reader(catalog, retry_seconds=0)
     found = []
     for tar, place in places:

@@ -1,4 +1,4 @@
-"""The chat template that an LLM's tokenizer brings: a conversation as text, and where its answers stand.
+"""A template in Jinja, the LLM's tokenizer's or another: a conversation as text, and where its answers stand.
 
 turns ((speaker, text), ...) --jinja--> text, span of each answer (begin and end in characters)
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -17,6 +18,7 @@ from datetime import datetime
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from mmtrain.config.templates import NAMES, jinja_of, template_name
 from mmtrain.data.samples.bounded_jinja import BoundedTemplate
 from mmtrain.data.samples.records import Rejected
 from mmtrain.pretrained.tokenizer_files import missing_chat_template
@@ -35,29 +37,32 @@ Turns = Sequence[tuple[str, str]]
 
 
 class ChatText:
-    """Writes conversations as the model's own template does: human -> user, gpt -> assistant, system -> system.
+    """Writes conversations as a template in Jinja does: human -> user, gpt -> assistant, system -> system.
 
     Without a system turn the template's default system text stands. A template that writes today's date (strftime_now)
-    gets a fixed one, so that samples do not change overnight.
+    gets a fixed one, so that samples do not change overnight. One that ships with mmtrain begins a text as the
+    tokenizer itself does.
 
     Price: 2 renderings per answer, to find where it begins and ends, and to see that later turns leave it as it was.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_marks: Iterable[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_marks: Iterable[str], template: str = "chat") -> None:
         """Try the template on one question and answer, which shows how answers end.
 
-        `end_marks`: texts of the special tokens that may end an answer. Raises UserError for a tokenizer without chat
-        template, Rejected for a template from which the model could not learn to answer.
+        `end_marks`: texts of the special tokens that may end an answer; `template`: what `data.template` holds. Raises
+        UserError for a tokenizer without the chat template that it is to have, Rejected for a template from which the
+        model could not learn to answer.
         """
-        self.name = tokenizer.name_or_path
+        own = template == "chat"
+        self.name = f"the chat template of {tokenizer.name_or_path}" if own else f"template {template_name(template)}"
         self.tokenizer = tokenizer
-        self.jinja, self.dates = _chat_template(tokenizer)
+        self.jinja, self.dates = _dated(_begun(jinja_of(template) or _chat_template(tokenizer), template, tokenizer))
         # As `apply_chat_template` names them.
         self.variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map}
         try:
             self.template = BoundedTemplate(self.jinja)
         except jinja2.TemplateError as error:
-            raise Rejected("template", f"the chat template of {self.name} fails: {error}") from error
+            raise Rejected("template", f"{self.name} fails: {error}") from error
         whole = self._render(PROBE)
         answer = PROBE[1][1]
         if answer not in whole:
@@ -114,7 +119,7 @@ class ChatText:
 
     def unfit(self, fault: str, needed: str) -> Rejected:
         """What to raise for a template that does `fault`, where one that does `needed` would do."""
-        return Rejected("template", f"the chat template of {self.name} {fault}; needed is one that {needed}")
+        return Rejected("template", f"{self.name} {fault}; needed is one that {needed}")
 
     @functools.cached_property
     def _other_role(self) -> str | None:
@@ -140,7 +145,7 @@ class ChatText:
                 **self.variables,
             )
         except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
-            raise Rejected("template", f"the chat template of {self.name} fails: {error}") from error
+            raise Rejected("template", f"{self.name} fails: {error}") from error
 
     def _refuse_lost_text(self, given: Sequence[str], written: str) -> None:
         """Raise Rejected unless the texts stand in `written`, in order."""
@@ -163,15 +168,35 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(text) for text in texts if text.strip()) or "(?!)")  # (?!) finds nothing
 
 
-def _chat_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, dict[str, str]]:
-    """The tokenizer's default chat template, told the fixed date, and that date in each format it asks for.
-
-    Raises UserError where there is none.
-    """
+def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's default chat template; raises UserError where there is none."""
     try:
-        jinja = tokenizer.get_chat_template()
+        return tokenizer.get_chat_template()
     except ValueError:  # none, or named ones without a default
         raise missing_chat_template(tokenizer.name_or_path) from None
+
+
+def _begun(jinja: str, template: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The Jinja of a template; of one that ships, told a BOS with which texts get the tokens that a tokenizer begins.
+
+    LLaVA leaves BOS to the tokenizer, which may add none. Some write a blank before a text, and none behind a BOS that
+    stands in the text itself.
+    """
+    if template not in NAMES or template == "chat":
+        return jinja
+    bos, word = tokenizer.bos_token or "", "A"
+    own = tokenizer(word).input_ids
+    for begin in (bos, bos + " "):
+        ids = tokenizer(begin + word, add_special_tokens=False).input_ids
+        if ids == own[: len(ids)]:
+            break
+    else:
+        begin = ""
+    return jinja if begin == bos else f"{{%- set bos_token = {json.dumps(begin, ensure_ascii=False)} %}}\n{jinja}"
+
+
+def _dated(jinja: str) -> tuple[str, dict[str, str]]:
+    """A template, told the fixed date, and that date in each format it asks for."""
     formats = re.findall(r"""strftime_now\(\s*(["'])(.*?)\1""", jinja)
     dates = {text: FIXED_DATE.strftime(text) for _, text in formats}
     return (FIXED_CLOCK + jinja if "strftime_now" in jinja else jinja), dates

@@ -19,12 +19,15 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mmtrain.base.errors import UserError
+from mmtrain.config.templates import FILE, template_name
 from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.pretrained.layouts import ImageLayout, marks_around
 from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
 from mmtrain.pretrained.tokenizer_files import missing_marks, panics_told, refuse_growing_rules, text_fingerprint
+
+CHATML = ("<|im_start|>", "<|im_end|>")
 
 
 class PlainTemplate:
@@ -76,7 +79,7 @@ class PlainTemplate:
 
 
 class ChatTemplate:
-    """The chat template that comes with the LLM's tokenizer: all turns, every answer supervised.
+    """A template in Jinja, the tokenizer's own chat template or another: all turns, every answer supervised.
 
     The conversation is written as text (chat.ChatText) and tokenized once, as at inference and by transformers'
     processors; then each <image> token becomes the positions that the layout gives it. Tokens that overlap an answer's
@@ -86,12 +89,18 @@ class ChatTemplate:
     Price: 2 renderings per answer, one copy of the tokenizer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int) -> None:
-        """Raises UserError for a tokenizer without chat template or character offsets, and for an unfit template."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int, template: str = "chat"
+    ) -> None:
+        """Raises UserError for a tokenizer without chat template or character offsets, and for an unfit template.
+
+        `template` is what `data.template` holds.
+        """
         self.name = tokenizer.name_or_path
+        called = template_name(template)
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise UserError(
-                f"data.template: chat finds answers by character offsets, and the tokenizer of {self.name} "
+                f"data.template: {called} finds answers by character offsets, and the tokenizer of {self.name} "
                 f"({type(tokenizer).__name__}) has none; save a fast one (tokenizer.json) into the model's folder, or "
                 "set data.template=plain"
             )
@@ -100,6 +109,11 @@ class ChatTemplate:
         self.vocab_size = vocab_size
         self.image_id = self.tokenizer.convert_tokens_to_ids(IMAGE_MARK)
         _tokens_around(tokenizer, layout)
+        if template == "chatml" and (lacking := [m for m in CHATML if m not in tokenizer.added_tokens_encoder]):
+            raise UserError(
+                f"data.template: chatml writes {' and '.join(lacking)}, and the tokenizer of {self.name} has no such "
+                "tokens, so that the LLM was never trained on them; take an LLM that was, or set data.template=chat"
+            )
         special = _special_ids(self.tokenizer) - {self.image_id}
         self.added_ids = special | set(self.tokenizer.added_tokens_decoder)
         # <unk> is no end mark: a last word that is unknown would pass for one. Nor is <s>: it begins the next text.
@@ -108,13 +122,13 @@ class ChatTemplate:
             self.end_marks.add(self.tokenizer.eos_token_id)
         self.special_texts = any_of(self.tokenizer.convert_ids_to_tokens(sorted(special)))
         try:
-            self.chat = ChatText(self.tokenizer, self.tokenizer.convert_ids_to_tokens(sorted(self.end_marks)))
+            self.chat = ChatText(self.tokenizer, self.tokenizer.convert_ids_to_tokens(sorted(self.end_marks)), template)
             self._tokens(PROBE, images=1)
         except Rejected as error:
-            raise UserError(
-                f"data.template=chat: {error.detail}; put another chat_template.jinja or tokenizer into the model's "
-                "folder, or set data.template=plain"
-            ) from error
+            remedy = "mend it" if called == FILE else "put another tokenizer into the model's folder"
+            if template == "chat":
+                remedy = "put another chat_template.jinja or tokenizer into the model's folder"
+            raise UserError(f"data.template={called}: {error.detail}; {remedy}, or set data.template=plain") from error
 
     def __call__(self, sample: Sample) -> Document:
         """Tokenize a sample; raises Rejected for turns that cannot be written and masked faithfully."""
@@ -167,7 +181,13 @@ class ChatTemplate:
 
 
 Template = PlainTemplate | ChatTemplate
-TEMPLATES = {"plain": PlainTemplate, "chat": ChatTemplate}  # by the names that data.template takes
+
+
+def make_template(template: str, tokenizer: PreTrainedTokenizerBase, layout: ImageLayout, vocab_size: int) -> Template:
+    """The template that `data.template` says; raises UserError for a tokenizer that it does not fit."""
+    if template == "plain":
+        return PlainTemplate(tokenizer, layout, vocab_size)
+    return ChatTemplate(tokenizer, layout, vocab_size, template)
 
 
 def _document(sample: Sample, input_ids: list[int], labels: list[int], template: Template) -> Document:
@@ -261,7 +281,7 @@ class TextCounter:
         self.arguments = tokenizer_path, template, layout
         self.fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout)
         # The tokens' number depends on neither: any number of tokens an image, any size of the embedding.
-        self.template = TEMPLATES[template](load_tokenizer(tokenizer_path), ImageLayout(layout, 1), sys.maxsize)
+        self.template = make_template(template, load_tokenizer(tokenizer_path), ImageLayout(layout, 1), sys.maxsize)
 
     def __call__(self, sample: Sample) -> int:
         """Tokens without those of images; raises Rejected for a conversation that the template cannot hold."""

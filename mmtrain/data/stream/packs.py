@@ -17,9 +17,10 @@ import torch
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
+from mmtrain.config.templates import template_name
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Fault
-from mmtrain.data.samples.templates import TEMPLATES, load_tokenizer
+from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.order import Capacity
@@ -82,8 +83,8 @@ class Processor:
         self.config = config
         self.layout = image_layout(config.model)
         self.tokenizer = load_tokenizer(config.model.llm.path)
-        self.template = TEMPLATES[config.data.template](
-            self.tokenizer, self.layout, llm_shape(config.model.llm.path).vocab_size
+        self.template = make_template(
+            config.data.template, self.tokenizer, self.layout, llm_shape(config.model.llm.path).vocab_size
         )
         self.transform = image_transform(vision.name, config.data.image_fit, config.data.max_image_pixels)
         eos = self.tokenizer.eos_token_id
@@ -105,7 +106,7 @@ class Processor:
                 f"{sample.where}: {len(document.input_ids)} tokens, where the index of its shard says {planned}: the "
                 "index was made by another version of the tokenizer's library; index the shard again: mmtrain "
                 f"index {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
-                f"--template {self.config.data.template}"
+                f"--template {template_name(self.config.data.template)}"
             )
         return document
 
