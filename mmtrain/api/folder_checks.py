@@ -6,8 +6,6 @@ bear out. Nothing is loaded from elsewhere, and no memory is taken for what is r
 
 from __future__ import annotations
 
-import inspect
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +14,8 @@ from mmtrain.base.printing import shortened
 from mmtrain.pretrained.doors import TIMM
 from mmtrain.pretrained.encoders import FAMILIES
 from mmtrain.pretrained.families import check_llm_numbers
-from mmtrain.pretrained.model_files import Shape, foreign_files, is_whole, read_json, tensor_shapes
-from mmtrain.pretrained.vision_files import check_vision_numbers, hf_facts
+from mmtrain.pretrained.model_files import Shape, is_whole, read_json
+from mmtrain.pretrained.vision_files import hf_facts
 
 if TYPE_CHECKING:
     from mmtrain.exporting.doors import StockDoor
@@ -97,7 +95,7 @@ def check_parts(door: StockDoor, config: dict[str, Any], folder: Path) -> None:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from mmtrain.model.vision import model_class
+    from mmtrain.model.vision import check_wrapped_timm, model_class
 
     taken = [family for family in FAMILIES.values() if not door.facts.encoders or family.model in door.facts.encoders]
     encoders = {*door.facts.own_encoders, *(model_class(family).config_class.model_type for family in taken)}
@@ -110,28 +108,7 @@ def check_parts(door: StockDoor, config: dict[str, Any], folder: Path) -> None:
         shown = f"text_config of model_type {shortened(repr(text))}"
         raise UserError(f"{folder}: config.json has a {shown}, which is no LLM alone; needed is one, as llama")
     if TIMM in door.facts.encoders:
-        _check_timm(config.get("vision_config") or {}, folder)
-
-
-def _check_timm(vision: dict[str, Any], folder: Path) -> None:
-    """Raise UserError for an encoder that timm would load from elsewhere, or that is larger than the folder's tensors.
-
-    transformers passes the arguments on as they are, and timm reads a file that they name.
-    """
-    import timm
-    import torch
-
-    source = f"{folder}: vision_config in config.json"
-    architecture, arguments = vision.get("architecture"), vision.get("model_args") or {}
-    if not isinstance(architecture, str) or ":" in architecture or not timm.is_model(architecture):
-        raise UserError(f"{source}: architecture {shortened(repr(architecture))} is no model of timm's")
-    if not isinstance(arguments, dict) or inspect.signature(timm.create_model).parameters.keys() & arguments.keys():
-        raise UserError(f"{source}: model_args {shortened(repr(arguments))}; needed are sizes of {architecture}")
-    check_vision_numbers(arguments, source)
-    _check_processor(arguments, source)
-    with foreign_files(source), torch.device("meta"):
-        model = timm.create_model(architecture, pretrained=False, num_classes=0, **arguments)
-    asked = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))  # rotary tables may be huge
-    stored = sum(map(math.prod, (tensor_shapes(folder) or {}).values()))
-    if asked > stored:
-        raise UserError(f"{source}: asks for an encoder of {asked:,} numbers, but the folder's weights have {stored:,}")
+        wrapped = config.get("vision_config") or {}
+        if isinstance(arguments := wrapped.get("model_args"), dict):
+            _check_processor(arguments, f"{folder}: vision_config in config.json")
+        check_wrapped_timm(wrapped, folder)

@@ -25,6 +25,7 @@ from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.stage import Stage
 from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.parts import llm_config
 from mmtrain.pretrained.vision_files import is_timm_name
 
 UNMEANT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # of config.json: they change nothing here
@@ -168,7 +169,7 @@ def model_fingerprint(starts: Sequence[dict[str, Any]]) -> str:
 
 def settings_fingerprint(config: RunConfig) -> str:
     """Of what the folders of the frozen models say beside their weights, and of the encoder's pixel statistics."""
-    llm = read_json(model_folder(config.model.llm.path) / "config.json")
+    llm = llm_config(model_folder(config.model.llm.path))
     name = config.model.vision.name
     vision: Any = name if is_timm_name(name) else read_json(model_folder(name) / "config.json")
     said = [{key: value for key, value in llm.items() if key not in UNMEANT}, vision, asdict(image_transform(name))]

@@ -26,7 +26,7 @@ from mmtrain.model.language import causal_config, missing_prefix
 from mmtrain.model.weights import tensor_files
 from mmtrain.pretrained.doors import WHAT_WORKS
 from mmtrain.pretrained.families import global_name
-from mmtrain.pretrained.model_files import read_json
+from mmtrain.pretrained.parts import llm_config, llm_tensors
 
 _ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
 _OLD_BUFFER = re.compile(r"rotary_emb\.inv_freq$")  # of every Llama saved before 2023; stock models compute it
@@ -54,19 +54,19 @@ def language_for_export(
     """
     config = causal_config(folder)
     stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    files = tensor_files(folder)
+    files = llm_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
     prefix = missing_prefix(files, stock)
     is_left_out = _unloaded(config, stock)
     waiting = dict(trained)
     tensors: dict[str, TensorSource] = {}
     left_out: list[str] = []
     rows = 0
-    for disk_name, file in files.items():
-        name = disk_name if global_name(disk_name).startswith("llm.head.") else prefix + disk_name
+    for own_name, place in files.items():
+        name = own_name if global_name(own_name).startswith("llm.head.") else prefix + own_name
         if is_left_out(name):
-            left_out.append(disk_name)
+            left_out.append(own_name)
             continue
-        source = stored(disk_name, file)
+        source = stored(*place)
         if (own := waiting.pop(global_name(name), None)) is not None:
             if own.shape != source.shape:
                 raise UserError(
@@ -121,7 +121,7 @@ def _with_rows(source: TensorSource, rows: int) -> TensorSource:
 
 def _text_config(folder: Path, config: PreTrainedConfig, rows: int, dtype: str) -> dict[str, Any]:
     """The LLM's own config.json, with the rows and the dtype that it has now."""
-    content = read_json(folder / "config.json")
+    content = llm_config(folder)
     for key in ("_name_or_path", "auto_map", "torch_dtype", "transformers_version"):
         content.pop(key, None)
     content |= _rope_of_transformers_4(content)

@@ -25,7 +25,8 @@ from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import new_folder, require_space
 from mmtrain.model.projector import PROJECTOR
 from mmtrain.pretrained.doors import formats_for, refuse_llava_code
-from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.parts import llm_config
 from mmtrain.pretrained.shapes import vision_shape
 
 FILE = "mm_projector.bin"
@@ -79,7 +80,7 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
 def _config(about: Origin) -> dict[str, Any]:
     """The LLM's config.json, with what LLaVA adds; LLaVA's model classes exist for llama, mistral and mpt."""
     vision = vision_shape(about.vision, about.vision_select_layer)
-    llm = read_json(model_folder(about.llm) / "config.json")
+    llm = llm_config(model_folder(about.llm))
     return {
         **llm,
         "model_type": MODEL_TYPES.get(llm["model_type"], llm["model_type"]),

@@ -39,6 +39,7 @@ from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.parts import llm_config
 from mmtrain.pretrained.shapes import llm_shape
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from the evaluation's.
@@ -188,7 +189,7 @@ def _generation(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> tupl
     folder = model_folder(path)
     file = folder / "generation_config.json"
     own = read_json(file) if file.is_file() else {}
-    said = own.get("eos_token_id") or read_json(folder / "config.json").get("eos_token_id")
+    said = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")
     ends = [end, tokenizer.eos_token_id, *(said if isinstance(said, list) else [said])]
     generation = {name: own[name] for name in KEPT_OF_GENERATION if own.get(name) is not None}
     generation |= {

@@ -34,10 +34,11 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.tensors import TensorSource, in_memory, stored
 from mmtrain.exporting.timm_vision import stock_form, unfit, with_trained
-from mmtrain.model.vision import model_class, timm_model
+from mmtrain.model.vision import model_class, stock_config, timm_model
 from mmtrain.model.weights import tensor_files
 from mmtrain.pretrained.encoders import FAMILIES, family_of
-from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
+from mmtrain.pretrained.model_files import foreign_files, model_folder
+from mmtrain.pretrained.parts import encoder_config, encoder_tensors
 from mmtrain.pretrained.vision_files import is_timm_name, square
 
 OUTER = "vision_model."  # what comes before a CLIP or SigLIP tensor's name, depending on who saved it
@@ -105,7 +106,7 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
     model = timm_model(name)
     assert model is not None, f"{name} is none of timm's, which its door has refused"
     state = with_trained(model, name, {full.removeprefix("vision."): tensor for full, tensor in trained.items()})
-    content = {} if is_timm_name(name) else read_json(model_folder(name) / "config.json")
+    content = {} if is_timm_name(name) else encoder_config(model_folder(name))
     architecture = content.get("architecture", name)
     size = (model.patch_embed.img_size or model.pretrained_cfg["input_size"][1:])[0]
     arguments = {"global_pool": model.global_pool, **(content.get("model_args") or {})}
@@ -142,11 +143,11 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
 def _from_transformers(
     folder: Path, trained: Mapping[str, torch.Tensor]
 ) -> tuple[dict, dict[str, TensorSource], tuple[str, ...]]:
-    family = family_of(read_json(folder / "config.json").get("model_type"), str(folder))
-    stock = model_class(family)
-    config = stock.config_class.from_pretrained(folder)
+    family = family_of(encoder_config(folder).get("model_type"), str(folder))
+    stock, config = model_class(family), stock_config(family, folder)
     config._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
-    files = family.own({name: (name, file) for name, file in tensor_files(folder).items()})
+    places = {name: (name, file) for name, file in tensor_files(folder).items()}
+    files = family.own(encoder_tensors(folder, places))
     shapes = {name: stored(*place).shape for name, place in files.items()}
     if (prefix_tokens := family.prefix_tokens(shapes)) > 1:
         registers = prefix_tokens - 1

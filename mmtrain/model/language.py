@@ -33,7 +33,8 @@ from mmtrain.model.last_layer import LastLayer, Rows, recomputing
 from mmtrain.model.lora import without_marks
 from mmtrain.model.weights import open_tensors, tensor_files
 from mmtrain.pretrained.families import check_family, global_name
-from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.model_files import foreign_files, model_folder
+from mmtrain.pretrained.parts import holds_parts, llm_config, llm_tensors
 
 
 @dataclass
@@ -221,7 +222,7 @@ def load_slice(
         if not head:  # else transformers looks for the LM head that is tied to the embedding
             model.all_tied_weights_keys = {}
 
-    files = tensor_files(folder)
+    files = llm_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
     prefix = missing_prefix(files, stock)
 
     def wanted(name: str) -> bool:
@@ -232,7 +233,7 @@ def load_slice(
             return matrix
         return head if part in ("norm", "head") else holds_layer_0(first, last)
 
-    tensors = open_tensors({name: file for name, file in files.items() if wanted(name)})
+    tensors = open_tensors({name: place for name, place in files.items() if wanted(name)})
     # The name and module of the stock class: transformers finds its conversions by them.
     part_class = type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
     with quiet():
@@ -264,12 +265,16 @@ def missing_prefix(names: Iterable[str], stock: type[PreTrainedModel]) -> str:
 
 def causal_config(folder: Path) -> PreTrainedConfig:
     """transformers' config of the causal LM in a folder; raises UserError naming a family that cannot be used."""
-    config_json = read_json(folder / "config.json")
+    config_json = llm_config(folder)
     check_family(config_json)
     family = config_json["model_type"]
     if family not in transformers.CONFIG_MAPPING:
         raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}; a later one may")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if holds_parts(folder):
+        with foreign_files(f"{folder}: text_config in config.json"):
+            config = transformers.CONFIG_MAPPING[family].from_dict(config_json)
+    else:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{folder}: {family} has no causal LM in transformers {transformers.__version__}")
     return config

@@ -25,7 +25,8 @@ from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.pretrained.families import check_family
-from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.parts import llm_config
 from mmtrain.processes.child import python_child
 from mmtrain.processes.parent import die_with_parent
 
@@ -44,7 +45,7 @@ def probe(path: str, cut_points: Sequence[int]) -> None:
     longer than `SECONDS`: it takes 2 to 5 s, on a machine that is busy with other work a minute.
     """
     folder = model_folder(path)
-    config_json = read_json(folder / "config.json")
+    config_json = llm_config(folder)
     check_family(config_json)
     record = cache_folder("probe") / f"{_fingerprint(folder, cut_points)}.json"
     if record.is_file():

@@ -202,7 +202,7 @@ def _read(files: ProjectorFiles, after: Collection[Path]) -> dict[str, torch.Ten
         return read_pickled(source)
     places = tensor_files(source) if source.is_dir() else dict.fromkeys(files.shapes, source)
     try:
-        lazy = open_tensors({name: places[name] for name in files.shapes})
+        lazy = open_tensors({name: (name, places[name]) for name in files.shapes})
         return {name: tensor[...] for name, tensor in lazy.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{KEY}: {source}: cannot be read ({error})") from None

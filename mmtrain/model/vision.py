@@ -9,10 +9,12 @@ LLaVA: -1 is the last block's output, -2 the one before.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -20,17 +22,19 @@ import transformers
 from torch import nn
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
 from mmtrain.model.language import quiet
 from mmtrain.model.lora import without_marks
+from mmtrain.model.weights import open_tensors, tensor_files
 from mmtrain.pretrained.encoders import EncoderFamily, check_plain_vit, family_of
 from mmtrain.pretrained.model_files import (
     cached_snapshot,
     foreign_files,
     hub_cache,
     model_folder,
-    read_json,
     tensor_shapes,
 )
+from mmtrain.pretrained.parts import encoder_config, encoder_prefix, encoder_tensors, holds_parts
 from mmtrain.pretrained.timm_models import refuse_wrong_activation, timm_config
 from mmtrain.pretrained.vision_files import check_vision_numbers, is_timm_name, patches_per_image, square
 
@@ -108,8 +112,10 @@ def timm_model(name: str) -> nn.Module | None:
     if is_timm_name(name):
         return _create_timm(name, timm_weights(name))
     folder = model_folder(name)
-    config = read_json(folder / "config.json")
+    config = encoder_config(folder)
     if "architecture" in config:
+        if holds_parts(folder):
+            return _wrapped_timm(folder, config)
         refuse_wrong_activation(config)
         _check_size(folder, config)
         return _create_timm(f"local-dir:{folder}", None)
@@ -164,6 +170,44 @@ def _create_timm(name: str, weights: Path | None) -> nn.Module:
     return model
 
 
+def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
+    """Raise UserError for an encoder that timm would load from elsewhere, or that is larger than the folder's tensors.
+
+    config: architecture and model_args as transformers' timm_wrapper has them. It passes the arguments on as they are,
+    and timm reads a file that they name.
+    """
+    source = f"{folder}: vision_config in config.json"
+    architecture, arguments = config.get("architecture"), config.get("model_args") or {}
+    if not isinstance(architecture, str) or ":" in architecture or not timm.is_model(architecture):
+        raise UserError(f"{source}: architecture {shortened(repr(architecture))} is no model of timm's")
+    if not isinstance(arguments, dict) or inspect.signature(timm.create_model).parameters.keys() & arguments.keys():
+        raise UserError(f"{source}: model_args {shortened(repr(arguments))}; needed are sizes of {architecture}")
+    check_vision_numbers(arguments, source)
+    with foreign_files(source), torch.device("meta"):
+        model = timm.create_model(architecture, pretrained=False, num_classes=0, **arguments)
+    asked = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))  # rotary tables may be huge
+    stored = sum(map(math.prod, (tensor_shapes(folder) or {}).values()))
+    if asked > stored:
+        raise UserError(f"{source}: asks for an encoder of {asked:,} numbers, but the folder's weights have {stored:,}")
+
+
+def _wrapped_timm(folder: Path, config: dict[str, Any]) -> nn.Module:
+    """A timm encoder as a whole model's folder holds it: its architecture, the arguments and the weights, no more."""
+    check_wrapped_timm(config, folder)
+    with foreign_files(f"model.vision.name: {folder}"):
+        model = timm.create_model(
+            config["architecture"], pretrained=False, num_classes=0, **(config["model_args"] or {})
+        )
+        places = {name: (name, file) for name, file in tensor_files(folder).items()}
+        lazy = open_tensors(encoder_tensors(folder, places))
+        lacking = sorted(model.state_dict().keys() - lazy.keys())
+        if lacking:
+            raise lacks_tensors(folder, lacking)
+        model.load_state_dict({name: lazy[name][...] for name in model.state_dict()})
+    check_plain_vit({name: tuple(p.shape) for name, p in model.named_parameters()}, type(model).__name__, str(folder))
+    return model
+
+
 def _cut_timm(model: nn.Module, name: str, select_layer: int, dtype: torch.dtype, final_norm: bool) -> VisionTower:
     patches = model.patch_embed
     _check_layer(select_layer, len(model.blocks), name)
@@ -194,22 +238,29 @@ def model_class(family: EncoderFamily) -> type[transformers.PreTrainedModel]:
     return getattr(transformers, family.model)
 
 
+def stock_config(family: EncoderFamily, folder: Path) -> transformers.PreTrainedConfig:
+    """transformers' config of the encoder in a folder, which may be a whole model's."""
+    kind = model_class(family).config_class
+    return kind.from_dict(encoder_config(folder)) if holds_parts(folder) else kind.from_pretrained(folder)
+
+
 def _load_hf(folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bool) -> VisionTower:
-    family = family_of(read_json(folder / "config.json").get("model_type"), str(folder))
+    family = family_of(encoder_config(folder).get("model_type"), str(folder))
     stock, unused = model_class(family), family.unused(final_norm, str(folder))
     with foreign_files(f"model.vision.name: {folder}"):
-        config = stock.config_class.from_pretrained(folder)
+        config = stock_config(family, folder)
     blocks = config.num_hidden_layers
     _check_layer(select_layer, blocks, str(folder))
     config.num_hidden_layers = blocks + 1 + select_layer
     config.vision_use_head = False
+    prefix = encoder_prefix(folder, tensor_shapes(folder) or {})
     with foreign_files(f"model.vision.name: {folder}"), quiet():
         model, info = stock.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
             attn_implementation="sdpa",  # else config.json names it, and may name a kernel to be downloaded
-            key_mapping={f"^{re.escape(outer)}": "" for outer in family.outer},
+            key_mapping={f"^{re.escape(prefix + outer)}": "" for outer in (*family.outer, "") if prefix + outer},
             local_files_only=True,
             output_loading_info=True,
         )
@@ -221,11 +272,7 @@ def _load_hf(folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bo
     missing = {family.published(name) for name, _ in model.named_parameters() if name in info["missing_keys"]}
     if missing or info["mismatched_keys"]:
         # transformers would only warn and train against an encoder that is partly random
-        lacking = sorted([*missing, *(str(key) for key in info["mismatched_keys"])])
-        raise UserError(
-            f"model.vision.name: {folder} lacks {len(lacking)} of the encoder's tensors, e.g. {lacking[0]}; "
-            "download the folder again"
-        )
+        raise lacks_tensors(folder, sorted([*missing, *(str(key) for key in info["mismatched_keys"])]))
     prefix_tokens = family.prefix_tokens({name: tuple(p.shape) for name, p in model.named_parameters()})
 
     def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -234,6 +281,14 @@ def _load_hf(folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bo
     image_size = square(config.image_size, "images", str(folder))
     patch_size = square(config.patch_size, "patches", str(folder))
     return VisionTower(model, features, config.hidden_size, image_size, patch_size, family.published)
+
+
+def lacks_tensors(folder: Path, lacking: Sequence[str]) -> UserError:
+    """The error for an encoder's folder without some of its tensors, or with others of their names."""
+    return UserError(
+        f"model.vision.name: {folder} lacks {len(lacking)} of the encoder's tensors, e.g. {lacking[0]}; "
+        "download the folder again"
+    )
 
 
 def _check_layer(select_layer: int, blocks: int, name: str) -> None:

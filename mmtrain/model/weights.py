@@ -45,10 +45,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return {name: folder / files[name] for name in shapes}
 
 
-def open_tensors(files: Mapping[str, Path]) -> dict[str, Any]:
-    """Lazy safetensors handles of the named tensors, by name."""
-    opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
-    return {name: opened[file].get_slice(name) for name, file in files.items()}
+def open_tensors(places: Mapping[str, tuple[str, Path]]) -> dict[str, Any]:
+    """Lazy safetensors handles of tensors by their names; each place is a name on disk and a file."""
+    opened = {file: safe_open(file, framework="pt") for _, file in places.values()}
+    return {name: opened[file].get_slice(on_disk) for name, (on_disk, file) in places.items()}
 
 
 def read_pickled(file: Path) -> dict[str, torch.Tensor]:

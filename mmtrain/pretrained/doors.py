@@ -19,7 +19,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.connectors import reduction
 from mmtrain.pretrained.encoders import FAMILIES, family_of
-from mmtrain.pretrained.model_files import find_model_folder, read_json
+from mmtrain.pretrained.model_files import find_model_folder
+from mmtrain.pretrained.parts import encoder_config
 from mmtrain.pretrained.recorded_shapes import find_recorded
 from mmtrain.pretrained.shapes import vision_shape
 from mmtrain.pretrained.timm_forms import form_of
@@ -147,7 +148,7 @@ def _encoder(config: RunConfig) -> Encoder:
     side = math.isqrt(shape.patches_per_image)
     if not is_timm_name(name):
         folder, recorded = find_model_folder(name), find_recorded("vision", name)
-        content = recorded.config if folder is None and recorded is not None else read_json(folder / "config.json")
+        content = recorded.config if folder is None and recorded is not None else encoder_config(folder)
         if "architecture" not in content:
             model = family_of(content.get("model_type"), name).model
             return Encoder(model, model, "", shape.prefix_tokens, side)

@@ -25,7 +25,7 @@ _NORM = re.compile(_BASE + r"(?:norm|ln_f|final_layer_norm|final_layernorm)\.(we
 _HEAD = re.compile(r"(?:lm_head|embed_out)\.(weight|bias)")
 
 # The attribute that holds the model without its LM head; files saved from that inner model lack it (gpt2's do).
-_BASE_PREFIX = {"gpt2": "transformer.", "gpt_bigcode": "transformer.", "gpt_neox": "gpt_neox."}
+BASE_PREFIX = {"gpt2": "transformer.", "gpt_bigcode": "transformer.", "gpt_neox": "gpt_neox."}
 
 # Tensors in checkpoints that are buffers: masks and rotary frequencies (old files), expert balancing.
 _BUFFER = re.compile(
@@ -76,7 +76,8 @@ def check_family(config_json: dict[str, Any]) -> None:
     if isinstance(config_json.get("text_config"), dict):
         inner = config_json["text_config"].get("model_type", "unknown")
         raise UserError(
-            f"{family} is a multimodal model around a text model ({inner}); give the folder of the text model alone"
+            f"{family} is a multimodal model around a text model ({inner}) that is not known here; give the folder of "
+            "the text model alone"
         )
     if family in _NOT_CAUSAL:
         raise UserError(f"{family} is not a causal LLM; mmtrain needs a decoder-only one (llama, qwen2, ...)")
@@ -144,7 +145,7 @@ def parameters_on_disk(model_type: str, tensors: dict[str, Shape]) -> dict[str, 
     transformers 5 stores the experts of a layer as `experts.gate_up_proj` (E, 2I, D) and `experts.down_proj` (E, D, I),
     while checkpoints hold one tensor per expert (its conversion_mapping.py, "qwen2_moe" and "mixtral").
     """
-    prefix = _BASE_PREFIX.get(model_type, "model.")
+    prefix = BASE_PREFIX.get(model_type, "model.")
     bare = not any(name.startswith(prefix) for name in tensors)
     parameters: dict[str, Shape] = {}
     for name, shape in tensors.items():

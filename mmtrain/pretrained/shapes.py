@@ -19,7 +19,8 @@ from mmtrain.base.printing import shortened
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.pretrained.encoders import check_plain_vit, family_of, rows
 from mmtrain.pretrained.families import check_family, global_name, layer_kinds, parameters_on_disk
-from mmtrain.pretrained.model_files import Shape, find_model_folder, no_model, read_json, tensor_shapes
+from mmtrain.pretrained.model_files import Shape, find_model_folder, no_model, tensor_shapes
+from mmtrain.pretrained.parts import encoder_config, encoder_tensors, llm_config, llm_tensors
 from mmtrain.pretrained.recorded_shapes import Recorded, find_recorded
 from mmtrain.pretrained.timm_models import timm_config, timm_record
 from mmtrain.pretrained.vision_files import (
@@ -95,15 +96,14 @@ def llm_shape(path: str) -> LlmShape:
         if (recorded := find_recorded("llm", path)) is None:
             raise no_model(path)
         return _from_record(recorded)
-    config_file = folder / "config.json"
-    config_json = read_json(config_file) if config_file.is_file() else {}
+    config_json = llm_config(folder)
     if config_json:
         check_family(config_json)
     tensors = tensor_shapes(folder)
     if tensors is not None:
         if not config_json:
             raise UserError(f"{folder}: holds weights but no config.json; give the folder of a Hugging Face model")
-        parameters = parameters_on_disk(config_json["model_type"], tensors)
+        parameters = parameters_on_disk(config_json["model_type"], llm_tensors(folder, tensors))
         return llm_shape_from(config_json, parameters, str(folder))
     recorded = find_recorded("llm", path) or find_recorded("llm", str(config_json.get("_name_or_path") or ""))
     if recorded is not None and _same_size(config_json, shape := _from_record(recorded)):
@@ -224,7 +224,7 @@ def vision_shape(name: str, select_layer: int, final_norm: bool = False) -> Visi
         timm_config(name)  # weights that timm does not have are refused here, not when they are loaded
         recorded = timm_record(name)
         return vision_shape_from(recorded.config, recorded.parameters, select_layer, f"timm's {name}", final_norm)
-    config_json = read_json(folder / "config.json")
+    config_json = encoder_config(folder)
     tensors = tensor_shapes(folder)
     if tensors is None:
         recorded = find_recorded("vision", str(config_json.get("architecture", "")))
@@ -235,6 +235,8 @@ def vision_shape(name: str, select_layer: int, final_norm: bool = False) -> Visi
                 f"--vision {name} --id NAME"
             )
         tensors = recorded.parameters
+    else:
+        tensors = encoder_tensors(folder, tensors)
     return vision_shape_from(config_json, tensors, select_layer, str(folder), final_norm)
 
 

@@ -15,6 +15,7 @@ from mmtrain.base.printing import shortened
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.pretrained.encoders import FAMILIES, family_of
 from mmtrain.pretrained.model_files import check_numbers, find_model_folder, is_demo, is_whole, read_json
+from mmtrain.pretrained.parts import encoder_config, holds_parts
 
 BICUBIC = 3  # of PIL.Image.Resampling, as preprocessor_config.json numbers it
 VISION_BOUNDS = {
@@ -96,26 +97,26 @@ def check_preprocessing(name: str) -> None:
     folder = find_model_folder(name)
     if folder is None or not any(folder.glob("model.safetensors*")):
         return
-    if "architecture" not in read_json(folder / "config.json"):
+    if holds_parts(folder) or "architecture" not in read_json(folder / "config.json"):
         preprocessing(folder)
 
 
 def preprocessing(folder: Path) -> Preprocessing:
-    """What the preprocessor_config.json of an encoder of transformers says.
+    """What the preprocessor_config.json of an encoder of transformers, or of a whole model, says.
 
     Raises UserError where it is missing or says nothing usable: guessed means would give features that the encoder was
     never trained on.
     """
-    file = folder / "preprocessor_config.json"
-    if not file.is_file():
-        writer = family_of(read_json(folder / "config.json").get("model_type"), str(folder)).processor
+    file, facts = image_settings(folder)
+    if facts is None:
+        config = encoder_config(folder)
+        writer = "AutoProcessor" if holds_parts(folder) else family_of(config.get("model_type"), str(folder)).processor
         raise UserError(
             f"model.vision.name: {folder} has no preprocessor_config.json, so how its images are normalised is not "
             f"known; copy it from where the encoder was published, or write it in Python: from transformers import "
             f"{writer}; {writer}.from_pretrained('HUB_ID').save_pretrained('{folder}'), or {writer}() for a model "
             "trained with the family's own means"
         )
-    facts = read_json(file)
     found = [facts.get(key) for key in ("image_mean", "image_std")]
     for key, values in zip(("image_mean", "image_std"), found, strict=True):
         # A comparison that NaN and infinity fail, and a whole number too large for a float.
@@ -128,6 +129,18 @@ def preprocessing(folder: Path) -> Preprocessing:
     if resample is not None and not is_whole(resample, 0, 5):
         raise UserError(f"{file}: resample is {shortened(repr(resample))}; needed is a number of Pillow's, 0 to 5")
     return Preprocessing(tuple(found[0]), tuple(found[1]), BICUBIC if resample is None else resample)
+
+
+def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
+    """Where a folder of transformers says how its images are made, and what it says there; None where it does not.
+
+    transformers 5 writes the settings of a processor's parts into processor_config.json.
+    """
+    file, processor = folder / "preprocessor_config.json", folder / "processor_config.json"
+    if file.is_file():
+        return file, read_json(file)
+    part = read_json(processor).get("image_processor") if processor.is_file() else None
+    return (processor, part) if isinstance(part, dict) else (file, None)
 
 
 def patches_per_image(image_size: int, patch_size: int) -> int:

@@ -23,7 +23,8 @@ from PIL import Image
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, Rejected, open_image, orientation, stated_orientation
-from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.parts import encoder_config, holds_parts
 from mmtrain.pretrained.timm_models import timm_config
 from mmtrain.pretrained.vision_files import hf_facts, is_timm_name, preprocessing, timm_image_size
 
@@ -160,9 +161,10 @@ def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
         config = timm_config(name)
         return config.input_size[-1], config.mean, config.std, config.interpolation
     folder = model_folder(name)
-    config = read_json(folder / "config.json")
-    if "architecture" in config:
+    config = encoder_config(folder)
+    if "architecture" in config and not holds_parts(folder):
         facts = config.get("pretrained_cfg", config)
         return timm_image_size(config, str(folder)), facts["mean"], facts["std"], facts["interpolation"]
-    facts = preprocessing(folder)
-    return hf_facts(config, str(folder))["image_size"], facts.mean, facts.std, Image.Resampling(facts.resample).name
+    facts, is_timms = preprocessing(folder), "architecture" in config
+    size = timm_image_size(config, str(folder)) if is_timms else hf_facts(config, str(folder))["image_size"]
+    return size, facts.mean, facts.std, Image.Resampling(facts.resample).name
