@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
-from mmtrain.config.keys import Fixed, Free, Kept, Measured
+from mmtrain.config.keys import Fixed, Free, Kept, Measured, OnResume
 from mmtrain.config.section import Float, Section, wrong_together
 
 Dtype = Literal["float32", "bfloat16"]
@@ -72,7 +72,22 @@ class LoraSection(Section):
     """0 alone is possible: a layer that recomputes would draw another mask than the first time"""
 
 
-class ModelSection(Section):
+# A field of this name is no attribute that a class can declare: it is a word of Python's.
+_FROM: Any = {
+    "from": (
+        Annotated[str | None, OnResume.FREE],
+        Field(
+            None,
+            description="folder or cached hub id of a whole multimodal model to go on from (Llava, AyaVision, "
+            "Idefics3, SmolVLM, InternVL, PerceptionLM): stands for model.llm.path, model.vision, model.projector and "
+            "data.image_fit as its files have them, which are then left out; null: they are given",
+        ),
+    )
+}
+_From: Any = create_model("_From", __base__=Section, **_FROM)
+
+
+class ModelSection(_From):
     llm: LlmSection
     vision: Fixed[VisionSection | None]
     """the vision encoder; null: none, and no projector: text alone"""
@@ -81,6 +96,21 @@ class ModelSection(Section):
     """low-rank adapters (LoRA) beside frozen linear layers; null: none"""
     trainable: Fixed[Measured[tuple[str, ...]]] = Field(("projector",), min_length=1, max_length=1000)
     """name patterns of what trains, e.g. projector, llm.layers.31, llm.layers.*.mlp.*, llm.layers.*.lora_*, llm.head"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_names_the_parts(cls, content: Any) -> Any:
+        whole = content.get("from") if isinstance(content, dict) else None
+        if not isinstance(whole, str):
+            return content
+        if content.get("vision", {}) is None:
+            raise wrong_together(
+                "model.vision: null, and model.from names a model with an encoder; to train its LLM on text alone set "
+                "model.llm.path to that folder instead of model.from"
+            )
+        named = {"llm": "path", "vision": "name", "projector": "init_from"}
+        parts = {part: content.get(part, {}) for part in named}
+        return content | {part: {named[part]: whole} | keys for part, keys in parts.items() if isinstance(keys, dict)}
 
     @property
     def vision_dtype(self) -> Dtype:

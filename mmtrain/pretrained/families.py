@@ -76,8 +76,7 @@ def check_family(config_json: dict[str, Any]) -> None:
     if isinstance(config_json.get("text_config"), dict):
         inner = config_json["text_config"].get("model_type", "unknown")
         raise UserError(
-            f"{family} is a multimodal model around a text model ({inner}) that is not known here; give the folder of "
-            "the text model alone"
+            f"{family} is a multimodal model around a text model ({inner}); give the folder of the text model alone"
         )
     if family in _NOT_CAUSAL:
         raise UserError(f"{family} is not a causal LLM; mmtrain needs a decoder-only one (llama, qwen2, ...)")
