@@ -9,7 +9,7 @@ Not every matrix there is a linear layer: what a pattern names and cannot have a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from mmtrain.base.errors import UserError
@@ -19,7 +19,6 @@ from mmtrain.pretrained.shapes import LlmShape, ParameterShape, Shape, VisionSha
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")
 _DECODER_LAYER = re.compile(r"llm\.layers\.\d+\.")
-_ROUTERS = ("gate", "router")  # of layers with experts; elsewhere such names are linear layers
 _TRANSPOSED = ("gpt2",)  # families whose linear layers are transformers' Conv1D, weights (in, out)
 
 
@@ -51,7 +50,10 @@ def with_adapters(llm: LlmShape, vision: VisionShape, lora: LoraSection | None) 
             f"model.lora.dropout: {lora.dropout:g}, and only 0 is exact: layers that recompute, and the last, which "
             "runs for supervised tokens alone, would draw other masks than before; set it to 0"
         )
-    decoder = tuple(_with_pairs(layer, lora, llm.model_type in _TRANSPOSED) for layer in llm.decoder)
+    # Modules with experts in any layer: of what else they hold peft would take the names for those of experts.
+    experts = {p.name.split(".")[3] for layer in llm.decoder for p in layer if len(p.shape) > 2}
+    transposed = llm.model_type in _TRANSPOSED
+    decoder = tuple(_with_pairs(layer, lora, experts, transposed=transposed) for layer in llm.decoder)
     encoder = _with_pairs(vision.parameters, lora)
     names = [p.name for layer in (*decoder, encoder) for p in layer if is_adapter(p.name)]
     for pattern in lora.targets:
@@ -66,13 +68,13 @@ def with_adapters(llm: LlmShape, vision: VisionShape, lora: LoraSection | None) 
 
 
 def _with_pairs(
-    parameters: Sequence[ParameterShape], lora: LoraSection, transposed: bool = False
+    parameters: Sequence[ParameterShape], lora: LoraSection, experts: Collection[str] = (), *, transposed: bool = False
 ) -> tuple[ParameterShape, ...]:
     result = []
     for parameter in parameters:
         result.append(parameter)
         if matches(parameter.name, lora.targets):
-            _refuse_unfit(parameter, parameters)
+            _refuse_unfit(parameter, parameters, experts)
         if is_target(parameter.name, parameter.shape, lora):
             outputs, inputs = reversed(parameter.shape) if transposed else parameter.shape
             layer = adapted_layer(parameter.name)
@@ -81,28 +83,24 @@ def _with_pairs(
     return tuple(result)
 
 
-def _refuse_unfit(parameter: ParameterShape, siblings: Sequence[ParameterShape]) -> None:
+def _refuse_unfit(parameter: ParameterShape, siblings: Sequence[ParameterShape], experts: Collection[str]) -> None:
     """Raise UserError for a matrix of a decoder layer or block that no adapter fits; norms and biases are none."""
     stands = _DECODER_LAYER.match(parameter.name) or ENCODER_BLOCK.match(parameter.name)
     if not stands or len(parameter.shape) < 2:
         return
+
+    def place(name: str) -> str:
+        return name.removeprefix(stands[0]).partition(".")[0]
+
     layer = adapted_layer(parameter.name)
-    module, _, last = layer.rpartition(".")
-    with_experts = [p.name.removeprefix(stands[0]).partition(".")[0] for p in siblings if len(p.shape) == 3]
-    if len(parameter.shape) > 2:
-        why = "is one tensor for all experts" if len(parameter.shape) == 3 else "is a convolution"
-    elif with_experts and last in _ROUTERS:
-        why = "chooses experts, and is no linear layer"
-    elif any(p.name == f"{module}.q_bias" for p in siblings):
+    if place(parameter.name) in experts:
+        why = "stands in a module with experts, which are one tensor for all of them"
+    elif layer.endswith(".qkv") and any(p.name == f"{layer.removesuffix('qkv')}q_bias" for p in siblings):
         why = "is computed without a call of its layer, since its bias is a tensor of its own"
     else:
         return
-    places = dict.fromkeys(
-        p.name.removeprefix(stands[0]).partition(".")[0]
-        for p in siblings
-        if p.name.startswith(stands[0]) and p.name.endswith(".weight") and len(p.shape) == 2
-    )
-    fit = [f"{re.sub(r'[0-9]+', '*', stands[0])}{place}" for place in places if place not in with_experts]
+    fit = dict.fromkeys(place(p.name) for p in siblings if p.name.startswith(stands[0]) and len(p.shape) == 2)
+    fit = [re.sub(r"[0-9]+", "*", stands[0]) + name for name in fit if name not in experts and name != place(layer)]
     raise UserError(
         f"model.lora.targets: {layer} {why}, so that it cannot have an adapter; name what can, e.g. {' or '.join(fit)}"
     )

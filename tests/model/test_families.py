@@ -1,14 +1,21 @@
 """Every supported family: slices read from a checkpoint equal the stock model, whole, packed and in the gradient."""
 
 import itertools
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from mmtrain.config.model import LoraSection
 from mmtrain.model.language import LanguageSlice, load_slice
+from mmtrain.model.lora import add_adapters, without_marks
 from mmtrain.model.tiny import tiny_model
+from mmtrain.pretrained.families import WHOLE_LAST_LAYER, global_name
 
 DOCUMENTS = (13, 6, 19)
 
@@ -101,3 +108,61 @@ def test_staged_and_packed_equals_the_stock_model_on_each_document(checkpoint):
             for ours, theirs in zip((logits[part], gradient[part]), reference, strict=True):
                 assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
             begin += length
+
+
+EXPERTS = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")  # families in whose MLPs no adapter fits
+
+
+def gradients_of(named, backward) -> dict[str, torch.Tensor]:
+    """Of every adapter, by global name; all of them begin alike, and none with zeros, for which A has no gradient."""
+    adapters = {global_name(without_marks(name)): p for name, p in named if ".lora_" in name}
+    for name, parameter in adapters.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        parameter.data.uniform_(-0.3, 0.3, generator=generator)
+        parameter.requires_grad_(True)
+    backward()
+    return {name: parameter.grad for name, parameter in adapters.items()}
+
+
+def test_lora_in_slices_is_that_of_peft_on_the_stock_model(checkpoint):
+    """Staged and packed, the last layer for some tokens alone, against one document after the other."""
+    family, folder = checkpoint
+    target = "llm.layers.*.self_attn" if family in EXPERTS else "llm.layers.*"
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    linear = [
+        name
+        for name, module in stock.named_modules()
+        if type(module) in (nn.Linear, Conv1D) and (family not in EXPERTS or ".self_attn." in name)
+    ]
+    linear = [name for name in linear if global_name(f"{name}.weight").startswith("llm.layers.")]
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(stock.config.vocab_size, (1, sum(DOCUMENTS)), generator=generator)
+    places = torch.arange(2, sum(DOCUMENTS), 3)
+    weights = torch.zeros(sum(DOCUMENTS), stock.config.vocab_size)
+    weights[places] = torch.randn(len(places), stock.config.vocab_size, generator=generator)
+
+    slices = load_all(family, folder, torch.float32)
+    for part in slices:
+        add_adapters(part.model, LoraSection(r=4, alpha=8.0, targets=(target,)), global_name, seed=0)
+    if family not in WHOLE_LAST_LAYER and slices[-1].first < slices[-1].last:
+        slices[-1].narrow_last_layer()
+
+    def staged():
+        positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
+        hidden = slices[0].embed(ids)
+        for part in slices[:-1]:
+            hidden = part(hidden, positions)
+        logits = slices[-1].logits(slices[-1].forward_rows(hidden, positions, places))
+        (logits * weights[places]).sum().backward()
+
+    adapted = get_peft_model(stock, LoraConfig(r=4, lora_alpha=8, target_modules=linear))
+
+    def separate():
+        for row, its_weights in zip(ids[0].split(DOCUMENTS), weights.split(DOCUMENTS), strict=True):
+            (adapted(input_ids=row[None], use_cache=False).logits[0] * its_weights).sum().backward()
+
+    found = gradients_of([entry for part in slices for entry in part.model.named_parameters()], staged)
+    expected = gradients_of([(n.removeprefix("base_model.model."), p) for n, p in adapted.named_parameters()], separate)
+    assert found.keys() == expected.keys() and len(found) == 2 * len(linear)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name

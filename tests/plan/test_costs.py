@@ -16,10 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from mmtrain.config.model import ProjectorSection
+from mmtrain.config.model import LoraSection, ProjectorSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.last_layer import LastLayer, Rows
+from mmtrain.model.lora import add_adapters, without_marks
 from mmtrain.model.projector import make_projector
 from mmtrain.model.vision import load_vision
 from mmtrain.plan.block_costs import Block, Flops, Sublayer, block_parts, keys_seen, sublayer_of, total
@@ -97,10 +98,13 @@ MLA |= {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_
 MLA |= {"num_key_value_heads": 8, "first_k_dense_replace": 0, "head_dim": 16}
 
 
-def block_of(model: nn.Module, trained: Sequence[str] = (), rows: int = TOKENS) -> list:
-    """Parts of the model's only decoder layer; eager attention computes the full square of scores."""
+def block_of(
+    model: nn.Module, trained: Sequence[str] = (), rows: int = TOKENS, tokens: int = TOKENS, size: int = 4
+) -> list:
+    """Parts of the model's only decoder layer, heads 32 wide; eager attention computes the full square of scores."""
     prefix = "layers.0."
-    parameters = [ParameterShape(n, tuple(p.shape)) for n, p in model.named_parameters() if n.startswith(prefix)]
+    named = [(without_marks(n), p) for n, p in model.named_parameters()]
+    parameters = [ParameterShape(n, tuple(p.shape)) for n, p in named if n.startswith(prefix)]
     config = model.config
     block = Block(
         parameters,
@@ -112,7 +116,7 @@ def block_of(model: nn.Module, trained: Sequence[str] = (), rows: int = TOKENS) 
         experts=getattr(config, "num_experts", 0) or getattr(config, "n_routed_experts", 0) or 0,
         experts_per_token=getattr(config, "num_experts_per_tok", 0) or 0,
     )
-    return block_parts(block, trained, 4, TOKENS, rows, context=TOKENS)
+    return block_parts(block, trained, size, tokens, rows, context=tokens)
 
 
 def measured(model: nn.Module, *, input_gradient: bool) -> tuple[int, int]:
@@ -243,6 +247,27 @@ def test_flops_of_the_last_layer_on_rows_are_those_that_torch_counts(family: str
     assert trained.dgrad + trained.wgrad == pytest.approx(backward, rel=0.02)
 
 
+def give_adapters(model: nn.Module, targets: str) -> list[str]:
+    """Trained adapters of rank 8 in the linear layers that the pattern names; the names of their parameters."""
+    add_adapters(model, LoraSection(r=8, targets=(targets,)), "llm.{}".format, seed=0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+    return [without_marks(name) for name, _ in model.named_parameters() if ".lora_" in name]
+
+
+@pytest.mark.parametrize("rows", [TOKENS, ROWS])
+@pytest.mark.parametrize("targets", ["llm.layers.*", "*attn", "*mlp", "*.o_proj"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "glm4", "gemma2"])
+def test_flops_of_a_layer_with_adapters_are_those_that_torch_counts(family: str, targets: str, rows: int) -> None:
+    model = one_layer(family)
+    adapters = give_adapters(model, targets)
+    measure = measured if rows == TOKENS else measured_on_rows
+    for upstream in (False, True):
+        forward, backward = measure(model, input_gradient=upstream)
+        flops, _ = total(block_of(model, adapters, rows), upstream)
+        assert (flops.forward, flops.dgrad + flops.wgrad) == (forward, backward)
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_what_the_last_layer_on_rows_needs_is_keys_and_values_of_all_tokens_and_the_rest_of_rows(family: str) -> None:
     needed, _ = total(block_of(one_layer(family), rows=ROWS), True, with_waste=False)
@@ -364,6 +389,31 @@ def test_a_llama_layer_saves_the_bytes_that_torch_saves(dtype: torch.dtype, trai
     expected = total(parts, True)[1]
     print(f"{dtype}, trained {trained}: {expected / 128:,.0f} expected, {actual / 128:,.0f} bytes per token saved")
     assert expected == pytest.approx(actual, rel=0.08)  # 0.15 was asked for
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("targets", ["llm.layers.*", "*attn", "*mlp"])
+def test_a_llama_layer_with_adapters_saves_the_bytes_that_torch_saves(dtype: torch.dtype, targets: str) -> None:
+    saved = []
+    for layers in (1, 2):  # the difference is one layer's
+        sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 16, "vocab_size": 8}
+        config = LlamaConfig(**sizes, num_hidden_layers=layers, attn_implementation=ATTENTION)
+        torch.manual_seed(0)
+        model = transformers.LlamaModel(config).to(dtype).eval().requires_grad_(False)
+        adapters = give_adapters(model, targets)
+        hidden = torch.randn(1, 128, 512, dtype=dtype, requires_grad=True)
+        positions = torch.cat([torch.arange(70), torch.arange(58)])[None]
+
+        def run(model=model, hidden=hidden, positions=positions) -> torch.Tensor:
+            with document_positions(positions):
+                return model(inputs_embeds=hidden, position_ids=positions, use_cache=False).last_hidden_state
+
+        saved.append(saved_bytes(run, [*model.parameters(), *model.buffers()]))
+        if layers == 1:
+            expected = total(block_of(model, adapters, 128, 128, dtype.itemsize), True)[1]
+    actual = saved[1] - saved[0]
+    print(f"{dtype}, {targets}: {expected / 128:,.0f} expected, {actual / 128:,.0f} bytes per token saved")
+    assert expected == pytest.approx(actual, rel=0.05)
 
 
 @pytest.mark.parametrize("trained", [False, True])
