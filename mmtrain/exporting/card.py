@@ -18,6 +18,8 @@ from mmtrain.exporting.language import ExportedLanguage
 from mmtrain.exporting.processor import ExportedProcessor
 from mmtrain.exporting.projector_file import Origin
 from mmtrain.exporting.vision import ExportedEncoder
+from mmtrain.model.projector import PROJECTOR
+from mmtrain.pretrained.adapters import adapted_layer, is_adapter
 from mmtrain.pretrained.model_files import HUB_ID
 
 LOADING = """\
@@ -77,12 +79,15 @@ def write_card(
 
 
 def _what_trained(about: Origin) -> str:
-    others = [name for name in about.trained if not name.startswith("projector.")]
-    if not others:
+    around = [name for name in about.trained if not name.startswith(PROJECTOR)]
+    if not around:
         return "Only the projector between the two was trained; LLM and vision encoder are as they were published."
-    if len(others) == len(about.trained):
-        return f"Of LLM and vision encoder {len(others)} tensors were trained; the projector between them was not."
-    return f"The projector between the two was trained, and {len(others)} tensors of the models around it."
+    adapted = {adapted_layer(name) for name in filter(is_adapter, around)}
+    whole = len(around) - 2 * len(adapted)
+    said = [f"low-rank adapters of {len(adapted)} layers, merged into their weights"] if adapted else []
+    said += [f"{whole} tensors of LLM and vision encoder"] if whole else []
+    also = "not" if len(around) == len(about.trained) else "too"
+    return f"Trained were {' and '.join(said)}; the projector between the two was {also}."
 
 
 def _parts(about: Origin, dtype: str, language: ExportedLanguage) -> dict[str, str]:

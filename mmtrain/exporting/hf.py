@@ -34,6 +34,7 @@ from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
 from mmtrain.exporting.doors import StockDoor, door_of
 from mmtrain.exporting.language import ExportedLanguage, language_for_export
+from mmtrain.exporting.merging import merged_encoder
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, write_processor
 from mmtrain.exporting.projector_file import origin, run_tensors
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
@@ -86,9 +87,9 @@ def export_hf(
         for part in ("vision.", "llm.", PROJECTOR)
     )
     stored_as = str(dtype).removeprefix("torch.")
-    encoder = door.encoder(config, {name: source.read() for name, source in vision.items()})
+    encoder = door.encoder(config, merged_encoder(config, vision))
     processor = write_processor(door, config, encoder, folder)
-    language = language_for_export(door, llm, own, processor.rows_needed, stored_as)
+    language = language_for_export(door, llm, own, processor.rows_needed, stored_as, config.model.lora)
     tensors = {door.encoder_names + name: source for name, source in encoder.tensors.items()}
     tensors |= {door.connector_names + name.removeprefix(PROJECTOR): projector[name] for name in projector}
     tensors |= language.tensors

@@ -3,7 +3,7 @@
 model.layers.3.X    -> language_model.model.layers.3.X     (LLaVA's names; each door has its own)
 lm_head.weight      -> language_model.lm_head.weight
 
-A tensor on disk keeps its content: what transformers does
+A tensor on disk keeps its content, but where an adapter is merged into it: what transformers does
 as it loads (fusing experts, tying) it does with the exported folder too.
 """
 
@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
+from mmtrain.config.model import LoraSection
 from mmtrain.exporting.doors import StockDoor
+from mmtrain.exporting.merging import take_merged
 from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.model.language import causal_config, missing_prefix
 from mmtrain.model.weights import tensor_files
@@ -44,9 +47,16 @@ class ExportedLanguage:
 
 
 def language_for_export(
-    door: StockDoor, folder: Path, trained: Mapping[str, TensorSource], rows_needed: int, dtype: str
+    door: StockDoor,
+    folder: Path,
+    trained: Mapping[str, TensorSource],
+    rows_needed: int,
+    dtype: str,
+    lora: LoraSection | None = None,
 ) -> ExportedLanguage:
     """The LLM in `folder` with `trained` tensors (by global name) in place of its own, and `rows_needed` token ids.
+
+    Of them those of `lora`'s adapters are merged into their layers.
 
     Rows that are missing are the mean of the others, in the embedding and in the head. Image features take the place of
     the first, so it is never read. With the second, the new token's logit is the mean of the other logits: it never is
@@ -56,7 +66,10 @@ def language_for_export(
     stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     files = llm_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
     prefix = missing_prefix(files, stock)
-    is_left_out = _unloaded(config, stock)
+    with torch.device("meta"):
+        model = stock(config)
+    is_left_out = _unloaded(model)
+    transposed = {global_name(f"{name}.weight") for name, one in model.named_modules() if isinstance(one, Conv1D)}
     waiting = dict(trained)
     tensors: dict[str, TensorSource] = {}
     left_out: list[str] = []
@@ -74,6 +87,7 @@ def language_for_export(
                     f"{list(source.shape)}: another model lies there than the run was trained with"
                 )
             source = own
+        source = take_merged(waiting, global_name(name), source, lora, global_name(name) in transposed)
         if global_name(name) in _ROWS:
             rows = source.shape[0]
             if rows_needed > rows:
@@ -96,11 +110,10 @@ def _exported_name(name: str, stock: type[PreTrainedModel], door: StockDoor) -> 
     return door.decoder_names + name.removeprefix(stock.base_model_prefix + ".")
 
 
-def _unloaded(config: PreTrainedConfig, stock: type[PreTrainedModel]) -> Callable[[str], bool]:
+def _unloaded(model: PreTrainedModel) -> Callable[[str], bool]:
     """Says of a tensor on disk whether the stock causal LM passes over it in silence, which a door's class reports."""
-    with torch.device("meta"):
-        own = stock(config).state_dict().keys()
-    patterns = [_OLD_BUFFER, *map(re.compile, stock._keys_to_ignore_on_load_unexpected or ())]
+    own = model.state_dict().keys()
+    patterns = [_OLD_BUFFER, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     return lambda name: name not in own and any(pattern.search(name) for pattern in patterns)
 
 

@@ -42,6 +42,7 @@ from mmtrain.exporting.hf import ExportedModel, kept_in_float32
 from mmtrain.exporting.projector_file import run_tensors
 from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.language import quiet
+from mmtrain.model.lora import merge_adapters
 from mmtrain.model.stage import DTYPES, Stage, build_stage
 from mmtrain.plan.plan import StagePlan
 from mmtrain.pretrained.model_files import read_json
@@ -81,6 +82,8 @@ def compare_logits(
     stage = whole_model(checkpoint)
     door = exported.door
     frozen_as_trained = _compare_frozen(door, checkpoint, stage, folder)
+    if dtype != torch.float32:
+        merge_adapters(stage)  # what is rounded are merged weights
     expected = _own_logits(stage, batches, dtype, _own_names(door, exported.kept_in_float32))
     del stage  # memory for one of the two is enough
     model = _stock_model(door, folder)

@@ -66,3 +66,10 @@ def add_adapters(model: nn.Module, lora: LoraSection | None, global_name: Callab
         for matrix, start in zip(matrices, (value, torch.zeros(matrices[1].weight.shape)), strict=True):
             matrix.weight = nn.Parameter(start.to(weight.device, weight.dtype))
     model.eval()
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Let layers compute with their adapters in their weights, in the weights' own type."""
+    for module in model.modules():
+        if hasattr(module, "base_layer"):
+            module.merge()

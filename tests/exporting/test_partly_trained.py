@@ -57,7 +57,7 @@ def test_an_export_has_what_was_trained_and_what_the_run_began_with(runs, tmp_pa
         assert all(same(found[f"multi_modal_{name}"], tensor) for name, tensor in wanted.items())
     assert same(found["language_model.model.norm.weight"], trained_by(runs["none"])["llm.norm.weight"])
     card = (tmp_path / "none" / "README.md").read_text()
-    assert "1 tensors were trained; the projector between them was not" in card
+    assert "Trained were 1 tensors of LLM and vision encoder; the projector between the two was not." in card
     options = ["--checkpoint", str(runs["none"]), "--format", "safetensors", "--out", str(tmp_path / "alone")]
     assert main(["export", *options]) == 0
     alone = load_file(tmp_path / "alone" / "projector.safetensors")
