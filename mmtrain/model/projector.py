@@ -144,7 +144,7 @@ def whole_projector(checkpoint: StepFolder, after: Collection[Path] = ()) -> dic
     UserError where that is something else now, or not there any more.
     """
     file, path = checkpoint.tensors_file, checkpoint.path.resolve()
-    trained = open_tensors({name: file for name in read_header(file) if name.startswith(PROJECTOR)})
+    trained = open_tensors({name: (name, file) for name in read_header(file) if name.startswith(PROJECTOR)})
     tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}
     section = checkpoint.config.model.projector
     needed = [one.name for one in connectors.connector_parameters(connectors.connector(section, 1, 2))]
