@@ -11,15 +11,17 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import first_few
 from mmtrain.config.model import LoraSection
-from mmtrain.pretrained.adapters import LORA_A, is_target
+from mmtrain.pretrained.adapters import LORA_A, adapted_layer, is_target
 
 _PEFT_NAME = "default"  # of the adapter; stands in the names of its parameters
 
@@ -27,6 +29,30 @@ _PEFT_NAME = "default"  # of the adapter; stands in the names of its parameters
 def without_marks(name: str) -> str:
     """A parameter's name without what peft has put into it: X.base_layer.weight, X.lora_A.default.weight."""
     return name.replace(".base_layer.", ".").replace(f".{_PEFT_NAME}.", ".")
+
+
+@contextmanager
+def refusing_unused(model: nn.Module, global_name: Callable[[str], str]) -> Iterator[set[str]]:
+    """The layers of `model` that have adapters; raises UserError for one that is not called in this context.
+
+    A model may read a layer's matrix by itself: its adapter would have no part in the result, and train nothing.
+    """
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    unused = set(adapted)
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: unused.discard(name)) for name, module in adapted.items()
+    ]
+    try:
+        yield set(adapted)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if unused:
+        layers = sorted(adapted_layer(global_name(f"{name}.weight")) for name in unused)
+        raise UserError(
+            f"model.lora.targets: the model computes {first_few(layers, 3)} without a call of the layer, so that an "
+            "adapter there would train nothing; name other layers"
+        )
 
 
 def add_adapters(model: nn.Module, lora: LoraSection | None, global_name: Callable[[str], str], seed: int) -> None:

@@ -24,7 +24,7 @@ from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch, copied
 from mmtrain.model.flash import Way, ways_taken
 from mmtrain.model.language import LanguageSlice, load_slice
-from mmtrain.model.lora import add_adapters
+from mmtrain.model.lora import add_adapters, refusing_unused
 from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import Projector, starting_projector
@@ -117,10 +117,19 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def attention_ways(self, device: torch.device) -> set[Way]:
-        """How attention is computed in the decoder layers of this stage, found by running them on 8 tokens."""
-        with ways_taken() as found:
+        """How attention is computed in the decoder layers of this stage, found by running them on 8 tokens.
+
+        Raises UserError for adapters that this run, and that of the encoder on a black image, do not use.
+        """
+        model = self.language.model
+        with ways_taken() as found, refusing_unused(model, global_name):
             hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
             self.language(hidden, torch.arange(8, device=device)[None])
+        if self.front is not None:
+            vision = self.front.vision
+            with refusing_unused(vision.model, vision.global_name) as adapted:
+                if adapted:
+                    vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device))
         return found
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

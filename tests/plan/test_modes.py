@@ -82,9 +82,7 @@ def test_bytes_that_are_kept_for_backward_are_those_that_torch_saves(parts: Path
         single.features = single.encode()
         single.forward()
         single.backward()
-    expected, actual = (
-        sum(layer.kept_bytes for layer in planned.layers),
-        sum(tensor.untyped_storage().nbytes() for tensor in kept.values()),
-    )
+    expected = sum(layer.kept_bytes for layer in planned.layers)
+    actual = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     print(f"{mode} in {dtype}: {expected:,} bytes planned, {actual:,} saved, {expected / actual - 1:+.1%}")
     assert expected == pytest.approx(actual, rel=0.05)
