@@ -171,8 +171,7 @@ class Calibrator:
             stage.prepare()
             if name == "front":
                 (encode,) = bytes_used(stage.encode, device=self._device)
-                features = stage.features.untyped_storage().nbytes()
-                kept = 0 if stage.module.front.encoder_is_frozen else encode.end - features
+                kept = 0 if stage.module.encoder_is_frozen else encode.end - stage.features.untyped_storage().nbytes()
                 found[ENCODE] = {"kept": kept, "forward": encode.peak - encode.end, "backward": 0}
             work = (stage.forward, stage.release_output, stage.backward)
             forward, sent, backward = bytes_used(*work, device=self._device)
@@ -190,8 +189,8 @@ class Calibrator:
         medians = {name: statistics.median(values) for name, values in self.seconds.items()}
         of_ranks = of_all_ranks((medians, self._bytes()))
         seconds = mean_of_ranks([medians for medians, _ in of_ranks])
-        # The ranks have measured whole images, and an update of what trains in one layer of each kind.
-        seconds[ENCODE] *= self._costs.work.images / len(self._host_batch.images)
+        # The ranks have measured whole images, one a sample, and an update of what trains in one layer of each kind.
+        seconds[ENCODE] *= self._costs.work.images / self._host_batch.samples
         seconds[UPDATE] *= max(rank.trainable for rank in self._plan.ranks) / self._end.elements
         layers, call_seconds = solve_layers(seconds, of_ranks[0][1], self._kinds, self._window)
         send, receive, transfer = solve_messages(seconds)

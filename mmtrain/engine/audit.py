@@ -170,9 +170,11 @@ def model_fingerprint(starts: Sequence[dict[str, Any]]) -> str:
 def settings_fingerprint(config: RunConfig) -> str:
     """Of what the folders of the frozen models say beside their weights, and of the encoder's pixel statistics."""
     llm = llm_config(model_folder(config.model.llm.path))
-    name = config.model.vision.name
-    vision: Any = name if is_timm_name(name) else read_json(model_folder(name) / "config.json")
-    said = [{key: value for key, value in llm.items() if key not in UNMEANT}, vision, asdict(image_transform(name))]
+    said: list[Any] = [{key: value for key, value in llm.items() if key not in UNMEANT}]
+    if config.model.vision is not None:
+        name = config.model.vision.name
+        vision = name if is_timm_name(name) else read_json(model_folder(name) / "config.json")
+        said += [vision, asdict(image_transform(name))]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 

@@ -24,7 +24,7 @@ from mmtrain.plan.planner import models_of
 
 
 def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBatch:
-    """A micro-batch on the CPU as the planner expects it: whole documents of one image and text, the rest padding.
+    """A micro-batch on the CPU as the planner expects it: whole documents of one image, if any, and text, then padding.
 
     Labels stand at the end of each document, as many as `data.expected_supervised_fraction` says of the whole pack, at
     least one. It holds a whole number of images, one of them at least, where the planner may expect part of one.
@@ -46,7 +46,9 @@ def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBa
         labels[:, max(begin, last - supervised) : last] = 1
     position_ids[:, per_pack * work.document :] = torch.arange(length - per_pack * work.document)
     size = models.vision.image_size
-    images = torch.randint(0, 256, (packs * per_pack, 3, size, size), dtype=torch.uint8, generator=generator)
+    images = None
+    if work.images:
+        images = torch.randint(0, 256, (packs * per_pack, 3, size, size), dtype=torch.uint8, generator=generator)
     return PackedBatch(
         input_ids,
         position_ids,
@@ -77,7 +79,7 @@ class SingleStage:
         shape = (*batch.position_ids.shape, module.language.hidden_size)
         self.input = torch.randn(shape, dtype=module.dtype, device=device)
         self.upstream = None if module.language.has_head else torch.randn(shape, dtype=module.dtype, device=device)
-        self.features = module.encode(batch) if module.front is not None else None
+        self.features = self.encode()
         self._kept: Any = None
 
     def recomputing(self) -> SingleStage:
@@ -88,17 +90,17 @@ class SingleStage:
     def prepare(self) -> None:
         """What is neither forward nor backward: recomputation is set, since several may share a module."""
         self.module.language.recompute(self.recompute)
-        if self.module.front is not None and not self.module.front.encoder_is_frozen:
+        if not self.module.encoder_is_frozen:
             self.features = self.encode()  # its graph is used up by each backward
 
     def encode(self) -> torch.Tensor | None:
-        """What ENCODE runs, where there is a front."""
+        """What ENCODE runs, where there is an encoder."""
         return self.module.encode(self.batch)
 
     def forward(self) -> None:
         """What FORWARD runs; the graph is kept as the engine keeps it: without the values that were sent."""
         with torch.set_grad_enabled(self.runs_backward):
-            if self.module.front is not None:
+            if self.module.language.has_embedding:
                 hidden = self.module.start(self.batch, self.features)
             else:
                 hidden = self.input.detach().requires_grad_(self.input_gradient)

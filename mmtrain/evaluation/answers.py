@@ -83,7 +83,7 @@ class _Writing:
         self.truth = list(itertools.takewhile(lambda label: label != IGNORE, labels[begin:]))
         sample = self.source.sample
         # The answer itself and later turns may bring more images.
-        shown = self.prompt.count(IMAGE_POSITION) // self.positions_per_image
+        shown = self.prompt.count(IMAGE_POSITION) // max(1, self.positions_per_image)
         self.sample = replace(sample, images=sample.images[:shown])
         before = itertools.takewhile(lambda turn: turn[0] != "gpt", sample.turns)
         questions = [text.replace(IMAGE_MARK, "").strip() for speaker, text in before if speaker == "human"]

@@ -91,7 +91,7 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
 
     transform = image_transform(config.model.vision.name, config.data.image_fit)
     assert transform.image_size == encoder.image_size, f"{transform.image_size} pixels, encoder {encoder.image_size}"
-    length = image_layout(config.model).positions_per_tile
+    length = image_layout(config).positions_per_tile
     dropped = 1 if encoder.select_strategy == "default" else 0
     assert encoder.prefix_tokens == dropped, f"{encoder.prefix_tokens} prefix tokens, {dropped} dropped"
     _write_json(folder / "preprocessor_config.json", door.image_settings(transform))

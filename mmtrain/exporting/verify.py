@@ -188,7 +188,7 @@ def _compare_frozen(door: StockDoor, checkpoint: StepFolder, stage: Stage, folde
     Raises UserError where they are others: the models' files were replaced since.
     """
     section, state = checkpoint.config.model, checkpoint.state
-    dtypes = {"llm": DTYPES[section.llm.dtype], "vision": DTYPES[section.vision.dtype or section.llm.dtype]}
+    dtypes = {"llm": DTYPES[section.llm.dtype], "vision": DTYPES[section.vision_dtype]}
     dtypes["projector"] = torch.float32
     config = read_json(folder / "config.json")
     names = [name for name, parameter in stage.global_parameters() if not parameter.requires_grad]

@@ -11,6 +11,7 @@ from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.data.stream.catalog import data_sets
 from mmtrain.demo.data import make_demo_data
+from mmtrain.pretrained.layouts import NONE, layout_name
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import refuse_missing_chat_template, text_fingerprint
 
@@ -39,7 +40,7 @@ def check_data(config: RunConfig, others_wait: bool) -> None:
             "others; leave some shards out of data.shards, or set eval.fraction instead"
         )
     shards = [path for paths in found.values() for path in paths]
-    template, llm, layout = config.data.template, config.model.llm.path, config.model.vision.layout
+    template, llm, layout = config.data.template, config.model.llm.path, layout_name(config)
     seconds = config.data.io_retry_seconds
     fingerprint = text_fingerprint(model_folder(llm), template, layout)
     missing = unready_shards(shards, fingerprint, seconds) if others_wait else []
@@ -48,6 +49,6 @@ def check_data(config: RunConfig, others_wait: bool) -> None:
             f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and other "
             f"processes would wait for it; first run mmtrain index {' '.join(map(str, missing[:3]))}"
             f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template_name(template)}"
-            + (f" --layout {layout}" if layout != "square" else "")
+            + (f" --layout {layout}" if layout not in ("square", NONE) else "")
         )
     ensure_indexes(shards, llm, template, layout, stream=sys.stdout, retry_seconds=seconds)

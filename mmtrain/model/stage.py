@@ -1,6 +1,7 @@
 """What one pipeline stage holds, with one boundary contract.
 
 stage 0       PackedBatch --encode--> features (N, T, W) --project; embed, fuse--> hidden (B, L, D)
+              without an encoder: PackedBatch --embed--> hidden (B, L, D)
 every stage   hidden (B, L, D), position_ids (B, L) --decoder layers--> hidden (B, L, D)
 last stage    hidden (B, L, D), position_ids, labels (B, L) --decoder layers, norm, head--> loss sum, supervised tokens
               (or predicted tokens); of the last decoder layer, what supervised tokens alone need
@@ -98,14 +99,19 @@ class Stage(nn.Module):
                 yield f"projector.{name}", parameter
         yield from self.language.global_parameters()
 
+    @property
+    def encoder_is_frozen(self) -> bool:
+        """Whether nothing of an encoder trains here."""
+        return self.front is None or self.front.encoder_is_frozen
+
     def encode(self, batch: PackedBatch) -> torch.Tensor | None:
         """Stage 0: features (N, T, W) of a micro-batch's images; None where there is nothing to encode."""
-        assert self.front is not None, "only stage 0 has an encoder"
-        return self.front.encode(batch.images)
+        return None if self.front is None else self.front.encode(batch.images)
 
     def start(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
         """Stage 0: token ids of a micro-batch and features of its images (by default `encode`s) -> hidden (B, L, D)."""
-        assert self.front is not None, "only stage 0 reads batches"
+        if self.front is None:
+            return self.language.embed(batch.input_ids)
         if features is None:
             features = self.encode(batch)
         embeddings = self.language.embed(batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, 0))
@@ -197,13 +203,13 @@ def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | s
     if stage.head and stage.first < stage.last and takes_rows(language.model.config):
         language.narrow_last_layer()
     front = None
-    if stage.front:
-        chosen = config.model.vision
-        vision_dtype = DTYPES[chosen.dtype or config.model.llm.dtype]
+    chosen = config.model.vision
+    if stage.front and chosen is not None:
+        vision_dtype = DTYPES[config.model.vision_dtype]
         vision = load_vision(chosen.name, chosen.select_layer, vision_dtype, device, final_norm=chosen.final_norm)
         add_adapters(vision.model, config.model.lora, vision.global_name, config.run.seed)
         projector = starting_projector(config.model.projector, vision.width, language.hidden_size, config.run.seed)
-        transform = functools.partial(image_transform, config.model.vision.name)
+        transform = functools.partial(image_transform, chosen.name)
         front = Front(vision, projector.to(device), transform)
     module = Stage(language, front, dtype).eval()
     set_trainable(module.global_parameters(), config.model.trainable)

@@ -136,10 +136,11 @@ class RunCosts:
 
 
 def workload(config: RunConfig, layout: ImageLayout) -> Workload:
-    """Expected contents of a micro-batch: documents of one image and `data.expected_text_tokens`, without padding."""
+    """Expected contents of a micro-batch: documents of one image, or none, and the expected text, without padding."""
     tokens = config.train.packs_per_microbatch * config.data.pack_length
     document = min(config.data.pack_length, layout.positions_per_tile + config.data.expected_text_tokens)
-    return Workload(tokens, document, tokens / document, tokens * config.data.expected_supervised_fraction)
+    images = tokens / document if layout.positions_per_tile else 0.0
+    return Workload(tokens, document, images, tokens * config.data.expected_supervised_fraction)
 
 
 def run_costs(config: RunConfig, models: Models) -> RunCosts:
@@ -299,7 +300,7 @@ class _LayerCosts:
         # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they are put in.
         hidden = round(work.images * self.models.layout.positions_per_tile * llm.hidden_size)
         fused = hidden * (FP32 + self.llm_size) + round(2 * work.tokens * llm.hidden_size) * self.llm_size
-        widest = max(rows * one.outputs for one, rows in self.connector_rows() if isinstance(one, Linear))
+        widest = max((rows * one.outputs for one, rows in self.connector_rows() if isinstance(one, Linear)), default=0)
         # Gradients of linear layers' results.
         backward_working = round(3 * widest) * FP32 + 2 * block_working * upstream
         front = self.layer(

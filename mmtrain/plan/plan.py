@@ -93,7 +93,7 @@ class Plan:
 
     run: str
     llm: str
-    vision: str
+    vision: str | None  # the encoder; None: text alone
     trainable: tuple[str, ...]  # patterns
     pipeline: int
     stages_per_rank: int

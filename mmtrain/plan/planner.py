@@ -22,7 +22,7 @@ from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
 from mmtrain.pretrained.adapters import with_adapters
 from mmtrain.pretrained.connectors import connector, image_layout
 from mmtrain.pretrained.doors import check_export_format
-from mmtrain.pretrained.shapes import llm_shape, matches, vision_shape
+from mmtrain.pretrained.shapes import NO_VISION, llm_shape, matches, vision_shape
 from mmtrain.pretrained.tokenizer_files import refuse_missing_marks
 from mmtrain.pretrained.vision_files import check_preprocessing
 
@@ -30,9 +30,11 @@ from mmtrain.pretrained.vision_files import check_preprocessing
 def models_of(config: RunConfig) -> Models:
     """The shapes of a run's models. Raises UserError where nothing is known of one, and where they do not fit."""
     llm = llm_shape(config.model.llm.path)
-    vision = vision_shape(config.model.vision.name, config.model.vision.select_layer, config.model.vision.final_norm)
-    operations = connector(config.model.projector, vision.width, llm.hidden_size)
-    return Models(*with_adapters(llm, vision, config.model.lora), operations, image_layout(config.model))
+    vision, operations = NO_VISION, ()
+    if (chosen := config.model.vision) is not None:
+        vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
+        operations = connector(config.model.projector, vision.width, llm.hidden_size)
+    return Models(*with_adapters(llm, vision, config.model.lora), operations, image_layout(config))
 
 
 def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None) -> Plan:
@@ -46,7 +48,8 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     limit = None if device_memory_bytes is None else limit_on_gpu(device_memory_bytes)
     if config.parallel.device_memory_gib is not None:
         limit = int(config.parallel.device_memory_gib * 2**30)
-    check_preprocessing(config.model.vision.name)
+    if config.model.vision is not None:
+        check_preprocessing(config.model.vision.name)
     check_layout(config, models)
     check_trainable(config, models)
     check_prefetch(config, models)
@@ -80,7 +83,7 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
     return Plan(
         run=config.run.name,
         llm=config.model.llm.path,
-        vision=config.model.vision.name,
+        vision=config.model.vision and config.model.vision.name,
         trainable=config.model.trainable,
         pipeline=pipeline,
         stages_per_rank=layout.stages_per_rank,

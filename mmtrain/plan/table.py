@@ -54,8 +54,9 @@ def _ranks(plan: Plan, rank: RankPlan) -> str:
 def _headline(plan: Plan) -> tuple[str, str]:
     limit = "no memory limit" if plan.memory_limit_bytes is None else f"{bytes_text(plan.memory_limit_bytes)} per rank"
     packs = "pack" if plan.packs_per_microbatch == 1 else "packs"
+    begins_with = "text" if plan.vision is None else f"{plan.vision} -> projector"
     return (
-        f"{plan.run}: {plan.vision} -> projector -> {plan.llm}; trains {', '.join(plan.trainable)}",
+        f"{plan.run}: {begins_with} -> {plan.llm}; trains {', '.join(plan.trainable)}",
         f"pipeline {plan.pipeline} x data {plan.data} = {plan.pipeline * plan.data} ranks; per step and replica "
         f"{plan.microbatches_per_step} micro-batches of {plan.packs_per_microbatch} {packs} of "
         f"{plan.pack_length:,} tokens; {limit}",

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import get_args
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.model import ModelSection, ProjectorSection
-from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.config.model import ProjectorSection
+from mmtrain.config.schema import RunConfig
+from mmtrain.pretrained.layouts import ImageLayout, layout_name
 from mmtrain.pretrained.shapes import ParameterShape, vision_shape
 
 DEFAULT_FACTOR = 2  # of the stock classes that shuffle
@@ -193,12 +194,15 @@ def _types_with(*kinds: type[Operation]) -> str:
     return ", ".join(name for name, operations in made.items() if any(isinstance(one, kinds) for one in operations))
 
 
-def image_layout(model: ModelSection) -> ImageLayout:
-    """The layout of a run's images.
+def image_layout(config: RunConfig) -> ImageLayout:
+    """The layout of a run's images; without an encoder they take no position.
 
     Raises UserError for an encoder whose grid of patches the connector's factor does not divide, and what
     `vision_shape` raises.
     """
+    model, name = config.model, layout_name(config)
+    if model.vision is None:
+        return ImageLayout(name, 0)
     vision = vision_shape(model.vision.name, model.vision.select_layer, model.vision.final_norm)
     factor, side = reduction(model.projector), math.isqrt(vision.patches_per_image)
     if side % factor:
@@ -209,4 +213,4 @@ def image_layout(model: ModelSection) -> ImageLayout:
             f"patches ({vision.image_size} pixels in patches of {vision.patch_size}); {remedy}"
             + ("" if fitting else ": take another encoder, or model.projector.type=mlp2x_gelu")
         )
-    return ImageLayout(model.vision.layout, vision.patches_per_image // factor**2)
+    return ImageLayout(name, vision.patches_per_image // factor**2)

@@ -4,6 +4,8 @@ image (width, height) --layout--> its tiles, in order, each a square for the enc
 
 square      one tile, no text
 idefics3    one tile between the texts that Idefics3Processor writes around an image that it does not split
+none        text alone: no positions, and a sample that has images is unusable
+stripped    text alone: images and their marks are taken out of samples
 
 The texts are written into the conversation before it is tokenized, once and whole, as the stock processors do: text
 lengths, and so text fingerprints, depend on them. Index, packs, loader, fusion, planner and exports ask here alone.
@@ -16,10 +18,22 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from mmtrain.config.schema import RunConfig
+
+NONE, STRIPPED = "none", "stripped"
 WRAPPERS = {
     "square": ("", ""),
     "idefics3": ("<fake_token_around_image><global-img>", "<fake_token_around_image>"),
+    NONE: ("", ""),
+    STRIPPED: ("", ""),
 }  # layout -> text before and behind an image's positions
+
+
+def layout_name(config: RunConfig) -> str:
+    """The layout of a run's images, whose numbers the encoder decides."""
+    if config.model.vision is not None:
+        return config.model.vision.layout
+    return STRIPPED if config.data.images == "strip" else NONE
 
 
 def marks_around(layout: str) -> tuple[list[str], list[str]]:
@@ -32,7 +46,7 @@ def marks_around(layout: str) -> tuple[list[str], list[str]]:
 class ImageLayout:
     """A layout with its numbers."""
 
-    name: str  # `model.vision.layout`
+    name: str  # as `layout_name` says
     positions_per_tile: int
 
     @property

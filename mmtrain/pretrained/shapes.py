@@ -81,6 +81,20 @@ class VisionShape:
     blocks_run: int
 
 
+NO_VISION = VisionShape(
+    source="no encoder",
+    width=0,
+    heads=1,
+    patches_per_image=0,
+    prefix_tokens=0,
+    image_size=0,
+    patch_size=1,
+    parameters=(),
+    blocks_run=0,
+)
+"""What a run on text alone has for an encoder."""
+
+
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether a trainable pattern names this parameter or a module around it; `*` in a pattern crosses dots."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*") for pattern in patterns)

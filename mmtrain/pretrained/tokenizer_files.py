@@ -24,7 +24,7 @@ from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.config.model import ModelSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import jinja_of, template_name
-from mmtrain.pretrained.layouts import WRAPPERS, marks_around
+from mmtrain.pretrained.layouts import STRIPPED, WRAPPERS, layout_name, marks_around
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -141,7 +141,7 @@ def refuse_missing_chat_template(config: RunConfig) -> None:
 
 def refuse_missing_marks(config: RunConfig) -> None:
     """Raises UserError for a layout of images whose texts the LLM's tokenizer has no tokens for."""
-    layout = config.model.vision.layout
+    layout = layout_name(config)
     if lacking := lacking_marks(config.model, layout):
         raise missing_marks(layout, lacking, config.model.llm.path)
 
@@ -201,8 +201,8 @@ def missing_chat_template(folder: str | Path) -> UserError:
 def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "square") -> str:
     """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
 
-    `template` is what `data.template` holds; one written in Jinja counts with its text, and a `layout` that writes
-    texts around images counts too.
+    `template` is what `data.template` holds; one written in Jinja counts with its text, and a `layout` counts too that
+    writes texts around images, or takes their marks out.
 
     A tokenizer that another release of its library reads otherwise is found when a sample's length differs from its
     index. Raises UserError for a folder without a tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
@@ -213,7 +213,7 @@ def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "squar
     config = tokenizer_folder / "config.json"
     # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
     model_type = read_json(config).get("model_type") if config.is_file() else None
-    around = [layout, *WRAPPERS[layout]] if any(WRAPPERS[layout]) else []
+    around = [layout, *WRAPPERS[layout]] if any(WRAPPERS[layout]) or layout == STRIPPED else []
     jinja = jinja_of(template)
     said = template if jinja is None else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
     digest = hashlib.sha256(compact_json([TEXT_RULES_VERSION, said, model_type, *around]))

@@ -186,7 +186,7 @@ def test_conversations_become_the_tokens_and_labels_of_training(made):
     if config.data.template == "plain":
         return
     processor = AutoProcessor.from_pretrained(made.folder)
-    trained = ChatTemplate(load_tokenizer(config.model.llm.path), image_layout(config.model), sys.maxsize)
+    trained = ChatTemplate(load_tokenizer(config.model.llm.path), image_layout(config), sys.maxsize)
     for turns, contents in CONVERSATIONS.values():
         count = sum(text.count("<image>") for _, text in turns)
         if any("<image>" in said for said in contents if isinstance(said, str)):

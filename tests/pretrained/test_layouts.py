@@ -3,7 +3,7 @@
 import pytest
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.model import ModelSection
+from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder
@@ -14,8 +14,10 @@ SIGLIP2 = "google/siglip2-so400m-patch16-512"  # 32 x 32
 CLIP = "openai/clip-vit-large-patch14-336"  # 24 x 24, and a class token
 
 
-def model(vision: str, **projector: object) -> ModelSection:
-    return ModelSection.model_validate({"llm": {"path": "none"}, "vision": {"name": vision}, "projector": projector})
+def config(vision: str, **projector: object) -> RunConfig:
+    model = {"llm": {"path": "none"}, "vision": {"name": vision}, "projector": projector}
+    rest = {"run": {"name": "x"}, "data": {"shards": "x.tar"}, "train": {"packs_per_step": 1, "max_steps": 1}}
+    return RunConfig.model_validate({"model": model, **rest})
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ def model(vision: str, **projector: object) -> ModelSection:
     ],
 )
 def test_an_image_of_any_size_takes_a_square_of_positions(vision, projector, positions):
-    layout = image_layout(model(vision, **projector))
+    layout = image_layout(config(vision, **projector))
     assert layout == ImageLayout("square", positions)
     assert layout.positions(640, 480) == layout.positions(1, 2000) == positions
 
@@ -38,7 +40,7 @@ def test_an_image_of_any_size_takes_a_square_of_positions(vision, projector, pos
 @pytest.mark.parametrize("factor", [2, 4])
 def test_a_grid_that_does_not_divide_is_refused_with_the_factors_that_would(factor):
     with pytest.raises(UserError) as caught:
-        image_layout(model(SIGLIP, type="shuffle_swiglu", factor=factor))
+        image_layout(config(SIGLIP, type="shuffle_swiglu", factor=factor))
     assert str(caught.value) == (
         f"model.projector.factor: {factor} does not divide the grid of {SIGLIP}, 27 x 27 patches (384 pixels in "
         "patches of 14); set model.projector.factor=3"

@@ -86,6 +86,7 @@ REASONS = {
     "no_json": "a sample without KEY.json (a key ends at the first dot; a sample's files are neighbours in the tar)",
     "image_names": "images that are not KEY.jpg alone, or KEY.0.jpg, KEY.1.jpg, ... without a gap",
     "duplicate_member": "a member that comes twice in a sample",
+    "no_encoder": "a sample with images, where model.vision is null (data.images=strip trains on its text)",
     "checksum": "a member whose bytes are not those that were indexed: the file is damaged",
 }
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmtrain.base.printing import harmless
-from mmtrain.data.samples.records import IMAGE_SUFFIXES, Rejected, parse_turns, refuse_wrong_image_count
+from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, Rejected, parse_turns, refuse_wrong_image_count
 
 IMAGE_POSITION = -200  # LLaVA's IMAGE_TOKEN_INDEX: input_ids hold it where an image feature goes
 IGNORE = -100  # torch's cross-entropy ignore_index: positions that predict nothing
@@ -34,6 +34,19 @@ class Sample:
     def where(self) -> str:
         """Shard and key, for messages."""
         return f"{self.shard}: sample {harmless(self.key)}"
+
+
+def without_images(sample: Sample) -> Sample:
+    """A sample's text alone: turns with <image> marks lose them, and the white space at their ends.
+
+    Raises Rejected for an answer that was nothing else.
+    """
+    turns = tuple(
+        (who, text.replace(IMAGE_MARK, "").strip() if IMAGE_MARK in text else text) for who, text in sample.turns
+    )
+    if any(who == "gpt" and not text for who, text in turns):
+        raise Rejected("no_answer", f"without its {IMAGE_MARK} marks an answer is empty")
+    return replace(sample, turns=turns, images=())
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import numpy as np
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import DataSection, RunConfig
 from mmtrain.data.samples.records import Rejected
-from mmtrain.data.samples.sample import Fault, Sample, image_number, read_sample
+from mmtrain.data.samples.sample import Fault, Sample, image_number, read_sample, without_images
 from mmtrain.data.shards.index import IndexColumns, Member, read_columns
 from mmtrain.data.shards.index_file import MEND
 from mmtrain.data.shards.indexing import ensure_indexes
@@ -37,7 +37,7 @@ from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
 from mmtrain.pretrained.connectors import image_layout
-from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.pretrained.layouts import NONE, STRIPPED, ImageLayout
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
@@ -149,7 +149,11 @@ class Catalog:
         exact = np.array(texts.tokens, np.int64) + self._positions(index)
         lengths = np.minimum(exact, np.iinfo(np.int32).max).astype(np.int32)  # what no pack holds stays what none does
         faults = {**texts.faults, **index.faults}
-        for image in np.flatnonzero(index.image_sizes.prod(axis=1) > self.max_image_pixels):
+        if self.layout.name == NONE:
+            for place in np.flatnonzero(images).tolist():
+                faults.setdefault(place, ("no_encoder", f"{images[place]} images"))
+        too_large = np.flatnonzero(index.image_sizes.prod(axis=1) > self.max_image_pixels)
+        for image in too_large if self.layout.positions_per_tile else ():
             width, height = index.image_sizes[image]
             detail = f"{width} x {height}, where data.max_image_pixels is {self.max_image_pixels:,}"
             place = int(np.searchsorted(index.first_image, image, side="right")) - 1
@@ -170,7 +174,7 @@ class Catalog:
         self._stored.append(_Stored(names, firsts, suffixes, index.offset, index.size, index.crc32))
         self.firsts.append(first + len(lengths))
         digest.update(b"\n".join(names) + index.crc32.tobytes() + lengths.tobytes() + planned.tobytes())
-        return lengths, planned, images
+        return lengths, planned, images if self.layout.positions_per_tile else np.zeros_like(images)
 
     def _positions(self, index: IndexColumns) -> np.ndarray:
         """(samples,) int64 positions that the images of each sample take."""
@@ -219,7 +223,7 @@ class Catalog:
 
 def load_catalog(config: RunConfig, sets: Sequence[DataSet], held_out_fraction: float | None = None) -> Catalog:
     """The catalog of data sets for a run's tokenizer, template and encoder; indexes that are missing are made."""
-    data, llm, layout = config.data, config.model.llm.path, image_layout(config.model)
+    data, llm, layout = config.data, config.model.llm.path, image_layout(config)
     shards, seconds = [shard for one in sets for shard in one.shards], data.io_retry_seconds
     # The launcher has made them; a rank that has to, without one, shares its cores with others.
     ensure_indexes(shards, llm, data.template, layout.name, workers=1, retry_seconds=seconds)
@@ -252,8 +256,13 @@ class Reader:
         """
         place = self.catalog.find(number)
         members: dict[str, bytes] = {}
+        strips = self.catalog.layout.name == STRIPPED
         for member in place.members:
-            if member.suffix != "json" and image_number(member.suffix) is None:
+            is_image = image_number(member.suffix) is not None
+            if is_image and strips:
+                members[member.suffix] = b""
+                continue
+            if member.suffix != "json" and not is_image:
                 continue  # no part of the sample, and of any size
             content = self._read(place.shard, member)
             if zlib.crc32(content) != member.crc32:
@@ -263,7 +272,8 @@ class Reader:
             members[member.suffix] = content
         offset = place.members[0].offset
         try:
-            return read_sample(place.key, str(place.shard), members, offset)
+            sample = read_sample(place.key, str(place.shard), members, offset)
+            return without_images(sample) if strips else sample
         except Rejected as error:
             return Fault(place.key, str(place.shard), offset, error.reason, error.detail)
 

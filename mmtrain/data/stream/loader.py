@@ -106,7 +106,8 @@ class PackedBatches:
             yield from self._share(0, 1, itertools.repeat(None))
             return
         images = self.config.train.packs_per_microbatch * self.processor.most_images
-        slots = _shared_memory(workers, images, self.processor.transform.image_size)
+        transform = self.processor.transform
+        slots = _shared_memory(workers, images, 1 if transform is None else transform.image_size)
         batches = DataLoader(
             _Worker(self, slots),
             batch_size=None,

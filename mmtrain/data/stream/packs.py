@@ -22,7 +22,7 @@ from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Fault
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.stream.catalog import Reader
-from mmtrain.data.stream.images import image_transform
+from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.order import Capacity
 from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.shapes import llm_shape
@@ -81,12 +81,14 @@ class Processor:
         """Open tokenizer and template; raises UserError for what is missing or unfit."""
         vision = config.model.vision
         self.config = config
-        self.layout = image_layout(config.model)
+        self.layout = image_layout(config)
         self.tokenizer = load_tokenizer(config.model.llm.path)
         self.template = make_template(
             config.data.template, self.tokenizer, self.layout, llm_shape(config.model.llm.path).vocab_size
         )
-        self.transform = image_transform(vision.name, config.data.image_fit, config.data.max_image_pixels)
+        self.transform: ImageTransform | None = None
+        if vision is not None:
+            self.transform = image_transform(vision.name, config.data.image_fit, config.data.max_image_pixels)
         eos = self.tokenizer.eos_token_id
         self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
         self.capacity = Capacity(config.data.pack_length, config.data.max_images_per_pack)
@@ -125,6 +127,8 @@ class Processor:
     @property
     def most_images(self) -> int:
         """Images that a pack can hold."""
+        if self.transform is None:
+            return 0
         most = self.capacity.tokens // self.layout.positions_per_tile
         return most if self.capacity.images is None else min(most, self.capacity.images)
 
