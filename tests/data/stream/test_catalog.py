@@ -12,7 +12,7 @@ from mmtrain.config.load import load_config
 from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.shards.index import Member, TextLengths, read_index, write_index
 from mmtrain.data.shards.indexing import ensure_indexes, scan_shard
-from mmtrain.data.stream.catalog import Catalog, DataSet, data_sets, is_held_out
+from mmtrain.data.stream.catalog import Catalog, DataSet, Reader, data_sets, is_held_out
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
@@ -68,6 +68,27 @@ def test_samples_that_cannot_be_used_are_faults_with_key_shard_offset_and_reason
     assert catalog.faults[3].detail == "30 x 20, where data.max_image_pixels is 599"
     assert catalog.lengths.tolist() == [5, UNUSABLE, UNUSABLE, UNUSABLE, 5]
     assert 3 not in open_catalog(first, second, max_image_pixels=600).faults
+
+
+def test_without_an_encoder_samples_with_images_are_faults_or_stripped_of_them(tiny, tmp_path):
+    seen = [("a.json", conversation("<image>\nWhat is it?", "A cat.")), ("a.png", picture(30, 20))]
+    asked = [("b.json", conversation("What is it?", "A cat."))]
+    shown = [("c.json", conversation("Show it", "<image>")), ("c.png", picture(3, 2))]
+    tar = write_tar(tmp_path / "0.tar", [*seen, *asked, *shown])
+
+    def opened(layout):
+        ensure_indexes([tar], str(tiny / "llm"), "chat", layout)
+        return Catalog([DataSet((tar,))], text_fingerprint(tiny / "llm", "chat", layout), ImageLayout(layout, 0), 100)
+
+    refused = opened("none")
+    assert {number: fault.reason for number, fault in refused.faults.items()} == {0: "no_encoder", 2: "no_encoder"}
+    stripped = opened("stripped")
+    assert {number: fault.reason for number, fault in stripped.faults.items()} == {2: "no_answer"}
+    assert stripped.lengths[0] == stripped.lengths[1] == refused.lengths[1], "the same text without its image"
+    assert not stripped.sample_sets[0].images.any()
+    reader = Reader(stripped, 0)
+    first, second = (reader.read(number) for number in (0, 1))
+    assert first.turns == second.turns and first.images == second.images == ()
 
 
 def test_the_held_out_share_is_a_hash_of_the_key_that_never_moves():
