@@ -77,8 +77,10 @@ def test_without_an_encoder_samples_with_images_are_faults_or_stripped_of_them(t
     tar = write_tar(tmp_path / "0.tar", [*seen, *asked, *shown])
 
     def opened(layout):
-        ensure_indexes([tar], str(tiny / "llm"), "chat", layout)
-        return Catalog([DataSet((tar,))], text_fingerprint(tiny / "llm", "chat", layout), ImageLayout(layout, 0), 100)
+        ensure_indexes([tar], str(tiny / "llm"), "llava_v1", layout)
+        return Catalog(
+            [DataSet((tar,))], text_fingerprint(tiny / "llm", "llava_v1", layout), ImageLayout(layout, 0), 100
+        )
 
     refused = opened("none")
     assert {number: fault.reason for number, fault in refused.faults.items()} == {0: "no_encoder", 2: "no_encoder"}
