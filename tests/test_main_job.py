@@ -71,9 +71,12 @@ def test_loss_and_gradient_norm_do_not_depend_on_the_layout(tmp_path, demo):
 
 
 def test_with_a_learning_rate_of_0_no_answer_changes(tmp_path, demo):
-    settings = ("optimizer.lr=0", "train.max_steps=3", "eval.permuted_control=false")
+    groups = "optimizer.groups=[{match: [projector.linear_1], lr: 0}, {match: [projector.linear_2], lr: 0}]"
+    settings = (groups, "train.max_steps=3", "eval.permuted_control=false")
     train(CONFIG, f"run.dir={tmp_path}", "parallel.pipeline=2", *settings)
     before, after = records(tmp_path, "eval")
+    for step in records(tmp_path, "train"):  # `lr` is of what no group matches, here nothing
+        assert step["lr"] > 0 and step["lr_groups"] == {"projector.linear_1": 0.0, "projector.linear_2": 0.0}
     del before["seconds"], after["seconds"]
     assert before | {"step": 3} == after
     assert before["exact_match"] < 0.05

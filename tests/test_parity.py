@@ -136,7 +136,7 @@ def test_a_step_without_labels_updates_nothing_and_says_so(parts, layout):
     for both, labelled, nothing in by_rank:
         second = both["results"][1]
         assert second.no_update == "no supervised token in the step" and second.loss is None
-        assert second.lr == learning_rate(1, 20, config.optimizer), "the LR schedule advances"
+        assert second.lr == learning_rate(1, 20, config.optimizer, config.optimizer.lr), "the LR schedule advances"
         assert both["results"] == by_rank[0][0]["results"], "the same on every rank"
         for name, value in labelled["parameters"].items():
             np.testing.assert_array_equal(both["parameters"][name], value)
@@ -174,7 +174,7 @@ def stock_run(parts, twenty_steps):
         for p in projector.parameters():
             p.grad.mul_(clip_coefficient(norm, config.optimizer.clip_norm))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(s, config.train.max_steps, config.optimizer)
+            group["lr"] = learning_rate(s, config.train.max_steps, config.optimizer, config.optimizer.lr)
         optimizer.step()
         history.append((loss, norm))
     return history

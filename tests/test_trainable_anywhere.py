@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
-from scenes import Case, documents_of, execute, make_config, make_document, stock_llava, stock_loss_sum
+from scenes import Case, documents_of, execute, make_config, make_document, relative, stock_llava, stock_loss_sum
 
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
@@ -28,6 +28,20 @@ PATTERNS = {
     ("llm.embedding",): 0,
     ("vision", "projector"): 0,
 }
+# trainable patterns -> optimizer.groups
+GROUPS = {
+    ("vision", "projector"): (  # stage 1.5: encoder and connector under a frozen LLM
+        {"match": ("vision",), "lr": 1e-3},
+        {"match": ("projector",), "weight_decay": 0.5},
+    ),
+    ("projector", "llm.layers.1", "llm.layers.2", "llm.head"): (  # ranks hold one group each, or what is in none
+        {"match": ("projector",), "lr": 3e-2, "weight_decay": 0.5},
+        {"match": ("llm.layers.1",), "lr": 0.0},
+        {"match": ("llm.layers.2",), "lr": 1e-3},
+    ),
+}
+CONSTANT = {"optimizer__schedule": "constant", "optimizer__warmup_fraction": 0.0}
+RUNS = [*((patterns,) for patterns in PATTERNS), *((patterns, None, STEPS, True) for patterns in GROUPS)]
 
 
 def steps(count=STEPS):
@@ -60,13 +74,29 @@ def adapter_weight(name, shape):
     return torch.empty(shape).uniform_(-0.3, 0.3, generator=generator)
 
 
-@cache
-def reference(folder, patterns, targets=None, count=STEPS):
-    """(loss, norm) of each step and the first step's gradients, by one process with the stock model.
+def plain_groups(trainable, groups, lr):
+    """`optimizer.groups` as torch.optim.AdamW takes them; their patterns are names of modules."""
+    modules = tuple(name + "." for group in groups for name in group["match"])
+    rest = {"params": [p for n, p in trainable.items() if not n.startswith(modules)]}
+    return [rest] + [
+        {
+            "params": [p for n, p in trainable.items() if n.startswith(group["match"][0] + ".")],
+            "lr": group.get("lr", lr),
+            "weight_decay": group.get("weight_decay", 0.0),
+        }
+        for group in groups
+    ]
 
-    `targets` is peft's pattern of the modules that get an adapter.
+
+@cache
+def reference(folder, patterns, targets=None, count=STEPS, by_part=False):
+    """(loss, norm) of each step, gradients of the first, weights before and after all, by one process of stock code.
+
+    `targets` is peft's pattern of the modules that get an adapter. `by_part`: at the constant rates of GROUPS, else all
+    at the rate of mmtrain's schedule.
     """
     config = make_config(folder)
+    peak = config.optimizer.lr
     model = stock_llava(folder, seed=0)
     if targets is not None:
         model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets)).eval()
@@ -78,8 +108,9 @@ def reference(folder, patterns, targets=None, count=STEPS):
         p.requires_grad_(matches(global_name(name), patterns))
         if p.requires_grad:
             trainable[global_name(name)] = p
-    optimizer = torch.optim.AdamW(trainable.values(), lr=1.0, weight_decay=0.0)
-    history, first = [], {}
+    groups = plain_groups(trainable, GROUPS[patterns] if by_part else (), peak)
+    optimizer = torch.optim.AdamW(groups, lr=peak, weight_decay=0.0)
+    history, first, begin = [], {}, {n: p.detach().numpy().copy() for n, p in trainable.items()}
     for s, step in enumerate(steps(count)):
         documents = documents_of(step)
         tokens = sum(label != IGNORE for d in documents for label in d.labels)
@@ -91,22 +122,26 @@ def reference(folder, patterns, targets=None, count=STEPS):
         norm = float(torch.nn.utils.get_total_norm(grads.values()))
         for n, p in trainable.items():
             p.grad = grads[n] * clip_coefficient(norm, config.optimizer.clip_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(s, config.train.max_steps, config.optimizer)
+        for group in [] if by_part else optimizer.param_groups:
+            group["lr"] = learning_rate(s, config.train.max_steps, config.optimizer, peak)
         optimizer.step()
         history.append((float(loss.detach()), norm))
-    return history, first
+    return history, first, begin, {n: p.detach().numpy() for n, p in trainable.items()}
 
 
 def cases(folder, **parallel):
     settings = {f"parallel__{key}": value for key, value in parallel.items()}
-    return [Case(make_config(folder, model__trainable=patterns, **settings), steps()) for patterns in PATTERNS]
+    by_part = [{}] * len(PATTERNS) + [CONSTANT | {"optimizer__groups": groups} for groups in GROUPS.values()]
+    return [
+        Case(make_config(folder, model__trainable=patterns, **settings, **more), steps())
+        for (patterns, *_), more in zip(RUNS, by_part, strict=True)
+    ]
 
 
-def check(folder, by_rank, references=tuple((patterns,) for patterns in PATTERNS)):
-    for i, (patterns, *of_adapters) in enumerate(references):
+def check(folder, by_rank, references=RUNS):
+    for i, (patterns, *options) in enumerate(references):
         ranks = [rank[i] for rank in by_rank]
-        history, first = reference(folder, patterns, *of_adapters)
+        history, first, begin, end = reference(folder, patterns, *options)
         found = [(r.loss, r.grad_norm) for r in ranks[0]["results"]]
         np.testing.assert_allclose(found, history, rtol=1e-4, err_msg=str(patterns))
         gradients = {n: g for rank in ranks for n, g in rank["gradients"][0].items()}
@@ -119,6 +154,15 @@ def check(folder, by_rank, references=tuple((patterns,) for patterns in PATTERNS
             tolerance = 1e-5 * np.abs(expected[name]).max() + 1e-7 * largest
             np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=tolerance, err_msg=name)
         assert all(rank["audit"]["failures"] == [] for rank in ranks)
+        for name, weights in ((n, w) for rank in ranks for n, w in rank["parameters"].items()):
+            print(
+                "REL",
+                name,
+                relative(weights - begin[name], end[name] - begin[name]),
+                np.abs(expected[name]).max() / largest,
+            )
+            if np.abs(expected[name]).max() > 1e-5 * largest:  # AdamW makes whole steps of rounding, too
+                assert relative(weights - begin[name], end[name] - begin[name]) < 1e-3, name
 
 
 def test_one_rank_trains_as_the_stock_model_does(parts):
@@ -165,7 +209,7 @@ def test_what_trains_in_bfloat16_has_the_gradients_of_float32_and_float32_weight
     by_rank = run_ranks(2, execute, [Case(config, steps()) for config in [*configs, recomputed]])
     for i, patterns in enumerate(sets):
         ranks = [rank[i] for rank in by_rank]
-        history, first = reference(parts, patterns)
+        history, first, *_ = reference(parts, patterns)
         assert ranks[0]["results"][0].loss == pytest.approx(history[0][0], rel=0.01)
         found = {name: g for rank in ranks for name, g in rank["gradients"][0].items()}
         assert found.keys() >= {name for name, g in first.items() if g.any()}

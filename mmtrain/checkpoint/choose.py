@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +179,8 @@ def _refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str]
             f"set another run.name and model.projector.init_from={start.path}"
         )
     else:
-        allow = " ".join(f"--allow-change {key}" for key in refused)
+        named = dict.fromkeys(re.sub(r"\.\d+\..*", "", key) for key in refused)  # of a list's elements the list
+        allow = " ".join(f"--allow-change {key}" for key in named)
         mend = f"set the old values, or allow it: {allow}; for a new run set another run.name"
     raise UserError("\n  ".join([f"{start.path} is of a run with another configuration:", *lines]) + f"\n{mend}")
 
@@ -210,9 +212,12 @@ def _allows(name: str, key: str) -> bool:
 
 
 def _flat(value: Any, *path: str) -> dict[str, Any]:
-    """Values by dotted key; the elements of a list of sections by their number, a section that may be null as set."""
+    """Values by dotted key; the elements of a list of sections by their number, a section that may be null as set.
+
+    An empty list has none.
+    """
     own = ".".join(path)
-    if isinstance(value, list) and value and isinstance(value[0], dict):
+    if isinstance(value, list) and all(isinstance(element, dict) for element in value):
         value = dict(enumerate(value))
     if not isinstance(value, dict):
         return {own: value}

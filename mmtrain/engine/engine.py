@@ -37,6 +37,7 @@ from mmtrain.engine.step_clock import StepClock
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Stage
 from mmtrain.plan.plan import Plan
+from mmtrain.plan.rates import REST, parameter_groups
 from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule, in_common_order
 
 
@@ -72,6 +73,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self.trainable = self._masters.by_name
         """Master weights, fp32, of what trains on this rank, by global name."""
         super().__init__(config, plan, stages, self.trainable)
+        self._groups = parameter_groups(config.optimizer, self.trainable)
         self.run_config = config
         self.plan = plan
         self.stages = dict(stages)
@@ -318,7 +320,10 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
 
     def _optimizer_step(self, stage: int, microbatch: int) -> None:
         config, sums = self.run_config, self._statistics
-        lr = learning_rate(self.step_index, config.train.max_steps, config.optimizer)
+        rates = {
+            group.name: learning_rate(self.step_index, config.train.max_steps, config.optimizer, group.lr)
+            for group in self._groups
+        }
         norm = math.sqrt(sums.squared_norm) / max(sums.supervised_tokens, 1)
         no_update = None
         if sums.bad_ranks:
@@ -330,12 +335,13 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
             scale = clip_coefficient(norm, config.optimizer.clip_norm) / sums.supervised_tokens
             for parameter in self.trainable.values():
                 parameter.grad.mul_(scale)
-            unseen = [name for name in self.trainable if name not in self.saw_gradient]
-            if lr > 0 and unseen:
+            moves = (name for group in self._groups if rates[group.name] > 0 for name in group.parameters)
+            unseen = [name for name in moves if name not in self.saw_gradient]
+            if unseen:
                 found = torch.stack([self.trainable[name].grad.any() for name in unseen]).tolist()
                 self.saw_gradient |= {name for name, seen in zip(unseen, found, strict=True) if seen}
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = rates[group["name"]]
             self._take_model_step(None)
             self._masters.write_back()
         self._masters.zero_grad()
@@ -344,7 +350,8 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
             epoch=int(sums.epoch),
             loss=sums.loss_sum / sums.supervised_tokens if sums.supervised_tokens else None,
             grad_norm=norm,
-            lr=lr,
+            lr=rates[REST],
+            lr_groups={name: rate for name, rate in rates.items() if name != REST},
             samples=int(sums.samples),
             images=int(sums.images),
             tokens=int(sums.tokens),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mmtrain.base.printing import first_few
 from mmtrain.config.schema import OptimizerSection
+from mmtrain.plan.rates import REST, parameter_groups
 
 ADAMW_STATE = ("exp_avg", "exp_avg_sq", "step")  # torch's names for what AdamW keeps of each weight
 NAMES_SHOWN = 5  # of each kind, in an error
@@ -32,7 +33,7 @@ class NoOpOptimizer(torch.optim.Optimizer):
         trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         if trainable:
             raise ValueError(f"NoOpOptimizer on a rank that trains {len(trainable)} parameters, first {trainable[0]}")
-        super().__init__([{"params": [], "lr": 0.0}], {"lr": 0.0})
+        super().__init__([{"params": [], "lr": 0.0, "name": REST}], {"lr": 0.0})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Run the closure, if any; there is nothing to update."""
@@ -94,15 +95,24 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW (arXiv:1711.05101) over this rank's master weights, or a NoOpOptimizer when there is none.
 
-    Raises ValueError for a weight that is not fp32: most updates of it would be lost in rounding.
+    Its parameter groups are those of `parameter_groups` that hold any of them, with their "name". Raises ValueError for
+    a weight that is not fp32: most updates of it would be lost in rounding.
     """
     if not trainable:
         return NoOpOptimizer(module)
     if stored := [f"{name} {weight.dtype}" for name, weight in trainable.items() if weight.dtype != torch.float32]:
         raise ValueError(f"not a master weight in torch.float32: {first_few(stored, NAMES_SHOWN)}")
-    return torch.optim.AdamW(
-        trainable.values(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-    )
+    groups = [
+        {
+            "params": [trainable[name] for name in group.parameters],
+            "lr": group.lr,
+            "weight_decay": group.weight_decay,
+            "name": group.name,
+        }
+        for group in parameter_groups(config, trainable)
+        if group.parameters
+    ]
+    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
 
 
 def adamw_state(
@@ -165,17 +175,22 @@ def _check_fit(what: str, shapes: Mapping[str, torch.Size], found: Mapping[str, 
         raise ValueError(f"{what} do not fit what trains on this rank; {'; '.join(said)}")
 
 
-def learning_rate(step: int, max_steps: int, config: OptimizerSection) -> float:
-    """Learning rate of 0-based `step`: linear warm-up, never 0 at its first step, then a half cosine.
+def learning_rate(step: int, max_steps: int, config: OptimizerSection, peak: float) -> float:
+    """Learning rate of 0-based `step` of what has this `peak`: linear warm-up, never 0 at its first step, `schedule`.
 
-    The cosine (arXiv:1608.03983) reaches `min_lr_fraction * lr` one step after the last.
+    Half a cosine (arXiv:1608.03983), a straight line, or, for wsd (arXiv:2404.06395), the peak and then a straight line
+    (arXiv:2405.18392) falls to `min_lr_fraction * peak`, which it reaches one step after the last.
     """
     warmup = math.ceil(config.warmup_fraction * max_steps)
     if step < warmup:
-        return config.lr * (step + 1) / warmup
-    progress = (step - warmup) / max(1, max_steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * cosine)
+        return peak * (step + 1) / warmup
+    falling = max(1, max_steps - warmup)  # steps
+    if config.schedule == "wsd":
+        falling = min(falling, math.ceil(config.decay_fraction * max_steps))
+    left = 1.0 if config.schedule == "constant" else min(1.0, (max_steps - step) / falling)
+    if config.schedule == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * ((step - warmup) / falling)))
+    return peak * (config.min_lr_fraction + (1 - config.min_lr_fraction) * left)
 
 
 def clip_coefficient(norm: float, limit: float | None) -> float:

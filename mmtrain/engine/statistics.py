@@ -5,6 +5,7 @@ micro-batches --RankSums.add--> sums of this rank --reduce--> Statistics (an eva
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,8 +20,9 @@ class StepResult:
     """One training step, the same on every rank.
 
     `epoch`, from 0, is that of the step's last pack; `loss` is in nats per supervised token of the whole step (None
-    without any); `grad_norm` is the global L2 norm of that loss's gradient before clipping; `tokens` leaves padding
-    out; `quarantined` counts samples that were damaged and left a gap; `no_update` says why no update was made, None
+    without any); `grad_norm` is the global L2 norm of that loss's gradient before clipping; `lr_groups` has the rate of
+    each group of `optimizer.groups` by its patterns, `lr` is that of all else; `tokens` leaves padding out;
+    `quarantined` counts samples that were damaged and left a gap; `no_update` says why no update was made, None
     when one was. `loss` and `grad_norm` of a step that was left out because they are not finite are as they came.
     `ranks` says where each global rank's time went, by the clock of the rank that has the result: two results that
     differ in nothing else are equal.
@@ -31,6 +33,7 @@ class StepResult:
     loss: float | None
     grad_norm: float
     lr: float
+    lr_groups: Mapping[str, float]
     samples: int
     images: int
     tokens: int

@@ -77,6 +77,16 @@ class RankPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """What trains at one rate."""
+
+    name: str  # its patterns
+    lr: float  # at its peak
+    weight_decay: float
+    trainable: int  # elements
+
+
+@dataclass(frozen=True, slots=True)
 class UniformCut:
     """What cutting the decoder layers evenly would give: front and head on top, one stage a rank, no prefetch."""
 
@@ -95,6 +105,7 @@ class Plan:
     llm: str
     vision: str | None  # the encoder; None: text alone
     trainable: tuple[str, ...]  # patterns
+    groups: tuple[GroupPlan, ...]  # of `optimizer.groups`, with what they leave; empty without any
     pipeline: int
     stages_per_rank: int
     data: int

@@ -15,7 +15,8 @@ from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models, minimal_flops
 from mmtrain.plan.cut import given_cut, uniform_cut
-from mmtrain.plan.plan import Plan, RankPlan, StagePlan, UniformCut, stage_of
+from mmtrain.plan.plan import GroupPlan, Plan, RankPlan, StagePlan, UniformCut, stage_of
+from mmtrain.plan.rates import check_groups, parameter_groups
 from mmtrain.plan.refusals import check_layout, check_prefetch, check_trainable, does_not_fit
 from mmtrain.plan.search import Layout, Search
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
@@ -52,6 +53,7 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
         check_preprocessing(config.model.vision.name)
     check_layout(config, models)
     check_trainable(config, models)
+    check_groups(config, models)
     check_prefetch(config, models)
     check_export_format(config)
     refuse_missing_marks(config)
@@ -85,6 +87,7 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         llm=config.model.llm.path,
         vision=config.model.vision and config.model.vision.name,
         trainable=config.model.trainable,
+        groups=_groups(config, models),
         pipeline=pipeline,
         stages_per_rank=layout.stages_per_rank,
         data=config.parallel.data,
@@ -106,6 +109,16 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         seconds=layout.seconds,
         ranks=ranks,
         schedule=layout.schedule,
+    )
+
+
+def _groups(config: RunConfig, models: Models) -> tuple[GroupPlan, ...]:
+    """Rates by part, where the config has them."""
+    sizes = {p.name: p.numel for p in models.parameters if matches(p.name, config.model.trainable)}
+    return tuple(
+        GroupPlan(group.name, group.lr, group.weight_decay, sum(sizes[name] for name in group.parameters))
+        for group in parameter_groups(config.optimizer, sizes)
+        if config.optimizer.groups and group.parameters
     )
 
 

@@ -119,7 +119,7 @@ def check_trainable(config: RunConfig, models: Models) -> None:
     for pattern in config.model.trainable:
         found = [name for name in names if matches(name, (pattern,))]
         if not found:
-            nearest = _nearest(pattern, names)
+            nearest = nearest_names(pattern, names)
             raise UserError(
                 f"model.trainable: {pattern!r} matches no parameter that runs; "
                 + (f"nearest: {', '.join(nearest)}" if nearest else f"names look like {names[0]} and {names[-1]}")
@@ -133,7 +133,7 @@ def check_trainable(config: RunConfig, models: Models) -> None:
             )
 
 
-def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
+def nearest_names(pattern: str, names: Sequence[str]) -> list[str]:
     """Parameters and modules with a similar name; with a wildcard also the names of all layers at once."""
     candidates: dict[str, None] = {}
     for name in names:

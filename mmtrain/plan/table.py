@@ -29,7 +29,7 @@ def render(plan: Plan) -> list[str]:
             number, cells = "", []
     table = table_lines((">rank", ">stage", "layers", ">trainable", "optimizer", *measures), rows)
     sentences = (f"{_ranks(plan, rank)}: {rank.optimizer}, {rank.reason}{_recomputes(rank)}" for rank in replica)
-    return [*_wrapped(*_headline(plan)), *table, *_wrapped(*sentences, *_footer(plan, replica))]
+    return [*_wrapped(*_headline(plan), *_rates(plan)), *table, *_wrapped(*sentences, *_footer(plan, replica))]
 
 
 def _recomputes(rank: RankPlan) -> str:
@@ -61,6 +61,15 @@ def _headline(plan: Plan) -> tuple[str, str]:
         f"{plan.microbatches_per_step} micro-batches of {plan.packs_per_microbatch} {packs} of "
         f"{plan.pack_length:,} tokens; {limit}",
     )
+
+
+def _rates(plan: Plan) -> list[str]:
+    groups = (
+        f"{group.name} {group.lr:g}{f' with weight decay {group.weight_decay:g}' if group.weight_decay else ''} "
+        f"({group.trainable:,} parameters)"
+        for group in plan.groups
+    )
+    return [f"learning rates: {'; '.join(groups)}"] if plan.groups else []
 
 
 def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:

@@ -36,6 +36,7 @@ from mmtrain.model.flash import say_ways
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.calibration import cpu_device, gpu_device
 from mmtrain.plan.plan import Plan
+from mmtrain.plan.rates import parameter_groups
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import Instruction
 from mmtrain.pretrained.connectors import connector, connector_parameters
@@ -276,7 +277,8 @@ class _Run:
         self.loss = result.loss
         rate = result.tokens / seconds
         fill = result.tokens / (self.config.train.packs_per_step * self.config.data.pack_length)
-        done = {name: value for name, value in vars(result).items() if name != "ranks"}
+        left_out = ("ranks",) if self.config.optimizer.groups else ("ranks", "lr_groups")
+        done = {name: value for name, value in vars(result).items() if name not in left_out}
         used = self.utilization.add(result)
         self.metrics.write(kind="train", **done, pack_fill=fill, seconds=seconds, tokens_per_second=rate, **used)
         self.console.step(step, result.loss, rate, note=result.no_update or "")
@@ -317,7 +319,10 @@ class _Run:
         records = on_rank_0(self.audit.finish(self.engine.saw_gradient))
         if records is not None:
             file = self.rank.folder / AUDIT
-            found = write_audit(file, self.plan, records, learns=self.config.optimizer.lr > 0)
+            names = [name for rank in self.plan.ranks for name in rank.trainable_names]
+            groups = parameter_groups(self.config.optimizer, names)
+            learns = any(group.lr > 0 and group.parameters for group in groups)
+            found = write_audit(file, self.plan, records, learns=learns)
             self.console.line(f"audit passed: {found} ({file})")
 
     def show_what_it_can(self) -> None:

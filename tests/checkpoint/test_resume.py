@@ -214,6 +214,7 @@ def test_with_resume_never_an_existing_run_is_not_touched(tiny, undisturbed, cap
     [
         ("optimizer.lr=0.5", "0.001", "0.5"),
         ("optimizer.betas=[0.9,0.95]", "[0.9, 0.999]", "[0.9, 0.95]"),
+        ("optimizer.groups=[{match: [projector], lr: 0.5}]", "null", "0.5"),
         ("run.seed=1", "0", "1"),
         ("data.pack_length=192", "128", "192"),
         ("data.image_fit=resize", '"pad"', '"resize"'),
@@ -227,7 +228,8 @@ def test_a_change_of_meaning_is_refused_with_both_values_and_allowed_by_name(
 ):
     key = override.partition("=")[0]
     said = refused(capsys, tiny, undisturbed.parent, override)
-    assert f"\n  {key}: was {was}, is now {now}\n" in said and f"--allow-change {key}" in said
+    value = "optimizer.groups.0.lr" if key == "optimizer.groups" else key
+    assert f"\n  {value}: was {was}, is now {now}\n" in said and f"allow it: --allow-change {key};" in said
     config = load_config(*config_of(tiny, undisturbed, override))
     for allowed in (key, key.partition(".")[0]):
         start = find_start(config, allowed=[allowed])

@@ -337,10 +337,14 @@ def train_on(config, steps, first, of_ranks, with_state):
     return results, loaded, everything(engine)
 
 
-IN_BF16 = {"model__llm__dtype": "bfloat16", "model__trainable": ("projector", "llm.layers.3", "llm.norm")}
+IN_BF16 = {
+    "model__llm__dtype": "bfloat16",
+    "model__trainable": ("projector", "llm.layers.3", "llm.norm"),
+    "optimizer__groups": ({"match": ("projector",), "lr": 2e-3}, {"match": ("llm.norm",), "weight_decay": 0.0}),
+}
 
 
-@pytest.mark.parametrize("trained", [{}, IN_BF16], ids=["projector", "bf16 layers"])
+@pytest.mark.parametrize("trained", [{}, IN_BF16], ids=["projector", "bf16 layers, rates by part"])
 @pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(parts, pipeline, data, trained):
     layout = {"parallel__pipeline": pipeline, "parallel__data": data, "optimizer__weight_decay": 0.1}

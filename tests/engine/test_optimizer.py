@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers.optimization import get_scheduler, get_wsd_schedule
 
 from mmtrain.config.schema import OptimizerSection
 from mmtrain.engine.optimizer import (
@@ -161,8 +162,8 @@ def test_a_rank_that_trains_nothing_loads_nothing_and_refuses_anything():
 
 
 def test_learning_rate_warms_up_linearly_then_follows_half_a_cosine():
-    config = OptimizerSection(lr=2.0, warmup_fraction=0.1, min_lr_fraction=0.25)
-    rates = [learning_rate(step, 100, config) for step in range(100)]
+    config = OptimizerSection(warmup_fraction=0.1, min_lr_fraction=0.25)
+    rates = [learning_rate(step, 100, config, 2.0) for step in range(100)]
     assert rates[:10] == pytest.approx([0.2 * i for i in range(1, 11)])
     assert rates[10] == 2.0
     assert rates[55] == pytest.approx(2.0 * (0.25 + 0.75 * 0.5))
@@ -171,8 +172,74 @@ def test_learning_rate_warms_up_linearly_then_follows_half_a_cosine():
 
 
 def test_without_warm_up_the_first_step_has_the_full_rate():
-    assert learning_rate(0, 1, OptimizerSection(lr=1e-3, warmup_fraction=0.0)) == 1e-3
-    assert learning_rate(0, 5, OptimizerSection(lr=1e-3, warmup_fraction=1.0)) == pytest.approx(2e-4)
+    assert learning_rate(0, 1, OptimizerSection(warmup_fraction=0.0), 1e-3) == 1e-3
+    assert learning_rate(0, 5, OptimizerSection(warmup_fraction=1.0), 1e-3) == pytest.approx(2e-4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "theirs"),
+    [
+        ("cosine", {}),
+        ("linear", {}),
+        ("constant", {"name": "constant_with_warmup"}),
+        ("wsd", {"name": "warmup_stable_decay", "decay_type": "linear", "num_decay_steps": 24}),
+        ("wsd", {"name": "warmup_stable_decay", "decay_type": "linear", "num_decay_steps": 24, "min_lr_ratio": 0.25}),
+    ],
+)
+def test_schedules_are_those_of_transformers_but_for_the_warm_up_which_begins_one_step_ahead(schedule, theirs):
+    kinds = {key: value for key, value in theirs.items() if key not in ("name", "num_decay_steps")}
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    sgd = torch.optim.SGD([weight], lr=0.5)
+    name = theirs.get("name", schedule)
+    steps = {"num_warmup_steps": 12, "num_training_steps": 120}
+    if name == "warmup_stable_decay":
+        scheduler = get_wsd_schedule(sgd, **steps, num_decay_steps=theirs["num_decay_steps"], **kinds)
+    else:
+        scheduler = get_scheduler(name, sgd, **steps)
+    expected = []
+    for _ in range(120):
+        expected.append(scheduler.get_last_lr()[0])
+        sgd.step()
+        scheduler.step()
+    low = theirs.get("min_lr_ratio", 0.0)
+    config = OptimizerSection(schedule=schedule, warmup_fraction=0.1, decay_fraction=0.2, min_lr_fraction=low)
+    rates = [learning_rate(step, 120, config, 0.5) for step in range(120)]
+    assert rates[12:] == pytest.approx(expected[12:], rel=1e-12)
+    assert rates[:12] == pytest.approx([0.5 * step / 12 for step in range(1, 13)])
+
+
+def test_wsd_that_never_stays_falls_right_after_the_warm_up():
+    config = OptimizerSection(schedule="wsd", warmup_fraction=0.5, decay_fraction=0.5, min_lr_fraction=0.1)
+    rates = [learning_rate(step, 5, config, 1.0) for step in range(5)]  # 2.5 of each: 3, and 2 are left
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0, 0.55])
+
+
+def test_the_default_schedule_gives_the_bits_that_it_gave_before_there_were_others():
+    """A resumed run goes on with the very rates of the run that it continues."""
+    for low in (0.0, 0.1, 0.3):
+        config = OptimizerSection(lr=3e-4, warmup_fraction=0.03, min_lr_fraction=low)
+        for step in range(1000):
+            before = 3e-4 * (step + 1) / 30
+            if step >= 30:
+                before = 3e-4 * (low + (1 - low) * (0.5 * (1 + math.cos(math.pi * ((step - 30) / 970)))))
+            assert learning_rate(step, 1000, config, 3e-4) == before
+
+
+def test_each_group_of_weights_has_its_rate_and_decay_and_groups_without_any_here_are_left_out():
+    masters = {name: nn.Parameter(torch.ones(1)) for name in ("projector.a", "llm.layers.1.b", "llm.head.weight")}
+    groups = (
+        {"match": ("vision",), "lr": 0.25},
+        {"match": ("projector",), "lr": 0.5},
+        {"match": ("llm.layers.*",), "weight_decay": 0.0},
+    )
+    config = OptimizerSection(lr=1e-3, weight_decay=0.1, groups=groups)
+    made = make_optimizer(nn.Module(), masters, config).param_groups
+    assert [(g["name"], g["lr"], g["weight_decay"], g["params"]) for g in made] == [
+        ("projector", 0.5, 0.1, [masters["projector.a"]]),
+        ("llm.layers.*", 1e-3, 0.0, [masters["llm.layers.1.b"]]),
+        ("the rest", 1e-3, 0.1, [masters["llm.head.weight"]]),
+    ]
 
 
 @pytest.mark.parametrize("limit", [0.5, 100.0, None])

@@ -16,7 +16,7 @@ from mmtrain.plan.planner import models_of
 
 
 def step(*ranks, tokens=400, samples=5, images=6, supervised_tokens=40):
-    return StepResult(0, 0, 1.0, 1.0, 0.1, samples, images, tokens, supervised_tokens, 0, None, ranks)
+    return StepResult(0, 0, 1.0, 1.0, 0.1, {}, samples, images, tokens, supervised_tokens, 0, None, ranks)
 
 
 BUSY = RankSeconds(window=2.0, compute=1.0, communication=0.25, data=0.25, peak_memory_bytes=1000)

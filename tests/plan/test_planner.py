@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -398,6 +399,50 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(config
     message = refusal(config_file, f"model.trainable=[projector, {pattern}]")
     assert f"model.trainable: '{pattern}' matches no parameter" in message
     assert nearest in message.split("nearest: ")[1].split(", ")
+
+
+TRAIN = "model.trainable=[projector, vision.blocks.2*]"
+
+
+def test_a_plan_says_what_trains_at_which_rate(config_file) -> None:
+    decays = "{match: [projector.linear_1], weight_decay: 0.1}"
+    groups = f"optimizer.groups=[{{match: [vision.blocks.21, vision.blocks.2], lr: 2e-6}}, {decays}]"
+    plan = plan_of(config_file, TRAIN, groups, "optimizer.lr=2e-4")
+    block, linear_1, linear_2 = 12 * 1024**2 + 13 * 1024, 1024 * 4096 + 4096, 4096 * 4096 + 4096
+    assert [dataclasses.astuple(group) for group in plan.groups] == [
+        ("vision.blocks.21, vision.blocks.2", 2e-6, 0.0, 2 * block),
+        ("projector.linear_1", 2e-4, 0.1, linear_1),
+        ("the rest", 2e-4, 0.0, linear_2 + 2 * block),  # blocks 20 and 22
+    ]
+    said = f"projector.linear_1 0.0002 with weight decay 0.1 ({linear_1:,} parameters); the rest 0.0002 ("
+    assert said in sentences(plan)
+    alike = plan_of(config_file, TRAIN)
+    assert alike.groups == () and "learning rates" not in sentences(alike)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("{match: [projector, vision.block.22], lr: 1}", "0.match: 'vision.block.22' matches no parameter that trains"),
+        (
+            "{match: [vision.block.22], lr: 1}",
+            "0.match: 'vision.block.22' matches .* trains; nearest: vision.blocks.22",
+        ),
+        ("{match: [projector], lr: 1}, {match: [x], lr: 1}", "1.match: 'x' .* trains; these train: vision.blocks.2."),
+        (
+            "{match: [llm.head], lr: 1}",
+            "0.match: 'llm.head' matches llm.head.weight, frozen by model.trainable, .* add",
+        ),
+    ],
+)
+def test_a_group_that_trains_nothing_is_refused_with_what_trains(config_file, groups, expected) -> None:
+    assert re.search(rf"optimizer\.groups\.{expected}", refusal(config_file, TRAIN, f"optimizer.groups=[{groups}]"))
+
+
+def test_a_parameter_in_two_groups_is_refused(config_file) -> None:
+    groups = "{match: [projector.linear_2, vision], lr: 1}, {match: [projector.*.bias], lr: 2}"
+    message = refusal(config_file, TRAIN, f"optimizer.groups=[{groups}]")
+    assert "projector.linear_2.bias is in the groups 0 (projector.linear_2, vision) and 1 (projector.*.bias)" in message
 
 
 @pytest.mark.parametrize("pattern", ["llm.head", "llm.embedding"])
