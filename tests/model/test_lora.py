@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from scenes import make_config, save_parts
+from torch.nn.functional import cosine_similarity
 
 from mmtrain.base.errors import UserError
+from mmtrain.config.load import load_config
+from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.plan import StagePlan
+from mmtrain.plan.planner import models_of
 
 LORA = {
     "model__trainable": ("llm.layers.*.lora_*", "vision.*.lora_*"),
@@ -78,6 +82,32 @@ def test_frozen_layers_under_recomputation_give_adapters_the_same_gradients_to_t
         gradients.append({n: p.grad for n, p in stage.global_parameters() if n.startswith("llm.") and p.requires_grad})
     assert len(gradients[0]) == 2 * 4 * 7
     assert all(g.any() and torch.equal(g, gradients[1][name]) for name, g in gradients[0].items())
+
+
+def test_adapters_in_bfloat16_have_the_gradients_of_float32() -> None:
+    """In the demo's trained models, whose weights are the same in both types; the bound is that of every tensor."""
+    gradients = []
+    for dtype in ("float32", "bfloat16"):
+        trainable = 'model.trainable=[projector, "llm.layers.*.lora_*"]'
+        config = load_config("configs/llava_pp4.yaml", [trainable, "model.lora.r=8", f"model.llm.dtype={dtype}"])
+        models = models_of(config)
+        stage = build_stage(config, StagePlan(0, 0, len(models.llm.decoder), True, True, 0))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, p in stage.global_parameters():
+                if ".lora_" in name:
+                    p.copy_(torch.empty(p.shape).uniform_(-0.05, 0.05, generator=generator).bfloat16())
+                elif not name.startswith("projector."):
+                    p.copy_(p.bfloat16())
+        single = SingleStage(stage, expected_batch(config, models), input_gradient=False, backward=True)
+        single.forward()
+        single.backward()
+        gradients.append({n: p.grad.double().flatten() for n, p in stage.global_parameters() if p.grad is not None})
+    exact, found = gradients
+    assert exact.keys() == found.keys() and len(exact) == 4 + 2 * 4 * 7
+    cosines = {name: float(cosine_similarity(g, found[name], dim=0)) for name, g in exact.items()}
+    print(f"cosine of {len(cosines)} gradients in bfloat16 to those in float32: at least {min(cosines.values()):.5f}")
+    assert min(cosines.values()) >= 0.999, min(cosines, key=cosines.get)
 
 
 @pytest.mark.parametrize("part", ["llm", "vision"])
