@@ -1,4 +1,4 @@
-"""The job that the README shows: configs/llava_pp4.yaml on the models and data that come with mmtrain."""
+"""The jobs that the README shows: configs/llava_pp4.yaml, then demo_lora.yaml, on the models and data of mmtrain."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from rank_runs import train
 from safetensors.torch import load_file
 
 from mmtrain import launch
+from mmtrain.demo.data import make_demo_shards
+
+AFTER = CONFIG.with_name("demo_lora.yaml")
 
 
 @pytest.fixture
@@ -21,8 +24,8 @@ def demo(demo_run, demo_cache, monkeypatch) -> DemoRun:
     return demo_run
 
 
-def records(folder: Path, kind: str) -> list[dict]:
-    lines = (folder / "llava_pp4" / "metrics.jsonl").read_text().splitlines()
+def records(folder: Path, kind: str, name: str = "llava_pp4") -> list[dict]:
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
@@ -80,6 +83,37 @@ def test_with_a_learning_rate_of_0_no_answer_changes(tmp_path, demo):
     del before["seconds"], after["seconds"]
     assert before | {"step": 3} == after
     assert before["exact_match"] < 0.05
+
+
+def begun_with(demo: DemoRun, folder: Path) -> tuple[str, str]:
+    return f"run.dir={folder}", f"model.projector.init_from={demo.folder}"
+
+
+def test_lora_begins_with_the_jobs_projector_and_a_question_that_the_job_cannot_answer(tmp_path, demo):
+    make_demo_shards("demo:next-held-out", "eval.shards")
+    data = ("data.sets=null", "data.shards=demo:held-out", "train.max_steps=4", "eval.permuted_control=false")
+    run = train(AFTER, *begun_with(demo, tmp_path), "parallel.pipeline=2", *data)
+    before, after = run.lines("metrics.jsonl", "eval")
+    assert before["exact_match"] <= 0.05 and before["token_accuracy"] > 0.7, "it names the digit that is there"
+    assert after["loss"] != before["loss"]
+    ranks = json.loads((run.folder / "audit.json").read_text())["ranks"]
+    names = [tensor["name"] for rank in ranks for tensor in rank["trainable"]]
+    assert len(names) == 4 * 7 * 2 and all(".lora_" in name for name in names)
+
+
+LAST = ("model.lora=null", "model.trainable=[llm.layers.2,llm.layers.3]", "optimizer.lr=1e-3")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mode", [(), LAST], ids=["lora", "last two layers"])
+@pytest.mark.parametrize("asked", ["next-held-out", "held-out"])
+def test_after_the_job_the_llm_learns_what_follows_and_forgets_nothing(tmp_path, demo, mode, asked):
+    assert launch.main([str(AFTER), *begun_with(demo, tmp_path), f"eval.shards=demo:{asked}", *mode]) == 0
+    first, *_, last = records(tmp_path, "eval", "demo_lora")
+    (control,) = records(tmp_path, "eval_permuted", "demo_lora")
+    assert first["exact_match"] <= 0.05 if asked == "next-held-out" else first["exact_match"] >= 0.9
+    assert last["exact_match"] >= 0.9 and control["exact_match"] <= 0.05
 
 
 def test_nothing_to_train_is_refused(tmp_path, capsys):
