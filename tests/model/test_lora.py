@@ -89,7 +89,8 @@ def test_adapters_in_bfloat16_have_the_gradients_of_float32() -> None:
     gradients = []
     for dtype in ("float32", "bfloat16"):
         trainable = 'model.trainable=[projector, "llm.layers.*.lora_*"]'
-        config = load_config("configs/llava_pp4.yaml", [trainable, "model.lora.r=8", f"model.llm.dtype={dtype}"])
+        settings = [trainable, "model.lora.r=8", f"model.llm.dtype={dtype}", "train.packs_per_microbatch=4"]
+        config = load_config("configs/llava_pp4.yaml", settings)
         models = models_of(config)
         stage = build_stage(config, StagePlan(0, 0, len(models.llm.decoder), True, True, 0))
         generator = torch.Generator().manual_seed(0)
