@@ -104,7 +104,9 @@ def test_deterministic_algorithms_may_be_switched_on_later_which_is_recorded(tin
 
 
 def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny, tmp_path):
-    options = (*RUN, "model.llm.dtype=bfloat16", "model.trainable=[projector, llm.layers.6, llm.layers.1.mlp, vision]")
+    trainable = "[projector, llm.layers.6, llm.layers.1.mlp, llm.layers.*.lora_*, vision]"
+    adapters = ("model.lora.r=4", "model.lora.targets=[llm.layers.*.self_attn, vision.*]")
+    options = (*RUN, "model.llm.dtype=bfloat16", f"model.trainable={trainable}", *adapters)
     reference = train(
         tiny / "config.yaml", *options, *SAVED, f"checkpoint.every_steps={CUT}", *layout_of(4, 1), f"run.dir={tmp_path}"
     )
@@ -112,7 +114,8 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny
     assert [rank["optimizer"] for rank in plan["ranks"]].count("AdamW") > 1, "else nothing travels"
     trained = tensors(reference, CUT)
     assert {name.split(".")[0] for name in trained} == {"projector", "llm", "vision"}
-    assert "llm.layers.6.self_attn.q_proj.weight/exp_avg_sq" in trained
+    for name in ("llm.layers.6.self_attn.q_proj", "llm.layers.0.self_attn.v_proj.lora_B"):
+        assert f"{name}.weight/exp_avg_sq" in trained
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
     for layout in ((4, 1), (1, 1), (2, 2)):
         name = "resumed-pp{}dp{}".format(*layout)
