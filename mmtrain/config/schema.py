@@ -35,7 +35,7 @@ class RunSection(Section):
     dir: Free[str] = "runs"
     """folder that holds all runs"""
     seed: Kept[int] = Field(0, ge=0, lt=2**63)
-    """seed of every random draw: projector initialisation, data order"""
+    """seed of every random draw: what projector and adapters begin with, data order"""
     overwrite: Free[bool] = False
     """true: delete an existing run folder of this name and start anew"""
 
