@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -262,8 +263,14 @@ def _execute(case: Case) -> dict[str, Any]:
         "executed": executed,
         "audit": audit.finish(engine.saw_gradient),
         "parameters": {n: p.detach().numpy().copy() for n, p in engine.trainable.items()},
+        "frozen": {n: bits(p) for s in stages.values() for n, p in s.global_parameters() if not p.requires_grad},
         "optimizer": type(engine.optimizer).__name__,
     }
+
+
+def bits(tensor: torch.Tensor) -> str:
+    """A digest of a tensor's bytes."""
+    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
 
 
 def merged(ranks: list[dict[str, Any]], key: str, step: int = 0) -> dict[str, np.ndarray]:
