@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from mmtrain.exporting.hf import ExportedModel
 
 _log = logging.getLogger(__name__)
-Format = Literal["safetensors", "llava", "hf"]
+Format = Literal["safetensors", "llava", "hf", "peft"]
+Base = Literal["llm", "hf"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+WHOLE = ("hf", "peft")  # formats of a model that runs
 
 
 class DifferentError(Exception):
@@ -33,22 +35,32 @@ def export(
     dtype: Dtype | None = None,
     max_shard_gb: float = 5.0,
     verify: int | None = None,
+    base: Base | None = None,
     show: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Path:
     """Export a checkpoint, or the newest whole one of a run, into the new folder `out`, which is returned.
 
     `format`: as `mmtrain export --help` has them. `dtype`: of the tensors written; None: that of the run's LLM for
-    "hf", else float32. `max_shard_gb`: largest file of "hf". `verify`: compare the exported model with mmtrain's own on
-    so many held-out samples ("hf"). `show` gets what is read or written, its bytes so far and in all; what was done is
-    logged. Raises UserError, and DifferentError where `verify` finds a difference.
+    "hf" and "peft", else float32. `max_shard_gb`: largest file of a whole model. `verify`: compare the exported model
+    with mmtrain's own on so many held-out samples (a whole model). `base`: what the adapters of "peft" are for. `show`
+    gets what is read or written, its bytes so far and in all; what was done is logged. Raises UserError, and
+    DifferentError where `verify` finds a difference.
     """
-    for name, value, known in (("format", format, get_args(Format)), ("dtype", dtype or "float32", get_args(Dtype))):
+    for name, value, known in (
+        ("format", format, get_args(Format)),
+        ("dtype", dtype or "float32", get_args(Dtype)),
+        ("base", base or "hf", get_args(Base)),
+    ):
         if value not in known:
             raise UserError(f"{name} {value!r}: there are {', '.join(known)}")
     if not max_shard_gb > 0:
         raise UserError(f"max_shard_gb {max_shard_gb}: a number above 0 is needed")
-    if verify is not None and format != "hf":
-        raise UserError("verify (--verify) runs the exported model, and only hf (--format hf) is one: leave it out")
+    if base is not None and format != "peft":
+        raise UserError(f"base (--base) is for adapters (--format peft), and the format is {format}: leave it out")
+    if verify is not None and format not in WHOLE:
+        raise UserError(
+            "verify (--verify) runs the exported model, and only hf and peft (--format hf, peft) are one: leave it out"
+        )
     out = Path(out)
     checkpoint = find(run.folder if isinstance(run, Run) else Path(run))
     _log.info(f"{checkpoint.path}: {checkpoint.step:,} steps")
@@ -59,30 +71,51 @@ def export(
     from mmtrain.exporting.projector_file import export_projector_file
     from mmtrain.exporting.tensors import new_folder
 
-    tensors = getattr(torch, dtype or (checkpoint.config.model.llm.dtype if format == "hf" else "float32"))
-    if format == "hf":
+    tensors = getattr(torch, dtype or (checkpoint.config.model.llm.dtype if format in WHOLE else "float32"))
+    if format in WHOLE:
         with new_folder(out) as folder:
-            exported = export_hf(checkpoint, folder, tensors, int(max_shard_gb * 1e9), show)
-            _log.info(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
-            if exported.unmarked:
-                _log.info(exported.unmarked)
-            if verify is not None:
+            shard_bytes = int(max_shard_gb * 1e9)
+            if format == "hf":
+                exported = export_hf(checkpoint, folder, tensors, shard_bytes, show)
+            else:
+                from mmtrain.exporting.peft_folder import BASE, export_peft  # peft takes a second
+
+                exported = export_peft(checkpoint, folder, tensors, shard_bytes, base, out, show)
+            if exported is not None:
+                _log.info(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
+                if exported.unmarked:
+                    _log.info(exported.unmarked)
+            if verify is not None and exported is None:
+                raise UserError(
+                    "verify (--verify) runs a whole model, and these adapters are for the LLM as it was published: "
+                    "leave it out, or take base hf (--base hf)"
+                )
+            if verify is not None and format == "hf":
                 _verify(checkpoint, folder, exported, tensors, verify)
+            elif verify is not None:
+                _verify(checkpoint, folder / BASE, exported, tensors, verify, adapters=folder)
     elif format == "llava":
         export_llava(checkpoint, out, tensors)
     else:
         export_projector_file(checkpoint, out, tensors)
-    size = sum(file.stat().st_size for file in out.expanduser().iterdir())
+    size = sum(file.stat().st_size for file in out.expanduser().rglob("*") if file.is_file())
     _log.info(f"exported {out} ({_size(size)}, {str(tensors).removeprefix('torch.')}), read again and compared")
     return out
 
 
-def _verify(checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, samples: int) -> None:
-    """Compare an exported model with mmtrain's; raises DifferentError."""
+def _verify(
+    checkpoint: StepFolder,
+    folder: Path,
+    exported: ExportedModel,
+    dtype: torch.dtype,
+    samples: int,
+    adapters: Path | None = None,
+) -> None:
+    """Compare an exported model, with its adapters if it has some, with mmtrain's; raises DifferentError."""
     from mmtrain.exporting.verify import PROMPTS, batch_fault, compare_logits
 
     _log.info("comparing with mmtrain's own logits: both models are loaded, in float32, one after the other")
-    found, model = compare_logits(checkpoint, folder, exported, dtype, samples)
+    found, model = compare_logits(checkpoint, folder, exported, dtype, samples, adapters)
     line = (
         f"logits of {found.tokens:,} answer tokens in {len(found.samples)} samples: largest difference "
         f"{found.difference:.1e} (largest logit {found.largest:.1f}), the same token said at "

@@ -1,12 +1,17 @@
-"""Export a trained projector: alone, for LLaVA's code, or with its models as a folder that stock transformers loads.
+"""Export what was trained: alone, for LLaVA's code, or with its models as a folder that stock transformers loads.
 
-    --format safetensors   OUT/projector.safetensors (every trained tensor) and projector.json, which says what it
-                           belongs to: models, layer, widths, steps, data, scores, versions
+    --format safetensors   OUT/projector.safetensors (every trained tensor, and the whole projector) and projector.json,
+                           which says what it belongs to: models, layer, widths, steps, data, scores, versions
     --format llava         OUT/mm_projector.bin and config.json, as LLaVA's own code reads them (its loader wants
                            `llava` in the folder's name)
     --format hf            OUT/: the whole model, as the stock class that computes what was trained (LLaVA's,
                            AyaVision's, Idefics3's, InternVL's, PerceptionLM's). from_pretrained(OUT) of it and of
-                           AutoProcessor need nothing else; README.md in it shows how
+                           AutoProcessor need nothing else; README.md in it shows how. Adapters (model.lora) are merged
+    --format peft          OUT/adapter_model.safetensors and adapter_config.json: the LLM's adapters, for
+                           PeftModel.from_pretrained(base, OUT). OUT/base is that base, as --format hf writes it but for
+                           these adapters: with the projector, the encoder (its adapters merged) and all else that was
+                           trained. --base llm: they are for the LLM as it was published; the projector lies beside them
+                           as --format safetensors has it, and whatever else was trained is refused
 
 The models are read where the run's configuration says, tensor by tensor: memory for the largest one is enough. Nothing
 is written over; OUT appears when all of it is on the disk and was read again. --verify then loads the exported model,
@@ -22,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from mmtrain.api.export import DifferentError, Dtype, Format, export
+from mmtrain.api.export import Base, DifferentError, Dtype, Format, export
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import show_error, tell
 from mmtrain.base.progress import ByteBars
@@ -33,6 +38,8 @@ EXAMPLES = """\
   one checkpoint, the projector alone:
     mmtrain export --checkpoint runs/llava_pp4/checkpoints/step-00000160 --format safetensors \\
         --out exported/projector
+  the adapters of a run with model.lora, for peft, and the model that they are added to:
+    mmtrain export --checkpoint runs/lora --format peft --out exported/lora --verify
   for LLaVA's stage 2, --pretrain_mm_mlp_adapter exported/llava-mine/mm_projector.bin:
     mmtrain export --checkpoint runs/mine --format llava --dtype bfloat16 --out exported/llava-mine
 """
@@ -55,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
                 dtype=options.dtype,
                 max_shard_gb=options.max_shard_gb,
                 verify=options.verify,
+                base=options.base,
                 show=progress.show,
             )
     except DifferentError as error:
@@ -79,10 +87,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dtype",
         choices=get_args(Dtype),
-        help="of the tensors written (default: hf: that of the run's LLM; else float32, in which they were trained)",
+        help="of the tensors written (default: hf, peft: that of the run's LLM; else float32, as they were trained)",
     )
     parser.add_argument(
-        "--max-shard-gb", type=positive(float), default=5.0, metavar="GB", help="hf: size of a file (default: 5)"
+        "--max-shard-gb", type=positive(float), default=5.0, metavar="GB", help="hf, peft: size of a file (default: 5)"
+    )
+    parser.add_argument(
+        "--base",
+        choices=get_args(Base),
+        help="peft: what the adapters are for. llm: the published LLM (default for text alone); hf: OUT/base (else)",
     )
     parser.add_argument(
         "--verify",
@@ -90,7 +103,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="?",
         const=VERIFY_SAMPLES,
         metavar="N",
-        help="hf: compare logits with mmtrain's own on N held-out samples, and answers in a batch with single ones "
+        help="hf, peft: compare logits with mmtrain's own on N held-out samples, and batches with single answers "
         f"(default: {VERIFY_SAMPLES})",
     )
     return parser.parse_args(arguments)

@@ -274,7 +274,7 @@ class CheckpointSection(Section):
 
 
 class ExportSection(Section):
-    format: Free[Literal["safetensors", "llava", "hf"] | None] = None
+    format: Free[Literal["safetensors", "llava", "hf", "peft"] | None] = None
     """format in which `mmtrain export` will be asked for the run: one that it could not have is refused when planning;
     null: at export"""
 

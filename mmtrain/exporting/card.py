@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from mmtrain.base.printing import harmless
+from mmtrain.config.model import LoraSection
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.templates import PlainTemplate
 from mmtrain.exporting.doors import StockDoor
@@ -34,6 +35,14 @@ model = {model}.from_pretrained(folder, dtype="auto")
 inputs = processor(images={opens}("picture.png"), text=prompt, return_tensors="pt").to(model.device, model.dtype)
 output = model.generate(**inputs, max_new_tokens=64)
 print(processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+```"""
+ADAPTER_LOADING = """\
+```python
+from peft import PeftModel
+from transformers import {model}
+
+base = {model}.from_pretrained({opened}, dtype="auto")
+model = PeftModel.from_pretrained(base, ".")  # this folder
 ```"""
 OPENERS = {  # by data.ignore_exif
     False: {"opener": "from transformers.image_utils import load_image", "opens": "load_image"},
@@ -78,8 +87,36 @@ def write_card(
     (folder / "README.md").write_text("\n\n".join(sections) + "\n")
 
 
+def write_adapter_card(folder: Path, about: Origin, model: str, lora: LoraSection, base: str | None) -> None:
+    """Write README.md of a folder for peft; base: the folder in it for which the adapter is, None: the published LLM.
+
+    `model` is the class that loads the base.
+    """
+    hub = HUB_ID.fullmatch(about.llm) and "/" in about.llm
+    front = {"library_name": "peft"} | ({"base_model": about.llm} if hub and base is None else {})
+    adapted = {adapted_layer(name) for name in about.trained if name.startswith("llm.") and is_adapter(name)}
+    made_of = {
+        "adapters": f"of {len(adapted)} layers, rank {lora.r}, scaled by {lora.alpha:g} / {lora.r}",
+        "base model": code(about.llm) if base is None else f"`{base}/` in this folder, with all else that was trained",
+    }
+    if base is None and about.vision is not None:
+        made_of["projector"] = "`projector.safetensors`: the LLM alone has no place for it"
+    opened = repr(about.llm if base is None else base)
+    sections = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# Adapters for {shown_name(Path(about.llm).name)}",
+        f"Low-rank adapters, made with mmtrain {shown_name(about.versions['mmtrain'])}.",
+        "## Made of\n\n" + table(made_of),
+        "## Training\n\n" + table(_training(about)),
+        "## How to load\n\n" + ADAPTER_LOADING.format(model=model, opened=opened),
+    ]
+    (folder / "README.md").write_text("\n\n".join(sections) + "\n")
+
+
 def _what_trained(about: Origin) -> str:
     around = [name for name in about.trained if not name.startswith(PROJECTOR)]
+    if not about.trained:
+        return "Nothing in this folder was trained: it is the base of an adapter."
     if not around:
         return "Only the projector between the two was trained; LLM and vision encoder are as they were published."
     adapted = {adapted_layer(name) for name in filter(is_adapter, around)}

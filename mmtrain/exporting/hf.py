@@ -18,7 +18,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.model.language import causal_config, quiet
 from mmtrain.model.projector import PROJECTOR
 from mmtrain.model.tiny import tiny_model
+from mmtrain.pretrained.adapters import is_adapter
 from mmtrain.pretrained.doors import WHAT_WORKS, formats_for, stock_door
 from mmtrain.pretrained.model_files import model_folder
 
@@ -67,9 +68,11 @@ def export_hf(
     dtype: torch.dtype,
     shard_bytes: int,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    merged: bool = True,
 ) -> ExportedModel:
     """Write the model into `folder`, which is empty, and read it again; `progress` gets (what, bytes done, of all).
 
+    merged: whether with the LLM's adapters, in its layers; else without, for a folder that they are added to.
     Raises UserError for models that no stock class can hold, naming the formats that work, and where
     the disk is too small; OSError for a file that does not read back as written.
     """
@@ -80,6 +83,10 @@ def export_hf(
         raise UserError(f"{error}; use {formats_for(config)}") from None
     replacing = run_tensors(checkpoint)
     about = origin(checkpoint, replacing)
+    if not merged:
+        left_out = {name for name in replacing if name.startswith("llm.") and is_adapter(name)}
+        replacing = {name: source for name, source in replacing.items() if name not in left_out}
+        about = replace(about, trained=tuple(name for name in about.trained if name not in left_out))
     llm = model_folder(about.llm)
     refuse_unfit_family(door, llm)
     vision, own, projector = (

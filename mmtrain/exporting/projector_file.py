@@ -105,9 +105,14 @@ def _evaluation(checkpoint: StepFolder) -> dict[str, Any] | None:
 def export_projector_file(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
     """Write the folder `out`; raises what `new_folder` raises."""
     tensors = run_tensors(checkpoint)
-    description = asdict(origin(checkpoint, tensors))
+    about = origin(checkpoint, tensors)
     with new_folder(out) as folder:
-        files = {TENSORS: TensorWriter(dtype).write(folder / TENSORS, tensors)}
-        description |= {"dtype": str(dtype).removeprefix("torch."), "sha256": files}
-        (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
-        check_written(folder, files)
+        write_projector_file(about, folder, tensors, dtype)
+
+
+def write_projector_file(about: Origin, folder: Path, tensors: Mapping[str, TensorSource], dtype: torch.dtype) -> None:
+    """Write these tensors of a run into a folder, and what they belong to, and read them again."""
+    files = {TENSORS: TensorWriter(dtype).write(folder / TENSORS, tensors)}
+    description = {**asdict(about), "dtype": str(dtype).removeprefix("torch."), "sha256": files}
+    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+    check_written(folder, files)

@@ -167,12 +167,36 @@ def refuse_llava_code(config: RunConfig) -> None:
         key = "final_norm" if vision.final_norm else "layout"
         value = str(getattr(vision, key)).lower()
         raise UserError(f"llava's code knows no model.vision.{key}={value}, which this run trains with")
+    if others := [pattern for pattern in config.model.trainable if not pattern.startswith("projector")]:
+        raise UserError(f"llava holds the projector alone, and model.trainable has {others[0]!r} too")
+
+
+def refuse_without_adapters(config: RunConfig) -> None:
+    """Raises UserError for a run that has nothing for peft, whose base model is a whole one or the LLM alone."""
+    if config.model.lora is None or all(target.startswith("vision") for target in config.model.lora.targets):
+        raise UserError("peft holds adapters of the LLM, and model.lora gives it none")
+    if config.model.vision is not None:
+        stock_door(config)
+
+
+def _refuse_more_than_adapters(config: RunConfig) -> None:
+    """Raises UserError for a run whose trained tensors are not adapters of the LLM alone, and the projector's."""
+    if config.model.lora is None or not all(
+        pattern.startswith("projector") or (pattern.startswith("llm.") and ".lora_" in pattern)
+        for pattern in config.model.trainable
+    ):
+        raise UserError("adapters of the LLM are not all that trains")
 
 
 def formats_for(config: RunConfig) -> str:
     """Options of `mmtrain export` that write what a run trained, as far as its configuration tells."""
     formats = ["--format safetensors"]
-    for name, check in (("llava", refuse_llava_code), ("hf", stock_door)):
+    for name, check in (
+        ("llava", refuse_llava_code),
+        ("hf", stock_door),
+        ("peft", refuse_without_adapters),
+        ("peft --base llm", _refuse_more_than_adapters),
+    ):
         with contextlib.suppress(UserError):
             check(config)
             formats.append(f"--format {name}")
@@ -186,8 +210,8 @@ def check_export_format(config: RunConfig) -> None:
             stock_door(config)
         elif config.export.format == "llava":
             refuse_llava_code(config)
-            if others := [name for name in config.model.trainable if not name.startswith("projector")]:
-                raise UserError(f"llava holds the projector alone, and model.trainable has {others[0]!r} too")
+        elif config.export.format == "peft":
+            refuse_without_adapters(config)
     except UserError as error:
         raise UserError(
             f"export.format={config.export.format}: {error}; change that, or set export.format=safetensors"

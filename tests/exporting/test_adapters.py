@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import io
+import json
+import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict
+from PIL import Image
 from rank_runs import train
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, make_tower, weights
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.checkpoint.step_folder import StepFolder, find
 from mmtrain.config.schema import RunConfig
+from mmtrain.exporting.verify import read_samples
 from mmtrain.pretrained.adapters import is_adapter, with_adapters
+from mmtrain.pretrained.families import global_name
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 ALL = "model.lora.targets=[llm.layers.*, vision.*]"
@@ -106,3 +116,113 @@ def test_a_run_with_adapters_is_exported_and_verified(run, tmp_path, capsys, dty
     assert "are answered in one batch as one at a time" in (said := capsys.readouterr().out) and "is open" not in said
     card = (tmp_path / "out" / "README.md").read_text()
     assert "low-rank adapters of 68 layers, merged into their weights; the projector between the two was too" in card
+
+
+def as_peft(checkpoint: Path | StepFolder, out: Path, *more: str) -> Path:
+    path = checkpoint if isinstance(checkpoint, Path) else checkpoint.path
+    assert main(["export", "--checkpoint", str(path), "--format", "peft", "--out", str(out), *more]) == 0
+    return out
+
+
+def put_on(base: PreTrainedModel, folder: Path) -> PeftModel:
+    """As stock peft does it; every tensor of the file must find its place, and no other be looked for."""
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        model = PeftModel.from_pretrained(base, folder)
+    found = get_peft_model_state_dict(model, save_embedding_layers=False)
+    stored = load_file(folder / "adapter_model.safetensors")
+    assert found.keys() == stored.keys() and all(torch.equal(found[name], stored[name]) for name in stored)
+    return model.eval()
+
+
+def test_peft_adds_a_runs_adapters_to_the_folder_beside_them(run, tmp_path, monkeypatch):
+    assert main(["export", "--checkpoint", str(run), "--format", "hf", "--out", str(tmp_path / "merged")]) == 0
+    out = as_peft(run, tmp_path / "out", "--verify", "4")
+    monkeypatch.chdir(out)
+    made: dict[str, object] = {}
+    exec(re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)[0], made)
+    model = put_on(load_stock(out / "base"), out)
+    assert {layer.scaling["default"] for layer in model.modules() if hasattr(layer, "lora_A")} == {2.0}
+    merged, processor = load_stock(tmp_path / "merged"), AutoProcessor.from_pretrained(out / "base")
+    samples = [sample for sample, _ in read_samples(find(run).config, 6) if len(sample.images) == 1]
+    images = [[Image.open(io.BytesIO(sample.images[0]))] for sample in samples]
+    text = [processor.image_token, f"{processor.image_token} a", f"{processor.image_token} a red square on"] * 2
+    inputs = processor(images=images, text=text[: len(images)], return_tensors="pt", padding=True)
+    told = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
+    answers = [one.generate(**inputs, **told) for one in (model, merged, made["model"].eval())]
+    for other in answers[1:]:
+        assert torch.equal(answers[0].sequences, other.sequences) and len(images) >= 3
+        torch.testing.assert_close(torch.stack(answers[0].logits), torch.stack(other.logits), rtol=0, atol=1e-5)
+    whole, wanted = model.merge_and_unload().state_dict(), merged.state_dict()
+    assert whole.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-6)
+
+
+LLMS = {
+    "llama": ({}, "llm.layers.*", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
+    "qwen2": ({"tied": True}, "llm.layers.1.self_attn", r"model\.layers\.(?:1)\.(?:self_attn\.k_proj|"),
+    "gpt2": ({}, "llm.layers.*.attn", r"transformer\.h\.(?:0|1|2)\.(?:attn\.c_attn|attn\.c_proj)"),
+}
+
+
+@pytest.mark.parametrize("family", LLMS)
+def test_peft_adds_adapters_to_the_published_llm_with_the_scale_of_training(tiny, make_tiny, tmp_path, family):
+    options, targets, wanted = LLMS[family]
+    make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=3, **options)
+    keys = (
+        f"model.llm.path={tmp_path / 'llm'}",
+        "model.lora.r=4",
+        "model.lora.alpha=6",
+        f"model.lora.targets=[{targets}]",
+    )
+    checkpoint = adapted(tmp_path / "run", config_of(tiny, *keys))
+    out = as_peft(checkpoint, tmp_path / "out", "--base", "llm")
+    trained, stock = load_file(checkpoint.tensors_file), AutoModelForCausalLM.from_pretrained(tmp_path / "llm")
+    before = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
+    after = put_on(stock, out).merge_and_unload().state_dict()
+    described = json.loads((out / "adapter_config.json").read_text())
+    assert described["target_modules"] == wanted or described["target_modules"].startswith(wanted)
+    assert described["base_model_name_or_path"] == str(tmp_path / "llm")
+    moved = 0
+    for name, tensor in after.items():
+        layer = global_name(name).removesuffix(".weight")
+        if f"{layer}.lora_A.weight" in trained:
+            update = 1.5 * trained[f"{layer}.lora_B.weight"] @ trained[f"{layer}.lora_A.weight"]
+            torch.testing.assert_close(
+                tensor - before[name], update.T if family == "gpt2" else update, rtol=0, atol=1e-6
+            )
+            moved += 1
+        else:
+            assert torch.equal(tensor, before[name])
+    assert 2 * moved == sum(map(is_adapter, trained))
+    projector = load_file(out / "projector.safetensors")
+    assert projector.keys() == {name for name in trained if name.startswith("projector.")}
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in projector.items())
+
+
+@pytest.mark.parametrize(
+    ("targets", "others", "options", "said"),
+    [
+        ("vision.*", {}, [], "no layer of the LLM has an adapter"),
+        ("llm.layers.*, vision.*", {}, ["--base", "llm"], "was trained too, which adapters of the LLM"),
+        ("llm.layers.*", {"llm.norm.weight": torch.ones(64)}, ["--base", "llm"], "llm.norm.weight was trained too"),
+        ("llm.layers.*", {}, ["--base", "llm", "--verify"], "take base hf (--base hf)"),
+    ],
+)
+def test_what_adapters_would_leave_out_is_refused(tiny, tmp_path, capsys, targets, others, options, said):
+    config = config_of(tiny, "model.lora.r=2", f"model.lora.targets=[{targets}]")
+    checkpoint = adapted(tmp_path / "run", config, others)
+    arguments = ["--checkpoint", str(checkpoint.path), "--format", "peft", "--out", str(tmp_path / "out"), *options]
+    assert main(["export", *arguments]) == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_else_was_trained_is_in_the_base(tiny, tmp_path):
+    others = {"llm.norm.weight": torch.linspace(1, 2, 64), "llm.layers.2.mlp.up_proj.weight": torch.randn(128, 64)}
+    config = config_of(tiny, "model.lora.r=2", "model.lora.targets=[llm.layers.2.mlp]")
+    out = as_peft(adapted(tmp_path / "run", config, others), tmp_path / "out", "--verify", "2")
+    found = weights(out / "base")
+    assert torch.equal(found["language_model.model.norm.weight"], others["llm.norm.weight"])
+    assert torch.equal(
+        found["language_model.model.layers.2.mlp.up_proj.weight"], others["llm.layers.2.mlp.up_proj.weight"]
+    )

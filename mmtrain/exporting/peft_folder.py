@@ -1,0 +1,188 @@
+"""A run's adapters as peft has them, for the published LLM or beside a whole model that has all else that was trained.
+
+llm.layers.0.self_attn.q_proj.lora_A.weight -> base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+
+OUT/adapter_model.safetensors   the adapters of the LLM, in names of the base model's modules
+OUT/adapter_config.json         peft's LoraConfig: rank, scale, and which modules have one, no others by mistake
+OUT/base/                       --base hf: the folder of --format hf with those adapters left out, all else as trained
+OUT/projector.safetensors, projector.json   --base llm: what the LLM has no place for, the projector
+
+Which tensors peft will look for it is asked itself, with the base model on the meta device.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
+from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.config.model import LoraSection
+from mmtrain.exporting.card import write_adapter_card
+from mmtrain.exporting.hf import ExportedModel, export_hf
+from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
+from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written
+from mmtrain.model.language import causal_config, quiet
+from mmtrain.model.projector import PROJECTOR
+from mmtrain.pretrained.adapters import LORA_A, LORA_B, adapted_layer, is_adapter
+from mmtrain.pretrained.doors import formats_for
+from mmtrain.pretrained.families import global_name
+from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.parts import holds_parts
+
+BASE = "base"
+TENSORS = "adapter_model.safetensors"
+Base = Literal["llm", "hf"]
+_PREFIX = "base_model.model."  # of what peft saves
+_NUMBERED = re.compile(r"(.+?\.)(\d+)\.(.+)")
+
+
+def export_peft(
+    checkpoint: StepFolder,
+    folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    base: Base | None,
+    out: Path,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> ExportedModel | None:
+    """Write the folder, which will be called `out`; what was written as its base model, if anything was.
+
+    base: the published LLM, or a whole model; None: whichever holds all that was trained. Raises UserError for a run
+    without adapters of its LLM, for what has no place beside the base, and what `export_hf` raises.
+    """
+    config, tensors = checkpoint.config, run_tensors(checkpoint)
+    adapters = {name: source for name, source in tensors.items() if name.startswith("llm.") and is_adapter(name)}
+    if not adapters or config.model.lora is None:
+        raise UserError(f"{checkpoint.path}: no layer of the LLM has an adapter; use {formats_for(config)}")
+    llm = model_folder(config.model.llm.path)
+    if base is None:
+        base = "hf" if config.model.vision is not None or holds_parts(llm) else "llm"
+    about = origin(checkpoint, tensors)
+    exported = None
+    if base == "hf":
+        (folder / BASE).mkdir()
+        exported = export_hf(checkpoint, folder / BASE, dtype, shard_bytes, progress, merged=False)
+        made = AutoConfig.from_pretrained(folder / BASE, local_files_only=True, trust_remote_code=False)
+        stock, name = getattr(transformers, *made.architectures), str(out.expanduser().absolute() / BASE)
+    else:
+        if projector := _beside_the_llm(checkpoint, tensors, llm):
+            write_projector_file(about, folder, projector, dtype)
+        made = causal_config(llm)
+        stock, name = MODEL_FOR_CAUSAL_LM_MAPPING[type(made)], config.model.llm.path
+    with torch.device("meta"), quiet():
+        whole = stock(made)
+    described, places = _places(whole, causal_config(llm), adapters, config.model.lora)
+    described.base_model_name_or_path = name
+    described.save_pretrained(str(folder))
+    found = {places[one]: source for one, source in adapters.items()}
+    check_written(folder, {TENSORS: TensorWriter(dtype).write(folder / TENSORS, found)})
+    write_adapter_card(folder, about, stock.__name__, config.model.lora, None if base == "llm" else BASE)
+    return exported
+
+
+def _beside_the_llm(checkpoint: StepFolder, tensors: Mapping[str, TensorSource], llm: Path) -> dict[str, TensorSource]:
+    """The projector, for which the LLM has no place. Raises UserError for all else that was trained than adapters."""
+    if holds_parts(llm):
+        raise UserError(f"{llm} is a whole model, not the LLM alone, to which an adapter could be added; use --base hf")
+    projector = {name: source for name, source in tensors.items() if name.startswith(PROJECTOR)}
+    for name in tensors.keys() - projector.keys():
+        if name.startswith("vision.") or not is_adapter(name):
+            raise UserError(
+                f"{checkpoint.path}: {name} was trained too, which adapters of the LLM as it was published would leave "
+                "out; use --base hf, or --format hf"
+            )
+    return projector
+
+
+def _places(
+    whole: PreTrainedModel, llm: PreTrainedConfig, adapters: Mapping[str, TensorSource], lora: LoraSection
+) -> tuple[LoraConfig, dict[str, str]]:
+    """peft's configuration of `adapters` (by global name) in a stock model on the meta device, and their names there.
+
+    llm: the configuration of the causal LM, which is all of the model, or a part. Raises UserError where peft would
+    look for other tensors.
+    """
+    with torch.device("meta"), quiet():
+        causal = MODEL_FOR_CAUSAL_LM_MAPPING[type(llm)](llm)
+    inside = [name for name, module in whole.named_modules() if type(module) is type(causal.base_model)]
+    layers = {adapted_layer(name) for name in adapters}
+    modules = {
+        layer: f"{path}.{name}"
+        for path in inside
+        for name, _ in causal.base_model.named_modules()
+        if (layer := adapted_layer(global_name(f"{causal.base_model_prefix}.{name}.weight"))) in layers
+    }
+    places = {
+        f"{layer}{part}": f"{_PREFIX}{module}{part}" for layer, module in modules.items() for part in (LORA_A, LORA_B)
+    }
+    shapes = {places.get(name, name): source.shape for name, source in adapters.items()}
+    described = LoraConfig(
+        r=lora.r,
+        lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        target_modules=_targets(set(modules.values()), [name for name, _ in whole.named_modules()]),
+        fan_in_fan_out=any(isinstance(whole.get_submodule(name), Conv1D) for name in modules.values()),
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    targets = described.target_modules
+    with torch.device("meta"), warnings.catch_warnings(action="ignore", category=FutureWarning):
+        state = get_peft_model_state_dict(get_peft_model(whole, described), save_embedding_layers=False)
+    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if odd := sorted(name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name)):
+        raise UserError(
+            f"{harmless(odd[0])}: trained with shape {shapes.get(odd[0])}, and peft would look for "
+            f"{wanted.get(odd[0])} in {type(whole).__name__}; use --format hf"
+        )
+    described.target_modules = targets if isinstance(targets, str) else sorted(targets)
+    return described, places
+
+
+def _targets(modules: Collection[str], all_modules: Sequence[str]) -> list[str] | str:
+    """Which modules have an adapter, as peft has it: by the last part of their names, or by a regular expression.
+
+    The latter where others have the same last part: those of an encoder, or layers that have none.
+    """
+    last = sorted({name.rpartition(".")[2] for name in modules})
+    if {name for name in all_modules if name.rpartition(".")[2] in last} == set(modules):
+        return last
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for name in modules:
+        before, number, behind = _NUMBERED.fullmatch(name).groups()
+        numbers.setdefault((before, behind), []).append(number)
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for (before, behind), found in numbers.items():
+        kinds.setdefault((before, "|".join(sorted(found, key=int))), []).append(behind)
+    return "|".join(
+        rf"{re.escape(before)}(?:{found})\.(?:{'|'.join(map(re.escape, sorted(behind)))})"
+        for (before, found), behind in sorted(kinds.items())
+    )
+
+
+def load_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """Put the adapters in `folder` into a stock model, as peft does it.
+
+    Raises UserError unless those that are stored are there, all of them and no others.
+    """
+    with quiet(), warnings.catch_warnings(action="ignore", category=FutureWarning):
+        loaded = PeftModel.from_pretrained(model, str(folder))
+    found, stored = get_peft_model_state_dict(loaded, save_embedding_layers=False), load_file(folder / TENSORS)
+    if odd := sorted(name for name in found.keys() | stored.keys() if not _same(found.get(name), stored.get(name))):
+        raise UserError(f"peft does not load the exported folder as it was written: {odd[0]} comes out otherwise")
+
+
+def _same(found: torch.Tensor | None, stored: torch.Tensor | None) -> bool:
+    return found is not None and stored is not None and torch.equal(found, stored.to(found.dtype))
