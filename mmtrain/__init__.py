@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmtrain.api.export import export
     from mmtrain.api.generate import generate
-    from mmtrain.api.run import Run, RunError, load_run, train
+    from mmtrain.api.run import Run, RunError, load_config, load_run, train
     from mmtrain.base.errors import UserError
-    from mmtrain.config.load import load_config
     from mmtrain.launching.machine import plan_for_here as make_plan
 
 __version__ = "0.1.0"
@@ -37,7 +36,7 @@ _PLACES = {
     "UserError": ("mmtrain.base.errors", "UserError"),
     "export": ("mmtrain.api.export", "export"),
     "generate": ("mmtrain.api.generate", "generate"),
-    "load_config": ("mmtrain.config.load", "load_config"),
+    "load_config": ("mmtrain.api.run", "load_config"),
     "load_run": ("mmtrain.api.run", "load_run"),
     "make_plan": ("mmtrain.launching.machine", "plan_for_here"),
     "train": ("mmtrain.api.run", "train"),

@@ -18,6 +18,7 @@ from mmtrain.launching.machine import allow_open_files, plan_for_here, refuse_un
 from mmtrain.launching.starters import rank_of_torchrun, refuse_other_starters
 from mmtrain.launching.training import ranks_of_node, train
 from mmtrain.plan.table import render
+from mmtrain.pretrained.whole_models import completed
 from mmtrain.processes.rank import seconds_before_message
 
 
@@ -36,7 +37,7 @@ def run(options: Options) -> int:
                 "--local_rank comes from DeepSpeed's launcher, which does not start mmtrain: start it by mmtrain "
                 "train, or by torchrun --nproc-per-node N -m mmtrain.launch"
             )
-        config = load_config(options.config, options.overrides)
+        config = completed(load_config(options.config, options.overrides))
         if options.trace is not None and (options.plan or options.calibrate):
             raise UserError("--trace records training; mmtrain plot --plan CONFIG draws what is planned")
         if options.plan:

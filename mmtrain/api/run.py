@@ -24,8 +24,10 @@ from mmtrain.base.printing import say
 from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, step_folders
 from mmtrain.config.load import dump_config, restore_config, validated
+from mmtrain.config.load import load_config as read_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import read_yaml
+from mmtrain.pretrained.whole_models import completed
 from mmtrain.processes.child import python_child
 
 WRONG_INPUT = 2  # exit code of the launcher for what the user can mend
@@ -117,6 +119,14 @@ class Run:
     def checkpoints(self) -> list[StepFolder]:
         """Its checkpoints, oldest first: each has `path`, `step` and `config`."""
         return [StepFolder(path) for path in reversed(step_folders(self.folder))]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a YAML file, or demo:llava_pp4, with `key.sub=value` overrides, as `mmtrain train` takes it.
+
+    Raises UserError listing every problem at once.
+    """
+    return completed(read_config(path, overrides))
 
 
 def train(

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from mmtrain.base.arguments import command_parser
 from mmtrain.base.printing import tell
 from mmtrain.pretrained.encoders import family_of
-from mmtrain.pretrained.families import check_family
-from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.parts import encoder_config
 from mmtrain.pretrained.recorded_shapes import FOLDER, PLANNING_KEYS, Recorded, as_json
 from mmtrain.pretrained.shapes import llm_shape_from, vision_shape_from
 from mmtrain.pretrained.timm_models import timm_record
@@ -57,11 +57,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def record_llm(options: argparse.Namespace) -> Recorded:
     """Record a causal LM from the config.json in its folder; raises UserError for families that cannot be staged."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    folder = model_folder(options.model)
-    check_family(read_json(folder / "config.json"))
-    stock_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    from mmtrain.model.language import causal_config
+
+    stock_config = causal_config(model_folder(options.model))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(stock_config, attn_implementation=None, trust_remote_code=False)
     facts = stock_config.to_dict()
@@ -76,18 +76,17 @@ def record_hf_vision(options: argparse.Namespace) -> Recorded:
     """Record a vision model of transformers from the config.json in its folder."""
     import torch
 
-    from mmtrain.model.vision import model_class
+    from mmtrain.model.vision import model_class, stock_config
 
     folder = model_folder(options.vision)
-    config_json = read_json(folder / "config.json")
+    config_json = encoder_config(folder)
     family = family_of(config_json.get("model_type"), str(folder))
     hf_facts(config_json, str(folder))
-    stock = model_class(family)
-    stock_config = stock.config_class.from_pretrained(folder)
-    stock_config._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
+    facts = stock_config(family, folder)
+    facts._attn_implementation = "sdpa"  # else config.json names it, and may name a kernel to be downloaded
     with torch.device("meta"):
-        model = stock(stock_config)
-    config = {key: getattr(stock_config, key) for key in ("model_type", "num_attention_heads", "image_size")}
+        model = model_class(family)(facts)
+    config = {key: getattr(facts, key) for key in ("model_type", "num_attention_heads", "image_size")}
     recorded = _recorded("vision", options, config, model)
     return replace(recorded, parameters=family.own(recorded.parameters))
 

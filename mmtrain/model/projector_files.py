@@ -25,13 +25,19 @@ from mmtrain.base.printing import harmless
 from mmtrain.checkpoint.step_folder import MANIFEST, TENSORS, StepFolder, find, names_checkpoint
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
-from mmtrain.pretrained.connectors import CONNECTORS, Swiglu, connector, connector_parameters, reduction
+from mmtrain.pretrained.connectors import (
+    CONNECTORS,
+    Swiglu,
+    connector,
+    connector_parameters,
+    reduction,
+    refuse_other_settings,
+)
 from mmtrain.pretrained.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 KEY = "model.projector.init_from"
 LLAVA_FILE = "mm_projector.bin"
-SETTINGS = {"projector_hidden_act": "gelu", "adapter_layer_norm_eps": 1e-6}  # of stock classes, as connectors have them
 PICKLED = {".bin", ".pt", ".pth"}
 DISK_NAME = re.compile(
     r"projector\.(?P<ours>.+)|(?:.+\.)?mm_projector\.(?P<llava>.+)"
@@ -75,10 +81,7 @@ def find_projector(path: str) -> ProjectorFiles:
         found = ", ".join(sorted(harmless(entry.name) for entry in folder.iterdir())[:5]) or "nothing"
         raise UserError(f"{KEY}: {path}: holds no projector ({found}); {NEEDED}")
     config_file = folder / "config.json"
-    content = read_json(config_file) if config_file.is_file() else {}
-    for setting, ours in SETTINGS.items():  # the same tensors, another function of them
-        if (its := content.get(setting, ours)) != ours:
-            raise UserError(f"{KEY}: {path}: its projector has {setting} {harmless(str(its))}, ours {ours}")
+    refuse_other_settings(read_json(config_file) if config_file.is_file() else {}, f"{KEY}: {path}")
     return ProjectorFiles(folder, _projector_alone(shapes, path))
 
 

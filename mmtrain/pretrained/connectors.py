@@ -18,16 +18,18 @@ names of the stock class. A connector is a function here and its name in `Projec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.layouts import ImageLayout, layout_name
 from mmtrain.pretrained.shapes import ParameterShape, vision_shape
 
+STOCK_SETTINGS = {"projector_hidden_act": "gelu", "adapter_layer_norm_eps": 1e-6, "multimodal_projector_bias": True}
 DEFAULT_FACTOR = 2  # of the stock classes that shuffle
 
 
@@ -165,6 +167,13 @@ def connector(section: ProjectorSection, vision_width: int, llm_width: int) -> t
             "even number"
         )
     return operations
+
+
+def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
+    """Raises UserError for a stock model's config.json whose connector is another function of the same tensors."""
+    for setting, ours in STOCK_SETTINGS.items():
+        if (its := config_json.get(setting, ours)) != ours:
+            raise UserError(f"{source}: its projector has {setting} {shortened(str(its))}, ours {ours}")
 
 
 def reduction(section: ProjectorSection) -> int:

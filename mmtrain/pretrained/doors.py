@@ -64,7 +64,13 @@ class Door:
     factors: tuple[int, ...] = (1, 2, 3, 4)  # values of model.projector.factor, 1 for none
     encoders: tuple[str, ...] = ()  # kinds that it takes; all where none is named
     largest_grid: int | None = None  # patches a side that it places rightly, but for MISPLACED
+    also: tuple[str, ...] = ()  # model_type of other classes that compute the same, of which a run may begin
     own_encoders: tuple[str, ...] = ()  # model_type of an encoder in its folders that no family of `encoders` has
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """model_type of folders that hold what it computes."""
+        return (self.model_type, *self.also)
 
     def needs(self, config: RunConfig, encoder: Encoder) -> Iterator[str]:
         """What a run whose connector it has would have to change, and why."""
@@ -107,6 +113,7 @@ DOORS = (
         layout="idefics3",
         encoders=("SiglipVisionModel",),
         largest_grid=LARGEST_GRID,
+        also=("smolvlm",),
         own_encoders=("idefics3_vision", "idefics3"),  # the latter in files of transformers 4.46
     ),
     # Its config makes an InternViT of any encoder: another one's weights would be left out, without an exception.

@@ -1,0 +1,264 @@
+"""`model.from`: a whole multimodal model's folder, completed into the keys that everything below sees.
+
+config.json, the processor's files --one function a class--> model.vision.{select_layer, final_norm, layout},
+                                                             model.projector.{type, factor, width}, data.image_fit
+
+It is the inverse of what an export writes (exporting/doors.py). What these keys cannot say is refused by name: the
+stock class would compute, or its processor make, something else than mmtrain trains.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
+from mmtrain.config.schema import RunConfig
+from mmtrain.pretrained.connectors import refuse_other_settings
+from mmtrain.pretrained.doors import DOORS, Door, stock_door
+from mmtrain.pretrained.model_files import is_whole, model_folder, read_json, tensor_shapes
+from mmtrain.pretrained.shapes import VisionShape, llm_shape, vision_shape
+from mmtrain.pretrained.vision_files import image_settings, preprocessing
+
+_log = logging.getLogger(__name__)
+Keys = dict[str, Any]
+PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
+BY_PARTS = f"give the model by its parts instead, in {', '.join(PARTS)}"
+_CONNECTOR = re.compile(r"(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.")
+_AYA_TEXTS = ("start_of_img_token", "end_of_img_token", "img_line_break_token", "tile_token", "tile_global_token")
+_LEFT_OUT = object()
+
+
+def completed(config: RunConfig) -> RunConfig:
+    """The configuration with what `model.from` stands for in its place; itself where that is not set.
+
+    Raises UserError for a folder that is no model of a class that mmtrain exports, for what of it mmtrain would compute
+    otherwise, and for a key that was given by hand and contradicts the folder.
+    """
+    path = getattr(config.model, "from")
+    if path is None:
+        return config
+    folder = model_folder(path)
+    said = read_json(folder / "config.json")
+    door = next((door for door in DOORS if said.get("model_type") in list(door.model_types)), None)
+    if door is None:
+        known = ", ".join(name for door in DOORS for name in door.model_types)
+        raise UserError(f"model.from: {path} has model_type {_shown(said.get('model_type'))}; needed is one of {known}")
+    try:
+        whole = _Whole(path, folder, said, door)
+        keys = {**dict.fromkeys(PARTS, path), **whole.keys()}
+        if contradicted := next((key for key in keys if _given(config, key) not in (_LEFT_OUT, keys[key])), None):
+            given = _shown(_given(config, contradicted))
+            raise UserError(
+                f"{contradicted} is {given} in this configuration and {_shown(keys[contradicted])} in that folder; "
+                f"leave it out, or {BY_PARTS}"
+            )
+        config = config.changed({**keys, "model.from": None})
+        stock_door(config)
+    except UserError as error:
+        raise UserError(f"model.from: {path}: {error}") from None
+    return config
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A folder of one of the classes; each method raises UserError for what mmtrain does not compute as it says."""
+
+    path: str
+    folder: Path
+    said: dict[str, Any]  # config.json
+    door: Door
+
+    def keys(self) -> Keys:
+        """What the folder says of the keys of `model.vision` and `model.projector`, and of data.image_fit."""
+        llm = llm_shape(self.path)
+        refuse_other_settings(self.said, "config.json")
+        if not any(_CONNECTOR.match(name) for name in tensor_shapes(self.folder) or ()):
+            raise UserError(f"its weights hold no connector ({_CONNECTOR.pattern}); download the folder again")
+        self._check_pixels()
+        keys: Keys = {"final_norm": self.door.final_norm, "layout": self.door.layout, "factor": None, "width": None}
+        keys |= {"select_layer": -1, "type": self.door.connectors[0], "image_fit": "resize"}
+        keys |= _READERS[self.door.name](self)
+        if keys["width"] == llm.hidden_size:
+            keys["width"] = None
+        section = dict.fromkeys(("type", "factor", "width"), "model.projector") | {"image_fit": "data"}
+        return {f"{section.get(key, 'model.vision')}.{key}": value for key, value in keys.items()}
+
+    @cached_property
+    def vision(self) -> VisionShape:
+        """Its encoder with all blocks."""
+        return vision_shape(self.path, -1)
+
+    @cached_property
+    def images(self) -> dict[str, Any]:
+        """What is said of how its images are made."""
+        preprocessing(self.folder)  # which has an error for its absence
+        return image_settings(self.folder)[1] or {}
+
+    @cached_property
+    def processor(self) -> dict[str, Any]:
+        """What processor_config.json says."""
+        file = self.folder / "processor_config.json"
+        return read_json(file) if file.is_file() else {}
+
+    def _check_pixels(self) -> None:
+        for key in ("do_resize", "do_rescale", "do_normalize"):
+            if self.images.get(key, True) is not True:
+                raise UserError(f"its image processor has {key} {_shown(self.images[key])}, and mmtrain does so")
+        factor = self.images.get("rescale_factor", 1 / 255)
+        if not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-4:
+            raise UserError(f"its image processor has rescale_factor {_shown(factor)}; needed is 1/255")
+
+    def one_tile(self, key: str, value: Any, is_one: bool) -> None:
+        """Refuse a processor that cuts images into tiles."""
+        if not is_one:
+            raise UserError(
+                f"its image processor cuts an image into tiles ({key} {_shown(value)}), and mmtrain trains on one "
+                f"square: change that in the folder if one is meant, or {BY_PARTS}"
+            )
+
+    def no_texts(self, texts: dict[str, Any]) -> None:
+        """Refuse a processor that writes texts around images which mmtrain's layout does not have."""
+        if written := {key: text for key, text in texts.items() if text}:
+            key, text = next(iter(written.items()))
+            raise UserError(
+                f"its processor writes {_shown(text)} ({key}) beside an image, and the layout {self.door.layout} does "
+                f"not; set that to an empty text in the folder if none is meant, or {BY_PARTS}"
+            )
+
+    def square(self, key: str, sides: Any) -> None:
+        """Refuse pictures of another size than the encoder's."""
+        found = list(sides.values()) if isinstance(sides, dict) else [sides]
+        if not found or any(side != self.vision.image_size for side in found):
+            raise UserError(
+                f"its image processor has {key} {_shown(sides)}, and the encoder takes {self.vision.image_size} pixels "
+                "a side; correct the one that is wrong"
+            )
+
+    def factor(self, key: str, value: Any) -> int | None:
+        """`model.projector.factor`; None for 1, which the other type of the class has."""
+        if type(value) is not int or value not in self.door.factors:
+            listed = ", ".join(map(str, self.door.factors))
+            raise UserError(f"config.json says {key} {_shown(self.said.get(key))}; factors that work are {listed}")
+        return None if value == 1 else value
+
+    def width(self) -> int | None:
+        """`model.projector.width` of AyaVision."""
+        inner, widest = self.said.get("alignment_intermediate_size"), 1_000_000
+        if inner is not None and not is_whole(inner, 2, widest):
+            raise UserError(f"config.json says alignment_intermediate_size {_shown(inner)}, which no connector has")
+        return inner
+
+    def layer(self, default: int, strategy: str) -> int:
+        """`model.vision.select_layer`, of hidden states that are counted from 0, the embeddings."""
+        layer, depth = self.said.get("vision_feature_layer", default), self.vision.blocks_run
+        if not is_whole(layer, -depth, depth) or layer == 0:
+            raise UserError(
+                f"config.json says vision_feature_layer {_shown(layer)}; mmtrain takes the output of one block, 1 to "
+                f"{depth} or -{depth} to -1"
+            )
+        told = self.said.get("vision_feature_select_strategy", strategy)
+        if told != (needed := "default" if self.vision.prefix_tokens else "full"):
+            wrong = "a class token would be a patch" if self.vision.prefix_tokens else "a patch would be dropped"
+            raise UserError(f"config.json says vision_feature_select_strategy {_shown(told)}, not {needed}: {wrong}")
+        return layer if layer < 0 else layer - depth - 1
+
+    def fit(self) -> str:
+        """`data.image_fit`, of the processors of CLIP, SigLIP and Llava."""
+        size, crops = self.images.get("size"), self.images.get("do_center_crop", "crop_size" in self.images)
+        if crops:
+            self.square("crop_size", self.images.get("crop_size"))
+        is_edge = not isinstance(size, dict) or "shortest_edge" in size
+        self.square("size", size)
+        if self.images.get("do_pad"):
+            return "pad"
+        if is_edge and not crops:
+            raise UserError(
+                f"its image processor has size {_shown(size)} and no do_center_crop: images are not squares"
+            )
+        return "center_crop" if is_edge else "resize"
+
+
+def _llava(whole: _Whole) -> Keys:
+    return {"select_layer": whole.layer(-2, "default"), "image_fit": whole.fit()}
+
+
+def _aya(whole: _Whole) -> Keys:
+    most = whole.images.get("max_patches", 12)
+    whole.one_tile("max_patches", most, most == 1)
+    whole.no_texts({key: whole.processor.get(key, f"its default {key}") for key in _AYA_TEXTS})
+    return {
+        "select_layer": whole.layer(-1, "full"),
+        "factor": whole.factor("downsample_factor", whole.said.get("downsample_factor", 2)),
+        "width": whole.width(),
+        "image_fit": whole.fit(),
+    }
+
+
+def _idefics3(whole: _Whole) -> Keys:
+    whole.square("max_image_size", whole.images.get("max_image_size"))
+    if whole.images.get("do_image_splitting", True):
+        _log.info(
+            f"model.from: {whole.path}: its processor cuts images into tiles (do_image_splitting); mmtrain trains on "
+            f"one square of {whole.vision.image_size} pixels, and exports a processor that makes one"
+        )
+    return {"factor": whole.factor("scale_factor", whole.said.get("scale_factor", 2))}
+
+
+def _internvl(whole: _Whole) -> Keys:
+    most = whole.images.get("max_patches", 12)
+    whole.one_tile("max_patches", most, most == 1)
+    tokenizer = whole.folder / "tokenizer_config.json"
+    named = read_json(tokenizer) if tokenizer.is_file() else {}
+    more = named.get("extra_special_tokens")
+    named |= more if isinstance(more, dict) else {}
+    whole.no_texts({key: named.get(key) for key in ("start_image_token", "end_image_token")})
+    ratio = whole.said.get("downsample_ratio", 0.5)
+    is_fraction = isinstance(ratio, float) and ratio > 0 and (1 / ratio).is_integer()
+    layer = whole.layer(-1, "default")
+    is_last = whole.said.get("vision_feature_layer", -1) == -1
+    has_norm = len(vision_shape(whole.path, -1, True).parameters) > len(whole.vision.parameters)
+    return {
+        "select_layer": layer,
+        "final_norm": is_last and has_norm,  # its class takes -1 for what the encoder returns
+        "factor": whole.factor("downsample_ratio", int(1 / ratio) if is_fraction else ratio),
+        "image_fit": whole.fit(),
+    }
+
+
+def _perception(whole: _Whole) -> Keys:
+    tiles = whole.images.get("vision_input_type", "thumb+tile")
+    whole.one_tile("vision_input_type", tiles, tiles != "thumb+tile")
+    whole.square("tile_size", whole.images.get("tile_size", 448))
+    if (told := whole.said.get("vision_use_cls_token", True)) is not bool(whole.vision.prefix_tokens):
+        raise UserError(f"config.json says vision_use_cls_token {_shown(told)}, and its encoder is another")
+    factor = whole.factor("projector_pooling_ratio", whole.said.get("projector_pooling_ratio", 1))
+    return {"factor": factor, "type": "mlp2x_gelu" if factor is None else "mlp2x_gelu_pool"}
+
+
+_READERS: dict[str, Callable[[_Whole], Keys]] = {
+    "Llava": _llava,
+    "AyaVision": _aya,
+    "Idefics3": _idefics3,
+    "InternVL": _internvl,
+    "PerceptionLM": _perception,
+}  # by Door.name
+
+
+def _given(config: RunConfig, key: str) -> Any:
+    """The value that a configuration gives a key, _LEFT_OUT where it gives none."""
+    *sections, name = key.split(".")
+    section: Any = config
+    for one in sections:
+        section = getattr(section, one)
+    return getattr(section, name) if name in section.model_fields_set else _LEFT_OUT
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else shortened(repr(value))

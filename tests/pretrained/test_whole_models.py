@@ -1,0 +1,303 @@
+"""A run begins with a whole multimodal model, or takes its LLM or its encoder: folders that transformers has saved."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from scenes import Case, execute, make_document
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+from untrained_runs import export, load_stock, make_checkpoint
+from whole_models import WHOLES, save_its_parts, save_whole
+
+import mmtrain
+from mmtrain.base.errors import UserError
+from mmtrain.config.load import dump_config
+from mmtrain.config.schema import RunConfig
+from mmtrain.launching.machine import plan_for_here
+from mmtrain.model.language import load_slice
+from mmtrain.model.projector import read_projector
+from mmtrain.model.stage import build_stage
+from mmtrain.pretrained.parts import DEFAULTS
+from mmtrain.pretrained.shapes import llm_shape
+
+SQUARE = {"final_norm": False, "layout": "square"}
+MLP = {"type": "mlp2x_gelu", "factor": None}
+COMPLETED = {  # class -> keys of model.vision, of model.projector, data.image_fit
+    "llava": ({"select_layer": -2, **SQUARE}, MLP, "pad"),
+    "aya_vision": ({"select_layer": -2, **SQUARE}, {"type": "shuffle_swiglu", "factor": 2}, "resize"),
+    "idefics3": (
+        {"select_layer": -1, "final_norm": True, "layout": "idefics3"},
+        {"type": "shuffle_linear", "factor": 2},
+        "resize",
+    ),
+    "internvl": ({"select_layer": -1, **SQUARE}, {"type": "shuffle_mlp2x_gelu", "factor": 2}, "resize"),
+    "perception_lm": (
+        {"select_layer": -1, "final_norm": True, "layout": "square"},
+        {"type": "mlp2x_gelu_pool", "factor": 2},
+        "resize",
+    ),
+}
+COMPLETED["smolvlm"] = COMPLETED["idefics3"]
+
+
+class Made(NamedTuple):
+    folder: Path
+    model: PreTrainedModel
+
+
+@pytest.fixture(scope="module")
+def make(make_tiny, tmp_path_factory) -> Callable[[str], Made]:
+    """Makes a whole model's folder, once; to be read."""
+
+    @functools.cache
+    def made(kind: str) -> Made:
+        folder = tmp_path_factory.mktemp(kind)
+        return Made(folder, save_whole(kind, folder, make_tiny.make_tokenizer()))
+
+    return made
+
+
+@pytest.fixture
+def configured(tiny, tmp_path) -> Callable[..., RunConfig]:
+    """A configuration whose model says `from` and what is given, with the tiny shards."""
+
+    def load(whole: Path, *overrides: str, **model: Any) -> RunConfig:
+        content = yaml.safe_load((tiny / "config.yaml").read_text())
+        content["model"] = {"from": str(whole), "llm": {"dtype": "float32"}, **model}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+        return mmtrain.load_config(tmp_path / "config.yaml", overrides)
+
+    return load
+
+
+def parts_of(config: RunConfig, folder: Path) -> RunConfig:
+    """The same run over the parts that `save_its_parts` has saved."""
+    names = {"llm.path": "llm", "vision.name": "vision", "projector.init_from": "projector.safetensors"}
+    return config.changed({f"model.{key}": str(folder / name) for key, name in names.items()})
+
+
+@pytest.mark.parametrize("kind", COMPLETED)
+def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, configured, tmp_path, kind):
+    whole = make(kind)
+    config = configured(whole.folder)
+    vision, projector, fit = COMPLETED[kind]
+    named = (config.model.llm.path, config.model.vision.name, config.model.projector.init_from)
+    assert named == (str(whole.folder),) * 3 and getattr(config.model, "from") is None
+    assert config.model.vision.model_dump(include=set(vision)) == vision
+    assert config.model.projector.model_dump(include={*projector, "width"}) == {**projector, "width": None}
+    assert config.data.image_fit == fit
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert mmtrain.load_config(tmp_path / "again.yaml") == config
+    plan_for_here(config)
+    trained = read_projector(str(whole.folder), config.model.projector, 32, 64)
+    checkpoint = make_checkpoint(tmp_path / "run", config, {f"projector.{name}": t for name, t in trained.items()})
+    export(checkpoint, tmp_path / "out")
+    again = load_stock(tmp_path / "out")
+    ours, theirs = again.state_dict(), whole.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for key in ("image_token_id", "tie_word_embeddings", "scale_factor", "downsample_factor", "downsample_ratio",
+                "projector_pooling_ratio", "vision_use_cls_token", "vision_feature_select_strategy"):  # fmt: skip
+        assert getattr(again.config, key, None) == getattr(whole.model.config, key, None), key
+
+
+def test_runs_begin_and_learn_as_with_the_same_model_in_three_parts(make, configured, tmp_path):
+    cases = []
+    for kind in COMPLETED:
+        whole = make(kind)
+        save_its_parts(kind, whole.model, tmp_path / kind)
+        positions = 16 if COMPLETED[kind][1]["factor"] is None else 4
+        config = configured(
+            whole.folder, "parallel.pipeline=2", "train.packs_per_step=2", "optimizer.lr=0.01", "data.pack_length=64"
+        )
+        documents = [make_document(seed, positions=positions, image_size=28) for seed in range(10)]
+        steps = tuple(tuple([[document]] for document in documents[2 * s : 2 * s + 2]) for s in range(5))
+        cases += [Case(config, steps), Case(parts_of(config, tmp_path / kind), steps)]
+    for rank in run_ranks(2, execute, cases):
+        for ours, theirs in zip(rank[::2], rank[1::2], strict=True):
+            assert [result.loss for result in ours["results"]] == [result.loss for result in theirs["results"]]
+            assert ours["parameters"].keys() == theirs["parameters"].keys()
+            assert all((ours["parameters"][name] == value).all() for name, value in theirs["parameters"].items())
+
+
+# ---- the LLM alone, the encoder alone
+
+
+@pytest.mark.parametrize("kind", WHOLES)
+def test_the_llm_in_a_whole_model_is_staged_as_the_whole_computes_text(make, kind):
+    folder = make(kind).folder
+    stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(300, (1, 24), generator=draw)
+    slices = [
+        load_slice(str(folder), a, b, embedding=a == 0, head=b == 4, dtype=torch.float32) for a, b in ((0, 2), (2, 4))
+    ]
+    named = {name: tuple(p.shape) for part in slices for name, p in part.global_parameters()}
+    shape = llm_shape(str(folder))
+    assert {p.name: p.shape for p in (*shape.front, *itertools.chain(*shape.decoder), *shape.head)} == {
+        "llm.head.weight": (400, 64),
+        **named,
+    }
+    assert shape.tied == stock.config.tie_word_embeddings
+    inputs = stock.get_input_embeddings()(ids).detach().requires_grad_()
+    logits = stock(inputs_embeds=inputs).logits[0]
+    weights = torch.randn(logits.shape, generator=draw)
+    (wanted,) = torch.autograd.grad((logits * weights).sum(), inputs)
+    hidden = own = slices[0].embed(ids).detach().requires_grad_()
+    assert torch.equal(own, inputs)
+    for part in slices:
+        hidden = part(hidden, torch.arange(24)[None])
+    found = slices[-1].logits(hidden[0])
+    (gradient,) = torch.autograd.grad((found * weights).sum(), own)
+    assert (found - logits).abs().max() <= 1e-6 * logits.abs().max()
+    assert (gradient - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+def test_names_of_transformers_in_memory_are_read_too_and_shards(make, configured, tmp_path):
+    whole = make("llava")
+    shutil.copytree(whole.folder, tmp_path / "memory")
+    tensors = {name: tensor.contiguous() for name, tensor in whole.model.state_dict().items()}
+    save_file(tensors, tmp_path / "memory" / "model.safetensors")
+    assert any(name.startswith("model.language_model.") for name in tensors)
+    shutil.copytree(whole.folder, tmp_path / "shards", ignore=shutil.ignore_patterns("*.safetensors"))
+    whole.model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
+    built = [held(configured(folder)) for folder in (whole.folder, tmp_path / "memory", tmp_path / "shards")]
+    for other in built[1:]:
+        assert other.keys() == built[0].keys() and all(torch.equal(other[name], t) for name, t in built[0].items())
+
+
+def held(config: RunConfig) -> dict[str, torch.Tensor]:
+    (rank,) = plan_for_here(config.changed({"parallel.pipeline": 1})).ranks
+    return dict(build_stage(config, rank.stages[0]).global_parameters())
+
+
+def test_a_whole_models_encoder_serves_another_llm(make, tiny, configured):
+    config = configured(make("llava").folder)
+    other = config.changed({"model.llm.path": str(tiny / "llm"), "model.projector.init_from": None})
+    vision = {name: t for name, t in held(config).items() if name.startswith("vision.")}
+    found = held(other)
+    assert vision and all(torch.equal(found[name], tensor) for name, tensor in vision.items())
+
+
+def test_what_published_files_leave_out_is_what_transformers_takes(make, tmp_path):
+    for family, defaults in DEFAULTS.items():
+        stock = CONFIG_MAPPING[family]()
+        assert {key: getattr(stock, key) for key in defaults} == defaults
+    folder = altered(make("llava").folder, tmp_path, {"text_config": {"num_attention_heads": None}})
+    assert llm_shape(str(folder)).heads == 32
+
+
+# ---- what is refused
+
+
+def altered(folder: Path, tmp_path: Path, changes: dict, file: str = "config.json") -> Path:
+    """A copy with these changes, those of a section within it; None takes a key out."""
+    made = shutil.copytree(folder, tmp_path / f"altered{len(list(tmp_path.glob('altered*')))}")
+    content = json.loads((made / file).read_text()) if (made / file).exists() else {}
+    for key, value in changes.items():
+        section, new = (content.setdefault(key, {}), value) if isinstance(value, dict) else (content, {key: value})
+        section.update(new)
+        for gone in [name for name, one in section.items() if one is None and name in new]:
+            del section[gone]
+    (made / file).write_text(json.dumps(content))
+    return made
+
+
+REFUSED = [  # class, file, changes, what is said
+    ("llava", "config.json", {"model_type": "llava_next"}, "has model_type 'llava_next'; needed is one of llava"),
+    ("llava", "config.json", {"model_type": ["llava"]}, "has model_type ['llava']; needed is one of llava"),
+    ("llava", "config.json", {"vision_feature_layer": [-2, -5]}, "vision_feature_layer [-2, -5]; mmtrain takes"),
+    ("llava", "config.json", {"vision_feature_layer": 0}, "vision_feature_layer 0; mmtrain takes the output of one"),
+    ("llava", "config.json", {"vision_feature_layer": -4}, "1 to 3 or -3 to -1"),
+    ("llava", "config.json", {"vision_feature_select_strategy": "full"}, "'full', not default: a class token would"),
+    ("aya_vision", "config.json", {"vision_feature_select_strategy": "default"}, "not full: a patch would be dropped"),
+    ("llava", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act relu, ours gelu"),
+    ("llava", "config.json", {"multimodal_projector_bias": False}, "multimodal_projector_bias False, ours True"),
+    ("llava", "config.json", {"quantization_config": {"quant_method": "awq"}}, "this checkpoint is quantised (awq)"),
+    ("llava", "config.json", {"vision_config": {"model_type": "pixtral"}}, "has model_type pixtral, which is not"),
+    ("llava", "config.json", {"vision_config": {"model_type": "siglip2_vision_model"}}, "variable size (NaFlex)"),
+    ("llava", "config.json", {"text_config": 5}, "config.json has text_config 5; needed is an object"),
+    ("llava", "config.json", {"vision_config": []}, "config.json has vision_config []; needed is an object"),
+    ("llava", "config.json", {"text_config": {"model_type": ["llama"]}}, "text_config in config.json has no"),
+    ("llava", "config.json", {"text_config": {"model_type": "mamba"}}, "recurrent layers"),
+    ("llava", "config.json", {"text_config": {"num_hidden_layers": 10**9}}, "says num_hidden_layers 1000000000"),
+    ("llava", "config.json", {"vision_config": {"image_size": "28"}}, "'28'"),
+    ("llava", "processor_config.json", {"image_processor": {"do_normalize": False}}, "has do_normalize False"),
+    ("llava", "processor_config.json", {"image_processor": {"rescale_factor": 1.0}}, "needed is 1/255"),
+    ("llava", "processor_config.json", {"image_processor": {"size": {"height": 14, "width": 14}}}, "takes 28 pixels"),
+    ("llava", "processor_config.json", {"image_processor": {"size": [[]]}}, "has size [[]], and the encoder"),
+    ("llava", "processor_config.json", {"image_processor": None}, "no preprocessor_config.json"),
+    ("aya_vision", "processor_config.json", {"image_processor": {"max_patches": 12}}, "into tiles (max_patches 12)"),
+    ("aya_vision", "processor_config.json", {"tile_token": "TILE"}, "writes 'TILE' (tile_token) beside an image"),
+    ("aya_vision", "processor_config.json", {"end_of_img_token": None}, "(end_of_img_token) beside an image"),
+    ("aya_vision", "config.json", {"downsample_factor": 7}, "downsample_factor 7; factors that work are 1, 2, 3, 4"),
+    ("aya_vision", "config.json", {"adapter_layer_norm_eps": 1e-5}, "adapter_layer_norm_eps 1e-05, ours 1e-06"),
+    ("idefics3", "preprocessor_config.json", {"max_image_size": {"longest_edge": 364}}, "encoder takes 28 pixels"),
+    ("internvl", "config.json", {"downsample_ratio": 0.3}, "downsample_ratio 0.3; factors that work are 2, 4"),
+    ("internvl", "preprocessor_config.json", {"max_patches": None}, "into tiles (max_patches 12)"),
+    ("internvl", "tokenizer_config.json", {"start_image_token": "<img>"}, "writes '<img>' (start_image_token)"),
+    ("perception_lm", "preprocessor_config.json", {"vision_input_type": "thumb+tile"}, "(vision_input_type"),
+    ("perception_lm", "config.json", {"vision_use_cls_token": False}, "says vision_use_cls_token False"),
+    ("perception_lm", "config.json", {"vision_config": {"architecture": "hf-hub:evil/x"}}, "hf-hub:evil"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "file", "changes", "said"), REFUSED)
+def test_what_mmtrain_would_compute_otherwise_is_refused_by_name(make, configured, tmp_path, kind, file, changes, said):
+    folder = altered(make(kind).folder, tmp_path, changes, file)
+    with pytest.raises(UserError) as raised:
+        build_stage(config := configured(folder), plan_for_here(config).ranks[0].stages[0])
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+    assert str(folder) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("language_model.", "the weights of an LLM are not in it"),
+        ("vision_tower.", "the weights of an encoder are not in it"),
+        ("multi_modal_projector.", "its weights hold no connector"),
+    ],
+)
+def test_weights_that_lack_a_part_or_hold_it_twice_are_refused(make, configured, tmp_path, part, said):
+    folder = shutil.copytree(make("llava").folder, tmp_path / "whole")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if not name.startswith(part)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=said):
+        configured(folder)
+    twice = {f"model.{name}": t.clone() for name, t in tensors.items() if name.startswith(part)}
+    save_file(tensors | twice, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"twice|two tensors for one place"):
+        build_stage(config := configured(folder), plan_for_here(config).ranks[0].stages[0])
+
+
+def test_a_key_given_by_hand_may_repeat_the_folder_and_not_contradict_it(make, configured):
+    folder = make("llava").folder
+    assert configured(folder, "model.vision.select_layer=-2", f"model.llm.path={folder}") == configured(folder)
+    for given, said in (
+        ("model.vision.select_layer=-1", "model.vision.select_layer is -1 in this configuration and -2 in that folder"),
+        ("model.llm.path=other", "model.llm.path is 'other' in this configuration"),
+        ("model.projector.init_from=null", "model.projector.init_from is null in this configuration"),
+        (
+            "data.image_fit=center_crop",
+            "data.image_fit is 'center_crop' in this configuration and 'pad' in that folder",
+        ),
+    ):
+        with pytest.raises(UserError) as raised:
+            configured(folder, given)
+        assert said in str(raised.value) and f"model.from: {folder}" in str(raised.value)
+    with pytest.raises(UserError, match=r"model\.vision: null, and model\.from names a model with an encoder"):
+        configured(folder, vision=None)
+    with pytest.raises(UserError, match=r"model\.from: \[5\] is not allowed; needs text or null"):
+        configured(folder, "model.from=[5]")

@@ -1,0 +1,140 @@
+"""Tiny random models of the multimodal classes of transformers, saved with their processors by its own code."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from scenes import perturb
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from mmtrain.model.timm_folder import save_timm_folder
+
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 7}  # fmt: skip
+TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 400, "max_position_embeddings": 512, "initializer_range": 0.15,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+TIMM = {"architecture": "vit_tiny_patch16_224", "model_args": {
+    "img_size": 28, "patch_size": 7, "embed_dim": 32, "depth": 3, "num_heads": 2, "global_pool": ""}}  # fmt: skip
+WHOLES: dict[str, tuple[str, str, str, dict]] = {  # class, model_type of encoder and of LLM, more of config.json
+    "llava": ("Llava", "clip_vision_model", "llama", {"image_seq_length": 16}),
+    "aya_vision": ("AyaVision", "siglip_vision_model", "cohere2", {"vision_feature_layer": -2}),
+    "idefics3": ("Idefics3", "idefics3_vision", "llama", {}),
+    "smolvlm": ("SmolVLM", "smolvlm_vision", "llama", {"tie_word_embeddings": True}),
+    "internvl": ("InternVL", "internvl_vision", "qwen2", {"image_seq_length": 4}),
+    "perception_lm": ("PerceptionLM", "timm_wrapper", "llama", {"projector_pooling_ratio": 2}),
+    "llava_next": ("LlavaNext", "clip_vision_model", "mistral", {}),
+    "gemma3": ("Gemma3", "siglip_vision_model", "gemma3_text", {"mm_tokens_per_image": 4}),
+    "mistral3": ("Mistral3", "pixtral", "mistral", {"tie_word_embeddings": False}),
+}
+MORE_TEXT = {
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8},
+    "cohere2": {"sliding_window": 8, "logit_scale": 0.25},
+}
+MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|video|>")
+BY_ID = ("idefics3_vision", "smolvlm_vision", "internvl_vision", "timm_wrapper")  # whose config calls the token so
+STATISTICS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
+SQUARE = {"size": {"height": 28, "width": 28}}
+
+
+def stock_whole(kind: str) -> PreTrainedModel:
+    """The stock model, every tensor random."""
+    name, vision, text, more = WHOLES[kind]
+    sizes = TIMM if vision == "timm_wrapper" else VISION
+    config = getattr(transformers, f"{name}Config")(
+        vision_config={"model_type": vision, **sizes},
+        text_config={"model_type": text, **TEXT, **MORE_TEXT.get(text, {})},
+        **{"image_token_id" if vision in BY_ID else "image_token_index": 314},
+        **more,
+    )
+    torch.manual_seed(5)
+    return perturb(getattr(transformers, f"{name}ForConditionalGeneration")(config))
+
+
+def save_whole(kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """The same, saved with its processor of one square an image; the model."""
+    model = stock_whole(kind)
+    model.save_pretrained(folder)
+    tokenizer.add_tokens(list(MARKS), special_tokens=True)
+    PROCESSORS.get(kind, lambda *_: tokenizer.save_pretrained(folder))(folder, tokenizer)
+    return model
+
+
+def save_its_parts(kind: str, model: PreTrainedModel, folder: Path) -> None:
+    """The same weights by three hands: llm/ and vision/ as stock models alone have them, and projector.safetensors."""
+    inner = model.model
+    language = inner.text_model if hasattr(inner, "text_model") else inner.language_model
+    config = copy.deepcopy(language.config)
+    config.tie_word_embeddings, config.logit_scale = model.config.tie_word_embeddings, 1.0
+    llm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    getattr(llm, llm.base_model_prefix).load_state_dict(language.state_dict())
+    llm.lm_head.load_state_dict(model.lm_head.state_dict())
+    llm.save_pretrained(folder / "llm")
+    tower = inner.vision_model if hasattr(inner, "vision_model") else inner.vision_tower
+    if hasattr(inner, "connector"):
+        siglip = SiglipVisionModel(SiglipVisionConfig(**VISION, vision_use_head=False))
+        siglip.load_state_dict(tower.state_dict())
+        tower, connector = siglip, inner.connector.modality_projection
+    else:
+        connector = inner.multi_modal_projector
+    if hasattr(tower, "timm_model"):
+        save_timm_folder(tower.timm_model, folder / "vision", TIMM["architecture"], TIMM["model_args"])
+    else:
+        tower.save_pretrained(folder / "vision")
+        (folder / "vision" / "preprocessor_config.json").write_text(json.dumps(STATISTICS))
+    tensors = {f"projector.{name}": tensor for name, tensor in connector.state_dict().items()}
+    save_file(tensors, folder / "projector.safetensors")
+
+
+def _llava(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    images = transformers.LlavaImageProcessor(do_pad=True, crop_size=SQUARE["size"], **SQUARE, **STATISTICS)
+    transformers.LlavaProcessor(images, tokenizer, 7, "default", num_additional_image_tokens=1).save_pretrained(folder)
+
+
+def _aya(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = ("start_of_img_token", "end_of_img_token", "img_line_break_token", "tile_token", "tile_global_token")
+    images = transformers.GotOcr2ImageProcessor(max_patches=1, **SQUARE, **STATISTICS)
+    transformers.AyaVisionProcessor(
+        images, tokenizer, patch_size=7, img_size=28, downsample_factor=2, **dict.fromkeys(texts, "")
+    ).save_pretrained(folder)
+
+
+def _idefics3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    images = transformers.Idefics3ImageProcessor(
+        do_image_splitting=False, max_image_size={"longest_edge": 28}, size={"longest_edge": 28}, **STATISTICS
+    )
+    images.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _internvl(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    transformers.GotOcr2ImageProcessor(max_patches=1, **SQUARE, **STATISTICS).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _perception(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    images = transformers.PerceptionLMImageProcessor(vision_input_type="vanilla", tile_size=28, **STATISTICS)
+    images.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+PROCESSORS: dict[str, Callable[[Path, PreTrainedTokenizerFast], object]] = {
+    "llava": _llava,
+    "aya_vision": _aya,
+    "idefics3": _idefics3,
+    "smolvlm": _idefics3,
+    "internvl": _internvl,
+    "perception_lm": _perception,
+}
