@@ -32,7 +32,7 @@ from mmtrain.model.bookends import Bookend, absent_modules, decoder_layers, deco
 from mmtrain.model.last_layer import LastLayer, Rows, recomputing
 from mmtrain.model.lora import without_marks
 from mmtrain.model.weights import open_tensors, tensor_files
-from mmtrain.pretrained.families import check_family, global_name
+from mmtrain.pretrained.families import check_family, global_name, remote_code
 from mmtrain.pretrained.model_files import foreign_files, model_folder
 from mmtrain.pretrained.parts import holds_parts, llm_config, llm_tensors
 
@@ -269,7 +269,8 @@ def causal_config(folder: Path) -> PreTrainedConfig:
     check_family(config_json)
     family = config_json["model_type"]
     if family not in transformers.CONFIG_MAPPING:
-        raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}; a later one may")
+        why = remote_code(config_json) or "a later one may"
+        raise UserError(f"{folder}: transformers {transformers.__version__} does not know {family}; {why}")
     if holds_parts(folder):
         with foreign_files(f"{folder}: text_config in config.json"):
             config = transformers.CONFIG_MAPPING[family].from_dict(config_json)

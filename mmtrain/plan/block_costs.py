@@ -216,7 +216,8 @@ def _projected(local_name: str, matrix: float, query_share: float, tokens: float
 
 
 BEHIND = 0.5  # places that B of an adapter stands behind its A
-_LEFT_OUT = {"q_proj", "q_b_proj", "k_proj", "v_proj"}  # of the run that does not need them, by model/last_layer.py
+# Of the run that does not need them, by model/last_layer.py; kv_b_proj lies behind the cache, which the first ends at.
+_LEFT_OUT = {"q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj"}
 _QUERY = {"q_proj", "q_a_proj", "q_b_proj", "query"}
 _FUSED = {"qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv"}
 _OUT = {"o_proj", "out_proj", "dense", "c_proj", "proj", "wo", "projection_layer"}

@@ -40,11 +40,16 @@ _NOT_CAUSAL = {
     "xlm-roberta",
 }  # fmt: skip
 _OTHER_SIGNATURES = {"biogpt", "bloom", "codegen", "falcon", "gptj", "mpt"}
+_SPARSE = {"deepseek_v32", "glm_moe_dsa"}
 _RECURRENT = {
     "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax",
     "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm",
     "zamba", "zamba2",
 }  # fmt: skip
+_NO_CODE = "mmtrain runs none that a model brings"
+_REMOTE_CODE = {  # model types that only a folder's own code knows, and releases that transformers' classes read
+    "chatglm": "a GLM-4 of transformers' own classes, such as THUDM/glm-4-9b-chat-hf or THUDM/GLM-4-9B-0414",
+}
 MAX_EXPERTS = 100_000
 # Smallest and largest by the names that families use for the same thing. The largest published values: hidden size
 # 20,480, 126 layers, 128 heads of 576, 262,400 tokens, 512 experts.
@@ -71,6 +76,8 @@ def check_family(config_json: dict[str, Any]) -> None:
     family = config_json.get("model_type")
     if not family or not isinstance(family, str):
         raise UserError("config.json has no model_type: not a Hugging Face model; give the folder of a causal LLM")
+    if family in _REMOTE_CODE:
+        raise UserError(f"{family} needs the code in its folder, and {_NO_CODE}; take {_REMOTE_CODE[family]}")
     if config_json.get("is_encoder_decoder"):
         raise UserError(f"{family} is an encoder-decoder; mmtrain stages decoder-only causal LLMs (llama, qwen2, ...)")
     if isinstance(config_json.get("text_config"), dict):
@@ -84,6 +91,11 @@ def check_family(config_json: dict[str, Any]) -> None:
         raise UserError(
             f"{family} cannot be cut into stages: its decoder layers take ALiBi or other arguments than position_ids "
             "and one attention mask; use a llama-like family (llama, mistral, qwen2, gemma2, phi3, ...)"
+        )
+    if family in _SPARSE:
+        raise UserError(
+            f"{family} cannot be packed: its layers choose the tokens to attend to from a mask, which packs lack; "
+            "use a family whose layers attend to all (deepseek_v3, glm4_moe, glm4_moe_lite, ...)"
         )
     check_llm_numbers(config_json)
     recurrent = sorted({kind for kind in layer_kinds(config_json) if _RECURRENT_LAYER.search(kind)})
@@ -100,6 +112,16 @@ def check_family(config_json: dict[str, Any]) -> None:
                 f"{family}: this checkpoint is quantised ({method}), and gradients must flow through its layers; "
                 "use the bf16 release of the same model"
             )
+
+
+def remote_code(config_json: dict[str, Any]) -> str:
+    """Why a model cannot be read whose config.json names code in its folder; empty where it names none.
+
+    Such a folder may be sound all the same: many have a family that has come to transformers since.
+    """
+    if not config_json.get("auto_map"):
+        return ""
+    return f"auto_map in config.json says that it needs the code in its folder, and {_NO_CODE}; take its -hf release"
 
 
 def check_llm_numbers(config_json: dict[str, Any]) -> None:

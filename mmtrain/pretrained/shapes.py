@@ -18,7 +18,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.pretrained.encoders import check_plain_vit, family_of, rows
-from mmtrain.pretrained.families import check_family, global_name, layer_kinds, parameters_on_disk
+from mmtrain.pretrained.families import check_family, global_name, layer_kinds, parameters_on_disk, remote_code
 from mmtrain.pretrained.model_files import Shape, find_model_folder, no_model, tensor_shapes
 from mmtrain.pretrained.parts import encoder_config, encoder_tensors, llm_config, llm_tensors
 from mmtrain.pretrained.recorded_shapes import Recorded, find_recorded
@@ -150,7 +150,7 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
     if embedding is None or len(embedding.shape) != 2 or not decoder:
         raise UserError(
             f"{source}: no embedding or no decoder layers among its {len(parameters)} tensors "
-            f"(first: {next(iter(parameters), 'none')}); is it a causal LLM?"
+            f"(first: {next(iter(parameters), 'none')}); {remote_code(config_json) or 'is it a causal LLM?'}"
         )
     if layers is None:
         layers = max(decoder) + 1

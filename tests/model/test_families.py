@@ -28,7 +28,10 @@ FAMILIES: dict[str, dict] = {
     "gemma2": {},
     "gemma3_text": {},
     "phi3": {},
+    "glm": {},
     "glm4": {},
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
+    "glm4_moe_lite": {},
     "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
     "smollm3": {},
     "cohere2": {},
@@ -110,7 +113,14 @@ def test_staged_and_packed_equals_the_stock_model_on_each_document(checkpoint):
             begin += length
 
 
-EXPERTS = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")  # families in whose MLPs no adapter fits
+EXPERTS = (
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "mixtral",
+    "qwen3_moe",
+)  # families in whose MLPs no adapter fits
 
 
 def gradients_of(named, backward) -> dict[str, torch.Tensor]:

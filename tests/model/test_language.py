@@ -343,7 +343,11 @@ def test_unusable_weights_are_refused_with_what_to_do(folder, tmp_path):
         ({"model_type": "bart", "is_encoder_decoder": True}, "bart is an encoder-decoder"),
         ({"model_type": "mamba"}, "mamba has recurrent layers"),
         ({"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 6}, "qwen3_next has linear_attention"),
-        ({"model_type": "llama99"}, "does not know llama99"),
+        ({"model_type": "llama99"}, "does not know llama99; a later one may"),
+        (
+            {"model_type": "yi99", "auto_map": {"AutoModel": "m.M"}},
+            "does not know yi99; auto_map .* its -hf release",
+        ),
         ({"model_type": "siglip_vision_model"}, "siglip_vision_model has no causal LM"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
     ],

@@ -94,8 +94,11 @@ def one_layer(family: str, **values: object) -> nn.Module:
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 MLA = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_group": 1, "topk_group": 1}
+GLM_MOE = MLA | {"first_k_dense_replace": 0, "use_qk_norm": True, "attention_bias": True}
 MLA |= {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
-MLA |= {"num_key_value_heads": 8, "first_k_dense_replace": 0, "head_dim": 16}
+MLA |= {"num_key_value_heads": 8, "head_dim": 16}
+GLM_MLA = MLA | {"mlp_layer_types": ["sparse"]}
+MLA |= {"first_k_dense_replace": 0}
 
 
 def block_of(
@@ -141,7 +144,10 @@ def measured(model: nn.Module, *, input_gradient: bool) -> tuple[int, int]:
         ("gemma2", {}),
         ("gemma3_text", {}),
         ("phi3", {}),
+        ("glm", {}),
         ("glm4", {}),
+        ("glm4_moe", GLM_MOE),
+        ("glm4_moe_lite", GLM_MLA),
         ("granite", {}),
         ("olmo2", {}),
         ("starcoder2", {}),
@@ -232,9 +238,15 @@ def measured_on_rows(model: nn.Module, *, input_gradient: bool) -> tuple[int, in
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "glm4", "olmo2", "starcoder2"])
-def test_flops_of_the_last_layer_on_rows_are_those_that_torch_counts(family: str) -> None:
-    model = one_layer(family)
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        *((family, {}) for family in ("llama", "qwen3", "gemma2", "phi3", "glm", "glm4", "olmo2", "starcoder2")),
+        *(("deepseek_v3", MLA), ("glm4_moe", GLM_MOE), ("glm4_moe_lite", GLM_MLA)),
+    ],
+)
+def test_flops_of_the_last_layer_on_rows_are_those_that_torch_counts(family: str, values: dict) -> None:
+    model = one_layer(family, **values)
     frozen, _ = total(block_of(model, rows=ROWS), True)
     forward, dgrad = measured_on_rows(model, input_gradient=True)
     assert frozen.forward == pytest.approx(forward, rel=0.02)

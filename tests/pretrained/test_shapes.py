@@ -300,6 +300,11 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder-decoder"),
         ({"model_type": "bart", "is_encoder_decoder": True}, "bart is an encoder-decoder"),
         ({"model_type": "bert"}, "bert is not a causal LLM"),
+        (
+            {"model_type": "chatglm"},
+            "chatglm needs the code in its folder.*; take .* THUDM/glm-4-9b-chat-hf",
+        ),
+        ({"model_type": "glm_moe_dsa"}, "glm_moe_dsa cannot be packed: its layers choose the tokens"),
         ({"model_type": "falcon"}, "falcon cannot be cut into stages"),
         ({"model_type": "bloom"}, "bloom cannot be cut into stages"),
         ({"model_type": "gptj"}, "gptj cannot be cut into stages"),
@@ -335,6 +340,7 @@ def test_what_cannot_be_staged_or_packed_is_refused_by_name(config_json, message
         {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
         {"model_type": "granitemoehybrid", "layer_types": ["attention", "attention"]},
         {"model_type": "minimax_m2"},
+        {"model_type": "deepseek_v3", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
     ],
 )
 def test_families_whose_layers_all_attend_pass(config_json):
