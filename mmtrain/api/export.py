@@ -78,22 +78,20 @@ def export(
             if format == "hf":
                 exported = export_hf(checkpoint, folder, tensors, shard_bytes, show)
             else:
-                from mmtrain.exporting.peft_folder import BASE, export_peft  # peft takes a second
+                from mmtrain.exporting.peft_folder import export_peft  # peft takes a second
 
                 exported = export_peft(checkpoint, folder, tensors, shard_bytes, base, out, show)
             if exported is not None:
                 _log.info(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
                 if exported.unmarked:
                     _log.info(exported.unmarked)
-            if verify is not None and exported is None:
-                raise UserError(
-                    "verify (--verify) runs a whole model, and these adapters are for the LLM as it was published: "
-                    "leave it out, or take base hf (--base hf)"
-                )
-            if verify is not None and format == "hf":
-                _verify(checkpoint, folder, exported, tensors, verify)
-            elif verify is not None:
-                _verify(checkpoint, folder / BASE, exported, tensors, verify, adapters=folder)
+            if verify is not None:
+                if exported is None:
+                    raise UserError(
+                        "verify (--verify) runs a whole model, and these adapters are for the LLM as it was published: "
+                        "leave it out, or take base hf (--base hf)"
+                    )
+                _verify(checkpoint, exported, tensors, verify)
     elif format == "llava":
         export_llava(checkpoint, out, tensors)
     else:
@@ -103,19 +101,12 @@ def export(
     return out
 
 
-def _verify(
-    checkpoint: StepFolder,
-    folder: Path,
-    exported: ExportedModel,
-    dtype: torch.dtype,
-    samples: int,
-    adapters: Path | None = None,
-) -> None:
-    """Compare an exported model, with its adapters if it has some, with mmtrain's; raises DifferentError."""
+def _verify(checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype, samples: int) -> None:
+    """Compare an exported model with mmtrain's; raises DifferentError."""
     from mmtrain.exporting.verify import PROMPTS, batch_fault, compare_logits
 
     _log.info("comparing with mmtrain's own logits: both models are loaded, in float32, one after the other")
-    found, model = compare_logits(checkpoint, folder, exported, dtype, samples, adapters)
+    found, model = compare_logits(checkpoint, exported.folder, exported, dtype, samples)
     line = (
         f"logits of {found.tokens:,} answer tokens in {len(found.samples)} samples: largest difference "
         f"{found.difference:.1e} (largest logit {found.largest:.1f}), the same token said at "
@@ -124,7 +115,7 @@ def _verify(
     if not found.passed:
         raise DifferentError(f"{line}: the exported model is not the one that was trained; nothing was exported")
     _log.info(line)
-    if fault := batch_fault(folder, model, found.samples, checkpoint.config.data.template == "plain"):
+    if fault := batch_fault(exported.folder, model, found.samples, checkpoint.config.data.template == "plain"):
         raise DifferentError(
             f"batches are answered wrongly: {fault}; nothing was exported. Without --verify the folder is written all "
             "the same: ask it one prompt at a time"

@@ -55,11 +55,13 @@ class ExportedModel:
     """What was written."""
 
     door: StockDoor
+    folder: Path
     bytes: int  # of the tensors
     tensors: int
     files: int
     kept_in_float32: frozenset[str]  # names of tensors that were not cast
     unmarked: str | None  # why the chat template does not mark answers; None where it does
+    adapters: Path | None = None  # peft's folder with those of the LLM, where they are not merged
 
 
 def export_hf(
@@ -116,7 +118,7 @@ def export_hf(
     progress("read again", 0, size)
     check_written(folder, files, lambda done: progress("read again", done, size))
     write_card(door, folder, about, stored_as, encoder, language, processor, unmarked)
-    return ExportedModel(door, total, len(tensors), len(files), frozenset(kept), unmarked)
+    return ExportedModel(door, folder, total, len(tensors), len(files), frozenset(kept), unmarked)
 
 
 def _config(

@@ -51,16 +51,16 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
     """
     tensors = run_tensors(checkpoint)
     about = origin(checkpoint, tensors)
-    try:
-        refuse_llava_code(checkpoint.config)
-    except UserError as error:
-        raise UserError(f"{checkpoint.path}: {error}; use {formats_for(checkpoint.config)}") from None
     others = [name for name in about.trained if not name.startswith(PROJECTOR)]
     if others:
         raise UserError(
             f"{checkpoint.path}: {others[0]} was trained too ({len(others)} tensors besides the projector), and "
             f"{FILE} has no place for it; use --format hf, or --format safetensors"
         )
+    try:
+        refuse_llava_code(checkpoint.config)
+    except UserError as error:
+        raise UserError(f"{checkpoint.path}: {error}; use {formats_for(checkpoint.config)}") from None
     names = NAMES[about.projector_type]
     projector = {}
     for name, source in tensors.items():

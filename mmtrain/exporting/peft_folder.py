@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -76,6 +77,7 @@ def export_peft(
     if base == "hf":
         (folder / BASE).mkdir()
         exported = export_hf(checkpoint, folder / BASE, dtype, shard_bytes, progress, merged=False)
+        exported = replace(exported, adapters=folder)
         made = AutoConfig.from_pretrained(folder / BASE, local_files_only=True, trust_remote_code=False)
         stock, name = getattr(transformers, *made.architectures), str(out.expanduser().absolute() / BASE)
     else:

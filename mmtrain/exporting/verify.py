@@ -71,16 +71,10 @@ class Comparison:
 
 
 def compare_logits(
-    checkpoint: StepFolder,
-    folder: Path,
-    exported: ExportedModel,
-    dtype: torch.dtype,
-    count: int,
-    adapters: Path | None = None,
+    checkpoint: StepFolder, folder: Path, exported: ExportedModel, dtype: torch.dtype, count: int
 ) -> tuple[Comparison, PreTrainedModel]:
     """Logits on the first `count` held-out samples of the run (of its training data, if it holds out none).
 
-    adapters: the folder of peft's that holds those of the LLM, where they are not merged in `folder`.
     Returns them beside mmtrain's own, and the stock model in float32. Raises UserError for other frozen weights than
     the run's, for data that are not here, and for a folder that does not load without a remark.
     """
@@ -89,14 +83,14 @@ def compare_logits(
     door = exported.door
     frozen_as_trained = _compare_frozen(door, checkpoint, stage, folder)
     if dtype != torch.float32:  # what is rounded are merged weights
-        merge_adapters(stage if adapters is None else stage.front)
+        merge_adapters(stage if exported.adapters is None else stage.front)
     expected = _own_logits(stage, batches, dtype, _own_names(door, exported.kept_in_float32))
     del stage  # memory for one of the two is enough
     model = _stock_model(door, folder)
-    if adapters is not None:
+    if exported.adapters is not None:
         from mmtrain.exporting.peft_folder import load_adapters  # peft takes a second
 
-        load_adapters(model, adapters)
+        load_adapters(model, exported.adapters)
     difference = largest = 0.0
     tokens = agreeing = 0
     for batch, own in zip(batches, expected, strict=True):
