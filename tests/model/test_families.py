@@ -113,14 +113,8 @@ def test_staged_and_packed_equals_the_stock_model_on_each_document(checkpoint):
             begin += length
 
 
-EXPERTS = (
-    "deepseek_v3",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "gpt_oss",
-    "mixtral",
-    "qwen3_moe",
-)  # families in whose MLPs no adapter fits
+# Families in whose MLPs no adapter fits.
+EXPERTS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "mixtral", "qwen3_moe")
 
 
 def gradients_of(named, backward) -> dict[str, torch.Tensor]:

@@ -403,17 +403,12 @@ def test_a_llama_layer_saves_the_bytes_that_torch_saves(dtype: torch.dtype, trai
     assert expected == pytest.approx(actual, rel=0.08)  # 0.15 was asked for
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("targets", ["llm.layers.*", "*attn", "*mlp"])
-def test_a_llama_layer_with_adapters_saves_the_bytes_that_torch_saves(dtype: torch.dtype, targets: str) -> None:
+def saved_by_a_layer(one: nn.Module, two: nn.Module) -> int:
+    """Bytes that a decoder layer keeps of 128 tokens in packed documents: what `two` layers keep beyond `one`."""
     saved = []
-    for layers in (1, 2):  # the difference is one layer's
-        sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 16, "vocab_size": 8}
-        config = LlamaConfig(**sizes, num_hidden_layers=layers, attn_implementation=ATTENTION)
-        torch.manual_seed(0)
-        model = transformers.LlamaModel(config).to(dtype).eval().requires_grad_(False)
-        adapters = give_adapters(model, targets)
-        hidden = torch.randn(1, 128, 512, dtype=dtype, requires_grad=True)
+    for model in (one, two):
+        model.set_attn_implementation(ATTENTION)
+        hidden = torch.randn(1, 128, model.config.hidden_size, dtype=model.dtype, requires_grad=True)
         positions = torch.cat([torch.arange(70), torch.arange(58)])[None]
 
         def run(model=model, hidden=hidden, positions=positions) -> torch.Tensor:
@@ -421,11 +416,32 @@ def test_a_llama_layer_with_adapters_saves_the_bytes_that_torch_saves(dtype: tor
                 return model(inputs_embeds=hidden, position_ids=positions, use_cache=False).last_hidden_state
 
         saved.append(saved_bytes(run, [*model.parameters(), *model.buffers()]))
-        if layers == 1:
-            expected = total(block_of(model, adapters, 128, 128, dtype.itemsize), True)[1]
-    actual = saved[1] - saved[0]
+    return saved[1] - saved[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("targets", ["llm.layers.*", "*attn", "*mlp"])
+def test_a_llama_layer_with_adapters_saves_the_bytes_that_torch_saves(dtype: torch.dtype, targets: str) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 16, "vocab_size": 8}
+    configs = [LlamaConfig(**sizes, num_hidden_layers=layers) for layers in (1, 2)]
+    one, two = (transformers.LlamaModel(config).to(dtype).eval().requires_grad_(False) for config in configs)
+    adapters, _ = give_adapters(one, targets), give_adapters(two, targets)
+    expected = total(block_of(one, adapters, 128, 128, dtype.itemsize), True)[1]
+    actual = saved_by_a_layer(one, two)
     print(f"{dtype}, {targets}: {expected / 128:,.0f} expected, {actual / 128:,.0f} bytes per token saved")
     assert expected == pytest.approx(actual, rel=0.05)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("family", "values"), [("glm", {}), ("glm4", {}), ("glm4_moe", GLM_MOE)])
+def test_a_glm_layer_saves_the_bytes_that_torch_saves(family: str, values: dict, trained: bool) -> None:
+    """Its partial rotation keeps a cosine and a sine of its own, which are not counted."""
+    one, two = (one_layer(family, **values, num_hidden_layers=n).requires_grad_(trained) for n in (1, 2))
+    for model in (one, two) if values else ():
+        model.set_experts_implementation("grouped_mm")  # transformers' own choice
+    names = [name for name, _ in one.named_parameters()] if trained else []
+    expected = total(block_of(one, names, 128, 128), True)[1]
+    assert expected == pytest.approx(saved_by_a_layer(one, two), rel=0.05)
 
 
 @pytest.mark.parametrize("trained", [False, True])
