@@ -133,7 +133,7 @@ def test_a_run_says_how_its_attention_is_computed_before_its_first_step(runs):
         assert printed.index("attention: documents one by one") < printed.index("step 1/")
 
 
-def test_the_record_names_one_trained_rank_and_three_explicit_no_ops(runs):
+def test_updates_verified_on_each_device_name_one_trained_rank_and_three_explicit_no_ops(runs):
     folder, printed = runs[4, 1]
     audit = json.loads((folder / "audit.json").read_text())
     plan = json.loads((folder / "plan.json").read_text())
