@@ -5,13 +5,16 @@ The reference is LLaVA's own: `Conversation.get_prompt`, `tokenizer_image_token`
 """
 
 import json
+import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from chat_styles import sentencepiece_like
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 from untrained_runs import make_checkpoint
 
 from mmtrain.__main__ import main
@@ -26,6 +29,7 @@ from mmtrain.data.samples.templates import ChatTemplate, make_template
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
+CONFIGS = Path(__file__).parents[3] / "configs"
 CONVERSATIONS = {
     "images": ("<image>\nWhat is this?", "A red circle.", "And <image>\nthis?", "No, left\n of it."),
     "words": ("What is this? ", " A red circle ", "Tell them apart.", "1. A\n2. é", "Why?", "So."),
@@ -121,6 +125,26 @@ def test_chatml_is_the_tokens_and_labels_written_by_hand(make_tiny):
     assert list(document.input_ids) == [token for _, tokens in expected for token in tokens]
     labels = [token if learnt else IGNORE for learnt, tokens in expected for token in tokens]
     assert list(document.labels) == [*labels[1:], IGNORE]
+
+
+def test_the_recipe_for_smolvlm_writes_what_its_own_template_writes(make_tiny):
+    config = load_config(CONFIGS / "smolvlm_256m_lora.yaml")
+    tokenizer = make_tiny.make_tokenizer()
+    marks = [AddedToken(mark, special=True, normalized=False) for mark in ("<|im_start|>", "<end_of_utterance>")]
+    tokenizer.add_tokens(marks, special_tokens=True)
+    template = make_template(config.data.template, tokenizer, ImageLayout("square", 1), 10**6)
+    roles = {"human": "user", "gpt": "assistant"}
+    for texts in CONVERSATIONS.values():
+        turns = sample_of(texts).turns
+        pieces = [(speaker, [piece for piece in re.split("(<image>)", text) if piece]) for speaker, text in turns]
+        kinds = {"<image>": {"type": "image"}}
+        messages = [
+            {"role": roles[speaker], "content": [kinds.get(one, {"type": "text", "text": one}) for one in said]}
+            for speaker, said in pieces
+        ]
+        written, spans = template.chat.write(turns)
+        assert written == tokenizer.apply_chat_template(messages, chat_template=DEFAULT_CHAT_TEMPLATE, tokenize=False)
+        assert all(written[begin:end].endswith("<end_of_utterance>") for begin, end in spans)
 
 
 @pytest.mark.parametrize("name", ["llava_v1", "llama_2", "chatml"])
