@@ -37,12 +37,13 @@ def make_checkpoint(
 
     `more` goes into its state.
     """
-    vision = vision_shape(config.model.vision.name, config.model.vision.select_layer, config.model.vision.final_norm)
-    projector = make_projector(
-        config.model.projector, vision.width, llm_shape(config.model.llm.path).hidden_size, config.run.seed
-    )
-    tensors = {f"projector.{name}": tensor.detach().clone() for name, tensor in projector.named_parameters()}
-    tensors |= others or {}
+    tensors = dict(others or {})
+    if (chosen := config.model.vision) is not None:
+        vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
+        width = llm_shape(config.model.llm.path).hidden_size
+        projector = make_projector(config.model.projector, vision.width, width, config.run.seed)
+        own = {f"projector.{name}": tensor.detach().clone() for name, tensor in projector.named_parameters()}
+        tensors = own | tensors
     state = state_of(step, config=config.model_dump(mode="json"), **more)
     path = step_path(run, step)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -113,6 +113,37 @@ def write_adapter_card(folder: Path, about: Origin, model: str, lora: LoraSectio
     (folder / "README.md").write_text("\n\n".join(sections) + "\n")
 
 
+TEXT_LOADING = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+question = [{"role": "user", "content": "What is a projector?"}]
+inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+output = model.generate(**inputs.to(model.device), max_new_tokens=64)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+```"""
+
+
+def write_text_card(folder: Path, about: Origin, dtype: str, language: ExportedLanguage) -> None:
+    """Write README.md of an LLM that was trained on text alone."""
+    front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    front |= {"base_model": [about.llm]} if HUB_ID.fullmatch(about.llm) and "/" in about.llm else {}
+    llm = f"{code(about.llm)} ({shown_name(language.config['model_type'])}, {about.llm_width:,} wide)"
+    stored = f"{dtype}; what was trained was so in float32, in an LLM in {about.llm_dtype}"
+    sections = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {shown_name(Path(about.llm).name)}, trained further",
+        f"Made with mmtrain {shown_name(about.versions['mmtrain'])}: {len(about.trained)} tensors trained on text.",
+        "## Made of\n\n" + table({"LLM": llm, "weights stored in": stored}),
+        "## Training\n\n" + table(_training(about)),
+        "## How to load\n\n" + TEXT_LOADING,
+    ]
+    (folder / "README.md").write_text("\n\n".join(sections) + "\n")
+
+
 def _what_trained(about: Origin) -> str:
     around = [name for name in about.trained if not name.startswith(PROJECTOR)]
     if not about.trained:

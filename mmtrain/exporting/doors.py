@@ -25,6 +25,7 @@ from mmtrain.data.stream.images import ImageTransform
 from mmtrain.exporting.vision import OUTER, ExportedEncoder, encoder_for_export, wrapped_timm_encoder
 from mmtrain.pretrained.connectors import reduction
 from mmtrain.pretrained.doors import DOORS, WHAT_WORKS, Door
+from mmtrain.pretrained.families import global_name
 
 # A small encoder of the class's own, for trials of the LLM beside it.
 _TINY = {
@@ -56,6 +57,14 @@ class StockDoor:
         self.processor_name = f"{facts.name}Processor"
         self.model_class: type[PreTrainedModel] = getattr(transformers, self.class_name)
         self.config_class: type[PreTrainedConfig] = getattr(transformers, f"{facts.name}Config")
+
+    def language_name(self, name: str, base: str) -> str:
+        """The name of one of the LLM's tensors, which its own class, around `base`, calls `name`; raises UserError."""
+        if not global_name(name).startswith("llm.head."):
+            return self.decoder_names + name.removeprefix(base + ".")
+        if not name.endswith(".weight"):
+            raise UserError(f"the LLM's head has a bias ({name}), and {self.class_name}'s has none; {WHAT_WORKS}")
+        return self.head_name
 
     def encoder(self, run: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
         """The run's encoder in the class's own names; `trained` as `encoder_for_export` has it."""

@@ -36,7 +36,7 @@ from mmtrain.exporting.doors import StockDoor, door_of
 from mmtrain.exporting.language import ExportedLanguage, language_for_export
 from mmtrain.exporting.merging import merged_encoder
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, write_processor
-from mmtrain.exporting.projector_file import origin, run_tensors
+from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.model.language import causal_config, quiet
@@ -60,7 +60,7 @@ class ExportedModel:
     tensors: int
     files: int
     kept_in_float32: frozenset[str]  # names of tensors that were not cast
-    unmarked: str | None  # why the chat template does not mark answers; None where it does
+    unmarked: str | None = None  # why the chat template does not mark answers, where it does not
     adapters: Path | None = None  # peft's folder with those of the LLM, where they are not merged
 
 
@@ -83,12 +83,7 @@ def export_hf(
         door = door_of(stock_door(config))
     except UserError as error:
         raise UserError(f"{error}; use {formats_for(config)}") from None
-    replacing = run_tensors(checkpoint)
-    about = origin(checkpoint, replacing)
-    if not merged:
-        left_out = {name for name in replacing if name.startswith("llm.") and is_adapter(name)}
-        replacing = {name: source for name, source in replacing.items() if name not in left_out}
-        about = replace(about, trained=tuple(name for name in about.trained if name not in left_out))
+    replacing, about = tensors_to_export(checkpoint, merged)
     llm = model_folder(about.llm)
     refuse_unfit_family(door, llm)
     vision, own, projector = (
@@ -105,20 +100,45 @@ def export_hf(
     content = _config(door, config, encoder, language, processor, stored_as)
     refuse_loading_faults(door, content, tensors)
 
-    kept = kept_in_float32(door, content, tensors, dtype)
-    total = sum(TensorWriter(dtype, kept).bytes_of(name, source) for name, source in tensors.items())
-    require_space(folder, total + SMALL_FILES)
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     unmarked = mark_answers(config, folder)
     check_processor(config, processor, folder)
+    written = write_model(door, folder, content, tensors, dtype, shard_bytes, progress)
+    write_card(door, folder, about, stored_as, encoder, language, processor, unmarked)
+    return replace(written, unmarked=unmarked)
+
+
+def tensors_to_export(checkpoint: StepFolder, merged: bool) -> tuple[dict[str, TensorSource], Origin]:
+    """`run_tensors`, without the LLM's adapters unless they are to be `merged`, and what they belong to."""
+    found = run_tensors(checkpoint)
+    about = origin(checkpoint, found)
+    if not merged:
+        left_out = {name for name in found if name.startswith("llm.") and is_adapter(name)}
+        found = {name: source for name, source in found.items() if name not in left_out}
+        about = replace(about, trained=tuple(name for name in about.trained if name not in left_out))
+    return found, about
+
+
+def write_model(
+    door: StockDoor,
+    folder: Path,
+    content: Mapping[str, Any],
+    tensors: Mapping[str, TensorSource],
+    dtype: torch.dtype,
+    shard_bytes: int,
+    progress: Callable[[str, int, int], None],
+) -> ExportedModel:
+    """Write the tensors of a model whose config.json has this `content`, and read them again; as `export_hf` raises."""
+    kept = kept_in_float32(door, content, tensors, dtype)
+    total = sum(TensorWriter(dtype, kept).bytes_of(name, source) for name, source in tensors.items())
+    require_space(folder, total + SMALL_FILES)
     progress("written", 0, total)
     writer = TensorWriter(dtype, kept, lambda done: progress("written", done, total))
     files = write_shards(folder, tensors, writer, shard_bytes)
     size = sum((folder / file).stat().st_size for file in files)
     progress("read again", 0, size)
     check_written(folder, files, lambda done: progress("read again", done, size))
-    write_card(door, folder, about, stored_as, encoder, language, processor, unmarked)
-    return ExportedModel(door, folder, total, len(tensors), len(files), frozenset(kept), unmarked)
+    return ExportedModel(door, folder, total, len(tensors), len(files), frozenset(kept))
 
 
 def _config(

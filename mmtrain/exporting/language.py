@@ -27,7 +27,6 @@ from mmtrain.exporting.merging import take_merged
 from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.model.language import causal_config, missing_prefix
 from mmtrain.model.weights import tensor_files
-from mmtrain.pretrained.doors import WHAT_WORKS
 from mmtrain.pretrained.families import global_name
 from mmtrain.pretrained.parts import llm_config, llm_tensors
 
@@ -92,7 +91,7 @@ def language_for_export(
             rows = source.shape[0]
             if rows_needed > rows:
                 source = _with_rows(source, rows_needed)
-        tensors[_exported_name(name, stock, door)] = source
+        tensors[door.language_name(name, stock.base_model_prefix)] = source
     if waiting:
         raise UserError(
             f"{sorted(waiting)[0]} was trained, and the files of {folder} have no one tensor of this name "
@@ -100,14 +99,6 @@ def language_for_export(
         )
     content = _text_config(folder, config, max(rows, rows_needed, config.vocab_size), dtype)
     return ExportedLanguage(content, tensors, max(0, rows_needed - rows), tuple(left_out))
-
-
-def _exported_name(name: str, stock: type[PreTrainedModel], door: StockDoor) -> str:
-    if global_name(name).startswith("llm.head."):
-        if not name.endswith(".weight"):
-            raise UserError(f"the LLM's head has a bias ({name}), and {door.class_name}'s has none; {WHAT_WORKS}")
-        return door.head_name
-    return door.decoder_names + name.removeprefix(stock.base_model_prefix + ".")
 
 
 def _unloaded(model: PreTrainedModel) -> Callable[[str], bool]:

@@ -33,7 +33,8 @@ from mmtrain.base.printing import harmless
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.model import LoraSection
 from mmtrain.exporting.card import write_adapter_card
-from mmtrain.exporting.hf import ExportedModel, export_hf
+from mmtrain.exporting.causal_lm import export_stock
+from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import origin, run_tensors, write_projector_file
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written
 from mmtrain.model.language import causal_config, quiet
@@ -76,7 +77,7 @@ def export_peft(
     exported = None
     if base == "hf":
         (folder / BASE).mkdir()
-        exported = export_hf(checkpoint, folder / BASE, dtype, shard_bytes, progress, merged=False)
+        exported = export_stock(checkpoint, folder / BASE, dtype, shard_bytes, progress, merged=False)
         exported = replace(exported, adapters=folder)
         made = AutoConfig.from_pretrained(folder / BASE, local_files_only=True, trust_remote_code=False)
         stock, name = getattr(transformers, *made.architectures), str(out.expanduser().absolute() / BASE)

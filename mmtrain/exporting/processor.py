@@ -100,7 +100,7 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
     settings = {"processor_class": door.processor_name, **door.processor(config, encoder, length)}
     _write_json(folder / "processor_config.json", settings)
 
-    generation, left_out = _generation(path, tokenizer, end)
+    generation, left_out = generation_settings(path, tokenizer, end)
     if rows_needed > rows:  # the run's own LLM has no such rows, so it never says these tokens
         generation["suppress_tokens"] = list(range(rows, rows_needed))
     _write_json(folder / "generation_config.json", generation)
@@ -184,7 +184,7 @@ def _save_tokenizer(door: StockDoor, tokenizer: PreTrainedTokenizerBase, folder:
     _write_json(file, settings)
 
 
-def _generation(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[dict, dict]:
+def generation_settings(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[dict, dict]:
     """generation_config.json: greedy, ended as answers are; and what of the LLM's own is left out."""
     folder = model_folder(path)
     file = folder / "generation_config.json"
@@ -192,8 +192,9 @@ def _generation(path: str, tokenizer: PreTrainedTokenizerBase, end: int) -> tupl
     said = own.get("eos_token_id") or llm_config(folder).get("eos_token_id")
     ends = [end, tokenizer.eos_token_id, *(said if isinstance(said, list) else [said])]
     generation = {name: own[name] for name in KEPT_OF_GENERATION if own.get(name) is not None}
+    if tokenizer.pad_token_id is not None:
+        generation["pad_token_id"] = tokenizer.pad_token_id  # behind answers that end before others; decoding drops it
     generation |= {
-        "pad_token_id": tokenizer.pad_token_id,  # behind answers that end before others; decoding drops it
         "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None)),
         "do_sample": False,
     }

@@ -23,6 +23,7 @@ from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written,
 from mmtrain.model.projector import PROJECTOR, whole_projector
 from mmtrain.pretrained.connectors import Linear, connector, reduction
 from mmtrain.pretrained.model_files import read_header
+from mmtrain.pretrained.shapes import llm_shape
 
 TENSORS = "projector.safetensors"
 DESCRIPTION = "projector.json"
@@ -36,15 +37,15 @@ class Origin:
     llm: str  # model.llm.path
     llm_width: int
     llm_dtype: str  # in which it was trained against
-    vision: str  # model.vision.name
-    vision_select_layer: int
-    vision_final_norm: bool
-    vision_width: int
-    projector_type: str
-    projector_factor: int  # so many patches a side are one position of the LLM
+    vision: str | None  # model.vision.name; None, as what follows: a run on text alone
+    vision_select_layer: int | None
+    vision_final_norm: bool | None
+    vision_width: int | None
+    projector_type: str | None
+    projector_factor: int | None  # so many patches a side are one position of the LLM
     trained: tuple[str, ...]  # names of the tensors that were trained
     template: str
-    image_fit: str
+    image_fit: str | None
     steps: int
     max_steps: int | None
     data_fingerprint: str
@@ -57,22 +58,30 @@ class Origin:
 def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origin:
     """What a checkpoint, its `run_tensors`, and the metrics of its run if they are still beside it, tell."""
     config, state = checkpoint.config, checkpoint.state
-    section = config.model.projector
-    linears = [operation for operation in connector(section, 1, 2) if isinstance(operation, Linear)]
-    first, last = (tensors[f"{PROJECTOR}{layer.name}.weight"].shape for layer in (linears[0], linears[-1]))
+    section, vision = config.model.projector, config.model.vision
+    vision_width = None
+    if vision is None:
+        llm_width = llm_shape(config.model.llm.path).hidden_size
+    else:
+        linears = [operation for operation in connector(section, 1, 2) if isinstance(operation, Linear)]
+        first, last = (tensors[f"{PROJECTOR}{layer.name}.weight"].shape for layer in (linears[0], linears[-1]))
+        llm_width = last[0]
+        vision_width = (
+            first[1] // linears[0].inputs
+        )  # of a patch: `inputs` are those of a shuffle of patches of width 1
     return Origin(
         llm=config.model.llm.path,
-        llm_width=last[0],
+        llm_width=llm_width,
         llm_dtype=config.model.llm.dtype,
-        vision=config.model.vision.name,
-        vision_select_layer=config.model.vision.select_layer,
-        vision_final_norm=config.model.vision.final_norm,
-        vision_width=first[1] // linears[0].inputs,  # of a patch: `inputs` are those of a shuffle of patches of width 1
-        projector_type=section.type,
-        projector_factor=reduction(section),
+        vision=vision and vision.name,
+        vision_select_layer=vision and vision.select_layer,
+        vision_final_norm=vision and vision.final_norm,
+        vision_width=vision_width,
+        projector_type=vision and section.type,
+        projector_factor=vision and reduction(section),
         trained=tuple(sorted(read_header(checkpoint.tensors_file))),
         template=template_name(config.data.template),
-        image_fit=config.data.image_fit,
+        image_fit=vision and config.data.image_fit,
         steps=checkpoint.step,
         max_steps=state["max_steps"],
         data_fingerprint=state["data"]["fingerprint"],

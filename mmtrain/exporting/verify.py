@@ -94,10 +94,12 @@ def compare_logits(
     difference = largest = 0.0
     tokens = agreeing = 0
     for batch, own in zip(batches, expected, strict=True):
-        ids = batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, model.config.image_token_id)
+        ids, pixels = batch.input_ids, {}
+        if batch.images is not None:
+            ids = ids.masked_fill(ids == IMAGE_POSITION, model.config.image_token_id)
+            pixels["pixel_values"] = door.pixels(batch.images)
         with torch.no_grad():
-            pixels = None if batch.images is None else door.pixels(batch.images)
-            found = model(input_ids=ids, pixel_values=pixels, attention_mask=torch.ones_like(ids)).logits
+            found = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
         found = found[batch.labels != IGNORE]
         agreeing += int((found.argmax(-1) == own.argmax(-1)).sum())
         tokens += len(found)
@@ -208,9 +210,10 @@ def _compare_frozen(door: StockDoor, checkpoint: StepFolder, stage: Stage, folde
     here = {"transformers": transformers.__version__, "timm": timm.__version__}
     if any(state["versions"][name] != version for name, version in here.items()):
         return False  # which may hold the same weights in other tensors
+    encoder = "" if section.vision is None else f" or the encoder {section.vision.name}"
     raise UserError(
-        f"the LLM in {section.llm.path} or the encoder {section.vision.name} has other weights now than the run was "
-        "trained with; bring the models back that it was trained with"
+        f"the LLM in {section.llm.path}{encoder} has other weights now than the run was trained with; bring the models "
+        "back that it was trained with"
     )
 
 

@@ -140,9 +140,11 @@ def starting_projector(
 def whole_projector(checkpoint: StepFolder, after: Collection[Path] = ()) -> dict[str, torch.Tensor]:
     """The projector of a checkpoint's run, fp32, by the names of `make_projector`'s module, whatever of it has trained.
 
-    That lies in the checkpoint; the rest is what the run began with. `after` as `read_projector` has it. Raises
-    UserError where that is something else now, or not there any more.
+    Empty for a run on text alone. What has trained lies in the checkpoint; the rest is what the run began with. `after`
+    as `read_projector` has it. Raises UserError where that is something else now, or not there any more.
     """
+    if checkpoint.config.model.vision is None:
+        return {}
     file, path = checkpoint.tensors_file, checkpoint.path.resolve()
     trained = open_tensors({name: (name, file) for name in read_header(file) if name.startswith(PROJECTOR)})
     tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}

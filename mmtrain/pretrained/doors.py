@@ -168,6 +168,8 @@ def _encoder(config: RunConfig) -> Encoder:
 def refuse_llava_code(config: RunConfig) -> None:
     """Raises UserError for a projector that LLaVA's own code cannot compute, in the format that is read by it."""
     kind, vision = config.model.projector.type, config.model.vision
+    if vision is None:
+        raise UserError("llava holds a projector, and model.vision=null has none")
     if kind not in LLAVA_CODE:
         raise UserError(f"llava takes a {' or '.join(LLAVA_CODE)} projector, and model.projector.type is {kind}")
     if vision.final_norm or vision.layout != "square":
@@ -182,8 +184,7 @@ def refuse_without_adapters(config: RunConfig) -> None:
     """Raises UserError for a run that has nothing for peft, whose base model is a whole one or the LLM alone."""
     if config.model.lora is None or all(target.startswith("vision") for target in config.model.lora.targets):
         raise UserError("peft holds adapters of the LLM, and model.lora gives it none")
-    if config.model.vision is not None:
-        stock_door(config)
+    refuse_unknown_class(config)
 
 
 def _refuse_more_than_adapters(config: RunConfig) -> None:
@@ -195,12 +196,18 @@ def _refuse_more_than_adapters(config: RunConfig) -> None:
         raise UserError("adapters of the LLM are not all that trains")
 
 
+def refuse_unknown_class(config: RunConfig) -> None:
+    """Raises UserError for a run that no stock class computes; text alone is the LLM's own."""
+    if config.model.vision is not None:
+        stock_door(config)
+
+
 def formats_for(config: RunConfig) -> str:
     """Options of `mmtrain export` that write what a run trained, as far as its configuration tells."""
     formats = ["--format safetensors"]
     for name, check in (
         ("llava", refuse_llava_code),
-        ("hf", stock_door),
+        ("hf", refuse_unknown_class),
         ("peft", refuse_without_adapters),
         ("peft --base llm", _refuse_more_than_adapters),
     ):
@@ -214,7 +221,7 @@ def check_export_format(config: RunConfig) -> None:
     """Raises UserError for a run that could not leave by its `export.format`, saying what to change."""
     try:
         if config.export.format == "hf":
-            stock_door(config)
+            refuse_unknown_class(config)
         elif config.export.format == "llava":
             refuse_llava_code(config)
         elif config.export.format == "peft":
