@@ -65,7 +65,7 @@ def reference(folder, patterns):
         for parameter in trainable.values():
             parameter.grad.mul_(clip_coefficient(norm, config.optimizer.clip_norm))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(s, config.train.max_steps, config.optimizer)
+            group["lr"] = learning_rate(s, config.train.max_steps, config.optimizer, config.optimizer.lr)
         optimizer.step()
     return losses, first
 
