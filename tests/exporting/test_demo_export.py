@@ -26,12 +26,16 @@ ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
 
 POOLED = ("model.projector.type=mlp2x_gelu_pool", "model.vision.final_norm=true", "data.image_fit=resize")
-RUNS = {"PerceptionLM": (MAIN_JOB, *POOLED), "AyaVision": (MAIN_JOB.with_name("llava_pp4_shuffled.yaml"),)}
+RUNS = {
+    "PerceptionLM": (MAIN_JOB, *POOLED),
+    "AyaVision": (MAIN_JOB.with_name("llava_pp4_shuffled.yaml"),),
+    "LoRA": (MAIN_JOB.with_name("demo_lora.yaml"), "model.projector.init_from={main_job}"),
+}
 
 
 @pytest.fixture(scope="module", params=["Llava", *(pytest.param(door, marks=pytest.mark.nightly) for door in RUNS)])
 def run(request, demo_run, demo_cache, tmp_path_factory) -> Path:
-    """The main job, or one with the connector of another stock class."""
+    """The main job, one with the connector of another stock class, or what follows it: its projector, frozen."""
     if request.param == "Llava":
         assert demo_run.ran.returncode == 0, demo_run.ran.stderr
         return demo_run.folder
@@ -39,7 +43,8 @@ def run(request, demo_run, demo_cache, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(demo_cache))
         options = (f"run.dir={folder}", "run.name=run", "train.max_steps=80", "export.format=hf")
-        assert main(["train", *map(str, RUNS[request.param]), *options]) == 0
+        job = [str(argument).format(main_job=demo_run.folder) for argument in RUNS[request.param]]
+        assert main(["train", *job, *options]) == 0
     return folder / "run"
 
 
