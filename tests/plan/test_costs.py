@@ -277,7 +277,9 @@ def test_flops_of_a_layer_with_adapters_are_those_that_torch_counts(family: str,
     for upstream in (False, True):
         forward, backward = measure(model, input_gradient=upstream)
         flops, _ = total(block_of(model, adapters, rows), upstream)
-        assert (flops.forward, flops.dgrad + flops.wgrad) == (forward, backward)
+        rotary = 2 * 16 * TOKENS  # of at most 16 frequencies, which older transformers multiply as matrices
+        assert flops.dgrad + flops.wgrad == backward
+        assert flops.forward <= forward <= flops.forward + rotary * (rows == TOKENS)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
