@@ -46,7 +46,7 @@ TORCH_FREE_MODULES = """
 data.samples.records  data.samples.sample
 data.stream.order  data.stream.catalog
 data.report.survey
-checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose
+checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose  checkpoint.begin
 engine.utilization  engine.trace  evaluation.console  model.projector_files  model.probe
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}

@@ -175,8 +175,8 @@ def _refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str]
         lines.append(f"{key}: was {was}, is now {is_now}")
     if fixed:
         mend = (
-            "its weights and its place in the data have no meaning then; for a new run that begins with its projector "
-            f"set another run.name and model.projector.init_from={start.path}"
+            "its weights and its place in the data have no meaning then; for a new run that begins with what it has "
+            f"trained set another run.name and model.init_from={start.path}"
         )
     else:
         named = dict.fromkeys(re.sub(r"\.\d+\..*", "", key) for key in refused)  # of a list's elements the list

@@ -40,9 +40,9 @@ def load(start: StepFolder, names: Collection[str]) -> tuple[dict[str, torch.Ten
     Rank 0 alone reads: the folder need not be visible to other machines. Raises UserError on rank 0
     where the checkpoint holds other tensors than all ranks together train, or none that can be read.
     """
-    rank = dist.get_rank()
     wanted = of_all_ranks(sorted(names))
-    if rank == 0:
+    stored = {}
+    if dist.get_rank() == 0:
         stored = {**_opened(start.tensors_file), **_opened(start.optimizer_file)}
         trained = {name for one in wanted for name in one}
         unnoted = trained - start.state["trained"].keys()  # of which the state does not say how they began
@@ -51,26 +51,44 @@ def load(start: StepFolder, names: Collection[str]) -> tuple[dict[str, torch.Ten
                 f"{start.path}: {odd[0]} is {'not in it' if odd[0] in trained else 'not trained by this run'} "
                 f"({len(odd)} such tensor(s)): it was saved by a run that trains something else"
             )
-        for other, theirs in enumerate(wanted[1:], start=1):
-            shapes = {name: read().shape for name, read in _of(theirs, stored).items()}
-            if theirs:
-                dist.send_object_list([shapes], other)
-                for name in shapes:
-                    dist.send(stored[name](), other)
-        mine = {name: read() for name, read in _of(wanted[0], stored).items()}
-    elif names:
+    mine = _shared(stored, wanted)
+    weights = {name: tensor for name, tensor in mine.items() if "/" not in name}
+    return weights, {name: tensor for name, tensor in mine.items() if "/" in name}
+
+
+def load_weights(beginning: StepFolder | None, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Of this rank's trained `names` the weights that another run's checkpoint has; a collective of every rank.
+
+    Rank 0 alone gives it, and reads.
+    """
+    wanted = of_all_ranks(sorted(names))
+    return _shared({} if beginning is None else _opened(beginning.tensors_file), wanted)
+
+
+def _shared(stored: Mapping[str, Callable[[], torch.Tensor]], wanted: list[list[str]]) -> dict[str, torch.Tensor]:
+    """What rank 0 has of the names that this rank wants, with their optimizer state."""
+    rank = dist.get_rank()
+    if rank > 0 and not wanted[rank]:
+        return {}
+    if rank > 0:
         received: list[Any] = [None]
         dist.recv_object_list(received, 0)
         mine = {name: torch.empty(shape, dtype=torch.float32) for name, shape in received[0].items()}
         for tensor in mine.values():
             dist.recv(tensor, 0)
-    else:
-        mine = {}
-    weights = {name: tensor for name, tensor in mine.items() if "/" not in name}
-    return weights, {name: tensor for name, tensor in mine.items() if "/" in name}
+        return mine
+    for other, theirs in enumerate(wanted[1:], start=1):
+        shapes = {name: read().shape for name, read in _of(theirs, stored).items()}
+        if theirs:
+            dist.send_object_list([shapes], other)
+            for name in shapes:
+                dist.send(stored[name](), other)
+    return {name: read() for name, read in _of(wanted[0], stored).items()}
 
 
-def _of(names: list[str], stored: Mapping[str, Callable[[], torch.Tensor]]) -> dict[str, Callable[[], torch.Tensor]]:
+def _of(
+    names: Collection[str], stored: Mapping[str, Callable[[], torch.Tensor]]
+) -> dict[str, Callable[[], torch.Tensor]]:
     """What is stored of these weights, their optimizer state included."""
     wanted = set(names)
     return {name: read for name, read in stored.items() if name.rpartition("/")[0] in wanted or name in wanted}

@@ -92,6 +92,9 @@ class ModelSection(_From):
     vision: Fixed[VisionSection | None]
     """the vision encoder; null: none, and no projector: text alone"""
     projector: ProjectorSection = ProjectorSection()
+    init_from: Free[str | None] = None
+    """begin with all that another run has trained (adapters, layers, projector): its folder or a checkpoint of it; what
+    it has trained trains here too, but for its projector, which may stay frozen. null: with the models' own files"""
     lora: Fixed[LoraSection | None] = None
     """low-rank adapters (LoRA) beside frozen linear layers; null: none"""
     trainable: Fixed[Measured[tuple[str, ...]]] = Field(("projector",), min_length=1, max_length=1000)
@@ -100,17 +103,20 @@ class ModelSection(_From):
     @model_validator(mode="before")
     @classmethod
     def _from_names_the_parts(cls, content: Any) -> Any:
-        whole = content.get("from") if isinstance(content, dict) else None
-        if not isinstance(whole, str):
+        if not isinstance(content, dict):
             return content
-        if content.get("vision", {}) is None:
+        whole, has_vision = content.get("from"), content.get("vision", {}) is not None
+        if whole is not None and not has_vision:
             raise wrong_together(
                 "model.vision: null, and model.from names a model with an encoder; to train its LLM on text alone set "
                 "model.llm.path to that folder instead of model.from"
             )
-        named = {"llm": "path", "vision": "name", "projector": "init_from"}
-        parts = {part: content.get(part, {}) for part in named}
-        return content | {part: {named[part]: whole} | keys for part, keys in parts.items() if isinstance(keys, dict)}
+        named = [("llm", "path", whole), ("vision", "name", whole)]
+        named += [("projector", "init_from", content.get("init_from") or whole)] if has_vision else []
+        for part, key, value in named:
+            if isinstance(value, str) and isinstance(keys := content.get(part, {}), dict):
+                content = content | {part: {key: value} | keys}
+        return content
 
     @property
     def vision_dtype(self) -> Dtype:

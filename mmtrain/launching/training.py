@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import note, say, show_cursor, show_error
+from mmtrain.checkpoint.begin import refuse_unfit_beginning
 from mmtrain.checkpoint.choose import AUTO, Start, find_start, is_complete
 from mmtrain.checkpoint.run_folder import locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
@@ -75,6 +76,7 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
                 return 0
             if start is None:
                 refuse_unfit_init_from(config, job.folder)
+                refuse_unfit_beginning(config, job.folder)
             prepare_folder(config, plan, goes_on=start is not None)
             say(*render(plan))
         target = functools.partial(_train, config, plan, start, options.trace or 0, job.nodes > 1)

@@ -15,6 +15,7 @@ LLaVA's names: `build_vision_projector` in llava/model/multimodal_projector/buil
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from mmtrain.pretrained.connectors import (
 from mmtrain.pretrained.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
+_log = logging.getLogger(__name__)
 KEY = "model.projector.init_from"
 LLAVA_FILE = "mm_projector.bin"
 PICKLED = {".bin", ".pt", ".pth"}
@@ -148,6 +150,13 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
         raise UserError(
             f"{KEY}: {path} lies in {run}, which run.overwrite=true deletes before it is read; choose another run.name"
         )
+    if files.checkpoint is not None and config.model.init_from != path:
+        trained = read_header(files.checkpoint.tensors_file)
+        if others := [name for name in trained if not name.startswith("projector.")]:
+            _log.info(
+                f"{KEY}: of {files.checkpoint.path} the projector alone is taken; it has trained {len(others):,} more "
+                f"tensors, e.g. {harmless(others[0])}: model.init_from takes all of them"
+            )
     if files.shapes:
         names = local_names(files.shapes, files.source)
         shapes = {local: files.shapes[name] for local, name in names.items()}

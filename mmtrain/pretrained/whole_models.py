@@ -53,6 +53,8 @@ def completed(config: RunConfig) -> RunConfig:
     try:
         whole = _Whole(path, folder, said, door)
         keys = {**dict.fromkeys(PARTS, path), **whole.keys()}
+        if config.model.init_from is not None:
+            keys["model.projector.init_from"] = config.model.init_from  # which began with this one, or goes on from it
         if contradicted := next((key for key in keys if _given(config, key) not in (_LEFT_OUT, keys[key])), None):
             given = _shown(_given(config, contradicted))
             raise UserError(

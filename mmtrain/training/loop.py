@@ -15,8 +15,9 @@ from mmtrain.base.collectives import of_all_ranks, on_rank_0
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import show_logs
+from mmtrain.checkpoint.begin import find_beginning
 from mmtrain.checkpoint.choose import Start
-from mmtrain.checkpoint.load import differences, load
+from mmtrain.checkpoint.load import differences, load, load_weights
 from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, METRICS, describe_run, go_back
 from mmtrain.checkpoint.write import Checkpointer, Saved, run_state
 from mmtrain.config.schema import RunConfig
@@ -144,6 +145,9 @@ class _Run:
             first_step=self.first_step,
             bad_steps_file=rank.folder / BAD_STEPS,
         )
+        if self.start is None and config.model.init_from is not None:
+            beginning = find_beginning(config) if rank.rank == 0 else None
+            self.engine.load_trained({**self.engine.trainable, **load_weights(beginning, self.engine.trainable)}, {})
         self._refuse_short_memory()  # master weights, communicators and libraries' workspaces are there now
         self.audit = RankAudit(self.mine, self.stages, self.engine.optimizer, self.engine.trainable)
         starts = of_all_ranks(self.audit.start())

@@ -248,7 +248,7 @@ def test_what_gives_a_checkpoint_its_meaning_cannot_be_allowed_to_change(tiny, u
     key = override.partition("=")[0]
     said = refused(capsys, tiny, undisturbed.parent, override, "--allow-change", key)
     assert f"\n  {key}: was " in said and "--allow-change" not in said
-    assert f"model.projector.init_from={step_path(undisturbed, LAST)}" in said
+    assert f"model.init_from={step_path(undisturbed, LAST)}" in said
 
 
 def test_an_encoder_cannot_be_taken_from_a_run(tiny, undisturbed):

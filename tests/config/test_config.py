@@ -221,7 +221,7 @@ def test_a_section_with_all_keys_commented_out_is_an_empty_section(tmp_path):
         ("optimiser.lr=0.1", "{'lr': 0.1}", "optimizer"),
         ("train.every_minutes=5", "5", "checkpoint.every_minutes"),
         ("checkpoint.keep=2", "2", "checkpoint.keep_last"),
-        ("model.init_from=a.bin", "'a.bin'", "model.projector.init_from"),
+        ("model.init_form=a.bin", "'a.bin'", "model.init_from"),
         ("parallel.recompute=2", "2", "parallel.recompute_layers"),
         ("data.packs_per_step=4", "4", "train.packs_per_step"),
         ("seed=4", "4", "run.seed"),

@@ -1,0 +1,97 @@
+"""A run that begins with all that another has trained: the projector, adapters, layers of the LLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rank_runs import train
+from safetensors.torch import load_file
+from untrained_runs import config_of, make_checkpoint
+
+from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.begin import refuse_unfit_beginning
+from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.config.schema import RunConfig
+from mmtrain.model.stage import build_stage
+from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.pretrained.shapes import matches
+
+LORA = ("model.lora.r=4", "model.lora.alpha=8", "model.lora.targets=[llm.layers.*.self_attn]")
+TRAINED = "model.trainable=[projector, llm.layers.7.mlp, llm.layers.*.lora_*]"
+MORE = "model.trainable=[projector, llm.layers.7.mlp, llm.norm, llm.layers.*.lora_*]"
+
+
+@pytest.fixture(scope="module")
+def before(tiny, tmp_path_factory) -> StepFolder:
+    """A checkpoint of a run that trained its projector, the last layer's MLP and adapters: random, in float32."""
+    config = config_of(tiny, *LORA, TRAINED)
+    draw = torch.Generator().manual_seed(3)
+    others = {
+        p.name: torch.randn(p.shape, generator=draw) * 0.05
+        for p in models_of(config).parameters
+        if matches(p.name, config.model.trainable) and not p.name.startswith("projector.")
+    }
+    return make_checkpoint(tmp_path_factory.mktemp("before") / "before", config, others)
+
+
+def going_on(tiny: Path, before: StepFolder, *overrides: str) -> RunConfig:
+    return config_of(tiny, f"model.init_from={before.path}", *LORA, TRAINED, *overrides)
+
+
+def test_every_trained_tensor_is_where_the_other_run_left_it_to_the_last_bit(tiny, before, tmp_path):
+    still = ("optimizer.lr=0", "train.max_steps=1", "model.llm.dtype=bfloat16", "parallel.pipeline=2")
+    run = train(
+        tiny / "config.yaml",
+        f"run.dir={tmp_path}",
+        f"model.init_from={before.run}",
+        *LORA,
+        MORE,
+        *still,
+        "data.workers=0",
+    )
+    left, found = load_file(before.tensors_file), load_file(run.checkpoint(1).tensors_file)
+    assert found.keys() - left.keys() == {"llm.norm.weight"} and left.keys() < found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in left.items())
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for name, tensor in left.items() if "llm" in name)
+
+
+def test_its_projector_may_stay_frozen_and_what_begins_anew_is_said(tiny, before, tmp_path, logged):
+    config = going_on(tiny, before, MORE)
+    refuse_unfit_beginning(config, tmp_path / "run")
+    assert "1 more train here, from their own beginning: llm.norm.weight" in logged[-1]
+    frozen = going_on(tiny, before, "model.trainable=[llm.layers.7.mlp, llm.layers.*.lora_*]", "parallel.pipeline=1")
+    refuse_unfit_beginning(frozen, tmp_path / "run")
+    stage = build_stage(frozen, make_plan(frozen).ranks[0].stages[0])
+    left = load_file(before.tensors_file)
+    held = {name: p for name, p in stage.global_parameters() if name.startswith("projector.")}
+    assert held and all(torch.equal(p, left[name]) and not p.requires_grad for name, p in held.items())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ("model.lora=null", "model.trainable=[projector, llm.layers.7.mlp]"),
+            "lora_A.weight, which this run does not",
+        ),
+        (("model.trainable=[projector, llm.layers.*.lora_*]",), "llm.layers.7.mlp.*, which stays frozen here"),
+        (("model.lora.r=8",), "here it is (8, 64): another model, or model.lora.r"),
+        (("model.lora.alpha=4",), "with 4 they would compute something else; set model.lora.alpha=8"),
+        (("model.projector.init_from=null",), "has trained projector.*, but model.projector.init_from is null"),
+        (("model.init_from=nowhere",), "nowhere: no run and no checkpoint of mmtrain"),
+    ],
+)
+def test_nothing_that_was_trained_is_left_out_in_silence(tiny, before, tmp_path, overrides, said):
+    with pytest.raises(UserError) as raised:
+        refuse_unfit_beginning(going_on(tiny, before, *overrides), tmp_path / "run")
+    first, _, last = said.partition("*")
+    assert str(raised.value).startswith("model.init_from: ") and "\n" not in str(raised.value)
+    assert first in str(raised.value) and last in str(raised.value)
+
+
+def test_a_run_that_is_about_to_be_deleted_begins_no_other(tiny, before):
+    config = going_on(tiny, before, "run.overwrite=true")
+    with pytest.raises(UserError, match=r"which run\.overwrite=true deletes"):
+        refuse_unfit_beginning(config, before.run)
