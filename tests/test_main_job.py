@@ -106,14 +106,14 @@ LAST = ("model.lora=null", "model.trainable=[llm.layers.2,llm.layers.3]", "optim
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", [(), LAST], ids=["lora", "last two layers"])
+@pytest.mark.parametrize(("mode", "enough"), [((), 0.9), (LAST, 0.8)], ids=["lora", "last two layers"])
 @pytest.mark.parametrize("asked", ["next-held-out", "held-out"])
-def test_after_the_job_the_llm_learns_what_follows_and_forgets_nothing(tmp_path, demo, mode, asked):
+def test_after_the_job_the_llm_learns_what_follows_and_forgets_nothing(tmp_path, demo, mode, enough, asked):
     assert launch.main([str(AFTER), *begun_with(demo, tmp_path), f"eval.shards=demo:{asked}", *mode]) == 0
     first, *_, last = records(tmp_path, "eval", "demo_lora")
     (control,) = records(tmp_path, "eval_permuted", "demo_lora")
     assert first["exact_match"] <= 0.05 if asked == "next-held-out" else first["exact_match"] >= 0.9
-    assert last["exact_match"] >= 0.9 and control["exact_match"] <= 0.05
+    assert last["exact_match"] >= enough and control["exact_match"] <= 0.05
 
 
 def test_nothing_to_train_is_refused(tmp_path, capsys):
