@@ -171,7 +171,10 @@ def _refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str]
         return
     lines = []
     for key in refused:
-        was, is_now = (shortened(json.dumps(value, ensure_ascii=False)) for value in changed[key])
+        was, is_now = (json.dumps(value, ensure_ascii=False) for value in changed[key])
+        parted = next((i for i, (one, other) in enumerate(zip(was, is_now, strict=False)) if one != other), 0)
+        alike = max(parted - 40, 0)  # of long texts what differs is shown
+        was, is_now = (shortened("..." + text[alike:] if alike else text) for text in (was, is_now))
         lines.append(f"{key}: was {was}, is now {is_now}")
     if fixed:
         mend = (

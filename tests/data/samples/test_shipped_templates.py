@@ -278,3 +278,9 @@ def test_a_run_goes_on_with_the_text_of_its_template_whatever_the_file_is_called
     (tmp_path / "b.jinja").write_text("{{ 'two' }}")
     with pytest.raises(UserError, match=r"data\.template: was \"\{\{ 'one' \}\}\", is now \"\{\{ 'two' \}\}\""):
         find_start(configured("b.jinja"))
+    (tmp_path / "b.jinja").write_text("{{ 'one' }}" + 200 * "." + "new")
+    (tmp_path / "a.jinja").write_text("{{ 'one' }}" + 200 * "." + "old")
+    config = configured("a.jinja")
+    make_checkpoint(run_folder(config), config, step=30)
+    with pytest.raises(UserError, match=r"data\.template: was \"?\.\.\.\.+old\", is now \"?\.\.\.\.+new\""):
+        find_start(configured("b.jinja"))
