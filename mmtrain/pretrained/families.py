@@ -121,7 +121,8 @@ def remote_code(config_json: dict[str, Any]) -> str:
     """
     if not config_json.get("auto_map"):
         return ""
-    return f"auto_map in config.json says that it needs the code in its folder, and {_NO_CODE}; take its -hf release"
+    needs = f"auto_map in config.json says that it needs the code in its folder, and {_NO_CODE}"
+    return f"{needs}; take its release for transformers' own classes, whose name often ends in -hf"
 
 
 def check_llm_numbers(config_json: dict[str, Any]) -> None:

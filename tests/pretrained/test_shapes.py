@@ -28,7 +28,7 @@ from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.pretrained.families import check_family, global_name
 from mmtrain.pretrained.model_files import model_folder, read_header
-from mmtrain.pretrained.shapes import llm_shape, matches, vision_shape
+from mmtrain.pretrained.shapes import llm_shape, llm_shape_from, matches, vision_shape
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -331,6 +331,14 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
 def test_what_cannot_be_staged_or_packed_is_refused_by_name(config_json, message):
     with pytest.raises(UserError, match=message):
         check_family(config_json)
+
+
+def test_tensors_of_a_model_that_needs_the_code_in_its_folder_are_answered_with_another_release():
+    tensors = {"model.tok_embeddings.weight": (8, 4)}
+    with pytest.raises(UserError, match=r"no embedding .*; auto_map in config\.json .* often ends in -hf$"):
+        llm_shape_from({"model_type": "own", "auto_map": {"AutoModel": "modeling_own.Own"}}, tensors, "folder")
+    with pytest.raises(UserError, match=r"no embedding .*; is it a causal LLM\?$"):
+        llm_shape_from({"model_type": "own"}, tensors, "folder")
 
 
 @pytest.mark.parametrize(
