@@ -16,27 +16,18 @@ from PIL import Image
 from rank_runs import train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
-from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, make_tower, weights
+from untrained_runs import compared, config_of, drawn_adapters, export, load_stock, make_checkpoint, make_tower, weights
 
 from mmtrain.__main__ import main
+from mmtrain.api.generate import generate
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder, find
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.verify import read_samples
-from mmtrain.pretrained.adapters import is_adapter, with_adapters
+from mmtrain.pretrained.adapters import is_adapter
 from mmtrain.pretrained.families import global_name
-from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 ALL = "model.lora.targets=[llm.layers.*, vision.*]"
-
-
-def drawn_adapters(config: RunConfig) -> dict[str, torch.Tensor]:
-    """Of every layer that has one, by global name; neither matrix is zero."""
-    chosen, draw = config.model.vision, torch.Generator().manual_seed(5)
-    vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
-    llm, vision = with_adapters(llm_shape(config.model.llm.path), vision, config.model.lora)
-    parameters = [*(one for layer in llm.decoder for one in layer), *vision.parameters]
-    return {one.name: 0.05 * torch.randn(one.shape, generator=draw) for one in parameters if is_adapter(one.name)}
 
 
 def adapted(folder: Path, config: RunConfig, others: dict[str, torch.Tensor] | None = None) -> StepFolder:
@@ -110,11 +101,15 @@ def run(tiny, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_with_adapters_is_exported_and_verified(run, tmp_path, capsys, dtype):
+def test_a_run_with_adapters_is_exported_verified_and_asked(run, tmp_path, monkeypatch, capsys, dtype):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = ["--checkpoint", str(run), "--format", "hf", "--out", str(tmp_path / "out"), "--dtype", dtype, "--verify"]
     assert main(["export", *options]) == 0
     assert "are answered in one batch as one at a time" in (said := capsys.readouterr().out) and "is open" not in said
     card = (tmp_path / "out" / "README.md").read_text()
+    assert generate(run, Image.new("RGB", (28, 28), "red"), max_new_tokens=4) == generate(
+        tmp_path / "out", Image.new("RGB", (28, 28), "red"), max_new_tokens=4
+    )
     assert "low-rank adapters of 68 layers, merged into their weights; the projector between the two was too" in card
 
 

@@ -22,11 +22,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from scenes import perturb
 from transformers import AutoProcessor, InternVLVisionConfig, InternVLVisionModel, SiglipVisionConfig, SiglipVisionModel
-from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, make_tower
+from untrained_runs import compared, config_of, drawn_adapters, export, load_stock, make_checkpoint, make_tower
 
+from mmtrain.__main__ import main
 from mmtrain.api.generate import generate, load, stock_folder
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.config.model import LoraSection
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, load_tokenizer
 from mmtrain.data.stream.images import decode_image, image_transform
@@ -316,6 +318,20 @@ def test_an_encoder_whose_rotary_frequencies_are_learnt_is_exported(make):
     made = make("perception rope")
     found = compared(made.checkpoint, made.folder, made.exported, torch.float32, 8)
     assert found.difference <= 1e-5 * max(1.0, found.largest)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("form", ["hf", "peft"])
+def test_adapters_of_llm_and_encoder_leave_through_every_door(make, tmp_path, door, form):
+    made = make(door)
+    targets = ["llm.layers.*", *(["vision.*"] if "eva" not in door else [])]
+    changes = {"model.lora": LoraSection(r=3, alpha=5.0, targets=tuple(targets))}
+    config = made.checkpoint.config.changed(changes)
+    others = load_file(made.checkpoint.tensors_file)
+    checkpoint = make_checkpoint(tmp_path / "run", config, {**others, **drawn_adapters(config)})
+    options = ["--checkpoint", str(checkpoint.path), "--format", form, "--out", str(tmp_path / "out"), "--verify", "8"]
+    assert main(["export", *options]) == 0
 
 
 def test_a_picture_that_idefics3_would_take_for_none_is_refused(make, encoders, tmp_path):

@@ -14,6 +14,7 @@ from mmtrain.plan.planner import make_plan
 from mmtrain.pretrained.doors import LARGEST_GRID, MISPLACED
 
 NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1")
+LORA = ["model.lora.r=4", "model.trainable=[projector, llm.layers.*.lora_*]"]
 RESIZED = "data.image_fit=resize"
 
 
@@ -30,6 +31,7 @@ def planned(tiny, *overrides: str) -> str:
     "keys",
     [
         ["export.format=hf"],
+        ["export.format=peft", *LORA],
         ["export.format=llava", "model.projector.type=linear"],
         ["export.format=safetensors", "model.projector.type=shuffle_mlp2x_gelu"],
         ["export.format=llava", "model.trainable=[projector.linear_1, projector.linear_2]"],
@@ -69,6 +71,8 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
         (["llava", "shuffle_swiglu"], "llava takes a linear or mlp2x_gelu projector, and model.projector.type is "),
         (["llava", "linear", *NORMED], "llava's code knows no model.vision.final_norm=true"),
         (["llava", "linear", "model.trainable=[projector, llm.norm]"], "model.trainable has 'llm.norm' too"),
+        (["peft", "mlp2x_gelu"], "peft holds adapters of the LLM, and model.lora gives it none"),
+        (["peft", "linear", *LORA], "no stock model has a linear projector"),
     ],
 )
 def test_a_run_that_could_not_leave_is_refused_with_what_to_change(tiny, keys, said):
