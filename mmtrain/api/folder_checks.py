@@ -38,7 +38,7 @@ PARTS_OF_LLMS = {"attn_config", "ffn_config"}  # parts in a config of an LLM alo
 def check_numbers(folder: Path, shapes: dict[str, Shape]) -> None:
     """Raise UserError for sizes in a folder's files that no model of these tensors has: they cost memory."""
     config = read_json(folder / "config.json")
-    text, vision = config.get("text_config", {}), hf_facts({"vision_config": {}} | config, str(folder))
+    text, vision = config.get("text_config", config), hf_facts({"vision_config": {}} | config, str(folder))
     if not isinstance(text, dict):
         raise UserError(f"{folder}: text_config in config.json is no object; download the file again")
     for part in (config, text):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import mmtrain
 from mmtrain.api.export import export
-from mmtrain.api.folder_checks import check_numbers, check_parts
+from mmtrain.api.folder_checks import PARTS_OF_LLMS, check_numbers, check_parts
 from mmtrain.api.run import Run
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held
@@ -22,6 +22,7 @@ from mmtrain.base.printing import harmless, shortened
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.pretrained.doors import DOORS
+from mmtrain.pretrained.families import check_family
 from mmtrain.pretrained.model_files import find_model_folder, foreign_files, is_whole, read_json, tensor_shapes
 
 if TYPE_CHECKING:
@@ -31,19 +32,19 @@ _log = logging.getLogger(__name__)
 LARGEST_TOKEN = 10**9
 NEEDED = (
     "needed is a run or checkpoint of mmtrain, or a Hugging Face folder of a model that mmtrain export makes "
-    f"({', '.join(door.name for door in DOORS)})"
+    f"({', '.join(door.name for door in DOORS)}, or a causal LM)"
 )
 
 
 def generate(
     model: Run | str | Path,
-    image: str | Path | Image.Image | Sequence[str | Path | Image.Image],
+    image: str | Path | Image.Image | Sequence[str | Path | Image.Image] = (),
     prompt: str = "Describe the image.",
     *,
     system: str | None = None,
     max_new_tokens: int = 256,
 ) -> str:
-    """The answer of a trained model to a question about a picture, or about several.
+    """The answer of a trained model to a question about a picture, or about several; a model of text takes none.
 
     `model`: a run, the folder of a run or a checkpoint, or a Hugging Face folder; it is loaded for this answer, onto
     the GPU if there is one, and a run is exported before, once, into the cache. A model that was trained on
@@ -70,7 +71,7 @@ def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: 
         return exported(find(folder), show)
     config = folder / "config.json"
     family = read_json(config).get("model_type") if config.is_file() else None
-    if family not in [door.model_type for door in DOORS]:  # by ==: it may be a list
+    if family not in [door.model_type for door in DOORS] and not _is_causal_lm(config):  # by ==: it may be a list
         seen = "no config.json" if family is None else f"model_type {harmless(str(family))}"
         raise UserError(f"{model}: has {seen}; {NEEDED}")
     shapes = tensor_shapes(folder)
@@ -78,6 +79,16 @@ def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: 
         raise UserError(f"{model}: holds no model.safetensors; download the weights")
     check_numbers(folder, shapes)
     return folder
+
+
+def _is_causal_lm(config: Path) -> bool:
+    """Whether a config.json, if it is there, is of an LLM alone; raises UserError for a family that cannot be used."""
+    content = read_json(config) if config.is_file() else {}
+    classes = content.get("architectures")
+    if not isinstance(classes, list) or not any(str(name).endswith("ForCausalLM") for name in classes):
+        return False
+    check_family(content)
+    return not any(key.endswith("_config") and key not in PARTS_OF_LLMS for key in content)
 
 
 def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lambda *_: None) -> Path:
@@ -99,16 +110,28 @@ def exported(checkpoint: StepFolder, show: Callable[[str, int, int], None] = lam
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Stock model and processor of a Hugging Face folder, on the GPU if there is one; raises UserError."""
-    import torch
+    """Stock model and processor of a Hugging Face folder, on the GPU if there is one; raises UserError.
+
+    Of an LLM alone the tokenizer is the processor.
+    """
     import transformers
-    from transformers import AutoImageProcessor, GenerationConfig
+    from transformers import AutoImageProcessor
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
 
+    from mmtrain.data.samples.templates import load_tokenizer
     from mmtrain.exporting.doors import door_of_type
+    from mmtrain.model.language import causal_config
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
+    options["attn_implementation"] = None  # transformers' choice: config.json may name a kernel to be downloaded
+    if _is_causal_lm(folder / "config.json"):
+        processor = load_tokenizer(str(folder))
+        with foreign_files(str(folder)):
+            model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(causal_config(folder))].from_pretrained(folder, **options)
+        return _ready(folder, model, processor, processor, report)
     # Not AutoProcessor: where the files name no class, it passes trust_remote_code on to none of the processor's parts.
     config = read_json(folder / "config.json")
     door = door_of_type(config["model_type"])
@@ -126,16 +149,7 @@ def load(folder: Path) -> tuple[Any, Any]:
             processor.image_processor = AutoImageProcessor.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, backend="pil"
             )
-        model, report = door.model_class.from_pretrained(
-            folder,
-            dtype="auto",
-            attn_implementation=None,  # transformers' choice: config.json may name a kernel to be downloaded
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    if faults := {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}:
-        raise UserError(f"{folder}: the weights do not fit config.json ({faults}); part of the model would be random")
+        model, report = door.model_class.from_pretrained(folder, **options)
     feature_layers = getattr(model.config, "vision_feature_layer", [])  # some classes take the last one alone
     for layer in feature_layers if isinstance(feature_layers, list) else [feature_layers]:
         layers = model.config.vision_config.num_hidden_layers
@@ -146,11 +160,21 @@ def load(folder: Path) -> tuple[Any, Any]:
             f"{folder}: {IMAGE_MARK} is token {processor.image_token_id} of the tokenizer, but config.json says "
             f"{model.config.image_token_id}"
         )
+    return _ready(folder, model, processor, processor.tokenizer, report)
+
+
+def _ready(folder: Path, model: Any, processor: Any, tokenizer: Any, report: dict[str, Any]) -> tuple[Any, Any]:
+    """Model and processor, checked and on the device; `report`: of the model's loading."""
+    import torch
+    from transformers import GenerationConfig
+
+    if faults := {kind: sorted(map(str, names))[:3] for kind, names in report.items() if names}:
+        raise UserError(f"{folder}: the weights do not fit config.json ({faults}); part of the model would be random")
     # Of generation_config.json only what ends an answer is taken: the rest chooses code of transformers, or samples.
     ends = model.generation_config.eos_token_id
     if not all(is_whole(end, 0, LARGEST_TOKEN) for end in (ends if isinstance(ends, list) else [ends or 0])):
         raise UserError(f"{folder}: generation_config.json says eos_token_id {shortened(repr(ends))}, no token")
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=processor.tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     if not isinstance(processor.chat_template, str):
         raise UserError(f"{folder}: has no chat template, so how to ask is not known; add its chat_template.jinja")
     try:
@@ -178,15 +202,21 @@ class Conversation:
         self.model = model
         self.processor = processor
         self.folder = str(model.name_or_path)
+        self.tokenizer = getattr(processor, "tokenizer", processor)  # which of an LLM alone is the processor
+        self.sees = self.tokenizer is not processor
+        if images and not self.sees:
+            raise UserError(f"{self.folder}: is an LLM alone, which sees no pictures: leave the picture (--image) out")
+        if self.sees and not images:
+            raise UserError(f"{self.folder}: is asked about pictures: give one (--image FILE)")
         with foreign_files(self.folder):
             self.images = [_resized(image, processor.image_processor) for image in images]
         self.limit = limit
         self.show = show
-        self.messages = [_message("system", system)] if system else []
+        self.messages = [self._message("system", system)] if system else []
 
     def takes_questions(self) -> bool:
         """Whether the template writes anything around a question; the plain one, for captions, does not."""
-        return self._text([_message("user", "?")]).strip() != "?"
+        return self._text([self._message("user", "?")]).strip() != "?"
 
     def describe(self) -> str:
         """What a model says of the pictures that was trained on captions alone."""
@@ -196,19 +226,24 @@ class Conversation:
     def ask(self, question: str) -> str:
         """The answer, which the next questions see; raises UserError for a conversation that the model cannot take."""
         import torch
+        from transformers import BatchFeature
 
         if IMAGE_MARK in question:
             raise UserError(f"{IMAGE_MARK} in the question: the pictures stand before it already; leave it out")
         images = [] if any(message["role"] == "user" for message in self.messages) else self.images
-        self.messages.append(_message("user", question, len(images)))
+        self.messages.append(self._message("user", question, len(images)))
         text = self._text(self.messages)
         with foreign_files(self.folder):
-            inputs = self.processor(images=self.images, text=text, return_tensors="pt")
+            if self.sees:
+                inputs = self.processor(images=self.images, text=text, return_tensors="pt")
+            else:
+                inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+                inputs = BatchFeature({name: inputs[name] for name in ("input_ids", "attention_mask")})
             length, largest = inputs["input_ids"].shape[1], int(inputs["input_ids"].max())
             rows = self.model.get_input_embeddings().num_embeddings
         if largest >= rows:
             raise UserError(f"the tokenizer has tokens beyond the model's {rows:,}; it belongs to another model")
-        longest = getattr(self.model.config.text_config, "max_position_embeddings", None)
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if longest is not None and length + self.limit > longest:
             raise UserError(
                 f"the conversation has {length:,} tokens, and an answer may have {self.limit:,}; the model takes "
@@ -218,7 +253,7 @@ class Conversation:
             with foreign_files(self.folder), torch.inference_mode():
                 output = self.model.generate(
                     **inputs.to(self.model.device, dtype=self.model.dtype),
-                    streamer=self.show and _streamer(self.processor.tokenizer, self.show),
+                    streamer=self.show and _streamer(self.tokenizer, self.show),
                     max_new_tokens=self.limit,
                     do_sample=False,
                     num_beams=1,
@@ -232,16 +267,21 @@ class Conversation:
         ends = self.model.generation_config.eos_token_id
         if len(output) == self.limit and int(output[-1]) not in (ends if isinstance(ends, list) else [ends]):
             _log.info(f"(cut after {self.limit} tokens; max_new_tokens, or --max-new-tokens, sets another limit)")
-        answer = self.processor.tokenizer.decode(output, skip_special_tokens=True).strip()
-        self.messages.append(_message("assistant", answer))
+        answer = self.tokenizer.decode(output, skip_special_tokens=True).strip()
+        self.messages.append(self._message("assistant", answer))
         return answer
+
+    def _message(self, role: str, text: str, images: int = 0) -> dict[str, Any]:
+        parts: list[dict[str, str]] = [{"type": "image"} for _ in range(images)]
+        parts += [{"type": "text", "text": text}] if text else []
+        return {"role": role, "content": parts if self.sees else text}
 
     def _text(self, messages: list[dict]) -> str:
         import jinja2
 
         from mmtrain.data.samples.bounded_jinja import BoundedTemplate
 
-        tokenizer = self.processor.tokenizer
+        tokenizer = self.tokenizer
         try:
             template = BoundedTemplate(self.processor.chat_template)
             return template.render(
@@ -259,11 +299,6 @@ def _resized(image: Image.Image, settings: Any) -> Image.Image:
     if getattr(settings, "vision_input_type", "thumb+tile") == "thumb+tile":
         return image
     return image.resize((settings.tile_size, settings.tile_size), settings.resample)
-
-
-def _message(role: str, text: str, images: int = 0) -> dict[str, Any]:
-    parts: list[dict[str, str]] = [{"type": "image"} for _ in range(images)]
-    return {"role": role, "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}
 
 
 def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:

@@ -1,4 +1,4 @@
-"""Ask a trained model about a picture, from the terminal; the answer appears word by word.
+"""Ask a trained model, about a picture unless it trained on text alone, from the terminal; the answer comes in words.
 
 MODEL is a run of mmtrain or one of its checkpoints, or a Hugging Face folder of a model such as
 mmtrain export --format hf makes, LLaVA for one. Stock transformers answers in any case: a run is exported first, once
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mmtrain.api.generate import Conversation, load, read_image, stock_folder
 from mmtrain.base.arguments import command_parser, positive
+from mmtrain.base.errors import UserError
 from mmtrain.base.printing import note, show_words
 from mmtrain.base.progress import ByteBars
 
@@ -32,6 +33,8 @@ EXAMPLES = """\
   two pictures, an earlier checkpoint, a longer answer:
     mmtrain chat --model runs/mine/checkpoints/step-00000500 --image before.jpg --image after.jpg \\
         --prompt "What has changed?" --max-new-tokens 500
+  a run on text alone, which takes no picture:
+    mmtrain chat --model runs/demo_text --prompt "Say it backwards: a red three, a blue five, a pink nine."
   a LLaVA from elsewhere, downloaded before with hf download:
     mmtrain chat --model llava-hf/llava-1.5-7b-hf --image photo.jpg --system "Answer in one word."
 """
@@ -44,7 +47,10 @@ def question_after_question(conversation: Conversation) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a line that can be edited
 
-    note("Ask about what is in the picture. An empty line or Ctrl-D ends the conversation.")
+    note(
+        ("Ask about what is in the picture." if conversation.sees else "Ask.")
+        + " An empty line or Ctrl-D ends the conversation."
+    )
     while True:
         try:
             question = input("> ").strip()
@@ -84,6 +90,8 @@ def _chat(options: argparse.Namespace) -> None:
     elif options.prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
         question_after_question(conversation)
     else:
+        if options.prompt is None and not conversation.sees:
+            raise UserError("--prompt: an LLM alone needs a question where nobody can type one")
         conversation.ask(options.prompt or DEFAULT_PROMPTS[len(images) > 1])
 
 
@@ -92,7 +100,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("chat", __doc__, EXAMPLES, {0: "answered"}, logs=note)
     parser.add_argument("--model", required=True, help="a run, a checkpoint, or a Hugging Face folder")
     parser.add_argument(
-        "--image", type=Path, action="append", required=True, metavar="FILE", help="a picture; may be repeated"
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a picture; may be repeated; none for a run on text alone",
     )
     parser.add_argument("--prompt", metavar="TEXT", help="one question (default: ask at the terminal)")
     parser.add_argument("--system", metavar="TEXT", help="a system turn before it, for models that take one")

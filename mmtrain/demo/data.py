@@ -3,7 +3,8 @@
 split --draw scenes--> picture (PNG) + conversation --sharding--> CACHE/demo/<split>-<fingerprint>/shard-*.tar
 
 Made on first use, in seconds, from the scans that belong to the split; the same wherever Pillow compresses alike.
-`demo:next-train` and `demo:next-held-out` are the same pictures with other questions, for what is trained afterwards.
+`demo:next-train` and `demo:next-held-out` are the same pictures with other questions, for what is trained afterwards;
+`demo:text-train` and `demo:text-held-out` have no pictures.
 """
 
 from __future__ import annotations
@@ -25,12 +26,20 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.shards.shard_list import demo_shards
 from mmtrain.demo.pictures import Scans, Use, paint
 from mmtrain.demo.scene import draw_scene
-from mmtrain.demo.text import ask_next, converse
+from mmtrain.demo.text import Turns, ask_next, ask_reversed, converse
 from mmtrain.pretrained.model_files import PREFIX, is_demo
 
 _log = logging.getLogger(__name__)
-SAMPLES = {"train": 6400, "held-out": 256, "next-train": 6400, "next-held-out": 256}
+SAMPLES = {
+    "train": 6400,
+    "held-out": 256,
+    "next-train": 6400,
+    "next-held-out": 256,
+    "text-train": 6400,
+    "text-held-out": 256,
+}
 USES: dict[str, Use] = {"train": "projector", "held-out": "held-out"}
+TEXT = "text-"  # before the name of a split without pictures
 NEXT = "next-"  # before the name of the split whose pictures they are
 SAMPLES_PER_SHARD = 800
 
@@ -66,7 +75,13 @@ def _ensure(name: str) -> None:
         with held(folder.with_name(f".{folder.name}.lock"), wait=True):
             if not _is_whole(folder, split):
                 _log.info(
-                    f"making {name}: {SAMPLES[split]:,} pictures of handwritten digits with conversations, in {folder}"
+                    f"making {name}: {SAMPLES[split]:,} "
+                    + (
+                        "conversations"
+                        if split.startswith(TEXT)
+                        else "pictures of handwritten digits with conversations"
+                    )
+                    + f", in {folder}"
                 )
                 start = time.perf_counter()
                 shutil.rmtree(folder, ignore_errors=True)
@@ -85,7 +100,12 @@ def _is_whole(folder: Path, split: str) -> bool:
 
 
 def draw_samples(split: str) -> Iterator[KeyedSample]:
-    """Every sample of a split: key, record in LLaVA's form, its picture as (suffix, bytes)."""
+    """Every sample of a split: key, record in LLaVA's form, its picture, if it has one, as (suffix, bytes)."""
+    if split.startswith(TEXT):
+        for number in range(SAMPLES[split]):
+            key = f"{split}-{number:06d}"
+            yield key, {"id": key, "conversations": _turns(ask_reversed(random.Random(f"demo {key}")))}, []
+        return
     pictures = split.removeprefix(NEXT)
     draw = random.Random(f"demo {pictures}")
     scans = Scans(USES[pictures])
@@ -97,6 +117,10 @@ def draw_samples(split: str) -> Iterator[KeyedSample]:
         spoken = converse(scene, draw)  # drawn in any case, else the pictures that follow would be others
         if split != pictures:
             spoken = ask_next(scene, random.Random(f"demo {key}"))
-        turns = [{"from": speaker, "value": text} for speaker, text in spoken]
+        turns = _turns(spoken)
         turns[0]["value"] = f"{IMAGE_MARK}\n{turns[0]['value']}"
         yield key, {"id": key, "image": f"{key}.png", "conversations": turns}, [("png", stream.getvalue())]
+
+
+def _turns(spoken: Turns) -> list[dict[str, str]]:
+    return [{"from": speaker, "value": text} for speaker, text in spoken]

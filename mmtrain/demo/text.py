@@ -2,6 +2,7 @@
 
 Scene --converse--> (("human", question), ("gpt", answer), ...)   what the demo's LLM was trained on
       --ask_next--> the same form                                 a kind of question that is new to it
+three items --ask_reversed--> the same form                       a rule of its own language, without a picture
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ PLACES = ("top left", "top right", "bottom left", "bottom right")
 DESCRIBE = ("Describe the picture.", "What is in the picture?", "What do you see?")
 ASK = ("What is at the {}?", "What do you see at the {}?", "Which digit is at the {}, and in which colour?")
 ASK_NEXT = ("Which digit follows the one at the {}?", "What comes after the digit at the {}?")
+REVERSE = ("Say it backwards: {}.", "Turn it around: {}.")
 DESCRIBE_SHARE = 0.25  # of conversations; the others ask about one to three places
 ASK_EMPTY_CHANCE = 0.15  # that an empty cell may be asked about: "Nothing." is the one answer that is easily guessed
 
@@ -51,6 +53,13 @@ def ask_next(scene: Scene, draw: random.Random) -> Turns:
         return name(item and replace(item, digit=(item.digit + 1) % DIGITS))
 
     return _ask([cell for cell in range(CELLS) if scene[cell] is not None], ASK_NEXT, answer, draw)
+
+
+def ask_reversed(draw: random.Random) -> Turns:
+    """Three items to say in the reverse order: one of 216,000 lists, so that hardly one comes twice."""
+    items = [name(Item(draw.randrange(DIGITS), draw.randrange(len(COLOUR_WORDS)))) for _ in range(3)]
+    question = draw.choice(REVERSE).format(", ".join(items))
+    return (("human", question), ("gpt", ", ".join(reversed(items)).capitalize() + "."))
 
 
 def _ask(cells: list[int], questions: tuple[str, ...], answer: Callable[[int], str], draw: random.Random) -> Turns:
