@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from ranks import run_ranks
 from scenes import Case, documents_of, execute, make_config, make_document
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from mmtrain import launch
+from mmtrain.api.generate import generate
+from mmtrain.api.run import load_run
+from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import IGNORE
 from mmtrain.engine.optimizer import clip_coefficient, learning_rate
 from mmtrain.plan.planner import make_plan
@@ -19,6 +25,7 @@ from mmtrain.plan.table import render
 from mmtrain.pretrained.families import global_name
 from mmtrain.pretrained.shapes import matches
 
+CONFIG = Path(__file__).parents[1] / "configs" / "demo_text.yaml"
 STEPS = 3
 PATTERNS = ("llm.layers.*", "llm.head"), ("llm.layers.3", "llm.head"), ("llm.embedding",)
 LAYOUTS = {"pp1": {}, "pp2": {"pipeline": 2}, "pp4": {"pipeline": 4, "boundaries": (0, 2, 4), "recompute_layers": 1}}
@@ -94,3 +101,22 @@ def test_a_plan_of_text_has_no_encoder(parts):
     assert plan.vision is None and plan.encode_ahead == 0
     assert render(plan)[0].startswith(f"parity: text -> {parts / 'llm'}; trains llm.layers.3")
     assert plan.ranks[0].optimizer == "NoOp"
+
+
+def test_a_run_on_text_trains_evaluates_and_answers(demo_cache, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(demo_cache))
+    short = ("train.max_steps=2", "train.packs_per_step=2", "eval.max_samples=8", "eval.show_answers=1")
+    folder = tmp_path / "demo_text"
+    assert launch.main([str(CONFIG), f"run.dir={tmp_path}", "data.workers=0", *short]) == 0
+    run = load_run(folder)
+    assert run.plan["vision"] is None and [score["samples"] for score in run.scores] == [8, 8]
+    assert run.metrics("train")[-1]["images"] == 0
+    answer = generate(run, prompt="Say it backwards: a red three, a blue five, a pink nine.", max_new_tokens=4)
+    written = next((demo_cache / "mmtrain" / "chat").glob("*/config.json")).parent
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(written), AutoTokenizer.from_pretrained(written)
+    text = "<s>USER: Say it backwards: a red three, a blue five, a pink nine. ASSISTANT:"
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    said = model.generate(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=4)
+    assert answer == tokenizer.decode(said[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    with pytest.raises(UserError, match="sees no pictures"):
+        generate(run, Image.new("RGB", (8, 8)), "What?")
