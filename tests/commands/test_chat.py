@@ -220,7 +220,7 @@ def refused(capsys, model: Path | str, image: Path, *more: str) -> str:
 def test_wrong_input_is_named(work, llava, tiny, capsys):
     picture = work / "one.png"
     assert "no such folder, and no hub id in the local cache" in refused(capsys, work / "none", picture)
-    assert "has model_type llama; needed is a run" in refused(capsys, tiny / "llm", picture)
+    assert "has no chat template, so how to ask is not known" in refused(capsys, tiny / "llm", picture)
     assert "has no config.json; needed is a run" in refused(capsys, tiny / "shards", picture)
     assert "No such file" in refused(capsys, llava, work / "none.png")
     assert "none of JPEG, PNG" in refused(capsys, llava, CONFIG)
