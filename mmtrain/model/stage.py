@@ -121,22 +121,27 @@ class Stage(nn.Module):
             return hidden + 0.0 * image_embeddings.sum().to(hidden.dtype)
         return fuse(embeddings, batch.image_places, image_embeddings)
 
-    @torch.no_grad()
     def attention_ways(self, device: torch.device) -> set[Way]:
-        """How attention is computed in the decoder layers of this stage, found by running them on 8 tokens.
+        """How attention is computed in the decoder layers of this stage, found by running them on 8 tokens."""
+        with ways_taken() as found:
+            self._run_8_tokens(device)
+        return found
 
-        Raises UserError for adapters that this run, and that of the encoder on a black image, do not use.
-        """
-        model = self.language.model
-        with ways_taken() as found, refusing_unused(model, global_name):
-            hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
-            self.language(hidden, torch.arange(8, device=device)[None])
+    def refuse_unused_adapters(self, device: torch.device | str) -> None:
+        """Raise UserError for adapters that decoder layers do not use on 8 tokens, or the encoder on a black image."""
+        with refusing_unused(self.language.model, global_name) as adapted:
+            if adapted:
+                self._run_8_tokens(device)
         if self.front is not None:
             vision = self.front.vision
-            with refusing_unused(vision.model, vision.global_name) as adapted:
+            with torch.no_grad(), refusing_unused(vision.model, vision.global_name) as adapted:
                 if adapted:
                     vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device))
-        return found
+
+    @torch.no_grad()
+    def _run_8_tokens(self, device: torch.device | str) -> None:
+        hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
+        self.language(hidden, torch.arange(8, device=device)[None])
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Run the stage's decoder layers (and the final norm, on the last stage): (B, L, D) -> (B, L, D)."""
@@ -213,6 +218,7 @@ def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | s
         front = Front(vision, projector.to(device), transform)
     module = Stage(language, front, dtype).eval()
     set_trainable(module.global_parameters(), config.model.trainable)
+    module.refuse_unused_adapters(device)
     return module
 
 

@@ -45,11 +45,6 @@ def with_adapters(llm: LlmShape, vision: VisionShape, lora: LoraSection | None) 
     """
     if lora is None:
         return llm, vision
-    if lora.dropout:
-        raise UserError(
-            f"model.lora.dropout: {lora.dropout:g}, and only 0 is exact: layers that recompute, and the last, which "
-            "runs for supervised tokens alone, would draw other masks than before; set it to 0"
-        )
     # Modules with experts in any layer: of what else they hold peft would take the names for those of experts.
     experts = {p.name.split(".")[3] for layer in llm.decoder for p in layer if len(p.shape) > 2}
     transposed = llm.model_type in _TRANSPOSED

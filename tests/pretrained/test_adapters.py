@@ -1,6 +1,7 @@
 """Which layers may have adapters, and what is said of those that may not; nothing is skipped."""
 
 import pytest
+from pydantic import ValidationError
 from transformers import CONFIG_MAPPING
 
 from mmtrain.base.errors import UserError
@@ -51,7 +52,6 @@ def test_a_plan_with_llavas_adapters_trains_what_llavas_script_trains() -> None:
         ({"targets": ("llm.head",)}, "'llm.head' names no linear layer of a decoder layer or of an encoder's block"),
         ({"targets": ("llm.layers.*.q_porj",)}, "have llm.layers.*.self_attn.q_proj, "),
         ({"targets": ("llm.layers.*.input_layernorm",)}, "names no linear layer"),
-        ({"dropout": 0.05}, "model.lora.dropout: 0.05, and only 0 is exact"),
         ({"trainable": ("projector",)}, "llm.layers.0.self_attn.q_proj.lora_A.weight would not train"),
         ({"trainable": ("llm.layers.*.lora_B",)}, "lora_A.weight would not train"),
         ({"targets": ("vision.*",), "trainable": ("projector",)}, "add vision.*.lora_* to it"),
@@ -66,6 +66,11 @@ def test_what_can_have_no_adapter_is_refused_by_name(settings: dict, said: str) 
     with pytest.raises(UserError) as refused:
         make_plan(config_of(**settings))
     assert said in str(refused.value)
+
+
+def test_dropout_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValidationError, match=r"model\.lora\.dropout: 0\.05, and only 0 is exact"):
+        config_of(dropout=0.05)
 
 
 def test_experts_and_what_stands_beside_them_have_none(tmp_path) -> None:
