@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,7 @@ COMPLETED = {  # class -> keys of model.vision, of model.projector, data.image_f
     ),
 }
 COMPLETED["smolvlm"] = COMPLETED["idefics3"]
+DAILY = ["llava", "idefics3"]  # of what takes seconds
 
 
 class Made(NamedTuple):
@@ -111,9 +113,10 @@ def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, confi
         assert getattr(again.config, key, None) == getattr(whole.model.config, key, None), key
 
 
-def test_runs_begin_and_learn_as_with_the_same_model_in_three_parts(make, configured, tmp_path):
+@pytest.mark.parametrize("kinds", [DAILY, pytest.param(sorted(COMPLETED.keys() - DAILY), marks=pytest.mark.nightly)])
+def test_runs_begin_and_learn_as_with_the_same_model_in_three_parts(make, configured, tmp_path, kinds):
     cases = []
-    for kind in COMPLETED:
+    for kind in kinds:
         whole = make(kind)
         save_its_parts(kind, whole.model, tmp_path / kind)
         positions = 16 if COMPLETED[kind][1]["factor"] is None else 4
@@ -128,6 +131,26 @@ def test_runs_begin_and_learn_as_with_the_same_model_in_three_parts(make, config
             assert [result.loss for result in ours["results"]] == [result.loss for result in theirs["results"]]
             assert ours["parameters"].keys() == theirs["parameters"].keys()
             assert all((ours["parameters"][name] == value).all() for name, value in theirs["parameters"].items())
+
+
+@pytest.mark.parametrize(
+    ("said", "fit"),
+    [
+        ({"do_pad": False, "size": {"shortest_edge": 28}, "do_center_crop": True}, "center_crop"),
+        ({"do_pad": False, "size": 28, "crop_size": 28, "do_center_crop": True}, "center_crop"),
+        ({"do_pad": False, "do_center_crop": False}, "resize"),
+    ],
+)
+def test_how_an_image_becomes_a_square_is_read_of_its_processor(make, configured, tmp_path, said, fit):
+    folder = altered(make("llava").folder, tmp_path, {"image_processor": said}, "processor_config.json")
+    assert configured(folder).data.image_fit == fit
+
+
+def test_that_smolvlms_tiles_are_left_aside_is_said(make, configured, tmp_path, logged):
+    tiles = {"do_image_splitting": True, "size": {"longest_edge": 112}}
+    folder = altered(make("smolvlm").folder, tmp_path, tiles, "preprocessor_config.json")
+    assert configured(folder).data.image_fit == "resize"
+    assert "cuts images into tiles (do_image_splitting); mmtrain trains on one square of 28 pixels" in logged[-1]
 
 
 # ---- the LLM alone, the encoder alone
@@ -280,6 +303,30 @@ def test_weights_that_lack_a_part_or_hold_it_twice_are_refused(make, configured,
     save_file(tensors | twice, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"twice|two tensors for one place"):
         build_stage(config := configured(folder), plan_for_here(config).ranks[0].stages[0])
+
+
+def places(content: dict, *above: str) -> Iterator[tuple[str, ...]]:
+    for key, value in content.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from places(value, *above, key)
+
+
+@pytest.mark.parametrize("file", ["config.json", "processor_config.json"])
+def test_nonsense_in_any_place_of_its_files_is_one_line_or_does_not_matter(make, configured, tmp_path, file):
+    folder = shutil.copytree(make("aya_vision").folder, tmp_path / "whole")
+    sound = (folder / file).read_text()
+    draw = random.Random(0)
+    for place in draw.sample(sorted(places(json.loads(sound))), 20):
+        content = inner = json.loads(sound)
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = draw.choice(["x", -1, 10**30, [], {}, None, 0.5, {"a": {"b": [1]}}, [[]]])
+        (folder / file).write_text(json.dumps(content))
+        try:
+            plan_for_here(configured(folder))
+        except UserError as error:
+            assert "\n" not in str(error)
 
 
 def test_a_key_given_by_hand_may_repeat_the_folder_and_not_contradict_it(make, configured):
