@@ -27,7 +27,8 @@ from mmtrain.exporting.hf import ExportedModel, export_hf
 from mmtrain.exporting.verify import Comparison, compare_logits
 from mmtrain.model.projector import make_projector
 from mmtrain.model.timm_folder import save_timm_folder
-from mmtrain.pretrained.adapters import is_adapter, with_adapters
+from mmtrain.plan.planner import models_of
+from mmtrain.pretrained.adapters import is_adapter
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 
@@ -57,11 +58,9 @@ def make_checkpoint(
 
 def drawn_adapters(config: RunConfig) -> dict[str, torch.Tensor]:
     """Of every layer that has one, by global name; neither matrix is zero."""
-    chosen, draw = config.model.vision, torch.Generator().manual_seed(5)
-    vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
-    llm, vision = with_adapters(llm_shape(config.model.llm.path), vision, config.model.lora)
-    parameters = [*(one for layer in llm.decoder for one in layer), *vision.parameters]
-    return {one.name: 0.05 * torch.randn(one.shape, generator=draw) for one in parameters if is_adapter(one.name)}
+    draw = torch.Generator().manual_seed(5)
+    found = [one for one in models_of(config).parameters if is_adapter(one.name)]
+    return {one.name: 0.05 * torch.randn(one.shape, generator=draw) for one in found}
 
 
 def make_tower(folder: Path, architecture: str, changes: Mapping[str, object]) -> Path:

@@ -82,8 +82,9 @@ def compare_logits(
     stage = whole_model(checkpoint)
     door = exported.door
     frozen_as_trained = _compare_frozen(door, checkpoint, stage, folder)
-    if dtype != torch.float32:  # what is rounded are merged weights
-        merge_adapters(stage if exported.adapters is None else stage.front)
+    merged = stage if exported.adapters is None else stage.front
+    if dtype != torch.float32 and merged is not None:  # what is rounded are merged weights
+        merge_adapters(merged)
     expected = _own_logits(stage, batches, dtype, _own_names(door, exported.kept_in_float32))
     del stage  # memory for one of the two is enough
     model = _stock_model(door, folder)

@@ -43,7 +43,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+DAILY = ("tied qwen2 with a timm clip",)
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in DAILY else pytest.param(case, marks=pytest.mark.nightly) for case in CASES]
+)
 def test_stock_logits_of_merged_layers_are_those_of_layers_with_adapters(tiny, make_tiny, tmp_path, case):
     family, options, tower, targets = CASES[case]
     make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=2, max_shard_size="150KB", **options)
@@ -100,7 +105,7 @@ def run(tiny, tmp_path_factory) -> Path:
     return train(tiny / "config.yaml", f"run.dir={tmp_path_factory.mktemp('runs')}", trainable, *keys).folder
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_a_run_with_adapters_is_exported_verified_and_asked(run, tmp_path, monkeypatch, capsys, dtype):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = ["--checkpoint", str(run), "--format", "hf", "--out", str(tmp_path / "out"), "--dtype", dtype, "--verify"]
@@ -215,9 +220,33 @@ def test_what_adapters_would_leave_out_is_refused(tiny, tmp_path, capsys, target
 def test_what_else_was_trained_is_in_the_base(tiny, tmp_path):
     others = {"llm.norm.weight": torch.linspace(1, 2, 64), "llm.layers.2.mlp.up_proj.weight": torch.randn(128, 64)}
     config = config_of(tiny, "model.lora.r=2", "model.lora.targets=[llm.layers.2.mlp]")
-    out = as_peft(adapted(tmp_path / "run", config, others), tmp_path / "out", "--verify", "2")
+    out = as_peft(adapted(tmp_path / "run", config, others), tmp_path / "out")
     found = weights(out / "base")
     assert torch.equal(found["language_model.model.norm.weight"], others["llm.norm.weight"])
     assert torch.equal(
         found["language_model.model.layers.2.mlp.up_proj.weight"], others["llm.layers.2.mlp.up_proj.weight"]
     )
+
+
+def test_a_run_on_text_alone_leaves_with_its_adapters_merged_or_apart(tiny, tmp_path):
+    keys = (
+        "model.vision=null",
+        "data.template=llava_v1",
+        "data.images=strip",
+        "model.lora.r=3",
+        "model.trainable=[llm.layers.*.lora_*]",
+    )
+    config = config_of(tiny, *keys)
+    checkpoint = make_checkpoint(tmp_path / "run", config, drawn_adapters(config))
+    options = ["--checkpoint", str(checkpoint.path), "--out", str(tmp_path / "merged"), "--verify", "4"]
+    assert main(["export", "--format", "hf", *options]) == 0
+    as_peft(checkpoint, tmp_path / "own", "--base", "hf", "--dtype", "bfloat16", "--verify", "4")
+    out = as_peft(checkpoint, tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    for base, folder in ((tiny / "llm", out), (tmp_path / "own" / "base", tmp_path / "own")):
+        stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        whole = put_on(stock, folder).merge_and_unload().state_dict()
+        assert whole.keys() == merged.keys()
+        for name, tensor in merged.items():
+            torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-6 if folder == out else 5e-3)
+    assert {file.name for file in out.iterdir()} == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
