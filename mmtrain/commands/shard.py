@@ -1,6 +1,6 @@
 """Turn LLaVA JSON and a folder of images into webdataset shards, which training reads in order from any disk.
 
-Input: JSON arrays or JSON lines of records, and the images that they name, relative to one folder:
+Input: JSON arrays or JSON lines of records, and the images that they name, if any do, relative to one folder:
     {"id": "004539375", "image": "00453/004539375.jpg",        "image" may be a list, or absent
      "conversations": [{"from": "human", "value": "<image>\\nDescribe it."}, {"from": "gpt", "value": "A red door."}]}
 
@@ -139,8 +139,8 @@ def _by_reason(reasons: Counter[str]) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Write shards, their indexes, rejected.jsonl and dataset.json into options.out; raises UserError."""
-    images: Path = options.images.resolve()
-    if not images.is_dir():
+    images: Path | None = options.images and options.images.resolve()
+    if images is not None and not images.is_dir():
         raise UserError(f"--images {options.images}: no such folder")
     for number, file in enumerate(options.json):
         if file.resolve() in [other.resolve() for other in options.json[:number]]:
@@ -285,7 +285,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --out=~/data as it is
     add = parser.add_argument
     add("--json", type=path, nargs="+", required=True, metavar="FILE", help="LLaVA JSON or JSONL files")
-    add("--images", type=path, required=True, metavar="DIR", help="folder that image names start from")
+    add("--images", type=path, metavar="DIR", help="folder that image names start from; none for text alone")
     add("--out", type=path, required=True, metavar="DIR", help="folder for the shards, without any yet")
     add("--samples-per-shard", type=positive(int), metavar="N", help="records with sound text in a tar (1000)")
     add("--shard-bytes", type=parse_size, metavar="SIZE", help="instead: a tar's largest size (500MB, 1GiB, ...)")

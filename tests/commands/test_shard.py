@@ -558,3 +558,18 @@ def test_a_reader_of_the_output_that_leaves_does_not_stop_the_tool(folder):
     process.stderr.close()
     assert process.wait(timeout=60) == 0 and said == b""
     assert (folder / "out" / "dataset.json").exists()
+
+
+def test_conversations_without_images_need_no_folder_of_them(tmp_path):
+    record = {"id": "a", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A."}]}
+    seen = {
+        "id": "b",
+        "image": "b.png",
+        "conversations": [{"from": "human", "value": "<image>"}, record["conversations"][1]],
+    }
+    (tmp_path / "a.json").write_text(json.dumps([record, seen]))
+    options = ["--json", str(tmp_path / "a.json"), "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert main(["shard", *options, "--max-reject-rate", "0.5"]) == 0
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["samples"] == 1
+    (rejected,) = rejections(tmp_path / "out")
+    assert rejected["reason"] == "missing_image" and "--images" in rejected["detail"]

@@ -140,7 +140,7 @@ class Intake:
     """The jobs of all shards, in the files' order; `samples_per_shard` or `shard_bytes` says when one is full."""
 
     files: dict[Path, int]  # each with its number of records
-    images: Path  # their folder
+    images: Path | None  # their folder; None: no record has any
     samples_per_shard: int | None  # candidates: records with sound text
     shard_bytes: int | None  # of the tar, by the files' sizes before --max-side; a larger sample is alone in its tar
     keep_duplicates: bool  # a repeated id gets a key of its own
@@ -189,6 +189,8 @@ class Intake:
         return tar_bytes([len(record_json(candidate.content)), *map(self._file_size, candidate.images)])
 
     def _file_size(self, name: str) -> int:
+        if self.images is None:
+            return 0
         try:
             return (self.images / name).stat().st_size
         except (OSError, ValueError):  # the job that reads it will say why

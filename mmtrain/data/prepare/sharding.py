@@ -133,7 +133,7 @@ def shard_name(number: int) -> str:
 
 @contextlib.contextmanager
 def shard_pool(
-    images: Path,
+    images: Path | None,
     out: Path,
     limits: ImageLimits,
     count: TextCounter | None,
@@ -142,9 +142,9 @@ def shard_pool(
 ) -> Iterator[RunTasks[ShardJob, FinishedShard]]:
     """Gives `run(jobs, tick)`, as `worker_pool` does: shards in the folder `out`; `tick` counts candidates.
 
-    `images`: the folder that image names start from, absolute and without links; `count`: None leaves text lengths to
-    the first run. Jobs of `finished` (by number) ran before and are not done again; raises UserError where one was of
-    other records.
+    `images`: the folder that image names start from, absolute and without links, None where no record has any;
+    `count`: None leaves text lengths to the first run. Jobs of `finished` (by number) ran before, are not done again;
+    raises UserError where one was of other records.
     """
     try:
         with worker_pool(functools.partial(_make_shard, images, out, limits, count, finished), workers) as run:
@@ -155,7 +155,7 @@ def shard_pool(
 
 
 def _make_shard(
-    images: Path,
+    images: Path | None,
     out: Path,
     limits: ImageLimits,
     count: TextCounter | None,
@@ -176,6 +176,8 @@ def _make_shard(
     def samples() -> Iterator[KeyedSample]:
         for candidate in job.candidates:
             try:
+                if images is None and candidate.images:
+                    raise Rejected("missing_image", f"{candidate.images[0]}: no folder of images is named (--images)")
                 files = [read_image(images, name, limits) for name in candidate.images]
             except Rejected as error:
                 rejected.append(Rejection(candidate.record, candidate.id, error.reason, error.detail))
