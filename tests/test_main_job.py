@@ -20,6 +20,7 @@ AFTER = CONFIG.with_name("demo_lora.yaml")
 @pytest.fixture
 def demo(demo_run, demo_cache, monkeypatch) -> DemoRun:
     """With the data that it has made in this process's cache, too."""
+    assert demo_run.ran.returncode == 0, demo_run.ran.stderr
     monkeypatch.setenv("XDG_CACHE_HOME", str(demo_cache))
     return demo_run
 
