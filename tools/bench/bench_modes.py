@@ -32,12 +32,13 @@ from mmtrain.plan.planner import make_plan, models_of
 
 BIG = Path(__file__).parents[2] / "configs" / "llava15_7b_pp4.yaml"
 PIPELINES = (1, 2, 4, 8)
-TRAINED = {  # name of a mode -> model.trainable, for a model of so many decoder layers
-    "connector": lambda layers: "projector",
-    "connector, last 2 layers": lambda layers: f"projector, llm.layers.{layers - 2}, llm.layers.{layers - 1}",
-    "connector, LoRA": lambda layers: "projector, llm.layers.*.lora_*",
-    "connector, encoder": lambda layers: "projector, vision",
-    "all": lambda layers: "projector, vision, llm",
+TRAINED = {  # name of a mode -> model.trainable
+    "connector": "projector",
+    "connector, last 2 layers": "projector, llm.layers.{last_but_one}, llm.layers.{last}",
+    "connector, LoRA": "projector, llm.layers.*.lora_*",
+    "connector, encoder by LoRA": "projector, vision.*.lora_*",
+    "connector, encoder": "projector, vision",
+    "all": "projector, vision, llm",
 }
 MICROBATCH = (  # the demo's: an image of 16 positions and 48 tokens, 16 of them supervised
     *("data.pack_length=64", "data.expected_text_tokens=48", "data.expected_supervised_fraction=0.25"),
@@ -47,8 +48,10 @@ MICROBATCH = (  # the demo's: an image of 16 positions and 48 tokens, 16 of them
 
 def configured(mode: str, file: str | Path, layers: int, rank: int, *overrides: str) -> RunConfig:
     """The configuration with what this mode trains; `rank` of LoRA's adapters."""
-    lora = (f"model.lora.r={rank}", f"model.lora.alpha={2 * rank}") if "LoRA" in mode else ()
-    return load_config(file, [f"model.trainable=[{TRAINED[mode](layers)}]", *lora, *overrides])
+    targets = "vision.*" if "encoder" in mode else "llm.layers.*"
+    lora = (f"model.lora.r={rank}", f"model.lora.alpha={2 * rank}", f"model.lora.targets=[{targets}]")
+    trainable = TRAINED[mode].format(last_but_one=layers - 2, last=layers - 1)
+    return load_config(file, [f"model.trainable=[{trainable}]", *(lora if "LoRA" in mode else ()), *overrides])
 
 
 class Planned(NamedTuple):
