@@ -80,8 +80,9 @@ def check_family(config_json: dict[str, Any]) -> None:
         raise UserError(f"{family} needs the code in its folder, and {_NO_CODE}; take {_REMOTE_CODE[family]}")
     if config_json.get("is_encoder_decoder"):
         raise UserError(f"{family} is an encoder-decoder; mmtrain stages decoder-only causal LLMs (llama, qwen2, ...)")
-    if isinstance(config_json.get("text_config"), dict):
-        inner = config_json["text_config"].get("model_type", "unknown")
+    text, vision = config_json.get("text_config"), config_json.get("vision_config")
+    if isinstance(text, dict) or isinstance(vision, dict):  # Qwen2-VL's first files have the latter alone
+        inner = text.get("model_type", "unknown") if isinstance(text, dict) else "its own"
         raise UserError(
             f"{family} is a multimodal model around a text model ({inner}); give the folder of the text model alone"
         )

@@ -325,6 +325,10 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):
             {"model_type": "llava", "text_config": {"model_type": "llama"}},
             r"llava is a multimodal model around a text model \(llama\); give the folder of the text model",
         ),
+        (
+            {"model_type": "qwen2_vl", "vision_config": {"depth": 2}},
+            r"qwen2_vl is a multimodal model around a text model",
+        ),
         ({}, "no model_type"),
     ],
 )
