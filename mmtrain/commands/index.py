@@ -99,7 +99,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--layout",
         default="square",
         choices=tuple(WRAPPERS),
-        help="as model.vision.layout: texts around images (square)",
+        help="as model.vision.layout: texts around images (square); stripped: as data.images=strip takes them out",
     )
     cores = usable_cores()
     parser.add_argument(

@@ -283,7 +283,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--template", type=template_argument, metavar="NAME", help=f"as data.template: {', '.join(NAMES)}, or {FILE}"
     )
-    parser.add_argument("--layout", default="square", choices=tuple(WRAPPERS), help="as model.vision.layout (square)")
+    parser.add_argument(
+        "--layout",
+        default="square",
+        choices=tuple(WRAPPERS),
+        help="as model.vision.layout (square); stripped: no images",
+    )
     per_image = parser.add_mutually_exclusive_group()
     per_image.add_argument(
         "--vision",
