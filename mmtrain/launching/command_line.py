@@ -14,7 +14,8 @@ from mmtrain.checkpoint.choose import AUTO
 TRACED_STEPS = 3
 
 DESCRIPTION = """\
-Train the projector of a vision-language model, the LLM frozen and cut into pipeline stages.
+Train the projector of a vision-language model, or what model.trainable names: LoRA's adapters, layers, the encoder,
+an LLM on text alone. All else is frozen; the LLM is cut into pipeline stages.
 
 CONFIG is a YAML file; any key of it can be set on the command line. Ranks = parallel.pipeline x parallel.data.
 Results go to run.dir/run.name: config.yaml and plan.json (what runs), log.txt (everything that libraries say),
