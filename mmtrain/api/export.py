@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from mmtrain.api.run import Run
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
 from mmtrain.checkpoint.step_folder import StepFolder, find
+from mmtrain.pretrained.doors import Base, default_base
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 Format = Literal["safetensors", "llava", "hf", "peft"]
-Base = Literal["llm", "hf"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 WHOLE = ("hf", "peft")  # formats of a model that runs
 
@@ -64,13 +65,24 @@ def export(
     out = Path(out)
     checkpoint = find(run.folder if isinstance(run, Run) else Path(run))
     _log.info(f"{checkpoint.path}: {checkpoint.step:,} steps")
+    if format == "peft" and verify is not None and (base or default_base(checkpoint.config)) == "llm":
+        raise UserError(
+            "verify (--verify) runs a whole model, and these adapters are for the LLM as it was published: take base "
+            "hf (--base hf), which exports one for them, or leave verify out"
+        )
     import torch  # after the cheap refusals: it takes seconds
 
     from mmtrain.exporting.causal_lm import export_stock
     from mmtrain.exporting.llava import export_llava
     from mmtrain.exporting.projector_file import export_projector_file
     from mmtrain.exporting.tensors import new_folder
+    from mmtrain.model.projector import unchecked_start
 
+    if start := unchecked_start(checkpoint):
+        _log.warning(
+            f"the run did not train all of its projector, and noted no fingerprints of the rest: that is exported as "
+            f"{harmless(start)} has it now, not checked; see that this is what the run began with"
+        )
     tensors = getattr(torch, dtype or (checkpoint.config.model.llm.dtype if format in WHOLE else "float32"))
     if format in WHOLE:
         with new_folder(out) as folder:
@@ -80,18 +92,14 @@ def export(
             else:
                 from mmtrain.exporting.peft_folder import export_peft  # peft takes a second
 
-                exported = export_peft(checkpoint, folder, tensors, shard_bytes, base, out, show)
+                chosen = base or default_base(checkpoint.config)
+                exported = export_peft(checkpoint, folder, tensors, shard_bytes, chosen, out, show)
             if exported is not None:
                 _log.info(f"{exported.tensors:,} tensors, {_size(exported.bytes)} in {exported.files} file(s)")
                 if exported.unmarked:
                     _log.info(exported.unmarked)
-            if verify is not None:
-                if exported is None:
-                    raise UserError(
-                        "verify (--verify) runs a whole model, and these adapters are for the LLM as it was published: "
-                        "leave it out, or take base hf (--base hf)"
-                    )
-                _verify(checkpoint, exported, tensors, verify)
+                if verify is not None:
+                    _verify(checkpoint, exported, tensors, verify)
     elif format == "llava":
         export_llava(checkpoint, out, tensors)
     else:

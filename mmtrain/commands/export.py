@@ -1,7 +1,8 @@
 """Export what was trained: alone, for LLaVA's code, or with its models as a folder that stock transformers loads.
 
     --format safetensors   OUT/projector.safetensors (every trained tensor, and the whole projector) and projector.json,
-                           which says what it belongs to: models, layer, widths, steps, data, scores, versions
+                           which says what it belongs to: models, layer, widths, steps, data, scores, versions; of a run
+                           on text alone trained.safetensors and trained.json
     --format llava         OUT/mm_projector.bin and config.json, as LLaVA's own code reads them (its loader wants
                            `llava` in the folder's name)
     --format hf            OUT/: the whole model, as the stock class that computes what was trained (LLaVA's,
@@ -27,10 +28,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from mmtrain.api.export import Base, DifferentError, Dtype, Format, export
+from mmtrain.api.export import DifferentError, Dtype, Format, export
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import show_error, tell
 from mmtrain.base.progress import ByteBars
+from mmtrain.pretrained.doors import Base
 
 EXAMPLES = """\
   the newest checkpoint of a run, for transformers, in the precision of the run:
@@ -39,7 +41,7 @@ EXAMPLES = """\
     mmtrain export --checkpoint runs/llava_pp4/checkpoints/step-00000160 --format safetensors \\
         --out exported/projector
   the adapters of a run with model.lora, for peft, and the model that they are added to:
-    mmtrain export --checkpoint runs/lora --format peft --out exported/lora --verify
+    mmtrain export --checkpoint runs/lora --format peft --base hf --out exported/lora --verify
   for LLaVA's stage 2, --pretrain_mm_mlp_adapter exported/llava-mine/mm_projector.bin:
     mmtrain export --checkpoint runs/mine --format llava --dtype bfloat16 --out exported/llava-mine
 """

@@ -20,7 +20,7 @@ from mmtrain.exporting.processor import ExportedProcessor
 from mmtrain.exporting.projector_file import Origin
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.model.projector import PROJECTOR
-from mmtrain.pretrained.adapters import adapted_layer, is_adapter
+from mmtrain.pretrained.adapters import adapted_layer, is_adapter, is_llm_adapter
 from mmtrain.pretrained.model_files import HUB_ID
 
 LOADING = """\
@@ -94,7 +94,7 @@ def write_adapter_card(folder: Path, about: Origin, model: str, lora: LoraSectio
     """
     hub = HUB_ID.fullmatch(about.llm) and "/" in about.llm
     front = {"library_name": "peft"} | ({"base_model": about.llm} if hub and base is None else {})
-    adapted = {adapted_layer(name) for name in about.trained if name.startswith("llm.") and is_adapter(name)}
+    adapted = {adapted_layer(name) for name in about.trained if is_llm_adapter(name)}
     made_of = {
         "adapters": f"of {len(adapted)} layers, rank {lora.r}, scaled by {lora.alpha:g} / {lora.r}",
         "base model": code(about.llm) if base is None else f"`{base}/` in this folder, with all else that was trained",
@@ -136,7 +136,7 @@ def write_text_card(folder: Path, about: Origin, dtype: str, language: ExportedL
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {shown_name(Path(about.llm).name)}, trained further",
-        f"Made with mmtrain {shown_name(about.versions['mmtrain'])}: {len(about.trained)} tensors trained on text.",
+        f"Made with mmtrain {shown_name(about.versions['mmtrain'])}: {_tensors(len(about.trained))} trained on text.",
         "## Made of\n\n" + table({"LLM": llm, "weights stored in": stored}),
         "## Training\n\n" + table(_training(about)),
         "## How to load\n\n" + TEXT_LOADING,
@@ -153,9 +153,13 @@ def _what_trained(about: Origin) -> str:
     adapted = {adapted_layer(name) for name in filter(is_adapter, around)}
     whole = len(around) - 2 * len(adapted)
     said = [f"low-rank adapters of {len(adapted)} layers, merged into their weights"] if adapted else []
-    said += [f"{whole} tensors of LLM and vision encoder"] if whole else []
-    also = "not" if len(around) == len(about.trained) else "too"
-    return f"Trained were {' and '.join(said)}; the projector between the two was {also}."
+    said += [f"{_tensors(whole)} of LLM and vision encoder"] if whole else []
+    also = "was not" if len(around) == len(about.trained) else "was too"
+    return f"Trained: {' and '.join(said)}; the projector between the two {also}."
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'s' if count != 1 else ''}"
 
 
 def _parts(about: Origin, dtype: str, language: ExportedLanguage) -> dict[str, str]:
@@ -171,7 +175,7 @@ def _parts(about: Origin, dtype: str, language: ExportedLanguage) -> dict[str, s
 
 
 def _training(about: Origin) -> dict[str, str]:
-    scores = about.evaluation or {}
+    scores, start = about.evaluation or {}, about.unchecked_start
     shown = {
         "held-out loss": (scores.get("loss"), "{:.4f} nats a token"),
         "held-out tokens right": (scores.get("token_accuracy"), "{:.1%}"),
@@ -183,6 +187,7 @@ def _training(about: Origin) -> dict[str, str]:
         "template": about.template,
         "data fingerprint": code(about.data_fingerprint),
         "fingerprint of what was frozen": code(about.frozen_fingerprint),
+        **({"rest of the projector": f"as {code(start)} has it now, not checked"} if start else {}),
         "training loss": "unknown" if about.training_loss is None else f"{about.training_loss:.4f} nats a token",
         **{name: form.format(value) for name, (value, form) in shown.items() if value is not None},
         "versions": versions,

@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -25,7 +24,7 @@ from mmtrain.data.samples.sample import IGNORE, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.exporting.card import write_text_card
 from mmtrain.exporting.chat_template import TEMPLATE_FILE, documents_of, exported_chat_template
-from mmtrain.exporting.doors import StockDoor
+from mmtrain.exporting.doors import StockClass
 from mmtrain.exporting.hf import ExportedModel, export_hf, refuse_loading_faults, tensors_to_export, write_model
 from mmtrain.exporting.language import language_for_export
 from mmtrain.exporting.processor import generation_settings
@@ -38,23 +37,29 @@ _ASKED: Turns = (("human", "What is this?"), ("gpt", "A red circle."))
 CONVERSATIONS: tuple[Turns, ...] = (_ASKED, (*_ASKED, ("human", "And that?"), ("gpt", "No\n1. é")))
 
 
-class CausalDoor(StockDoor):
-    """The LLM's own class in the place of a door: its tensors keep their names, and nothing stands before it."""
+class CausalClass(StockClass):
+    """The LLM's own class: its tensors keep their names, and nothing stands before it."""
 
     def __init__(self, folder: Path) -> None:
-        self.config_class = type(causal_config(folder))
-        self.model_class = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class]
-        self.class_name = self.model_class.__name__
+        config_class = type(causal_config(folder))
+        super().__init__(config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
         self.decoder_names = f"{self.model_class.base_model_prefix}."
 
     def language_name(self, name: str, base: str) -> str:
         return name
 
 
-def export_stock(checkpoint: StepFolder, *arguments: Any, **options: Any) -> ExportedModel:
+def export_stock(
+    checkpoint: StepFolder,
+    folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    progress: Callable[[str, int, int], None],
+    merged: bool = True,
+) -> ExportedModel:
     """`export_hf`, or of a run on text alone `export_causal_lm`, which take and raise the same."""
     write = export_hf if checkpoint.config.model.vision is not None else export_causal_lm
-    return write(checkpoint, *arguments, **options)
+    return write(checkpoint, folder, dtype, shard_bytes, progress, merged)
 
 
 def export_causal_lm(
@@ -69,13 +74,13 @@ def export_causal_lm(
     config = checkpoint.config
     tensors, about = tensors_to_export(checkpoint, merged)
     llm = model_folder(config.model.llm.path)
-    door, stored_as = CausalDoor(llm), str(dtype).removeprefix("torch.")
-    language = language_for_export(door, llm, tensors, 0, stored_as, config.model.lora)
-    content = {**language.config, "architectures": [door.class_name]}
-    refuse_loading_faults(door, content, language.tensors)
+    stock, stored_as = CausalClass(llm), str(dtype).removeprefix("torch.")
+    language = language_for_export(stock, llm, tensors, 0, stored_as, config.model.lora)
+    content = {**language.config, "architectures": [stock.class_name]}
+    refuse_loading_faults(stock, content, language.tensors)
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     _write_tokenizer(config, llm, folder)
-    exported = write_model(door, folder, content, language.tensors, dtype, shard_bytes, progress)
+    exported = write_model(stock, folder, content, language.tensors, dtype, shard_bytes, progress)
     write_text_card(folder, about, stored_as, language)
     return exported
 

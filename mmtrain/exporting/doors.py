@@ -35,13 +35,31 @@ _TINY = {
 _TINY_TIMM = {"img_size": 8, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1}
 
 
-class StockDoor:
+class StockClass:
+    """A stock class of transformers that an export fills."""
+
+    decoder_names: str  # what stands before the names of the LLM's decoder in its folder
+
+    def __init__(self, config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel]) -> None:
+        self.config_class, self.model_class = config_class, model_class
+        self.class_name = model_class.__name__
+
+    def language_name(self, name: str, base: str) -> str:
+        """The name of one of the LLM's tensors, which its own class, around `base`, calls `name`; raises UserError."""
+        raise NotImplementedError
+
+    def pixels(self, images: torch.Tensor) -> torch.Tensor:
+        """The images (N, 3, S, S) of one sample as the stock model takes them."""
+        return images
+
+
+class StockDoor(StockClass):
     """LLaVA's folder; another door says what it has otherwise."""
 
     encoder_names: ClassVar[str] = "vision_tower."  # what stands before the names of the encoder's tensors
     connector_names: ClassVar[str] = "multi_modal_projector."
     # Names of transformers 4 too, which version 5 reads.
-    decoder_names: ClassVar[str] = "language_model.model."
+    decoder_names = "language_model.model."
     head_name: ClassVar[str] = "language_model.lm_head.weight"
     tiny_encoder: ClassVar[Mapping[str, Any]] = _TINY
     image_token_key: ClassVar[str] = "image_token_index"  # in config.json
@@ -52,14 +70,12 @@ class StockDoor:
     more_tokens: ClassVar[tuple[str, ...]] = ()  # others that its processor adds to the tokenizer
 
     def __init__(self, facts: Door) -> None:
+        model_class = getattr(transformers, f"{facts.name}ForConditionalGeneration")
+        super().__init__(getattr(transformers, f"{facts.name}Config"), model_class)
         self.facts = facts
-        self.class_name = f"{facts.name}ForConditionalGeneration"
         self.processor_name = f"{facts.name}Processor"
-        self.model_class: type[PreTrainedModel] = getattr(transformers, self.class_name)
-        self.config_class: type[PreTrainedConfig] = getattr(transformers, f"{facts.name}Config")
 
     def language_name(self, name: str, base: str) -> str:
-        """The name of one of the LLM's tensors, which its own class, around `base`, calls `name`; raises UserError."""
         if not global_name(name).startswith("llm.head."):
             return self.decoder_names + name.removeprefix(base + ".")
         if not name.endswith(".weight"):
@@ -129,10 +145,6 @@ class StockDoor:
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         """Names by which the processor asks its tokenizer for tokens."""
         return {}
-
-    def pixels(self, images: torch.Tensor) -> torch.Tensor:
-        """The images (N, 3, S, S) of one sample as the stock model takes them."""
-        return images
 
 
 class AyaVisionDoor(StockDoor):

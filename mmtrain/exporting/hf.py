@@ -32,7 +32,7 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
 from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
-from mmtrain.exporting.doors import StockDoor, door_of
+from mmtrain.exporting.doors import StockClass, StockDoor, door_of
 from mmtrain.exporting.language import ExportedLanguage, language_for_export
 from mmtrain.exporting.merging import merged_encoder
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, write_processor
@@ -42,9 +42,9 @@ from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.model.language import causal_config, quiet
 from mmtrain.model.projector import PROJECTOR
 from mmtrain.model.tiny import tiny_model
-from mmtrain.pretrained.adapters import is_adapter
+from mmtrain.pretrained.adapters import is_llm_adapter
 from mmtrain.pretrained.doors import WHAT_WORKS, formats_for, stock_door
-from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.model_files import model_folder, read_header
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
 SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
@@ -54,7 +54,7 @@ SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
 class ExportedModel:
     """What was written."""
 
-    door: StockDoor
+    stock: StockClass
     folder: Path
     bytes: int  # of the tensors
     tensors: int
@@ -82,7 +82,7 @@ def export_hf(
     try:
         door = door_of(stock_door(config))
     except UserError as error:
-        raise UserError(f"{error}; use {formats_for(config)}") from None
+        raise UserError(f"{error}; use {formats_for(config, read_header(checkpoint.tensors_file))}") from None
     replacing, about = tensors_to_export(checkpoint, merged)
     llm = model_folder(about.llm)
     refuse_unfit_family(door, llm)
@@ -113,14 +113,14 @@ def tensors_to_export(checkpoint: StepFolder, merged: bool) -> tuple[dict[str, T
     found = run_tensors(checkpoint)
     about = origin(checkpoint, found)
     if not merged:
-        left_out = {name for name in found if name.startswith("llm.") and is_adapter(name)}
+        left_out = set(filter(is_llm_adapter, found))
         found = {name: source for name, source in found.items() if name not in left_out}
         about = replace(about, trained=tuple(name for name in about.trained if name not in left_out))
     return found, about
 
 
 def write_model(
-    door: StockDoor,
+    stock: StockClass,
     folder: Path,
     content: Mapping[str, Any],
     tensors: Mapping[str, TensorSource],
@@ -129,7 +129,7 @@ def write_model(
     progress: Callable[[str, int, int], None],
 ) -> ExportedModel:
     """Write the tensors of a model whose config.json has this `content`, and read them again; as `export_hf` raises."""
-    kept = kept_in_float32(door, content, tensors, dtype)
+    kept = kept_in_float32(stock, content, tensors, dtype)
     total = sum(TensorWriter(dtype, kept).bytes_of(name, source) for name, source in tensors.items())
     require_space(folder, total + SMALL_FILES)
     progress("written", 0, total)
@@ -138,7 +138,7 @@ def write_model(
     size = sum((folder / file).stat().st_size for file in files)
     progress("read again", 0, size)
     check_written(folder, files, lambda done: progress("read again", done, size))
-    return ExportedModel(door, folder, total, len(tensors), len(files), frozenset(kept))
+    return ExportedModel(stock, folder, total, len(tensors), len(files), frozenset(kept))
 
 
 def _config(
@@ -174,7 +174,7 @@ class _MetaTensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def refuse_loading_faults(door: StockDoor, config: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> None:
+def refuse_loading_faults(stock: StockClass, config: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> None:
     """Raise UserError unless the stock model of `config` finds all of its tensors among these, and has a use for each.
 
     The loader's own conversions run (names, experts fused, ties), on shapes alone.
@@ -189,13 +189,13 @@ def refuse_loading_faults(door: StockDoor, config: Mapping[str, Any], tensors: M
         name: torch.zeros(source.shape, dtype=source.dtype) for name, source in tensors.items() if name not in shapes
     }
     try:
-        _, report = _load(door, config, shapes)
+        _, report = _load(stock, config, shapes)
     except Exception as error:  # the encoder's code is timm's, of whatever architecture
         why = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
-        raise UserError(f"{door.class_name} does not load this model: {why}; {WHAT_WORKS}") from error
+        raise UserError(f"{stock.class_name} does not load this model: {why}; {WHAT_WORKS}") from error
     if faults := {kind: sorted(map(str, entries)) for kind, entries in report.items() if entries}:
         listed = "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in faults.items())
-        raise UserError(f"{door.class_name} does not load this model: {listed}; {WHAT_WORKS}")
+        raise UserError(f"{stock.class_name} does not load this model: {listed}; {WHAT_WORKS}")
 
 
 def refuse_unfit_family(door: StockDoor, folder: Path) -> None:
@@ -237,10 +237,10 @@ def refuse_unfit_family(door: StockDoor, folder: Path) -> None:
     raise UserError(f"{config.model_type} does not fit into {door.class_name}: {why}; {WHAT_WORKS}")
 
 
-def kept_in_float32(door: StockDoor, config: Mapping[str, Any], names: Iterable[str], dtype: torch.dtype) -> set[str]:
+def kept_in_float32(stock: StockClass, config: Mapping[str, Any], names: Iterable[str], dtype: torch.dtype) -> set[str]:
     """Names of the tensors that transformers loads in fp32 into a model of `dtype`: rounding them would be for good."""
     with torch.device("meta"):
-        model = door.model_class(door.config_class.from_dict(dict(config)))
+        model = stock.model_class(stock.config_class.from_dict(dict(config)))
     modules = set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         modules |= set(model._keep_in_fp32_modules or ())
@@ -249,12 +249,12 @@ def kept_in_float32(door: StockDoor, config: Mapping[str, Any], names: Iterable[
 
 
 def _load(
-    door: StockDoor, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    stock: StockClass, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     with quiet():
-        return door.model_class.from_pretrained(
+        return stock.model_class.from_pretrained(
             None,
-            config=door.config_class.from_dict(dict(config)),
+            config=stock.config_class.from_dict(dict(config)),
             state_dict=dict(tensors),
             dtype=torch.float32,
             attn_implementation=None,

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
-from mmtrain.exporting.doors import StockDoor
+from mmtrain.exporting.doors import StockClass
 from mmtrain.exporting.merging import take_merged
 from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.model.language import causal_config, missing_prefix
@@ -46,7 +46,7 @@ class ExportedLanguage:
 
 
 def language_for_export(
-    door: StockDoor,
+    around: StockClass,
     folder: Path,
     trained: Mapping[str, TensorSource],
     rows_needed: int,
@@ -91,7 +91,7 @@ def language_for_export(
             rows = source.shape[0]
             if rows_needed > rows:
                 source = _with_rows(source, rows_needed)
-        tensors[door.language_name(name, stock.base_model_prefix)] = source
+        tensors[around.language_name(name, stock.base_model_prefix)] = source
     if waiting:
         raise UserError(
             f"{sorted(waiting)[0]} was trained, and the files of {folder} have no one tensor of this name "

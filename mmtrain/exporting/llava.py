@@ -58,9 +58,9 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
             f"{FILE} has no place for it; use --format hf, or --format safetensors"
         )
     try:
-        refuse_llava_code(checkpoint.config)
+        refuse_llava_code(checkpoint.config, about.trained)
     except UserError as error:
-        raise UserError(f"{checkpoint.path}: {error}; use {formats_for(checkpoint.config)}") from None
+        raise UserError(f"{checkpoint.path}: {error}; use {formats_for(checkpoint.config, about.trained)}") from None
     names = NAMES[about.projector_type]
     projector = {}
     for name, source in tensors.items():

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 import transformers
@@ -39,15 +38,14 @@ from mmtrain.exporting.projector_file import origin, run_tensors, write_projecto
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written
 from mmtrain.model.language import causal_config, quiet
 from mmtrain.model.projector import PROJECTOR
-from mmtrain.pretrained.adapters import LORA_A, LORA_B, adapted_layer, is_adapter
-from mmtrain.pretrained.doors import formats_for
+from mmtrain.pretrained.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
+from mmtrain.pretrained.doors import Base, formats_for
 from mmtrain.pretrained.families import global_name
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.parts import holds_parts
 
 BASE = "base"
 TENSORS = "adapter_model.safetensors"
-Base = Literal["llm", "hf"]
 _PREFIX = "base_model.model."  # of what peft saves
 _NUMBERED = re.compile(r"(.+?\.)(\d+)\.(.+)")
 
@@ -57,22 +55,20 @@ def export_peft(
     folder: Path,
     dtype: torch.dtype,
     shard_bytes: int,
-    base: Base | None,
+    base: Base,
     out: Path,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ExportedModel | None:
     """Write the folder, which will be called `out`; what was written as its base model, if anything was.
 
-    base: the published LLM, or a whole model; None: whichever holds all that was trained. Raises UserError for a run
-    without adapters of its LLM, for what has no place beside the base, and what `export_hf` raises.
+    Raises UserError for a run without adapters of its LLM, for what has no place beside the base, and what `export_hf`
+    raises.
     """
     config, tensors = checkpoint.config, run_tensors(checkpoint)
-    adapters = {name: source for name, source in tensors.items() if name.startswith("llm.") and is_adapter(name)}
+    adapters = {name: source for name, source in tensors.items() if is_llm_adapter(name)}
     if not adapters or config.model.lora is None:
-        raise UserError(f"{checkpoint.path}: no layer of the LLM has an adapter; use {formats_for(config)}")
+        raise UserError(f"{checkpoint.path}: no layer of the LLM has an adapter; use {formats_for(config, tensors)}")
     llm = model_folder(config.model.llm.path)
-    if base is None:
-        base = "hf" if config.model.vision is not None or holds_parts(llm) else "llm"
     about = origin(checkpoint, tensors)
     exported = None
     if base == "hf":
@@ -103,7 +99,7 @@ def _beside_the_llm(checkpoint: StepFolder, tensors: Mapping[str, TensorSource],
         raise UserError(f"{llm} is a whole model, not the LLM alone, to which an adapter could be added; use --base hf")
     projector = {name: source for name, source in tensors.items() if name.startswith(PROJECTOR)}
     for name in tensors.keys() - projector.keys():
-        if name.startswith("vision.") or not is_adapter(name):
+        if not is_llm_adapter(name):
             raise UserError(
                 f"{checkpoint.path}: {name} was trained too, which adapters of the LLM as it was published would leave "
                 "out; use --base hf, or --format hf"

@@ -3,6 +3,8 @@
 OUT/projector.safetensors   every trained tensor by its global name (projector.linear_1.weight, ...), and the whole
                             projector whatever of it has trained
 OUT/projector.json          models, steps, data, scores, versions (`Origin`), and the file's SHA-256
+
+Of a run on text alone, which has no projector, they are trained.safetensors and trained.json.
 """
 
 from __future__ import annotations
@@ -20,13 +22,11 @@ from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, in_memory, new_folder, stored
-from mmtrain.model.projector import PROJECTOR, whole_projector
+from mmtrain.model.projector import PROJECTOR, unchecked_start, whole_projector
 from mmtrain.pretrained.connectors import Linear, connector, reduction
 from mmtrain.pretrained.model_files import read_header
 from mmtrain.pretrained.shapes import llm_shape
 
-TENSORS = "projector.safetensors"
-DESCRIPTION = "projector.json"
 SCORES = ("loss", "token_accuracy", "exact_match", "answers", "samples")
 
 
@@ -44,6 +44,7 @@ class Origin:
     projector_type: str | None
     projector_factor: int | None  # so many patches a side are one position of the LLM
     trained: tuple[str, ...]  # names of the tensors that were trained
+    unchecked_start: str | None  # where the rest of the projector is from, if the run noted no fingerprints of it
     template: str
     image_fit: str | None
     steps: int
@@ -80,6 +81,7 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origi
         projector_type=vision and section.type,
         projector_factor=vision and reduction(section),
         trained=tuple(sorted(read_header(checkpoint.tensors_file))),
+        unchecked_start=unchecked_start(checkpoint),
         template=template_name(config.data.template),
         image_fit=vision and config.data.image_fit,
         steps=checkpoint.step,
@@ -121,7 +123,9 @@ def export_projector_file(checkpoint: StepFolder, out: Path, dtype: torch.dtype)
 
 def write_projector_file(about: Origin, folder: Path, tensors: Mapping[str, TensorSource], dtype: torch.dtype) -> None:
     """Write these tensors of a run into a folder, and what they belong to, and read them again."""
-    files = {TENSORS: TensorWriter(dtype).write(folder / TENSORS, tensors)}
+    stem = "trained" if about.projector_type is None else "projector"
+    name = f"{stem}.safetensors"
+    files = {name: TensorWriter(dtype).write(folder / name, tensors)}
     description = {**asdict(about), "dtype": str(dtype).removeprefix("torch."), "sha256": files}
-    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+    (folder / f"{stem}.json").write_text(json.dumps(description, indent=2) + "\n")
     check_written(folder, files)

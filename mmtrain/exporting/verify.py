@@ -37,7 +37,7 @@ from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.engine.audit import model_fingerprint
 from mmtrain.evaluation.held_out import evaluated_samples
-from mmtrain.exporting.doors import StockDoor
+from mmtrain.exporting.doors import StockClass
 from mmtrain.exporting.hf import ExportedModel, kept_in_float32
 from mmtrain.exporting.projector_file import run_tensors
 from mmtrain.model.fingerprint import fingerprint
@@ -80,14 +80,14 @@ def compare_logits(
     """
     samples, batches = zip(*read_samples(checkpoint.config, count), strict=True)
     stage = whole_model(checkpoint)
-    door = exported.door
-    frozen_as_trained = _compare_frozen(door, checkpoint, stage, folder)
+    stock = exported.stock
+    frozen_as_trained = _compare_frozen(stock, checkpoint, stage, folder)
     merged = stage if exported.adapters is None else stage.front
     if dtype != torch.float32 and merged is not None:  # what is rounded are merged weights
         merge_adapters(merged)
-    expected = _own_logits(stage, batches, dtype, _own_names(door, exported.kept_in_float32))
+    expected = _own_logits(stage, batches, dtype, _own_names(stock, exported.kept_in_float32))
     del stage  # memory for one of the two is enough
-    model = _stock_model(door, folder)
+    model = _stock_model(stock, folder)
     if exported.adapters is not None:
         from mmtrain.exporting.peft_folder import load_adapters  # peft takes a second
 
@@ -98,7 +98,7 @@ def compare_logits(
         ids, pixels = batch.input_ids, {}
         if batch.images is not None:
             ids = ids.masked_fill(ids == IMAGE_POSITION, model.config.image_token_id)
-            pixels["pixel_values"] = door.pixels(batch.images)
+            pixels["pixel_values"] = stock.pixels(batch.images)
         with torch.no_grad():
             found = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
         found = found[batch.labels != IGNORE]
@@ -110,13 +110,13 @@ def compare_logits(
     return Comparison(samples, tokens, difference, largest, agreeing, frozen_as_trained), model
 
 
-def _stock_model(door: StockDoor, folder: Path) -> PreTrainedModel:
+def _stock_model(stock: StockClass, folder: Path) -> PreTrainedModel:
     with quiet():
-        model, report = door.model_class.from_pretrained(
+        model, report = stock.model_class.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=None, local_files_only=True, output_loading_info=True
         )
     if faults := {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}:
-        raise UserError(f"{door.class_name} loads the exported folder with remarks: {faults}")
+        raise UserError(f"{stock.class_name} loads the exported folder with remarks: {faults}")
     return model.eval()
 
 
@@ -189,7 +189,7 @@ def batch_fault(folder: Path, model: PreTrainedModel, samples: Sequence[Sample],
     return None
 
 
-def _compare_frozen(door: StockDoor, checkpoint: StepFolder, stage: Stage, folder: Path) -> bool:
+def _compare_frozen(stock: StockClass, checkpoint: StepFolder, stage: Stage, folder: Path) -> bool:
     """Whether the frozen weights are those of training; False where other versions of libraries leave that open.
 
     Raises UserError where they are others: the models' files were replaced since.
@@ -199,8 +199,8 @@ def _compare_frozen(door: StockDoor, checkpoint: StepFolder, stage: Stage, folde
     dtypes["projector"] = torch.float32
     config = read_json(folder / "config.json")
     names = [name for name, parameter in stage.global_parameters() if not parameter.requires_grad]
-    exported = (name.replace("llm.", door.decoder_names, 1) for name in names)
-    exact = _own_names(door, kept_in_float32(door, config, exported, dtypes["llm"]))
+    exported = (name.replace("llm.", stock.decoder_names, 1) for name in names)
+    exact = _own_names(stock, kept_in_float32(stock, config, exported, dtypes["llm"]))
     found = [
         fingerprint(parameter if name in exact else parameter.to(dtypes[name.partition(".")[0]]))
         for name, parameter in stage.global_parameters()
@@ -218,9 +218,9 @@ def _compare_frozen(door: StockDoor, checkpoint: StepFolder, stage: Stage, folde
     )
 
 
-def _own_names(door: StockDoor, exported: Iterable[str]) -> set[str]:
+def _own_names(stock: StockClass, exported: Iterable[str]) -> set[str]:
     """Names of the LLM's decoder layers in a folder as global names."""
-    return {name.replace(door.decoder_names, "llm.", 1) for name in exported}
+    return {name.replace(stock.decoder_names, "llm.", 1) for name in exported}
 
 
 def _own_logits(

@@ -141,30 +141,46 @@ def whole_projector(checkpoint: StepFolder, after: Collection[Path] = ()) -> dic
     """The projector of a checkpoint's run, fp32, by the names of `make_projector`'s module, whatever of it has trained.
 
     Empty for a run on text alone. What has trained lies in the checkpoint; the rest is what the run began with. `after`
-    as `read_projector` has it. Raises UserError where that is something else now, or not there any more.
+    as `read_projector` has it. Raises UserError where that is something else now, or not there any more; of a run that
+    noted no fingerprints of it that cannot be known, which `unchecked_start` says.
     """
     if checkpoint.config.model.vision is None:
         return {}
     file, path = checkpoint.tensors_file, checkpoint.path.resolve()
     trained = open_tensors({name: (name, file) for name in read_header(file) if name.startswith(PROJECTOR)})
     tensors = {name.removeprefix(PROJECTOR): view[...] for name, view in trained.items()}
-    section = checkpoint.config.model.projector
-    needed = [one.name for one in connectors.connector_parameters(connectors.connector(section, 1, 2))]
-    if all(name in trained for name in needed):
+    untrained = _untrained(checkpoint)
+    if not untrained:
         return tensors
     if path in after:
         raise UserError(f"{KEY}: the run of {path} begins with a projector that begins with its own")
     widths = projector_widths(checkpoint.config)
+    section = checkpoint.config.model.projector
     begun = starting_projector(section, *widths, checkpoint.config.run.seed, (*after, path))
     tensors = {name: tensors.get(name, tensor) for name, tensor in begun.state_dict().items()}
     for name, was in checkpoint.state.get("frozen_projector", {}).items():
-        if name not in needed or fingerprint(tensors[name.removeprefix(PROJECTOR)]) != was:
+        if name not in untrained or fingerprint(tensors[name.removeprefix(PROJECTOR)]) != was:
             source = f"{KEY} ({section.init_from})" if section.init_from else "the seed"
             raise UserError(
                 f"{checkpoint.path}: its run did not train {harmless(name)}, and {source} gives other values now than "
                 "it began with; bring back what it began with"
             )
     return tensors
+
+
+def unchecked_start(checkpoint: StepFolder) -> str | None:
+    """What `whole_projector` took the rest from, if nothing tells whether it is what the run began with; else None."""
+    config, noted = checkpoint.config, checkpoint.state.get("frozen_projector", {})
+    if config.model.vision is None or not _untrained(checkpoint) - noted.keys():
+        return None
+    return config.model.projector.init_from or f"the draw of run.seed={config.run.seed}"
+
+
+def _untrained(checkpoint: StepFolder) -> set[str]:
+    """Global names of the projector's tensors that a checkpoint does not hold."""
+    operations = connectors.connector(checkpoint.config.model.projector, 1, 2)
+    needed = {one.name for one in connectors.connector_parameters(operations)}
+    return needed - read_header(checkpoint.tensors_file).keys()
 
 
 def read_projector(

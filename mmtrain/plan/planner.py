@@ -55,7 +55,7 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     check_trainable(config, models)
     check_groups(config, models)
     check_prefetch(config, models)
-    check_export_format(config)
+    check_export_format(config, [p.name for p in models.parameters if matches(p.name, config.model.trainable)])
     refuse_missing_marks(config)
     costs = stage_costs(config, models, limit, device)
     search = Search(costs, config.parallel.encoder_prefetch)

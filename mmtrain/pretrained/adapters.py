@@ -27,6 +27,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith((LORA_A, LORA_B))
 
 
+def is_llm_adapter(name: str) -> bool:
+    """The same, of the LLM's layers alone."""
+    return name.startswith("llm.") and is_adapter(name)
+
+
 def adapted_layer(name: str) -> str:
     """The global name of the linear layer whose weight or adapter a parameter is."""
     return re.sub(r"(\.lora_[AB])?\.weight$", "", name)

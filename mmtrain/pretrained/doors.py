@@ -12,21 +12,24 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
+from mmtrain.pretrained.adapters import is_llm_adapter
 from mmtrain.pretrained.connectors import reduction
 from mmtrain.pretrained.encoders import FAMILIES, family_of
-from mmtrain.pretrained.model_files import find_model_folder
-from mmtrain.pretrained.parts import encoder_config
+from mmtrain.pretrained.model_files import find_model_folder, model_folder
+from mmtrain.pretrained.parts import encoder_config, holds_parts
 from mmtrain.pretrained.recorded_shapes import find_recorded
 from mmtrain.pretrained.shapes import vision_shape
 from mmtrain.pretrained.timm_forms import form_of
 from mmtrain.pretrained.tokenizer_files import lacking_marks
 from mmtrain.pretrained.vision_files import is_timm_name
 
+Base = Literal["llm", "hf"]  # what adapters are for: the LLM as it was published, or a whole model of its own
 LLAVA_CODE = ("linear", "mlp2x_gelu")  # projectors that LLaVA's own code builds
 # What a refusal to export a whole model says of the formats that need less.
 WHAT_WORKS = (
@@ -165,8 +168,8 @@ def _encoder(config: RunConfig) -> Encoder:
     return Encoder(TIMM, FAMILIES[form.model_type].model, "", shape.prefix_tokens, side)
 
 
-def refuse_llava_code(config: RunConfig) -> None:
-    """Raises UserError for a projector that LLaVA's own code cannot compute, in the format that is read by it."""
+def refuse_llava_code(config: RunConfig, trained: Collection[str]) -> None:
+    """Raises UserError for a run that `trained` (global names) more than a projector that LLaVA's own code computes."""
     kind, vision = config.model.projector.type, config.model.vision
     if vision is None:
         raise UserError("llava holds a projector, and model.vision=null has none")
@@ -176,56 +179,66 @@ def refuse_llava_code(config: RunConfig) -> None:
         key = "final_norm" if vision.final_norm else "layout"
         value = str(getattr(vision, key)).lower()
         raise UserError(f"llava's code knows no model.vision.{key}={value}, which this run trains with")
-    if others := [pattern for pattern in config.model.trainable if not pattern.startswith("projector")]:
-        raise UserError(f"llava holds the projector alone, and model.trainable has {others[0]!r} too")
+    if others := [name for name in trained if not name.startswith("projector.")]:
+        raise UserError(f"llava holds the projector alone, and {others[0]} trains too (model.trainable)")
 
 
-def refuse_without_adapters(config: RunConfig) -> None:
+def _refuse_without_adapters(config: RunConfig, trained: Collection[str]) -> None:
     """Raises UserError for a run that has nothing for peft, whose base model is a whole one or the LLM alone."""
-    if config.model.lora is None or all(target.startswith("vision") for target in config.model.lora.targets):
+    if not any(map(is_llm_adapter, trained)):
         raise UserError("peft holds adapters of the LLM, and model.lora gives it none")
-    refuse_unknown_class(config)
+    _refuse_unknown_class(config, trained)
 
 
-def _refuse_more_than_adapters(config: RunConfig) -> None:
-    """Raises UserError for a run whose trained tensors are not adapters of the LLM alone, and the projector's."""
-    if config.model.lora is None or not all(
-        pattern.startswith("projector") or (pattern.startswith("llm.") and ".lora_" in pattern)
-        for pattern in config.model.trainable
+def _refuse_more_than_adapters(config: RunConfig, trained: Collection[str]) -> None:
+    """Raises UserError for a run that trains anything but adapters of the published LLM, and the projector."""
+    if holds_parts(model_folder(config.model.llm.path)):
+        raise UserError(f"{config.model.llm.path} is a whole model, not the LLM alone")
+    if not any(map(is_llm_adapter, trained)) or not all(
+        name.startswith("projector.") or is_llm_adapter(name) for name in trained
     ):
         raise UserError("adapters of the LLM are not all that trains")
 
 
-def refuse_unknown_class(config: RunConfig) -> None:
+def _refuse_unknown_class(config: RunConfig, trained: Collection[str]) -> None:
     """Raises UserError for a run that no stock class computes; text alone is the LLM's own."""
     if config.model.vision is not None:
         stock_door(config)
 
 
-def formats_for(config: RunConfig) -> str:
-    """Options of `mmtrain export` that write what a run trained, as far as its configuration tells."""
+def default_base(config: RunConfig) -> Base:
+    """What a run's adapters are for unless one says it: the published LLM where it is all of the model."""
+    alone = config.model.vision is None and not holds_parts(model_folder(config.model.llm.path))
+    return "llm" if alone else "hf"
+
+
+def formats_for(config: RunConfig, trained: Collection[str]) -> str:
+    """Options of `mmtrain export` that write what a run `trained`, by global names."""
     formats = ["--format safetensors"]
     for name, check in (
         ("llava", refuse_llava_code),
-        ("hf", refuse_unknown_class),
-        ("peft", refuse_without_adapters),
+        ("hf", _refuse_unknown_class),
+        ("peft", _refuse_without_adapters),
         ("peft --base llm", _refuse_more_than_adapters),
     ):
         with contextlib.suppress(UserError):
-            check(config)
+            check(config, trained)
             formats.append(f"--format {name}")
     return " or ".join(formats)
 
 
-def check_export_format(config: RunConfig) -> None:
-    """Raises UserError for a run that could not leave by its `export.format`, saying what to change."""
+def check_export_format(config: RunConfig, trained: Collection[str]) -> None:
+    """Raises UserError for a run that could not leave by its `export.format`, saying what to change.
+
+    trained: the global names of what trains.
+    """
     try:
         if config.export.format == "hf":
-            refuse_unknown_class(config)
+            _refuse_unknown_class(config, trained)
         elif config.export.format == "llava":
-            refuse_llava_code(config)
+            refuse_llava_code(config, trained)
         elif config.export.format == "peft":
-            refuse_without_adapters(config)
+            _refuse_without_adapters(config, trained)
     except UserError as error:
         raise UserError(
             f"export.format={config.export.format}: {error}; change that, or set export.format=safetensors"

@@ -228,7 +228,7 @@ def test_what_else_was_trained_is_in_the_base(tiny, tmp_path):
     )
 
 
-def test_a_run_on_text_alone_leaves_with_its_adapters_merged_or_apart(tiny, tmp_path):
+def test_a_run_on_text_alone_leaves_with_its_adapters_merged_or_apart(tiny, tmp_path, capsys):
     keys = (
         "model.vision=null",
         "data.template=llava_v1",
@@ -238,7 +238,9 @@ def test_a_run_on_text_alone_leaves_with_its_adapters_merged_or_apart(tiny, tmp_
     )
     config = config_of(tiny, *keys)
     checkpoint = make_checkpoint(tmp_path / "run", config, drawn_adapters(config))
-    options = ["--checkpoint", str(checkpoint.path), "--out", str(tmp_path / "merged"), "--verify", "4"]
+    options = ["--checkpoint", str(checkpoint.path), "--verify", "4", "--out", str(tmp_path / "merged")]
+    assert main(["export", "--format", "peft", *options]) == 2
+    assert "as it was published: take base hf (--base hf)" in capsys.readouterr().err
     assert main(["export", "--format", "hf", *options]) == 0
     as_peft(checkpoint, tmp_path / "own", "--base", "hf", "--dtype", "bfloat16", "--verify", "4")
     out = as_peft(checkpoint, tmp_path / "out")

@@ -39,6 +39,18 @@ def test_all_that_was_trained_is_in_the_projector_file_in_the_dtype_asked_for(ti
     assert {tensor.dtype for tensor in found.values()} == {torch.float16}
 
 
+def test_a_run_on_text_alone_has_no_projector_in_its_file_nor_in_its_name(tiny, tmp_path):
+    keys = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "model.trainable=[llm.norm]")
+    others = {"llm.norm.weight": torch.linspace(0, 1, 64)}
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, *keys), others)
+    options = ["--checkpoint", str(checkpoint.path), "--format", "safetensors", "--out", str(tmp_path / "out")]
+    assert main(["export", *options]) == 0
+    assert torch.equal(
+        load_file(tmp_path / "out" / "trained.safetensors")["llm.norm.weight"], others["llm.norm.weight"]
+    )
+    assert json.loads((tmp_path / "out" / "trained.json").read_text())["trained"] == ["llm.norm.weight"]
+
+
 def llava_module(kind: str, vision_width: int, llm_width: int) -> nn.Module:
     """As LLaVA's build_vision_projector makes it."""
     if kind == "linear":

@@ -15,6 +15,7 @@ from mmtrain.pretrained.doors import LARGEST_GRID, MISPLACED
 
 NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1")
 LORA = ["model.lora.r=4", "model.trainable=[projector, llm.layers.*.lora_*]"]
+ENCODER = ["model.lora.r=4", "model.lora.targets=['*.blocks.*']", "model.trainable=[projector, '*.lora_*']"]
 RESIZED = "data.image_fit=resize"
 
 
@@ -32,6 +33,7 @@ def planned(tiny, *overrides: str) -> str:
     [
         ["export.format=hf"],
         ["export.format=peft", *LORA],
+        ["export.format=peft", "model.lora.targets=['*.mlp']", "model.trainable=[projector, '*.lora_*']"],
         ["export.format=llava", "model.projector.type=linear"],
         ["export.format=safetensors", "model.projector.type=shuffle_mlp2x_gelu"],
         ["export.format=llava", "model.trainable=[projector.linear_1, projector.linear_2]"],
@@ -70,8 +72,9 @@ def test_a_run_that_can_leave_as_it_says_plans(tiny, keys):
         ),
         (["llava", "shuffle_swiglu"], "llava takes a linear or mlp2x_gelu projector, and model.projector.type is "),
         (["llava", "linear", *NORMED], "llava's code knows no model.vision.final_norm=true"),
-        (["llava", "linear", "model.trainable=[projector, llm.norm]"], "model.trainable has 'llm.norm' too"),
         (["peft", "mlp2x_gelu"], "peft holds adapters of the LLM, and model.lora gives it none"),
+        (["peft", "mlp2x_gelu", *ENCODER], "model.lora gives it none"),
+        (["llava", "mlp2x_gelu", "model.trainable=[projector, '*.norm']"], "alone, and llm.norm.weight trains too"),
         (["peft", "linear", *LORA], "no stock model has a linear projector"),
     ],
 )
