@@ -62,17 +62,17 @@ def test_stock_logits_of_merged_layers_are_those_of_layers_with_adapters(tiny, m
     load_stock(tmp_path / "out")
 
 
-def test_a_layer_with_an_adapter_that_trains_itself_too_is_merged_and_cast_once(tiny, tmp_path):
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16])
+def test_a_layer_with_an_adapter_that_trains_itself_too_is_merged_and_cast_once(tiny, tmp_path, dtype):
     config = config_of(tiny, "model.lora.r=4", "model.lora.alpha=2", "model.lora.targets=[llm.layers.3.mlp.up_proj]")
     name = "llm.layers.3.mlp.up_proj"
     checkpoint = adapted(tmp_path / "run", config, {f"{name}.weight": torch.randn(128, 64)})
     trained = load_file(checkpoint.tensors_file)
     whole = trained[f"{name}.weight"] + 0.5 * trained[f"{name}.lora_B.weight"] @ trained[f"{name}.lora_A.weight"]
-    for dtype in (torch.float32, torch.bfloat16):
-        exported = export(checkpoint, tmp_path / str(dtype), dtype)
-        found = weights(tmp_path / str(dtype))["language_model.model.layers.3.mlp.up_proj.weight"]
-        assert torch.equal(found, whole.to(dtype))
-        assert compared(checkpoint, tmp_path / str(dtype), exported, dtype, 2).passed
+    exported = export(checkpoint, tmp_path / "out", dtype)
+    found = weights(tmp_path / "out")["language_model.model.layers.3.mlp.up_proj.weight"]
+    assert torch.equal(found, whole.to(dtype))
+    assert compared(checkpoint, tmp_path / "out", exported, dtype, 2).passed
 
 
 @pytest.mark.parametrize("name", ["llm.layers.9.mlp.up_proj", "vision.blocks.9.attn.qkv"])
@@ -105,17 +105,26 @@ def run(tiny, tmp_path_factory) -> Path:
     return train(tiny / "config.yaml", f"run.dir={tmp_path_factory.mktemp('runs')}", trainable, *keys).folder
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
-def test_a_run_with_adapters_is_exported_verified_and_asked(run, tmp_path, monkeypatch, capsys, dtype):
+@pytest.fixture(scope="module")
+def merged(run, tmp_path_factory) -> Path:
+    """The run's whole model, verified."""
+    out = tmp_path_factory.mktemp("merged") / "out"
+    assert main(["export", "--checkpoint", str(run), "--format", "hf", "--out", str(out), "--verify", "4"]) == 0
+    return out
+
+
+def test_a_run_with_adapters_is_exported_verified_and_asked(run, merged, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    options = ["--checkpoint", str(run), "--format", "hf", "--out", str(tmp_path / "out"), "--dtype", dtype, "--verify"]
-    assert main(["export", *options]) == 0
-    assert "are answered in one batch as one at a time" in (said := capsys.readouterr().out) and "is open" not in said
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert generate(run, Image.new("RGB", (28, 28), "red"), max_new_tokens=4) == generate(
-        tmp_path / "out", Image.new("RGB", (28, 28), "red"), max_new_tokens=4
-    )
+    card, picture = (merged / "README.md").read_text(), Image.new("RGB", (28, 28), "red")
+    assert generate(run, picture, max_new_tokens=4) == generate(merged, picture, max_new_tokens=4)
     assert "low-rank adapters of 68 layers, merged into their weights; the projector between the two was too" in card
+
+
+@pytest.mark.nightly
+def test_a_run_with_adapters_is_verified_in_bfloat16(run, tmp_path, capsys):
+    options = ["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--dtype", "bfloat16", "--verify"]
+    assert main(["export", "--format", "hf", *options]) == 0
+    assert "are answered in one batch as one at a time" in (said := capsys.readouterr().out) and "is open" not in said
 
 
 def as_peft(checkpoint: Path | StepFolder, out: Path, *more: str) -> Path:
@@ -134,28 +143,27 @@ def put_on(base: PreTrainedModel, folder: Path) -> PeftModel:
     return model.eval()
 
 
-def test_peft_adds_a_runs_adapters_to_the_folder_beside_them(run, tmp_path, monkeypatch):
-    assert main(["export", "--checkpoint", str(run), "--format", "hf", "--out", str(tmp_path / "merged")]) == 0
-    out = as_peft(run, tmp_path / "out", "--verify", "4")
+def test_peft_adds_a_runs_adapters_to_the_folder_beside_them(run, merged, tmp_path, monkeypatch):
+    out = as_peft(run, tmp_path / "out", "--verify", "2")
     monkeypatch.chdir(out)
     made: dict[str, object] = {}
     exec(re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)[0], made)
     model = put_on(load_stock(out / "base"), out)
     assert {layer.scaling["default"] for layer in model.modules() if hasattr(layer, "lora_A")} == {2.0}
-    merged, processor = load_stock(tmp_path / "merged"), AutoProcessor.from_pretrained(out / "base")
+    whole, processor = load_stock(merged), AutoProcessor.from_pretrained(out / "base")
     samples = [sample for sample, _ in read_samples(find(run).config, 6) if len(sample.images) == 1]
     images = [[Image.open(io.BytesIO(sample.images[0]))] for sample in samples]
     text = [processor.image_token, f"{processor.image_token} a", f"{processor.image_token} a red square on"] * 2
     inputs = processor(images=images, text=text[: len(images)], return_tensors="pt", padding=True)
     told = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
-    answers = [one.generate(**inputs, **told) for one in (model, merged, made["model"].eval())]
+    answers = [one.generate(**inputs, **told) for one in (model, whole, made["model"].eval())]
     for other in answers[1:]:
         assert torch.equal(answers[0].sequences, other.sequences) and len(images) >= 3
         torch.testing.assert_close(torch.stack(answers[0].logits), torch.stack(other.logits), rtol=0, atol=1e-5)
-    whole, wanted = model.merge_and_unload().state_dict(), merged.state_dict()
-    assert whole.keys() == wanted.keys()
+    found, wanted = model.merge_and_unload().state_dict(), whole.state_dict()
+    assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
 
 
 LLMS = {

@@ -110,7 +110,7 @@ def test_a_start_that_is_another_now_is_refused(runs, tiny, tmp_path):
         export(moved, tmp_path / "out")
 
 
-@pytest.mark.parametrize("init_from", ["null", "all"])
+@pytest.mark.parametrize("init_from", [pytest.param("null", marks=pytest.mark.nightly), "all"])
 def test_a_run_of_before_that_noted_no_fingerprints_says_what_its_projector_is_taken_from(
     runs, tiny, tmp_path, capsys, init_from
 ):
