@@ -48,9 +48,22 @@ def refuse_unfit_beginning(config: RunConfig, run: Path) -> None:
     checkpoint = find_beginning(config)
     if checkpoint is None:
         return
-    path = config.model.init_from
     if config.run.overwrite and run.resolve() in checkpoint.path.resolve().parents:
+        path = config.model.init_from
         raise UserError(f"{KEY}: {path} lies in {run}, which run.overwrite=true deletes; choose another run.name")
+    if new := names_beginning_anew(config, checkpoint):
+        _log.info(
+            f"{KEY}: all else that trains is as {checkpoint.path} has trained it; {len(new):,} more train "
+            f"here, from their own beginning: {first_few(new, NAMES_SHOWN)}"
+        )
+
+
+def names_beginning_anew(config: RunConfig, checkpoint: StepFolder) -> list[str]:
+    """What trains with this configuration, which begins with the checkpoint, and did not train there.
+
+    Raises UserError unless all that did goes on.
+    """
+    path = config.model.init_from
     there = read_header(checkpoint.tensors_file)
     here = {p.name: p.shape for p in models_of(config).parameters}
     for name, shape in there.items():
@@ -78,11 +91,7 @@ def refuse_unfit_beginning(config: RunConfig, run: Path) -> None:
             f"{KEY}: the adapters of {path} were trained with model.lora.alpha {theirs.alpha:g}, and with "
             f"{ours.alpha:g} they would compute something else; set model.lora.alpha={theirs.alpha:g}"
         )
-    if new := [name for name in here if matches(name, config.model.trainable) and name not in there]:
-        _log.info(
-            f"{KEY}: {len(there):,} tensors are as {checkpoint.path} has trained them; {len(new):,} more train here, "
-            f"from their own beginning: {first_few(new, NAMES_SHOWN)}"
-        )
+    return [name for name in here if matches(name, config.model.trainable) and name not in there]
 
 
 def _remedy(name: str) -> str:

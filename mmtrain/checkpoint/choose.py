@@ -7,6 +7,7 @@ No torch here: the launcher decides before ranks start.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import parse_line, recorded
 from mmtrain.base.printing import shortened
+from mmtrain.checkpoint.begin import names_beginning_anew
 from mmtrain.checkpoint.run_folder import CONFIG, METRICS, PLAN, contents_of_a_run, run_folder
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, find, find_newest, newest, step_folders
 from mmtrain.config.keys import BeforeItCame, OnResume, all_fields, declared_path, marked, section_of
@@ -179,13 +181,29 @@ def _refuse_changes(start: StepFolder, config: RunConfig, allowed: Sequence[str]
     if fixed:
         mend = (
             "its weights and its place in the data have no meaning then; for a new run that begins with what it has "
-            f"trained set another run.name and model.init_from={start.path}"
+            f"trained set another run.name{_beginning(start, config, fixed)}"
         )
     else:
         named = dict.fromkeys(re.sub(r"\.\d+\..*", "", key) for key in refused)  # of a list's elements the list
         allow = " ".join(f"--allow-change {key}" for key in named)
         mend = f"set the old values, or allow it: {allow}; for a new run set another run.name"
     raise UserError("\n  ".join([f"{start.path} is of a run with another configuration:", *lines]) + f"\n{mend}")
+
+
+def _beginning(start: StepFolder, config: RunConfig, fixed: Sequence[str]) -> str:
+    """How a new run of this configuration begins with all that the checkpoint's has trained, as it can."""
+    sees, saw = (one.model.vision is not None for one in (config, start.config))
+    is_same_projector = sees == saw and not any(key.startswith("model.projector.") for key in fixed)
+    if is_same_projector:
+        changes = dict.fromkeys(("model.init_from", "model.projector.init_from"), str(start.path))
+        with contextlib.suppress(UserError):
+            names_beginning_anew(config.changed(changes), start)
+            return f" and model.init_from={start.path}"
+    if sees and is_same_projector:
+        keys = "model.from=FOLDER in place of model.llm.path, model.vision.name and model.projector.init_from"
+    else:
+        keys = "model.llm.path=FOLDER" + " model.vision.name=FOLDER" * (sees and saw)
+    return f" and {keys}, made by mmtrain export --checkpoint {start.path} --format hf --out FOLDER"
 
 
 def _as_before(old: RunConfig, new: RunConfig, allowed: Sequence[str] = ()) -> dict[str, Any]:

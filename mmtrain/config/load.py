@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,7 +93,19 @@ def dump_config(config: RunConfig) -> str:
     But for `data.allow_pipe`, which only a command line says.
     """
     content = config.model_dump(mode="json", exclude={"data": {"allow_pipe"}})
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper whose texts with line breaks of Unicode read back as they were: within single quotes they do not."""
+
+    def represent_str(self, text: str) -> yaml.Node:
+        return self.represent_scalar(
+            "tag:yaml.org,2002:str", text, '"' if re.search("[\x85\u2028\u2029]", text) else None
+        )
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _apply(content: dict[str, Any], override: str) -> None:
@@ -102,10 +115,13 @@ def _apply(content: dict[str, Any], override: str) -> None:
     if not equals or not all(path):
         raise UserError(f"override {override!r}: needs the form key.sub=value, e.g. optimizer.lr=1e-3")
     field = dict(all_fields(RunConfig)).get(path)
-    is_null = field is not None and text == "null" and is_optional(field.annotation)
-    if field is not None and section_of(field.annotation) is not None and not is_null:
-        choices = "one of its keys, e.g. optimizer.lr=1e-3" + ", or null" * is_optional(field.annotation)
-        raise UserError(f"override {override!r}: {key} is a section; set {choices}")
+    is_section = field is not None and section_of(field.annotation) is not None
+    may_be_null = field is not None and is_optional(field.annotation)
+    is_null = text == "null" and (is_section or may_be_null)
+    if is_section and not is_null:
+        raise UserError(
+            f"override {override!r}: {key} is a section; set one of its keys, e.g. optimizer.lr=1e-3, or null"
+        )
     for part in path[:-1]:
         if content.get(part) is None:
             content[part] = {}
@@ -115,7 +131,8 @@ def _apply(content: dict[str, Any], override: str) -> None:
     # A text key takes its override as it stands: run.name=7 is a name, data.shards=*.tar no YAML alias.
     kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
     is_text = str in kinds and not is_null and not text.startswith(("[", '"', "'"))
-    content[path[-1]] = text if is_text else parse_yaml(text, shortened(f"override {override!r}"))
+    value = text if is_text else parse_yaml(text, shortened(f"override {override!r}"))
+    content[path[-1]] = {} if is_section and not may_be_null else value
 
 
 def _drop_alternatives(content: dict[str, Any], overridden: Sequence[str]) -> None:

@@ -139,7 +139,8 @@ class ModelSection(_From):
         if self.projector != ProjectorSection():
             raise wrong_together(
                 "model.projector: model.vision is null, and without an encoder there is nothing to project: leave "
-                "model.projector out, or name an encoder in model.vision"
+                "model.projector out, or take it out of the file's by model.projector=null, or name an encoder in "
+                "model.vision"
             )
         if absent := [one for one in self.trainable if one.partition(".")[0] in ("projector", "vision")]:
             raise wrong_together(

@@ -121,7 +121,10 @@ def _shown(value: Any) -> str:
 
 
 def _allowed(annotation: Any, metadata: Sequence[Any]) -> str:
-    """What a key may hold, from its declaration: `an integer >= 1`, `one of float32, bfloat16, or null`."""
+    """What a key may hold, from its declaration: `an integer >= 1`, `one of float32, bfloat16, or null`.
+
+    A type that has a title is called by it.
+    """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _allowed(arguments[0], [*arguments[1:], *metadata])
@@ -133,6 +136,8 @@ def _allowed(annotation: Any, metadata: Sequence[Any]) -> str:
     if origin is Literal:
         known = list(map(str, arguments))
         return known[0] if len(known) == 1 else f"one of {', '.join(known)}"
+    if title := next((item.title for item in metadata if isinstance(item, FieldInfo) and item.title), None):
+        return title
     limits = _limits(metadata)
     if origin is tuple:
         inner = arguments[0]

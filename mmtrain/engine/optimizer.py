@@ -185,11 +185,15 @@ def learning_rate(step: int, max_steps: int, config: OptimizerSection, peak: flo
     if step < warmup:
         return peak * (step + 1) / warmup
     falling = max(1, max_steps - warmup)  # steps
-    if config.schedule == "wsd":
-        falling = min(falling, math.ceil(config.decay_fraction * max_steps))
-    left = 1.0 if config.schedule == "constant" else min(1.0, (max_steps - step) / falling)
-    if config.schedule == "cosine":
-        left = 0.5 * (1 + math.cos(math.pi * ((step - warmup) / falling)))
+    match config.schedule:
+        case "cosine":
+            left = 0.5 * (1 + math.cos(math.pi * ((step - warmup) / falling)))
+        case "linear":
+            left = (max_steps - step) / falling
+        case "constant":
+            left = 1.0
+        case "wsd":
+            left = min(1.0, (max_steps - step) / min(falling, math.ceil(config.decay_fraction * max_steps)))
     return peak * (config.min_lr_fraction + (1 - config.min_lr_fraction) * left)
 
 

@@ -118,6 +118,11 @@ def check_trainable(config: RunConfig, models: Models) -> None:
         )
     for pattern in config.model.trainable:
         found = [name for name in names if matches(name, (pattern,))]
+        if not found and config.model.lora is None and "lora_" in pattern:
+            raise UserError(
+                f"model.trainable: {pattern!r} names adapters, and model.lora is null, so that there are none; set "
+                "model.lora.r=16, and in model.lora.targets which layers get one"
+            )
         if not found:
             nearest = nearest_names(pattern, names)
             raise UserError(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import harmless, shortened
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.pretrained.encoders import check_plain_vit, family_of, rows
 from mmtrain.pretrained.families import check_family, global_name, layer_kinds, parameters_on_disk, remote_code
@@ -117,7 +118,9 @@ def llm_shape(path: str) -> LlmShape:
     if tensors is not None:
         if not config_json:
             raise UserError(f"{folder}: holds weights but no config.json; give the folder of a Hugging Face model")
-        parameters = parameters_on_disk(config_json["model_type"], llm_tensors(folder, tensors))
+        tensors = llm_tensors(folder, tensors)
+        _refuse_adapters(tensors, folder)
+        parameters = parameters_on_disk(config_json["model_type"], tensors)
         return llm_shape_from(config_json, parameters, str(folder))
     recorded = find_recorded("llm", path) or find_recorded("llm", str(config_json.get("_name_or_path") or ""))
     if recorded is not None and _same_size(config_json, shape := _from_record(recorded)):
@@ -251,7 +254,17 @@ def vision_shape(name: str, select_layer: int, final_norm: bool = False) -> Visi
         tensors = recorded.parameters
     else:
         tensors = encoder_tensors(folder, tensors)
+        _refuse_adapters(tensors, folder)
     return vision_shape_from(config_json, tensors, select_layer, str(folder), final_norm)
+
+
+def _refuse_adapters(names: Iterable[str], folder: Path) -> None:
+    """Raise UserError for weights with adapters beside them: those of `model.lora` have the same names."""
+    if (found := next((name for name in names if ".lora_" in name), None)) is not None:
+        raise UserError(
+            f"{folder}: its weights hold an adapter that is not merged into them ({harmless(found)}); merge it first "
+            "(peft: merge_and_unload, then save_pretrained), and give that folder"
+        )
 
 
 def vision_shape_from(

@@ -193,8 +193,8 @@ def missing_chat_template(folder: str | Path) -> UserError:
     unread = "; its chat_template.json is read by processors alone" if legacy else ""
     return UserError(
         f"data.template: chat takes the model's own chat template, and the tokenizer in {folder} has none{unread}; put "
-        "a chat_template.jinja beside the tokenizer (transformers reads it), or set data.template=plain, or llava_v1 "
-        "(Vicuna's), or a FILE.jinja of your own"
+        "a chat_template.jinja beside the tokenizer (transformers reads it), or set data.template=llava_v1 "
+        "(Vicuna's), or a FILE.jinja of your own, or, for captions of images, plain"
     )
 
 

@@ -44,6 +44,8 @@ def completed(config: RunConfig) -> RunConfig:
     path = getattr(config.model, "from")
     if path is None:
         return config
+    if not path:
+        raise UserError("model.from: is empty; give a model's folder, or null where its parts are given")
     folder = model_folder(path)
     said = read_json(folder / "config.json")
     door = next((door for door in DOORS if said.get("model_type") in list(door.model_types)), None)

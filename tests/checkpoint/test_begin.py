@@ -12,6 +12,7 @@ from untrained_runs import config_of, make_checkpoint
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.begin import refuse_unfit_beginning
+from mmtrain.checkpoint.choose import find_start
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
 from mmtrain.model.stage import build_stage
@@ -89,6 +90,15 @@ def test_nothing_that_was_trained_is_left_out_in_silence(tiny, before, tmp_path,
     first, _, last = said.partition("*")
     assert str(raised.value).startswith("model.init_from: ") and "\n" not in str(raised.value)
     assert first in str(raised.value) and last in str(raised.value)
+
+
+@pytest.mark.parametrize("override", ["model.lora.r=8", "model.trainable=[projector, llm.layers.*.lora_*]"])
+def test_what_cannot_go_on_goes_on_from_an_export(tiny, before, override):
+    config = config_of(tiny, *LORA, TRAINED, override)
+    with pytest.raises(
+        UserError, match=r"model\.from=FOLDER in place of .* mmtrain export --checkpoint .* --format hf"
+    ):
+        find_start(config, str(before.path))
 
 
 def test_a_run_that_is_about_to_be_deleted_begins_no_other(tiny, before):

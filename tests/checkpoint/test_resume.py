@@ -21,6 +21,7 @@ from rank_runs import train
 
 from mmtrain import launch
 from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.begin import refuse_unfit_beginning
 from mmtrain.checkpoint.choose import AUTO, Start, find_start
 from mmtrain.checkpoint.step_folder import find, step_path, why_damaged
 from mmtrain.config.load import load_config
@@ -254,8 +255,26 @@ def test_what_gives_a_checkpoint_its_meaning_cannot_be_allowed_to_change(tiny, u
 def test_an_encoder_cannot_be_taken_from_a_run(tiny, undisturbed):
     text = ("model.vision=null", "model.trainable=[llm.head]", "data.template=chat")
     config = load_config(*config_of(tiny, undisturbed, *text))
-    with pytest.raises(UserError, match=r'\n  model\.vision: was "set", is now null\n'):
+    with pytest.raises(
+        UserError, match=r'\n  model\.vision: was "set", is now null\n.* and model\.llm\.path=FOLDER, made'
+    ):
         find_start(config, allowed=["model.vision", "data.template"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (("model.lora.r=4", "model.trainable=[projector, llm.layers.*.lora_*]"), "model.init_from={step}"),
+        (("model.trainable=[llm.norm]",), "model.init_from={step}"),
+        (("model.projector.type=linear",), "model.llm.path=FOLDER model.vision.name=FOLDER, made by"),
+    ],
+)
+def test_the_remedy_for_what_cannot_change_is_one_that_works(tiny, undisturbed, tmp_path, overrides, remedy):
+    remedy = remedy.format(step=step_path(undisturbed, LAST))
+    with pytest.raises(UserError, match=re.escape(remedy)):
+        find_start(load_config(*config_of(tiny, undisturbed, *overrides)))
+    if "init_from" in remedy:
+        refuse_unfit_beginning(load_config(*config_of(tiny, undisturbed, *overrides, remedy)), tmp_path / "another")
 
 
 def test_how_a_run_runs_may_change_without_being_named(tiny, undisturbed):

@@ -145,6 +145,14 @@ def test_without_an_encoder_nothing_may_speak_of_images(minimal, overrides, said
     assert problems(minimal, *overrides)[1].startswith(said)
 
 
+def test_a_section_that_may_not_be_null_gets_its_defaults_by_it(minimal):
+    reset = load_config(minimal, ["model.projector.type=linear", "model.projector=null"])
+    assert reset == load_config(minimal)
+    assert "model.projector=null" in problems(minimal, *TEXT, "model.projector.type=linear")[1]
+    assert load_config(minimal, [*TEXT, "model.projector.type=linear", "model.projector=null"]).model.vision is None
+    assert problems(minimal, "run=null")[1].startswith("run.name: missing")
+
+
 def test_a_key_stands_instead_of_another_of_its_section():
     keys = {".".join(path) for path, _ in all_fields(RunConfig)}
     for (section, name), mark in marked(RunConfig, InsteadOf).items():

@@ -401,6 +401,12 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(config
     assert nearest in message.split("nearest: ")[1].split(", ")
 
 
+def test_adapters_without_model_lora_are_told_the_key(config_file) -> None:
+    trained = "model.trainable=[llm.layers.*.lora_*]"
+    assert "model.lora is null, so that there are none; set model.lora.r=16" in refusal(config_file, trained)
+    plan_of(config_file, trained, "model.lora.r=16")
+
+
 TRAIN = "model.trainable=[projector, vision.blocks.2*]"
 
 

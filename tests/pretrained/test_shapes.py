@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save_file
 from stock_encoders import ENCODERS
 from timm.models import save_for_hf
@@ -281,6 +282,14 @@ def test_a_damaged_header_is_told_in_text_that_steers_no_terminal(tmp_path):
     with pytest.raises(UserError, match="damaged or incomplete") as refused:
         read_header(tmp_path / "a.safetensors")
     assert str(refused.value).isprintable()
+
+
+def test_weights_with_adapters_beside_them_are_refused(llama, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"not merged into them \(model\..*\.lora_A\..*; merge it first"):
+        llm_shape(str(tmp_path))
 
 
 def test_a_config_that_disagrees_with_the_weights_is_refused(llama, tmp_path):

@@ -74,7 +74,7 @@ def test_a_template_is_found_where_transformers_finds_one_and_refused_in_the_sam
 def test_the_message_names_the_folder_and_two_ways_out(tiny, llm):
     with pytest.raises(
         UserError,
-        match=rf"tokenizer in {llm} has none; put a chat_template\.jinja beside .* or set data\.template=plain",
+        match=rf"tokenizer in {llm} has none; put a chat_template\.jinja beside .* or set data\.template=llava_v1",
     ):
         refuse_missing_chat_template(run_on(tiny, llm))
     (llm / LEGACY).write_text("{}")

@@ -348,3 +348,5 @@ def test_a_key_given_by_hand_may_repeat_the_folder_and_not_contradict_it(make, c
         configured(folder, vision=None)
     with pytest.raises(UserError, match=r"model\.from: \[5\] is not allowed; needs text or null"):
         configured(folder, "model.from=[5]")
+    with pytest.raises(UserError, match=r"model\.from: is empty; give"):
+        configured(folder, "model.from=")

@@ -83,8 +83,8 @@ def tokenize_samples(
         members, sizes = index.members[place], index.image_sizes[place]
         if sizes and tokens_per_image is None:
             raise UserError(
-                f"{tar}: sample {key} has {len(sizes)} images; give --vision NAME or --tokens-per-image N, which tell "
-                "how many positions each takes"
+                f"{tar}: sample {key} has {len(sizes)} image{'s' * (len(sizes) > 1)}; give --vision NAME or "
+                "--tokens-per-image N, which tell how many positions each takes"
             )
         fault = catalog.faults.get(number)
         # Training reads no sample with a fault; here one is read for its turns, unless it might not fit into memory.

@@ -19,6 +19,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
 from mmtrain.config.templates import FILE, template_name
 from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
@@ -101,8 +102,8 @@ class ChatTemplate:
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise UserError(
                 f"data.template: {called} finds answers by character offsets, and the tokenizer of {self.name} "
-                f"({type(tokenizer).__name__}) has none; save a fast one (tokenizer.json) into the model's folder, or "
-                "set data.template=plain"
+                f"({type(tokenizer).__name__}) has none; save a fast one (tokenizer.json) into the model's folder, or, "
+                "for captions of images, set data.template=plain"
             )
         self.tokenizer = with_image_token(tokenizer)
         self.layout = layout
@@ -112,7 +113,8 @@ class ChatTemplate:
         if template == "chatml" and (lacking := [m for m in CHATML if m not in tokenizer.added_tokens_encoder]):
             raise UserError(
                 f"data.template: chatml writes {' and '.join(lacking)}, and the tokenizer of {self.name} has no such "
-                "tokens, so that the LLM was never trained on them; take an LLM that was, or set data.template=chat"
+                "tokens, so that the LLM was never trained on them; take an LLM that was, or set "
+                "data.template=llava_v1"
             )
         special = _special_ids(self.tokenizer) - {self.image_id}
         self.added_ids = special | set(self.tokenizer.added_tokens_decoder)
@@ -128,7 +130,11 @@ class ChatTemplate:
             remedy = "mend it" if called == FILE else "put another tokenizer into the model's folder"
             if template == "chat":
                 remedy = "put another chat_template.jinja or tokenizer into the model's folder"
-            raise UserError(f"data.template={called}: {error.detail}; {remedy}, or set data.template=plain") from error
+            begins = f" (the one that begins {shortened(repr(template), 60)})" if called == FILE else ""
+            raise UserError(
+                f"data.template={called}{begins}: {error.detail}; {remedy}, or set data.template="
+                f"{'chat' if called == 'llava_v1' else 'llava_v1'}, or, for captions of images, plain"
+            ) from error
 
     def __call__(self, sample: Sample) -> Document:
         """Tokenize a sample; raises Rejected for turns that cannot be written and masked faithfully."""

@@ -87,7 +87,7 @@ class ReadAccount:
         if state is None or not self.quarantine_file.exists():  # else it has them, or goes on without any
             self._write_faults([(None, self._epoch, fault) for fault in [*unusable, *held_out]])
         plan = packed.order.epoch_plan(self._epoch)
-        self._refuse_many(plan.unusable, plan.drawn, unusable[:LISTED])
+        self._refuse_many(plan.unusable, plan.drawn, unusable)
         self.ledger = JsonLines(folder / "samples.jsonl" if self.writes and config.data.ledger else None)
         if self.writes and config.data.ledger and (repeated := packed.catalog.repeated_keys()):
             _log.warning(
@@ -136,7 +136,7 @@ class ReadAccount:
             # What is unusable from the start is never read: it counts in proportion.
             plan = self.packed.order.epoch_plan(self._epoch)
             read = round(self._read / (1 - plan.unusable / plan.drawn))
-            self._refuse_many(self._lost + read - self._read, read, [fault for _, fault in faults[:LISTED]])
+            self._refuse_many(self._lost + read - self._read, read, [fault for _, fault in faults])
         records = []
         while self.packed.order.first_pack(self._epoch + 1) <= taken_packs:
             plan = self.packed.order.epoch_plan(self._epoch)
@@ -219,14 +219,18 @@ class ReadAccount:
         _log.warning(f"quarantined {what}{more}; see {self.quarantine_file}")
 
     def _refuse_many(self, lost: int, read: int, latest: list[Fault]) -> None:
-        """Raise UserError if more samples are quarantined than allowed."""
+        """Raise UserError if more samples are quarantined than allowed, `latest` among them."""
         rate = self.config.data.max_quarantine_rate
         least = min(FEWEST_READ, self.packed.order.epoch_plan(self._epoch).drawn)
         if not lost or lost <= rate * max(read, least):
             return
-        listed = "".join(f"\n  {fault.where}" for fault in latest)
+        listed = "".join(f"\n  {fault.where}" for fault in latest[:LISTED])
+        remedy = "mend or replace the shards"
+        reasons = Counter(fault.reason for fault in latest)
+        if reasons["no_encoder"] * 2 > len(latest):
+            remedy = "model.vision is null, and most have images: set data.images=strip to train on their text"
         raise UserError(
             f"{lost:,} of {read:,} samples read are quarantined, more than data.max_quarantine_rate={rate:g} allows "
-            f"(of {least:,} at least); mend or replace the shards, or raise the rate. {self.quarantine_file} lists "
+            f"(of {least:,} at least); {remedy}, or raise the rate. {self.quarantine_file} lists "
             f"all, the latest are:{listed}"
         )

@@ -181,8 +181,15 @@ def test_a_file_of_ones_own_makes_what_the_same_template_makes_as_the_tokenizers
     assert "Asked: " in found.chat.write(sample_of(CONVERSATIONS["one"]).turns)[0]
 
 
-def test_the_text_of_a_file_stands_in_the_configuration_whatever_its_path(tmp_path, tiny):
-    jinja = "{{ bos_token }}\t\r\n{% if é %} \n\n 'x' \"y\" # {{ '😀\\n' }}"
+@pytest.mark.parametrize(
+    "jinja",
+    [
+        "{{ bos_token }}\t\r\n{% if é %} \n\n 'x' \"y\" # {{ '😀\\n' }}",
+        "{{ 1 }}\x85\x85 \u2028x",
+        "{{ 1 }}\n\x85\x85x\n",
+    ],
+)
+def test_the_text_of_a_file_stands_in_the_configuration_whatever_its_path(tmp_path, tiny, jinja):
     for name in ("a.jinja", "b.jinja"):
         (tmp_path / name).write_text(jinja, newline="")
     one, other = (load_config(tiny / "config.yaml", [f"data.template={tmp_path / n}"]) for n in ("a.jinja", "b.jinja"))
@@ -200,6 +207,7 @@ def test_the_text_of_a_file_stands_in_the_configuration_whatever_its_path(tmp_pa
         (b"{{ 1 }}\0", "no null character"),
         (b"{{" + b"x" * 100_000, "at most 100,000 characters"),
         (b"x" * 400_001, "larger than 400,000 bytes"),
+        (b"{{ 1 }}" + 70_000 * "\ufeff".encode(), "takes 420,009 bytes with what is not ASCII escaped"),
     ],
 )
 def test_a_file_that_is_no_template_is_one_line(tmp_path, tiny, content, message):
@@ -211,9 +219,18 @@ def test_a_file_that_is_no_template_is_one_line(tmp_path, tiny, content, message
     assert "\n" not in str(error.value)
 
 
-def test_an_unknown_name_is_told_with_those_that_are_known(tiny):
-    with pytest.raises(UserError, match="'vicuna' is not allowed; needs one of plain, chat, llava_v1, llama_2"):
-        load_config(tiny / "config.yaml", ["data.template=vicuna"])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("vicuna", r"'vicuna' is not allowed; needs one of plain, chat, llava_v1, llama_2, chatml or FILE\.jinja \("),
+        ("mine.j2", r"'mine\.j2' is not allowed; needs one of .* or FILE\.jinja \("),
+        ("a{b}/none.jinja", r"^a\{b\}/none\.jinja: no such file"),
+        ("~nobody-here/none.jinja", "^~nobody-here/none.jinja: no such file"),
+    ],
+)
+def test_what_names_no_template_is_told_what_does(tiny, given, message):
+    with pytest.raises(UserError, match=message):
+        load_config(tiny / "config.yaml", [f"data.template={given}"])
 
 
 @pytest.mark.parametrize(
@@ -221,7 +238,10 @@ def test_an_unknown_name_is_told_with_those_that_are_known(tiny):
     [
         ("chatml", r"chatml writes <\|im_start\|> and <\|im_end\|>, and the tokenizer of .* has no such tokens"),
         ("{% for m in messages %}{{ ' ' + m.content }}{% endfor %}", "no special token that can end"),
-        ("{{ messages[0].content }}", r"^data\.template=FILE\.jinja: template FILE\.jinja does not write a turn"),
+        (
+            "{{ messages[0].content }}",
+            r"begins '\{\{ messages\[0\]\.content .* does not write a turn .* or set data\.template=llava_v1, or, for",
+        ),
         ("{% for i in range(10**9) %}{% endfor %}", "loops or allocates without end"),
         ("{{ messages[0].content", "fails: unexpected end"),
     ],
@@ -264,7 +284,7 @@ def test_commands_take_a_file_and_a_run_uses_their_index(tiny, tmp_path, capsys)
         assert message in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_the_text_of_its_template_whatever_the_file_is_called(tiny, tmp_path):
+def test_a_run_goes_on_with_the_text_of_its_template_whatever_the_file_is_called(tiny, tmp_path, jinja):
     def configured(name: str) -> RunConfig:
         return load_config(tiny / "config.yaml", [f"run.dir={tmp_path}", f"data.template={tmp_path / name}"])
 

@@ -670,7 +670,7 @@ def test_a_token_of_a_chat_beyond_the_embedding_is_refused(byte_level):
 
 
 def test_a_tokenizer_without_chat_template_is_refused_saying_where_to_put_one(byte_level):
-    with pytest.raises(UserError, match=r"in models/some-llm has none; put a chat_template\.jinja beside .*=plain"):
+    with pytest.raises(UserError, match=r"in models/some-llm has none; put a chat_template\.jinja beside .*=llava_v1"):
         ChatTemplate(byte_level(None), ImageLayout("square", 1), 384)
     with pytest.raises(UserError, match="the tokenizer in models/some-llm has none"):
         ChatTemplate(byte_level({"tool_use": CHATML}, MARKS[CHATML]), ImageLayout("square", 1), 384)
