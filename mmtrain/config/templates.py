@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import typing
 from pathlib import Path
 from typing import Annotated, Literal
@@ -37,8 +36,8 @@ def read_template(given: str) -> str:
     if not given.endswith(".jinja") or "{{" in given or "{%" in given:
         return given
     try:
-        text = read_limited(Path(os.path.expanduser(given)), 4 * MAX_CHARACTERS, "a Jinja template").decode()
-    except FileNotFoundError:
+        text = read_limited(Path(given).expanduser(), 4 * MAX_CHARACTERS, "a Jinja template").decode()
+    except (FileNotFoundError, RuntimeError):  # the latter for a ~user that is not there
         raise UserError(f"{given}: no such file; name a Jinja template, or one of {', '.join(NAMES)}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{given}: cannot be read as text ({error})") from None
