@@ -256,7 +256,7 @@ def test_an_encoder_cannot_be_taken_from_a_run(tiny, undisturbed):
     text = ("model.vision=null", "model.trainable=[llm.head]", "data.template=chat")
     config = load_config(*config_of(tiny, undisturbed, *text))
     with pytest.raises(
-        UserError, match=r'\n  model\.vision: was "set", is now null\n.* and model\.llm\.path=FOLDER, made'
+        UserError, match=r'\n  model\.vision: was "set", is now null\n(?s:.*) and model\.llm\.path=FOLDER, made'
     ):
         find_start(config, allowed=["model.vision", "data.template"])
 

@@ -284,7 +284,7 @@ def test_commands_take_a_file_and_a_run_uses_their_index(tiny, tmp_path, capsys)
         assert message in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_the_text_of_its_template_whatever_the_file_is_called(tiny, tmp_path, jinja):
+def test_a_run_goes_on_with_the_text_of_its_template_whatever_the_file_is_called(tiny, tmp_path):
     def configured(name: str) -> RunConfig:
         return load_config(tiny / "config.yaml", [f"run.dir={tmp_path}", f"data.template={tmp_path / name}"])
 
