@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 Format = Literal["safetensors", "llava", "hf", "peft"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-WHOLE = ("hf", "peft")  # formats of a model that runs
+MODEL_FORMATS = ("hf", "peft")  # those of a model that runs
 
 
 class DifferentError(Exception):
@@ -58,7 +58,7 @@ def export(
         raise UserError(f"max_shard_gb {max_shard_gb}: a number above 0 is needed")
     if base is not None and format != "peft":
         raise UserError(f"base (--base) is for adapters (--format peft), and the format is {format}: leave it out")
-    if verify is not None and format not in WHOLE:
+    if verify is not None and format not in MODEL_FORMATS:
         raise UserError(
             "verify (--verify) runs the exported model, and only hf and peft (--format hf, peft) are one: leave it out"
         )
@@ -83,8 +83,8 @@ def export(
             f"the run did not train all of its projector, and noted no fingerprints of the rest: that is exported as "
             f"{harmless(start)} has it now, not checked; see that this is what the run began with"
         )
-    tensors = getattr(torch, dtype or (checkpoint.config.model.llm.dtype if format in WHOLE else "float32"))
-    if format in WHOLE:
+    tensors = getattr(torch, dtype or (checkpoint.config.model.llm.dtype if format in MODEL_FORMATS else "float32"))
+    if format in MODEL_FORMATS:
         with new_folder(out) as folder:
             shard_bytes = int(max_shard_gb * 1e9)
             if format == "hf":

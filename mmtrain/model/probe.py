@@ -78,6 +78,7 @@ def _fingerprint(folder: Path, cut_points: Sequence[int]) -> str:
     """Everything that the result depends on: the config, the cut, the libraries, and the code of mmtrain's models."""
     parts = [
         (folder / "config.json").read_bytes(),
+        json.dumps(llm_config(folder), sort_keys=True).encode(),  # what pretrained/parts.py makes of it
         json.dumps([int(layer) for layer in cut_points]).encode(),
         *(f"{name} {version(name)}".encode() for name in ("torch", "transformers")),
         *(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))),

@@ -253,15 +253,16 @@ def _load_hf(folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bo
     _check_layer(select_layer, blocks, str(folder))
     config.num_hidden_layers = blocks + 1 + select_layer
     config.vision_use_head = False
-    prefix = encoder_prefix(folder, tensor_shapes(folder) or {})
+    files = tensor_files(folder)
+    prefix = encoder_prefix(folder, files)
     with foreign_files(f"model.vision.name: {folder}"), quiet():
         model, info = stock.from_pretrained(
-            folder,
+            None,
             config=config,
+            state_dict=open_tensors({name: (name, file) for name, file in files.items() if name.startswith(prefix)}),
             dtype=dtype,
             attn_implementation="sdpa",  # else config.json names it, and may name a kernel to be downloaded
             key_mapping={f"^{re.escape(prefix + outer)}": "" for outer in (*family.outer, "") if prefix + outer},
-            local_files_only=True,
             output_loading_info=True,
         )
     for name in unused:

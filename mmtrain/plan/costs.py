@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
-from mmtrain.pretrained.adapters import ENCODER_BLOCK
 from mmtrain.pretrained.connectors import (
     Gelu,
     LayerNorm,
@@ -23,6 +22,7 @@ from mmtrain.pretrained.connectors import (
     Swiglu,
     connector_parameters,
 )
+from mmtrain.pretrained.encoders import ENCODER_BLOCK
 from mmtrain.pretrained.families import WHOLE_LAST_LAYER
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.shapes import LlmShape, ParameterShape, VisionShape, matches

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
+from mmtrain.pretrained.encoders import ENCODER_BLOCK
 from mmtrain.pretrained.shapes import LlmShape, ParameterShape, Shape, VisionShape, matches
 
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
-ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")
 _DECODER_LAYER = re.compile(r"llm\.layers\.\d+\.")
 _TRANSPOSED = ("gpt2",)  # families whose linear layers are transformers' Conv1D, weights (in, out)
 

@@ -18,6 +18,8 @@ from mmtrain.base.printing import shortened
 from mmtrain.pretrained.model_files import Shape
 
 T = TypeVar("T")
+ENCODER_BLOCK = re.compile(r"vision\.(?:.*\.)?(?:blocks|layers?)\.(\d+)\.")
+"""Before what a block holds, by its global name; its number."""
 
 
 def rows(tensors: Mapping[str, Shape], name: str | None) -> int:
@@ -41,6 +43,7 @@ class EncoderFamily:
     outer: tuple[str, ...] = ()  # what may stand before all names, in a file that holds more than the encoder
     in_memory: tuple[tuple[str, str], ...] = ()  # (what a version of transformers calls it, what files do)
     image_size: int = 224  # pixels a side where config.json says nothing
+    depth: int = 12  # blocks, likewise
 
     def published(self, name: str) -> str:
         """The name in published files of a tensor that is called so in memory or in any file."""
@@ -118,6 +121,7 @@ _INTERN_VIT = replace(
     outer=("model.vision_tower.", "vision_tower."),
     in_memory=(),
     image_size=448,
+    depth=24,
 )
 FAMILIES = {
     "clip": _CLIP,

@@ -17,12 +17,14 @@ from safetensors import SafetensorError, safe_open
 
 from mmtrain.base.cache import user_cache
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import shortened
+from mmtrain.base.printing import harmless, shortened
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 LONGEST_NAME = 500  # characters of a tensor's; real ones have 80
 MAX_DIMENSIONS = 16  # of a tensor; convolutions have 5
+_STORED = ("F64", "F32", "F16", "BF16")  # others are codes that need their scales
+_BUFFER = re.compile(r"(?:.*[._])?(?:position_ids|(?:attn|attention)\.(?:masked_)?bias|index|mask|num_batches_tracked)")
 # What a configuration says instead of a path: `demo:llm` and `demo:vision` are frozen models that come with this
 # package, `demo:train`, `demo:held-out` and their like are shards that `demo.data` makes on first use.
 PREFIX = "demo:"
@@ -133,7 +135,8 @@ def foreign_files(what: str) -> Iterator[None]:
 def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
     """Name and shape of every tensor in a folder's safetensors files, in file order; None if it has no weight files.
 
-    Raises UserError for a shard that the index names and is not there, a damaged file, and `.bin` weights alone.
+    Raises UserError for a shard that the index names and is not there, a damaged file, `.bin` weights alone, and for
+    parameters that are no floating-point numbers of 16 bits or more.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -145,14 +148,14 @@ def tensor_shapes(folder: Path) -> dict[str, Shape] | None:
                 f"{folder}: {len(missing)} of {len(files)} weight files named in {index.name} are missing, "
                 f"e.g. {missing[0]}; finish the download"
             )
-        stored = {name: shape for file in files for name, shape in read_header(file).items()}
+        stored = {name: shape for file in files for name, shape in _weights(file).items()}
         absent = [name for name in weight_map if name not in stored]
         if absent:
             raise UserError(f"{folder}: {index.name} names {absent[0]}, which is not in {weight_map[absent[0]]}")
         return {name: stored[name] for name in weight_map}
     single = folder / "model.safetensors"
     if single.is_file():
-        return read_header(single)
+        return _weights(single)
     pickled = sorted(folder.glob("pytorch_model*.bin"))
     if pickled:
         raise UserError(
@@ -179,6 +182,22 @@ def read_header(file: Path) -> dict[str, Shape]:
 
     Raises UserError unless the safetensors library takes the header: tensors of known types that fill the file.
     """
+    return {name: shape for name, (shape, _) in _header(file).items()}
+
+
+def _weights(file: Path) -> dict[str, Shape]:
+    header = _header(file)
+    for name, (_, dtype) in header.items():
+        if dtype not in _STORED and not _BUFFER.fullmatch(name):
+            raise UserError(
+                f"{file}: {harmless(name)} is stored as {dtype}; needed are floating-point numbers of 16 bits or more: "
+                "take the bf16 release of the same model"
+            )
+    return {name: shape for name, (shape, _) in header.items()}
+
+
+def _header(file: Path) -> dict[str, tuple[Shape, str]]:
+    """Shape and type of every tensor, as `read_header` has them."""
     try:
         with file.open("rb") as stream:
             prefix = stream.read(8)
@@ -188,7 +207,8 @@ def read_header(file: Path) -> dict[str, Shape]:
         if len(prefix) < 8 or length > MAX_JSON_BYTES or 8 + length > size:
             raise UserError(f"{file}: not a complete safetensors file ({size} bytes); download it again")
         with safe_open(file, framework="numpy") as opened:
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.offset_keys()}
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            header = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from None
     except SafetensorError as error:
@@ -196,11 +216,11 @@ def read_header(file: Path) -> dict[str, Shape]:
         raise UserError(
             f"{file}: a damaged or incomplete safetensors file ({size} bytes; {reason}); download it again"
         ) from None
-    for name, shape in shapes.items():
+    for name, (shape, _) in header.items():
         if len(name) > LONGEST_NAME or len(shape) > MAX_DIMENSIONS:
             shown = f"{shortened(repr(name))} is a name of {len(name):,} characters, with {len(shape):,} dimensions"
             raise UserError(f"{file}: a damaged safetensors file ({shown}); download it again")
-    return shapes
+    return header
 
 
 def check_numbers(facts: dict[str, Any], bounds: Mapping[str, tuple[int, int]], source: str) -> None:

@@ -56,7 +56,7 @@ _TIED_IF_EITHER_SAYS_SO = ("llava", "llava_onevision")
 _PLAIN_HEAD = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
 _HEADS_BY_DEFAULT = {"cohere": ("logit_scale",), "cohere2": ("logit_scale",), "gemma2": ("final_logit_softcapping",)}
 # Defaults that text_config leaves out in published files; planning imports no transformers to ask for them.
-DEFAULTS = {
+_DEFAULTS = {
     "llama": {"num_attention_heads": 32},
     "mistral": {"num_attention_heads": 32, "num_key_value_heads": 8},
     "qwen2": {"num_attention_heads": 32, "num_key_value_heads": 32},
@@ -72,6 +72,7 @@ _ENCODER = re.compile(r"((?:model\.)?(?:vision_tower|vision_model)\.(?:timm_mode
 
 def whole_of(config_json: Mapping[str, Any]) -> Whole | None:
     """What a config.json is of, if it is of a whole model whose parts can be read."""
+    # Not WHOLES.get: a file may say a list, which no dictionary can be asked for.
     return next((whole for known, whole in WHOLES.items() if config_json.get("model_type") == known), None)
 
 
@@ -93,9 +94,10 @@ def llm_config(folder: Path) -> dict[str, Any]:
     tied = said.get("tie_word_embeddings", whole.tied)
     if tied is None or (tied is False and said["model_type"] in _TIED_IF_EITHER_SAYS_SO):
         tied = text.get("tie_word_embeddings")
-    more = {"tie_word_embeddings": tied, "quantization_config": said.get("quantization_config")}
-    more = {key: value for key, value in more.items() if value is not None}
-    return {**DEFAULTS.get(family, {}), **text, **plain, **more}
+    found = {**_DEFAULTS.get(family, {}), **text, **plain}
+    quantised = said.get("quantization_config") or found.pop("quantization_config", None)
+    more = {"tie_word_embeddings": tied, "quantization_config": quantised or None}
+    return found | {key: value for key, value in more.items() if value is not None}
 
 
 def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:

@@ -25,6 +25,7 @@ from mmtrain.pretrained.parts import encoder_config, encoder_tensors, llm_config
 from mmtrain.pretrained.recorded_shapes import Recorded, find_recorded
 from mmtrain.pretrained.timm_models import timm_config, timm_record
 from mmtrain.pretrained.vision_files import (
+    blocks_said,
     check_vision_numbers,
     hf_facts,
     is_timm_name,
@@ -170,6 +171,8 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
         head.append(ParameterShape("llm.head.weight", embedding.shape))
     elif not any(p.name == "llm.head.weight" for p in head):
         raise UserError(f"{source}: the weights lack the LM head, and config.json does not tie it to the embedding")
+    if (said := _first(config_json, "vocab_size") or embedding.shape[0]) != embedding.shape[0]:
+        raise UserError(f"{source}: config.json says vocab_size {said}, the embedding has {embedding.shape[0]:,} rows")
     hidden_size = _first(config_json, "hidden_size", "n_embd", "d_model") or embedding.shape[1]
     norm = next((p for p in head if p.name == "llm.norm.weight"), None)
     if norm is not None and norm.shape != (hidden_size,):
@@ -177,6 +180,11 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
     heads = _first(config_json, "num_attention_heads", "n_head")
     if heads is None:
         raise UserError(f"{source}: config.json has no num_attention_heads")
+    experts = _first(config_json, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0
+    inner, widest = config_json.get("intermediate_size"), max(n for p in decoder[0] for n in p.shape)
+    # Without experts, one of a layer's matrices has it for a side; a larger one would be memory when a rank builds it.
+    if not experts and type(inner) is int and not 0 < inner <= widest:
+        raise UserError(f"{source}: config.json says intermediate_size {inner}, no matrix is wider than {widest:,}")
     head_dim = config_json.get("head_dim")
     if config_json.get("qk_rope_head_dim"):  # multi-head latent attention (deepseek_v3): head_dim is the rope part only
         head_dim = config_json["qk_nope_head_dim"] + config_json["qk_rope_head_dim"]
@@ -189,7 +197,7 @@ def llm_shape_from(config_json: dict[str, Any], parameters: dict[str, Shape], so
         head_dim=head_dim or hidden_size // heads,
         vocab_size=embedding.shape[0],
         tied=bool(tied),
-        experts=_first(config_json, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0,
+        experts=experts,
         experts_per_token=_first(config_json, "num_experts_per_tok", "moe_topk", "moe_k") or 0,
         window=_window(config_json),
         front=tuple(front),
@@ -255,7 +263,14 @@ def vision_shape(name: str, select_layer: int, final_norm: bool = False) -> Visi
     else:
         tensors = encoder_tensors(folder, tensors)
         _refuse_adapters(tensors, folder)
-    return vision_shape_from(config_json, tensors, select_layer, str(folder), final_norm)
+    shape = vision_shape_from(config_json, tensors, select_layer, str(folder), final_norm)
+    # As many blocks as config.json says are built, and those that its weights have are planned.
+    if (said := blocks_said(config_json)) is not None and said != (stored := shape.blocks_run - select_layer - 1):
+        raise UserError(
+            f"model.vision.name: {folder}: config.json says {shortened(repr(said))} blocks and the weights have "
+            f"{stored}; correct the number in config.json, or download the folder again"
+        )
+    return shape
 
 
 def _refuse_adapters(names: Iterable[str], folder: Path) -> None:

@@ -71,6 +71,15 @@ def hf_facts(config_json: dict[str, Any], source: str) -> dict[str, Any]:
     return facts | {"image_size": facts["image_size"] or default}
 
 
+def blocks_said(config_json: dict[str, Any]) -> int | None:
+    """Blocks of the encoder that a config.json is of; None where timm alone knows. It has been checked before."""
+    if "architecture" in config_json:
+        arguments = config_json.get("model_args")
+        return arguments.get("depth") if isinstance(arguments, dict) else None
+    facts = config_json.get("vision_config", config_json)
+    return facts.get("num_hidden_layers") or family_of(config_json.get("model_type"), "config.json").depth
+
+
 def check_vision_numbers(facts: dict[str, Any], source: str) -> None:
     """Raises UserError for the facts of a Hugging Face or timm encoder, in `source`, that no encoder can have."""
     check_numbers(facts, VISION_BOUNDS, source)

@@ -32,7 +32,6 @@ PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
 BY_PARTS = f"give the model by its parts instead, in {', '.join(PARTS)}"
 _CONNECTOR = re.compile(r"(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.")
 _AYA_TEXTS = ("start_of_img_token", "end_of_img_token", "img_line_break_token", "tile_token", "tile_global_token")
-_LEFT_OUT = object()
 
 
 def completed(config: RunConfig) -> RunConfig:
@@ -57,8 +56,8 @@ def completed(config: RunConfig) -> RunConfig:
         keys = {**dict.fromkeys(PARTS, path), **whole.keys()}
         if config.model.init_from is not None:
             keys["model.projector.init_from"] = config.model.init_from  # which began with this one, or goes on from it
-        if contradicted := next((key for key in keys if _given(config, key) not in (_LEFT_OUT, keys[key])), None):
-            given = _shown(_given(config, contradicted))
+        if contradicted := next((key for key in keys if _contradicts(config, key, keys[key])), None):
+            given = _shown(config.value_at(tuple(contradicted.split("."))))
             raise UserError(
                 f"{contradicted} is {given} in this configuration and {_shown(keys[contradicted])} in that folder; "
                 f"leave it out, or {BY_PARTS}"
@@ -146,9 +145,10 @@ class _Whole:
             )
 
     def factor(self, key: str, value: Any) -> int | None:
-        """`model.projector.factor`; None for 1, which the other type of the class has."""
-        if type(value) is not int or value not in self.door.factors:
-            listed = ", ".join(map(str, self.door.factors))
+        """`model.projector.factor`; None for 1, which a second connector of the class has."""
+        known = [factor for factor in self.door.factors if factor > 1 or len(self.door.connectors) > 1]
+        if type(value) is not int or value not in known:
+            listed = ", ".join(map(str, known))
             raise UserError(f"config.json says {key} {_shown(self.said.get(key))}; factors that work are {listed}")
         return None if value == 1 else value
 
@@ -255,13 +255,11 @@ _READERS: dict[str, Callable[[_Whole], Keys]] = {
 }  # by Door.name
 
 
-def _given(config: RunConfig, key: str) -> Any:
-    """The value that a configuration gives a key, _LEFT_OUT where it gives none."""
-    *sections, name = key.split(".")
-    section: Any = config
-    for one in sections:
-        section = getattr(section, one)
-    return getattr(section, name) if name in section.model_fields_set else _LEFT_OUT
+def _contradicts(config: RunConfig, key: str, value: Any) -> bool:
+    """Whether a configuration gives a key, and another value."""
+    *above, name = key.split(".")
+    section = config.value_at(tuple(above))
+    return name in section.model_fields_set and getattr(section, name) != value
 
 
 def _shown(value: Any) -> str:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from mmtrain.launching.machine import plan_for_here
 from mmtrain.model.language import load_slice
 from mmtrain.model.projector import read_projector
 from mmtrain.model.stage import build_stage
-from mmtrain.pretrained.parts import DEFAULTS
+from mmtrain.pretrained.parts import _DEFAULTS
 from mmtrain.pretrained.shapes import llm_shape
 
 SQUARE = {"final_norm": False, "layout": "square"}
@@ -195,7 +196,12 @@ def test_names_of_transformers_in_memory_are_read_too_and_shards(make, configure
     shutil.copytree(whole.folder, tmp_path / "shards", ignore=shutil.ignore_patterns("*.safetensors"))
     whole.model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
-    built = [held(configured(folder)) for folder in (whole.folder, tmp_path / "memory", tmp_path / "shards")]
+    index = tmp_path / "shards" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+    unquantised = altered(whole.folder, tmp_path, {"quantization_config": {}})
+    unquantised = altered(unquantised, tmp_path, {"text_config": {"quantization_config": {}}})
+    folders = (whole.folder, tmp_path / "memory", tmp_path / "shards", unquantised)
+    built = [held(configured(folder)) for folder in folders]
     for other in built[1:]:
         assert other.keys() == built[0].keys() and all(torch.equal(other[name], t) for name, t in built[0].items())
 
@@ -214,7 +220,7 @@ def test_a_whole_models_encoder_serves_another_llm(make, tiny, configured):
 
 
 def test_what_published_files_leave_out_is_what_transformers_takes(make, tmp_path):
-    for family, defaults in DEFAULTS.items():
+    for family, defaults in _DEFAULTS.items():
         stock = CONFIG_MAPPING[family]()
         assert {key: getattr(stock, key) for key in defaults} == defaults
     folder = altered(make("llava").folder, tmp_path, {"text_config": {"num_attention_heads": None}})
@@ -255,6 +261,10 @@ REFUSED = [  # class, file, changes, what is said
     ("llava", "config.json", {"text_config": {"model_type": ["llama"]}}, "text_config in config.json has no"),
     ("llava", "config.json", {"text_config": {"model_type": "mamba"}}, "recurrent layers"),
     ("llava", "config.json", {"text_config": {"num_hidden_layers": 10**9}}, "says num_hidden_layers 1000000000"),
+    ("llava", "config.json", {"text_config": {"vocab_size": 10**9}}, "says vocab_size 1000000000, the embedding has"),
+    ("llava", "config.json", {"text_config": {"intermediate_size": 10**12}}, "says intermediate_size 1000000000000"),
+    ("llava", "config.json", {"vision_config": {"num_hidden_layers": 2}}, "says 2 blocks and the weights have 3"),
+    ("idefics3", "config.json", {"vision_config": {"num_hidden_layers": None}}, "says 12 blocks and the weights"),
     ("llava", "config.json", {"vision_config": {"image_size": "28"}}, "'28'"),
     ("llava", "processor_config.json", {"image_processor": {"do_normalize": False}}, "has do_normalize False"),
     ("llava", "processor_config.json", {"image_processor": {"rescale_factor": 1.0}}, "needed is 1/255"),
@@ -264,7 +274,9 @@ REFUSED = [  # class, file, changes, what is said
     ("aya_vision", "processor_config.json", {"image_processor": {"max_patches": 12}}, "into tiles (max_patches 12)"),
     ("aya_vision", "processor_config.json", {"tile_token": "TILE"}, "writes 'TILE' (tile_token) beside an image"),
     ("aya_vision", "processor_config.json", {"end_of_img_token": None}, "(end_of_img_token) beside an image"),
-    ("aya_vision", "config.json", {"downsample_factor": 7}, "downsample_factor 7; factors that work are 1, 2, 3, 4"),
+    ("aya_vision", "config.json", {"downsample_factor": 7}, "downsample_factor 7; factors that work are 2, 3, 4"),
+    ("aya_vision", "config.json", {"downsample_factor": 1}, "downsample_factor 1; factors that work are 2, 3, 4"),
+    ("idefics3", "config.json", {"scale_factor": 1}, "scale_factor 1; factors that work are 2, 3, 4"),
     ("aya_vision", "config.json", {"adapter_layer_norm_eps": 1e-5}, "adapter_layer_norm_eps 1e-05, ours 1e-06"),
     ("idefics3", "preprocessor_config.json", {"max_image_size": {"longest_edge": 364}}, "encoder takes 28 pixels"),
     ("internvl", "config.json", {"downsample_ratio": 0.3}, "downsample_ratio 0.3; factors that work are 2, 4"),
@@ -303,6 +315,17 @@ def test_weights_that_lack_a_part_or_hold_it_twice_are_refused(make, configured,
     save_file(tensors | twice, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"twice|two tensors for one place"):
         build_stage(config := configured(folder), plan_for_here(config).ranks[0].stages[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
+@pytest.mark.parametrize("part", ["language_model.", "vision_tower."])
+def test_weights_that_are_codes_are_refused_by_their_name(make, configured, tmp_path, part, dtype):
+    folder = shutil.copytree(make("llava").folder, tmp_path / "whole")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.startswith(part))
+    save_file(tensors | {name: tensors[name].to(dtype)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"{re.escape(name)} is stored as .*; needed are floating-point numbers"):
+        configured(folder)
 
 
 def places(content: dict, *above: str) -> Iterator[tuple[str, ...]]:

@@ -28,8 +28,8 @@ from typing import Any
 
 from bench_timing import Times, ratios, spread
 
+from mmtrain.api.run import load_config
 from mmtrain.base.printing import run_command, show_error, tell
-from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.demo.data import make_demo_data
 from mmtrain.launching.machine import RANK_MODULES
