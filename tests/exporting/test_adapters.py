@@ -144,7 +144,7 @@ def put_on(base: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def test_peft_adds_a_runs_adapters_to_the_folder_beside_them(run, merged, tmp_path, monkeypatch):
-    out = as_peft(run, tmp_path / "out", "--verify", "2")
+    out = as_peft(run, tmp_path / "out")
     monkeypatch.chdir(out)
     made: dict[str, object] = {}
     exec(re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)[0], made)
