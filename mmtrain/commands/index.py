@@ -32,7 +32,7 @@ from mmtrain.data.shards.index import VERSION, read_columns
 from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
-from mmtrain.pretrained.layouts import WRAPPERS
+from mmtrain.pretrained.layouts import add_layout_arguments
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import usable_cores
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     if todo:
         text = options.tokenizer, options.template, options.layout
         build_indexes(todo, *text, workers=options.workers, rebuild=options.rebuild, stream=sys.stdout)
-    found = survey(tars, fingerprint)
+    found = survey(tars, fingerprint, options.layout)
     assert found.text_lengths is not None  # a fingerprint was given
     tell(f"{len(tars):,} shards, {len(found.images):,} samples, {found.images.sum():,} images")
     longest, where = int(found.text_lengths.max(initial=0)), "none"
@@ -95,12 +95,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="NAME",
         help=f"as data.template, how conversations become tokens: {', '.join(NAMES)}, or {FILE}",
     )
-    parser.add_argument(
-        "--layout",
-        default="square",
-        choices=tuple(WRAPPERS),
-        help="as model.vision.layout: texts around images (square); stripped: as data.images=strip takes them out",
-    )
+    add_layout_arguments(parser)
     cores = usable_cores()
     parser.add_argument(
         "--workers", type=positive(int), default=cores, metavar="N", help=f"processes, a shard at a time each ({cores})"

@@ -39,7 +39,7 @@ from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import Damage, verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.demo.data import make_demo_shards
-from mmtrain.pretrained.layouts import WRAPPERS
+from mmtrain.pretrained.layouts import TEXT_ALONE, add_layout_arguments
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.shapes import vision_shape
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
@@ -108,14 +108,14 @@ def run(options: argparse.Namespace) -> int:
         text = options.template, options.layout
         ensure_indexes(tars, options.tokenizer, *text, stream=stream)
         fingerprint = text_fingerprint(model_folder(options.tokenizer), *text)
-    tokens_per_image = options.tokens_per_image
+    tokens_per_image = 0 if options.layout in TEXT_ALONE else options.tokens_per_image
     if options.vision is not None:
         tokens_per_image = vision_shape(options.vision, -1).patches_per_image
     if options.show is not None:
         _show(tars, tokens_per_image, options)
         return 0
     try:
-        found = survey(tars, fingerprint)
+        found = survey(tars, fingerprint, options.layout)
     except MissingIndex as error:
         raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here") from None
     report = _report(found, tokens_per_image, options)
@@ -175,7 +175,7 @@ def _print_report(report: Report) -> None:
     if report.missing:
         tell("", f"how full packs become: {report.missing}")
         return
-    image = "no images" if report.tokens_per_image is None else f"{report.tokens_per_image:,} tokens an image"
+    image = "no images" if not report.tokens_per_image else f"{report.tokens_per_image:,} tokens an image"
     tell("", f"how full packs become ({image}; overlong samples fit into no pack and are skipped)")
     rows = []
     for fill, best in report.fills:
@@ -283,12 +283,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--template", type=template_argument, metavar="NAME", help=f"as data.template: {', '.join(NAMES)}, or {FILE}"
     )
-    parser.add_argument(
-        "--layout",
-        default="square",
-        choices=tuple(WRAPPERS),
-        help="as model.vision.layout (square); stripped: no images",
-    )
+    add_layout_arguments(parser)
     per_image = parser.add_mutually_exclusive_group()
     per_image.add_argument(
         "--vision",
@@ -312,6 +307,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--tokenizer and --template go together: lengths depend on both")
     if options.show is not None and options.tokenizer is None:
         parser.error("--show needs --tokenizer PATH and --template NAME: tokens depend on both")
+    if options.layout in TEXT_ALONE and (options.vision or options.tokens_per_image or options.max_images_per_pack):
+        parser.error("--images: a run without encoder has no --vision, --tokens-per-image or --max-images-per-pack")
     if options.plot is not None and options.plot.suffix.lower() != ".png":
         parser.error(f"--plot {options.plot}: charts are written as PNG; name a file that ends in .png")
     options.ending["logs"] = note if options.json else tell  # with it stdout is one JSON value

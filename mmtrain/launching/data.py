@@ -11,7 +11,7 @@ from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.data.stream.catalog import data_sets
 from mmtrain.demo.data import make_demo_data
-from mmtrain.pretrained.layouts import NONE, layout_name
+from mmtrain.pretrained.layouts import layout_argument, layout_name
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import refuse_missing_chat_template, text_fingerprint
 
@@ -49,6 +49,6 @@ def check_data(config: RunConfig, others_wait: bool) -> None:
             f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and other "
             f"processes would wait for it; first run mmtrain index {' '.join(map(str, missing[:3]))}"
             f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template_name(template)}"
-            + (f" --layout {layout}" if layout not in ("square", NONE) else "")
+            f"{layout_argument(layout)}"
         )
     ensure_indexes(shards, llm, template, layout, stream=sys.stdout, retry_seconds=seconds)

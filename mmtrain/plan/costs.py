@@ -139,7 +139,7 @@ def workload(config: RunConfig, layout: ImageLayout) -> Workload:
     """Expected contents of a micro-batch: documents of one image, or none, and the expected text, without padding."""
     tokens = config.train.packs_per_microbatch * config.data.pack_length
     document = min(config.data.pack_length, layout.positions_per_tile + config.data.expected_text_tokens)
-    images = tokens / document if layout.positions_per_tile else 0.0
+    images = tokens / document if layout.takes_images else 0.0
     return Workload(tokens, document, images, tokens * config.data.expected_supervised_fraction)
 
 

@@ -24,7 +24,7 @@ from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.config.model import ModelSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import jinja_of, template_name
-from mmtrain.pretrained.layouts import STRIPPED, WRAPPERS, layout_name, marks_around
+from mmtrain.pretrained.layouts import STRIP, WRAPPERS, layout_name, marks_around
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -213,7 +213,7 @@ def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "squar
     config = tokenizer_folder / "config.json"
     # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
     model_type = read_json(config).get("model_type") if config.is_file() else None
-    around = [layout, *WRAPPERS[layout]] if any(WRAPPERS[layout]) or layout == STRIPPED else []
+    around = [layout, *WRAPPERS[layout]] if any(WRAPPERS[layout]) or layout == STRIP else []
     jinja = jinja_of(template)
     said = template if jinja is None else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
     digest = hashlib.sha256(compact_json([TEXT_RULES_VERSION, said, model_type, *around]))

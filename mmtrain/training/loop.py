@@ -343,7 +343,12 @@ class _Run:
         """Evaluate with the images permuted among the samples, and record that beside the true `scores`."""
         extent = self.evaluator.extent
         if extent.permuted == 0:
-            self.console.line("the control is left out: no held-out sample has another image to take")
+            why = (
+                "text alone has no images"
+                if self.plan.vision is None
+                else "no held-out sample has another image to take"
+            )
+            self.console.line(f"the control is left out: {why}")
             return
         control = self.evaluator.scores(permuted=True)
         if control is not None:

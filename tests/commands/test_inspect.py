@@ -66,6 +66,10 @@ def caption(members):
     return json.loads(members["json"])["conversations"][-1]["value"]
 
 
+def images_of(members):
+    return sum(suffix != "json" for suffix in members)
+
+
 def captions_of(answers, folder):
     """Text-only samples with these answers, in one shard."""
     folder.mkdir(exist_ok=True)
@@ -313,6 +317,23 @@ def test_show_writes_parts_of_a_character_as_the_vocabulary_does_and_obeys_no_te
     printed = capsys.readouterr().out
     assert "\x1b" not in printed and "\u202e" not in printed
     assert "gpt: é [bold]\\x1b[31m\\u202e end" in printed
+
+
+def test_without_an_encoder_images_make_samples_unusable_or_are_taken_out(folder, tiny, capsys):
+    shards = folder, "--tokenizer", tiny / "llm", "--template", "llava_v1"
+    of_text = sum(images == 0 for images in map(images_of, stored(folder).values()))
+    _, found = run_json(capsys, *shards, "--images", "require")
+    assert found["unusable"] == {"no_encoder": 60 - of_text} and found["packing"], "as a text run finds them"
+    _, found = run_json(capsys, *shards, "--images", "strip", "--pack-length", 1024)
+    assert found["unusable"] == {} and found["packing"][0]["overlong"] == 0
+    key = next(key for (_, key), members in stored(folder).items() if images_of(members))
+    [sample] = run_json(capsys, *shards, "--images", "strip", "--show", key)[1]["samples"]
+    assert sample["rows"] and all(row["token"] != IMAGE_POSITION for row in sample["rows"])
+    [sample] = run_json(capsys, *shards, "--images", "require", "--show", key)[1]["samples"]
+    assert sample["fault"]["reason"] == "no_encoder"
+    for more in (("--tokens-per-image", 16), ("--layout", "idefics3")):
+        with pytest.raises(SystemExit):
+            run_json(capsys, *shards, "--images", "strip", *more)
 
 
 def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):

@@ -65,11 +65,12 @@ class Survey:
         return SampleSet(1.0, self.shard_sizes, lengths, self.images)
 
 
-def survey(tars: Sequence[Path], fingerprint: str | None = None) -> Survey:
+def survey(tars: Sequence[Path], fingerprint: str | None = None, layout: str = "square") -> Survey:
     """Read the index of every shard, as training does; raises what `read_columns` and `Catalog` raise.
 
     `fingerprint` says under which tokenizer and template; None: under the one that all shards were indexed for, if it
-    is exactly one. Price: each index is read twice, 2 ms for 1,000 samples.
+    is exactly one. `layout`: as `layout_name` says; of a run without encoder it decides what samples with images are.
+    Price: each index is read twice, 2 ms for 1,000 samples.
     """
     images: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
@@ -93,7 +94,7 @@ def survey(tars: Sequence[Path], fingerprint: str | None = None) -> Survey:
         fingerprint = only[0]
     text_lengths = None
     if fingerprint is not None:
-        catalog = Catalog([DataSet(tuple(tars))], fingerprint, ImageLayout("square", 0), MAX_IMAGE_PIXELS)
+        catalog = Catalog([DataSet(tuple(tars))], fingerprint, ImageLayout(layout, 0), MAX_IMAGE_PIXELS)
         text_lengths, reasons = catalog.lengths, Counter(fault.reason for fault in catalog.faults.values())
     return Survey(
         shard_sizes=np.array(shard_sizes),

@@ -24,7 +24,7 @@ from mmtrain.config.templates import FILE, template_name
 from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample, without_images
-from mmtrain.pretrained.layouts import STRIPPED, ImageLayout, marks_around
+from mmtrain.pretrained.layouts import ImageLayout, marks_around
 from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
 from mmtrain.pretrained.tokenizer_files import missing_marks, panics_told, refuse_growing_rules, text_fingerprint
 
@@ -286,13 +286,13 @@ class TextCounter:
         """Raises UserError for a folder without tokenizer and for a template that the tokenizer does not fit."""
         self.arguments = tokenizer_path, template, layout
         self.fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout)
-        self.strips = layout == STRIPPED
+        self.layout = ImageLayout(layout, 1)
         # The tokens' number depends on neither: any number of tokens an image, any size of the embedding.
-        self.template = make_template(template, load_tokenizer(tokenizer_path), ImageLayout(layout, 1), sys.maxsize)
+        self.template = make_template(template, load_tokenizer(tokenizer_path), self.layout, sys.maxsize)
 
     def __call__(self, sample: Sample) -> int:
         """Tokens without those of images; raises Rejected for a conversation that the template cannot hold."""
-        input_ids = self.template(without_images(sample) if self.strips else sample).input_ids
+        input_ids = self.template(without_images(sample) if self.layout.strips else sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 
     def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str, str]]:

@@ -37,7 +37,7 @@ from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 from mmtrain.data.shards.shard_list import expand_shards
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
 from mmtrain.pretrained.connectors import image_layout
-from mmtrain.pretrained.layouts import NONE, STRIPPED, ImageLayout
+from mmtrain.pretrained.layouts import ImageLayout, layout_argument
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
@@ -143,17 +143,17 @@ class Catalog:
         if texts is None:
             raise UserError(
                 f"{shard}: its index has no token lengths for this tokenizer and template; make them: "
-                f"mmtrain index {shard} --tokenizer PATH --template NAME"
+                f"mmtrain index {shard} --tokenizer PATH --template NAME{layout_argument(self.layout.name)}"
             )
         images = np.diff(index.first_image).astype(np.int32)
         exact = np.array(texts.tokens, np.int64) + self._positions(index)
         lengths = np.minimum(exact, np.iinfo(np.int32).max).astype(np.int32)  # what no pack holds stays what none does
         faults = {**texts.faults, **index.faults}
-        if self.layout.name == NONE:
+        if not (self.layout.takes_images or self.layout.strips):
             for place in np.flatnonzero(images).tolist():
                 faults.setdefault(place, ("no_encoder", f"{images[place]} images"))
         too_large = np.flatnonzero(index.image_sizes.prod(axis=1) > self.max_image_pixels)
-        for image in too_large if self.layout.positions_per_tile else ():
+        for image in too_large if self.layout.takes_images else ():
             width, height = index.image_sizes[image]
             detail = f"{width} x {height}, where data.max_image_pixels is {self.max_image_pixels:,}"
             place = int(np.searchsorted(index.first_image, image, side="right")) - 1
@@ -174,7 +174,7 @@ class Catalog:
         self._stored.append(_Stored(names, firsts, suffixes, index.offset, index.size, index.crc32))
         self.firsts.append(first + len(lengths))
         digest.update(b"\n".join(names) + index.crc32.tobytes() + lengths.tobytes() + planned.tobytes())
-        return lengths, planned, images if self.layout.positions_per_tile else np.zeros_like(images)
+        return lengths, planned, images if self.layout.takes_images else np.zeros_like(images)
 
     def _positions(self, index: IndexColumns) -> np.ndarray:
         """(samples,) int64 positions that the images of each sample take."""
@@ -256,7 +256,7 @@ class Reader:
         """
         place = self.catalog.find(number)
         members: dict[str, bytes] = {}
-        strips = self.catalog.layout.name == STRIPPED
+        strips = self.catalog.layout.strips
         for member in place.members:
             is_image = image_number(member.suffix) is not None
             if is_image and strips:

@@ -25,6 +25,7 @@ from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.order import Capacity
 from mmtrain.pretrained.connectors import image_layout
+from mmtrain.pretrained.layouts import layout_argument
 from mmtrain.pretrained.shapes import llm_shape
 
 
@@ -108,7 +109,7 @@ class Processor:
                 f"{sample.where}: {len(document.input_ids)} tokens, where the index of its shard says {planned}: the "
                 "index was made by another version of the tokenizer's library; index the shard again: mmtrain "
                 f"index {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
-                f"--template {template_name(self.config.data.template)}"
+                f"--template {template_name(self.config.data.template)}{layout_argument(self.layout.name)}"
             )
         return document
 
@@ -127,7 +128,7 @@ class Processor:
     @property
     def most_images(self) -> int:
         """Images that a pack can hold."""
-        if self.transform is None:
+        if not self.layout.takes_images:
             return 0
         most = self.capacity.tokens // self.layout.positions_per_tile
         return most if self.capacity.images is None else min(most, self.capacity.images)

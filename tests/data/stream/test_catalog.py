@@ -82,9 +82,9 @@ def test_without_an_encoder_samples_with_images_are_faults_or_stripped_of_them(t
             [DataSet((tar,))], text_fingerprint(tiny / "llm", "llava_v1", layout), ImageLayout(layout, 0), 100
         )
 
-    refused = opened("none")
+    refused = opened("require")
     assert {number: fault.reason for number, fault in refused.faults.items()} == {0: "no_encoder", 2: "no_encoder"}
-    stripped = opened("stripped")
+    stripped = opened("strip")
     assert {number: fault.reason for number, fault in stripped.faults.items()} == {2: "no_answer"}
     assert stripped.lengths[0] == stripped.lengths[1] == refused.lengths[1], "the same text without its image"
     assert not stripped.sample_sets[0].images.any()
