@@ -30,6 +30,7 @@ from mmtrain.pretrained.vision_files import check_preprocessing
 
 def models_of(config: RunConfig) -> Models:
     """The shapes of a run's models. Raises UserError where nothing is known of one, and where they do not fit."""
+    assert getattr(config.model, "from") is None, "`whole_models.completed` comes before: a plan reads explicit keys"
     llm = llm_shape(config.model.llm.path)
     vision, operations = NO_VISION, ()
     if (chosen := config.model.vision) is not None:
