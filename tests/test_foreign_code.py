@@ -26,6 +26,7 @@ def unguarded(text: str) -> Iterator[str]:
         if loads_code and given.get("trust_remote_code") != "False":
             yield f"line {node.lineno}: {name} without trust_remote_code=False"
         builds_model = any(part in name for part in ("Model", "For", "model_class", "part_class"))
+        builds_model = builds_model and not name.startswith("PeftModel")  # which is given a model
         if builds_model and "attn_implementation" not in given:
             yield f"line {node.lineno}: {name} without attn_implementation"
 

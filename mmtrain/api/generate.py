@@ -126,11 +126,12 @@ def load(folder: Path) -> tuple[Any, Any]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
-    options["attn_implementation"] = None  # transformers' choice: config.json may name a kernel to be downloaded
+    kernel = None  # transformers' choice: config.json may name one to be downloaded
     if _is_causal_lm(folder / "config.json"):
         processor = load_tokenizer(str(folder))
         with foreign_files(str(folder)):
-            model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(causal_config(folder))].from_pretrained(folder, **options)
+            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(causal_config(folder))]
+            model, report = model_class.from_pretrained(folder, attn_implementation=kernel, **options)
         return _ready(folder, model, processor, processor, report)
     # Not AutoProcessor: where the files name no class, it passes trust_remote_code on to none of the processor's parts.
     config = read_json(folder / "config.json")
@@ -149,7 +150,7 @@ def load(folder: Path) -> tuple[Any, Any]:
             processor.image_processor = AutoImageProcessor.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, backend="pil"
             )
-        model, report = door.model_class.from_pretrained(folder, **options)
+        model, report = door.model_class.from_pretrained(folder, attn_implementation=kernel, **options)
     feature_layers = getattr(model.config, "vision_feature_layer", [])  # some classes take the last one alone
     for layer in feature_layers if isinstance(feature_layers, list) else [feature_layers]:
         layers = model.config.vision_config.num_hidden_layers

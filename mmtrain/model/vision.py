@@ -253,13 +253,17 @@ def _load_hf(folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bo
     _check_layer(select_layer, blocks, str(folder))
     config.num_hidden_layers = blocks + 1 + select_layer
     config.vision_use_head = False
-    files = tensor_files(folder)
-    prefix = encoder_prefix(folder, files)
+    if any(folder.glob("*.safetensors")):
+        files = tensor_files(folder)
+        prefix = encoder_prefix(folder, files)
+        opened = open_tensors({name: (name, file) for name, file in files.items() if name.startswith(prefix)})
+        weights = {"pretrained_model_name_or_path": None, "state_dict": opened}
+    else:  # openai/clip-vit-large-patch14-336 is published so: transformers reads it by torch's weights_only
+        prefix, weights = "", {"pretrained_model_name_or_path": folder, "local_files_only": True}
     with foreign_files(f"model.vision.name: {folder}"), quiet():
         model, info = stock.from_pretrained(
-            None,
+            **weights,
             config=config,
-            state_dict=open_tensors({name: (name, file) for name, file in files.items() if name.startswith(prefix)}),
             dtype=dtype,
             attn_implementation="sdpa",  # else config.json names it, and may name a kernel to be downloaded
             key_mapping={f"^{re.escape(prefix + outer)}": "" for outer in (*family.outer, "") if prefix + outer},

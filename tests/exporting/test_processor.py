@@ -88,7 +88,7 @@ def test_the_stock_processor_makes_the_ids_that_training_makes_of_texts_and_of_p
 
 def test_a_folder_passes_its_own_check(tiny, llm_with, tmp_path):
     for number, (template, marks, kind, _) in enumerate(STYLES.values()):
-        config = run_config(tiny, llm_with(template, marks, kind), "data.template=chat")
+        config = run_config(tiny, llm_with(template, marks, kind), f"data.template={data_template(template)}")
         check_processor(config, export(config, tmp_path / str(number)), tmp_path / str(number))
     config = run_config(tiny, tiny / "llm")
     check_processor(config, export(config, tmp_path / "plain"), tmp_path / "plain")

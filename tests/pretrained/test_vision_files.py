@@ -53,7 +53,8 @@ def timm_config(architecture: str, size: list[int]) -> dict:
 
 
 def clip_config(**changes: object) -> dict:
-    return {"model_type": "clip_vision_model", "hidden_size": 8, "num_attention_heads": 2, "image_size": 28} | changes
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "image_size": 28}
+    return {"model_type": "clip_vision_model", **sizes} | changes
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from mmtrain.base.printing import say
 from mmtrain.config.load import DEMO, load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch
@@ -151,20 +152,20 @@ def _left_out_by_masks(models: Models, work: Workload) -> int:
 def main() -> None:
     """Print both tables."""
     gib = lambda count: f"{count / 2**30:.1f}"  # noqa: E731
-    print("| what trains | parameters | TFLOP a step |" + "".join(f" {count} |" for count in PIPELINES))
-    print("|---|" + "---|" * (2 + len(PIPELINES)))
+    say("| what trains | parameters | TFLOP a step |" + "".join(f" {count} |" for count in PIPELINES))
+    say("|---|" + "---|" * (2 + len(PIPELINES)))
     for mode in TRAINED:
         found = planned(mode)
         bytes_of = "".join(f" {gib(most)} / {gib(least)} |" for most, least in found.fullest)
-        print(f"| {mode} | {found.trained / 1e6:,.0f} M | {found.step_flops / 1e12:,.0f} |{bytes_of}")
-    print()
-    print("| what trains | MFLOP | planned | saved for backward, KB | planned | optimizer, KB | planned |")
-    print("|---|---|---|---|---|---|---|")
+        say(f"| {mode} | {found.trained / 1e6:,.0f} M | {found.step_flops / 1e12:,.0f} |{bytes_of}")
+    say("")
+    say("| what trains | MFLOP | planned | saved for backward, KB | planned | optimizer, KB | planned |")
+    say("|---|---|---|---|---|---|---|")
     for mode in TRAINED:
         found = measured(mode)
         flops = f"{found.flops / 1e6:,.2f} | {found.planned_flops / 1e6:,.2f}"
         others = " | ".join(f"{count / 1e3:,.0f}" for count in found[2:])
-        print(f"| {mode} | {flops} | {others} |")
+        say(f"| {mode} | {flops} | {others} |")
 
 
 if __name__ == "__main__":
