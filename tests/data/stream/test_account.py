@@ -91,7 +91,7 @@ def test_samples_with_images_in_a_run_on_text_are_told_the_key_that_takes_their_
     alone += (f"data.shards={shards[0]}",)
     with pytest.raises(UserError, match=r"model\.vision is null, and most have images: set data\.images=strip"):
         open_account(tiny, tmp_path, *alone)
-    ensure_indexes(shards, str(tiny / "llm"), "llava_v1", "stripped")
+    ensure_indexes(shards, str(tiny / "llm"), "llava_v1", "strip")
     open_account(tiny, tmp_path, *alone, "data.images=strip")
 
 
