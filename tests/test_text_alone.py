@@ -104,6 +104,7 @@ def test_a_plan_of_text_has_no_encoder(parts):
     assert plan.ranks[0].optimizer == "NoOp"
 
 
+@pytest.mark.nightly
 def test_a_run_on_text_trains_evaluates_and_answers(demo_cache, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("XDG_CACHE_HOME", str(demo_cache))
     short = ("parallel.pipeline=1", "train.max_steps=1", "train.packs_per_step=1", "eval.max_samples=4")
