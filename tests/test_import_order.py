@@ -20,7 +20,7 @@ pretrained
 data.samples
 data.shards
 data.prepare  data.stream
-data.report
+data.inspection
 demo  plan
 checkpoint
 model
@@ -45,7 +45,7 @@ USE_TORCH = "processes.fork_server  processes.rendezvous"  # the first imports w
 TORCH_FREE_MODULES = """
 data.samples.records  data.samples.sample
 data.stream.order  data.stream.catalog
-data.report.survey
+data.inspection.survey
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose  checkpoint.begin
 engine.utilization  engine.trace  evaluation.console  model.projector_files  model.probe
 """

@@ -26,7 +26,7 @@ import numpy as np
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import tell
 from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
-from mmtrain.data.report.survey import survey
+from mmtrain.data.inspection.survey import survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.index import VERSION, read_columns
 from mmtrain.data.shards.indexing import build_indexes, unready_shards

@@ -29,8 +29,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, note, print_table, tell
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.templates import FILE, NAMES, template_argument
-from mmtrain.data.report.charts import TERMINAL_BINS, print_distribution, write_png
-from mmtrain.data.report.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
+from mmtrain.data.inspection.charts import TERMINAL_BINS, print_distribution, write_png
+from mmtrain.data.inspection.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index_file import MissingIndex, index_path
@@ -45,7 +45,7 @@ from mmtrain.pretrained.shapes import vision_shape
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
 if TYPE_CHECKING:
-    from mmtrain.data.report.tokenized import TokenizedSample
+    from mmtrain.data.inspection.tokenized import TokenizedSample
 
 EXAMPLES = """\
   what is in shards that training has used, or that were made with --tokenizer; 576 tokens an image:
@@ -224,7 +224,7 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
 
 
 def _show(tars: Sequence[Path], tokens_per_image: int | None, options: argparse.Namespace) -> None:
-    from mmtrain.data.report.tokenized import tokenize_samples  # transformers, which takes seconds
+    from mmtrain.data.inspection.tokenized import tokenize_samples  # transformers, which takes seconds
 
     samples = tokenize_samples(
         tars, options.show, options.tokenizer, options.template, tokens_per_image, options.layout

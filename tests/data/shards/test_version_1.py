@@ -14,7 +14,7 @@ import pytest
 
 from mmtrain.__main__ import main
 from mmtrain.base.json_lines import compact_json
-from mmtrain.data.report.survey import survey
+from mmtrain.data.inspection.survey import survey
 from mmtrain.data.shards.index import read_columns, read_index
 from mmtrain.data.shards.index_file import index_path
 from mmtrain.data.shards.indexing import build_indexes, ensure_indexes, unready_shards

@@ -14,7 +14,7 @@ import numpy as np
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import print_table, tell
-from mmtrain.data.report.survey import histogram, quantile
+from mmtrain.data.inspection.survey import histogram, quantile
 
 TERMINAL_BINS = 12
 PNG_BINS = 60

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from archives import conversation, picture, write_tar
 
-from mmtrain.data.report import survey as survey_module
-from mmtrain.data.report.survey import Fill, best_nearby, epoch_fill, histogram, nearby_lengths, quantile, survey
+from mmtrain.data.inspection import survey as survey_module
+from mmtrain.data.inspection.survey import Fill, best_nearby, epoch_fill, histogram, nearby_lengths, quantile, survey
 from mmtrain.data.shards.index import TextLengths, write_index
 from mmtrain.data.shards.indexing import scan_shard
 from mmtrain.data.stream.order import Capacity, SampleSet
