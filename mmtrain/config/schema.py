@@ -27,6 +27,7 @@ MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GP
 MAX_MICROBATCHES = 32_768  # of a step, times pipeline ranks; the plan simulates each, 4 s for 8,192
 LayerIndex = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
+SampleFormatName = Literal["auto", "llava", "sharegpt", "caption"]
 
 
 class RunSection(Section):
@@ -38,6 +39,8 @@ class RunSection(Section):
     """seed of every random draw: what projector and adapters begin with, data order"""
     overwrite: Free[bool] = False
     """true: delete an existing run folder of this name and start anew"""
+    report_to: Free[tuple[Literal["tensorboard", "wandb", "csv"], ...]] = ()
+    """where metrics go besides metrics.jsonl, e.g. [tensorboard, csv]; tensorboard and wandb are extras of mmtrain"""
 
 
 class ParallelSection(Section):
@@ -110,6 +113,8 @@ class DataSetSection(Section):
     """stands before the keys of its samples: name/key"""
     shards: Free[Shards]
     """webdataset tars: a path, a glob, a brace range, or a list"""
+    format: Kept[SampleFormatName | None] = None
+    """how its samples are written; null: as data.format says"""
     weight: Kept[Float] = Field(1.0, gt=0, le=1e6)
     """how often an epoch draws its samples: 2.5 is twice all of them and half of them once more, 0.1 a tenth"""
 
@@ -120,6 +125,14 @@ class DataSection(Section):
     demo's; or set data.sets"""
     sets: Annotated[Kept[tuple[DataSetSection, ...] | None], InsteadOf("data.shards")] = None
     """several data sets instead of data.shards, each with name, shards and weight"""
+    format: Annotated[Kept[SampleFormatName], BeforeItCame("llava")] = "auto"
+    """how samples are written. llava: conversations of {from, value}; sharegpt: messages or conversations, with any usual
+    role and content keys; caption: an image and its text; auto: what the first 100 samples of each set are, kept in
+    config.yaml"""
+    caption_key: Kept[str | None] = Field(None, min_length=1, max_length=200)
+    """key of KEY.json that holds the caption; null: KEY.txt, KEY.caption, or the keys caption and text"""
+    caption_prompt: Kept[str] = Field("Describe the image.", max_length=10_000)
+    """question that a caption answers; data.template plain drops it"""
     allow_pipe: Free[tuple[str, ...]] = ()
     """programs that pipe: URLs among the shards may run, e.g. [curl], whose output is kept in the cache; only the
     command line may say it"""
@@ -239,6 +252,8 @@ class OptimizerSection(Section):
 class EvalSection(Section):
     shards: Free[Shards | None] = None
     """held-out webdataset tars, read with data's template and pack_length; or set eval.fraction"""
+    format: Annotated[Free[SampleFormatName], BeforeItCame("llava")] = "auto"
+    """how the samples of eval.shards are written, as data.format"""
     fraction: Annotated[Kept[Fraction | None], InsteadOf("eval.shards", is_needed=False)] = None
     """hold out this share of the training data instead, chosen by a hash of each sample's key: the same ones in every
     run (records that share an image have keys of their own); both null: no evaluation"""

@@ -350,7 +350,7 @@ def test_missing_keys_say_what_they_mean(tmp_path):
     assert lines[0] == f"{file}: 4 problems"
     assert lines[1].startswith("model.llm.path: missing; needs text: model folder, or a hub id")
     assert lines[2].startswith("model.vision.name: missing; needs text: timm model name")
-    assert lines[3].startswith("data: missing; needs a section with the keys shards, sets, allow_pipe, ")
+    assert lines[3].startswith("data: missing; needs a section with the keys shards, sets, format, ")
     assert lines[4] == "train.max_steps: set exactly one of train.max_steps and train.epochs"
 
 
