@@ -126,9 +126,9 @@ class DataSection(Section):
     sets: Annotated[Kept[tuple[DataSetSection, ...] | None], InsteadOf("data.shards")] = None
     """several data sets instead of data.shards, each with name, shards and weight"""
     format: Annotated[Kept[SampleFormatName], BeforeItCame("llava")] = "auto"
-    """how samples are written. llava: conversations of {from, value}; sharegpt: messages or conversations, with any usual
-    role and content keys; caption: an image and its text; auto: what the first 100 samples of each set are, kept in
-    config.yaml"""
+    """how samples are written. llava: conversations of {from, value}; sharegpt: messages or conversations, with any
+    usual role and content keys; caption: an image and its text; auto: what the first 100 samples of each set are, kept
+    in config.yaml"""
     caption_key: Kept[str | None] = Field(None, min_length=1, max_length=200)
     """key of KEY.json that holds the caption; null: KEY.txt, KEY.caption, or the keys caption and text"""
     caption_prompt: Kept[str] = Field("Describe the image.", max_length=10_000)

@@ -198,11 +198,11 @@ def missing_chat_template(folder: str | Path) -> UserError:
     )
 
 
-def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "square") -> str:
+def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "square", wording: str = "") -> str:
     """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
 
     `template` is what `data.template` holds; one written in Jinja counts with its text, and a `layout` counts too that
-    writes texts around images, or takes their marks out.
+    writes texts around images, or takes their marks out. `wording` is the samples' format's (SampleFormat.wording).
 
     A tokenizer that another release of its library reads otherwise is found when a sample's length differs from its
     index. Raises UserError for a folder without a tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
@@ -216,7 +216,7 @@ def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "squar
     around = [layout, *WRAPPERS[layout]] if any(WRAPPERS[layout]) or layout == STRIP else []
     jinja = jinja_of(template)
     said = template if jinja is None else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
-    digest = hashlib.sha256(compact_json([TEXT_RULES_VERSION, said, model_type, *around]))
+    digest = hashlib.sha256(compact_json([TEXT_RULES_VERSION, said, model_type, *around, *filter(None, [wording])]))
     for file in sorted(found):
         content = hashlib.sha256(read_limited(file, MAX_TOKENIZER_BYTES, "a tokenizer's file")).hexdigest()
         digest.update(compact_json([file.relative_to(tokenizer_folder).as_posix(), content]))

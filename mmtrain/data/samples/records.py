@@ -70,6 +70,7 @@ REASONS = {
     "no_conversation": "no list of turns under `conversations`",
     "unknown_role": "a turn that is not from human, gpt or (the first one only) system",
     "non_text_value": "a turn whose value is no text",
+    "no_caption": "no text that could be the caption (data.caption_key names its key)",
     "no_answer": "no turn from gpt, or an empty one",
     "turn_order": "turns that do not go human, gpt, human, gpt, ...: no template takes them",
     "too_long": "a conversation of more turns or text than allowed",
@@ -150,32 +151,43 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
         keys = ", ".join(map(str, record)) if isinstance(record, dict) else _short(record)
         seen = _short(turns) if isinstance(record, dict) and "conversations" in record else f"its keys are {keys[:200]}"
         raise Rejected("no_conversation", f"needed is a list `conversations` of {{from, value}}; {seen}")
-    if len(turns) > MAX_TURNS:
-        raise Rejected("too_long", f"{len(turns):,} turns, where {MAX_TURNS:,} are allowed")
-    text_bytes = 0
+    _refuse_many(turns)
     for number, turn in enumerate(turns):
         speaker, text = turn.get("from"), turn.get("value")
         if speaker not in ROLES or (speaker == "system" and number > 0):
             raise Rejected("unknown_role", f"turn {number} is from {_short(speaker)}")
         if not isinstance(text, str):
             raise Rejected("non_text_value", f"turn {number} has the value {_short(text)}")
+    return judged_turns([(turn["from"], turn["value"]) for turn in turns])
+
+
+def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """The same turns (speaker of ROLES, text), where they are a conversation that can be trained on; else Rejected."""
+    _refuse_many(turns)
+    text_bytes = 0
+    for number, (_, text) in enumerate(turns):
         try:
             text_bytes += len(text.encode())
         except UnicodeEncodeError as error:
             raise Rejected("not_json", f"turn {number}: {error}") from None
     if text_bytes > MAX_TEXT_BYTES:
         raise Rejected("too_long", f"{text_bytes:,} bytes of text, where {MAX_TEXT_BYTES:,} are allowed")
-    answers = [(number, turn["value"]) for number, turn in enumerate(turns) if turn["from"] == "gpt"]
+    answers = [(number, text) for number, (speaker, text) in enumerate(turns) if speaker == "gpt"]
     if not answers:
         raise Rejected("no_answer", f"{len(turns)} turns, none from gpt")
     for number, text in answers:
         if not text.strip():
             raise Rejected("no_answer", f"turn {number}, from gpt, is empty")
-    speakers = [turn["from"] for turn in turns]
+    speakers = [speaker for speaker, _ in turns]
     asked = speakers[speakers[0] == "system" :]
     if asked != ["human", "gpt"] * (len(asked) // 2):
         raise Rejected("turn_order", f"turns are from {_short(', '.join(speakers))}")
-    return tuple((turn["from"], turn["value"]) for turn in turns)
+    return tuple(turns)
+
+
+def _refuse_many(turns: Sequence[object]) -> None:
+    if len(turns) > MAX_TURNS:
+        raise Rejected("too_long", f"{len(turns):,} turns, where {MAX_TURNS:,} are allowed")
 
 
 def refuse_wrong_image_count(turns: Sequence[tuple[str, str]], images: int) -> None:

@@ -6,13 +6,13 @@ Sample --a template of templates.py--> Document: input_ids (T,), labels (T,) shi
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mmtrain.base.printing import harmless
-from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, Rejected, parse_turns, refuse_wrong_image_count
+from mmtrain.data.samples.formats import LLAVA, SampleFormat, conversation
+from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, Rejected
 
 IMAGE_POSITION = -200  # LLaVA's IMAGE_TOKEN_INDEX: input_ids hold it where an image feature goes
 IGNORE = -100  # torch's cross-entropy ignore_index: positions that predict nothing
@@ -97,19 +97,12 @@ def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:
     return [suffix for _, suffix in found]
 
 
-def read_sample(key: str, shard: str, members: Mapping[str, bytes], offset: int = 0) -> Sample:
-    """A sample in LLaVA's form from a shard's members, bytes by lower-case suffix; raises Rejected.
+def read_sample(
+    key: str, shard: str, members: Mapping[str, bytes], offset: int = 0, form: SampleFormat = LLAVA
+) -> Sample:
+    """A sample of a format from a shard's members, bytes by lower-case suffix; raises Rejected.
 
-    KEY.json holds {"conversations": [{"from": "human" | "gpt" | "system", "value": text}, ...]}, each image is one
-    <image> mark in a text; members that are neither are not read.
+    Members that are neither images nor texts of the format are not read.
     """
-    if "json" not in members:
-        raise Rejected("no_json", f"it has {', '.join(sorted(members))}")
-    try:
-        record = json.loads(members["json"])
-    except (ValueError, RecursionError) as error:
-        raise Rejected("not_json", str(error)) from None
-    turns = parse_turns(record)
     images = tuple(members[suffix] for suffix in image_suffixes(members))
-    refuse_wrong_image_count(turns, len(images))
-    return Sample(key, shard, turns, images, offset)
+    return Sample(key, shard, conversation(members, len(images), form), images, offset)

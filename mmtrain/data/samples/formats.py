@@ -1,0 +1,186 @@
+"""How other people write samples, read as what they are: conversations about images.
+
+KEY.json, KEY.txt, KEY.caption --conversation, as a SampleFormat says--> turns ("system" | "human" | "gpt", text), in
+whose texts each image has one <image> mark
+
+    llava     KEY.json {"conversations": [{"from": "human" | "gpt" | "system", "value": text}, ...]}, with all its marks
+    sharegpt  KEY.json {"messages" or "conversations": [...]}, role and content under any of the keys and names that
+              are usual (ROLE_KEYS, CONTENT_KEYS, SPEAKERS), contents as texts or as lists of parts; "system" beside it
+    caption   KEY.txt, KEY.caption, or a key of KEY.json
+
+Where a conversation has images and no mark, the marks stand before its first question, as LLaVA writes them. What is
+no such sample is Rejected.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmtrain.base.json_lines import compact_json
+from mmtrain.data.samples.records import IMAGE_MARK, Rejected, judged_turns, parse_turns, refuse_wrong_image_count
+
+Turns = tuple[tuple[str, str], ...]
+
+CAPTION_SUFFIXES = ("txt", "caption")
+TEXT_SUFFIXES = ("json", *CAPTION_SUFFIXES)  # of members that some format reads
+CONVERSATION_KEYS = ("messages", "conversations", "conversation")
+ROLE_KEYS = ("role", "from")
+CONTENT_KEYS = ("content", "value", "text")
+SPEAKERS = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user"), "human"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "gpt"),
+}
+IMAGE_PARTS = ("image", "image_url", "input_image")  # types of a content's parts
+TEXT_PARTS = ("text", "input_text", "output_text")
+IMAGE_KEYS = ("images", "image")  # of a record: names of files, or what a table holds of them
+CAPTION_KEYS = ("caption", "text")  # of KEY.json, where no key is named
+
+
+@dataclass(frozen=True)
+class SampleFormat:
+    """One way to write samples; `caption_key` and `caption_prompt` are as in `data`, and count for captions alone."""
+
+    name: str = "llava"  # llava, sharegpt, caption
+    caption_key: str | None = None
+    caption_prompt: str = ""
+
+    @property
+    def reading(self) -> str:
+        """What decides which samples can be read at all: an index holds its faults under this name."""
+        has_key = self.name == "caption" and self.caption_key is not None
+        return f"caption {compact_json(self.caption_key).decode()}" if has_key else self.name
+
+    @property
+    def wording(self) -> str:
+        """What of this decides how long texts are, for their fingerprint; empty for LLaVA's own format."""
+        if self.name == "llava":
+            return ""
+        return compact_json([self.reading, self.caption_prompt if self.name == "caption" else None]).decode()
+
+
+LLAVA = SampleFormat()
+
+
+def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) -> Turns:
+    """The turns of a sample with so many images, from its members, bytes by lower-case suffix; raises Rejected."""
+    if form.name == "caption":
+        return caption_turns(_caption(members, form.caption_key), images, form.caption_prompt)
+    record = _record(members)
+    try:
+        if form.name == "sharegpt":
+            return sharegpt_turns(record, images)
+        turns = parse_turns(record)
+        refuse_wrong_image_count(turns, images)
+        return turns
+    except Rejected as error:
+        named = named_images(record)
+        if error.reason == "image_count" and named and not images:
+            raise Rejected(
+                "image_count", f"its record names {named} images, and the tar holds none beside it"
+            ) from None
+        raise
+
+
+def sharegpt_turns(record: object, images: int) -> Turns:
+    """The turns of a record with messages of any usual form, which has so many images; raises Rejected."""
+    fields = record if isinstance(record, dict) else {}
+    messages = next((fields[key] for key in CONVERSATION_KEYS if fields.get(key)), None)
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        seen = f"its keys are {', '.join(map(str, fields))}" if fields else f"it is {record!r}"
+        needed = f"needed is a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}"
+        raise Rejected("no_conversation", f"{needed}; {seen[:200]}")
+    turns = [_turn(number, message) for number, message in enumerate(messages)]
+    system = fields.get("system")
+    if isinstance(system, str) and system.strip() and turns[0][0] != "system":
+        turns.insert(0, ("system", system))
+    return _with_marks(turns, images)
+
+
+def caption_turns(caption: object, images: int, prompt: str) -> Turns:
+    """The question `prompt` about the images, and the caption, a text or the first of several, that answers it.
+
+    Raises Rejected for what is no text, an empty one, and one without an image.
+    """
+    if isinstance(caption, list) and caption:
+        caption = caption[0]
+    if not isinstance(caption, str):
+        raise Rejected("non_text_value", f"the caption is {repr(caption)[:120]}")
+    if not images:
+        raise Rejected("image_count", "a caption without an image: the sample has no member KEY.jpg, KEY.png, ...")
+    answer = caption.replace(IMAGE_MARK, "").strip()
+    return _with_marks([("human", prompt), ("gpt", answer)], images)
+
+
+def named_images(record: object) -> int:
+    """How many images a record names, whether or not they can be had."""
+    fields = record if isinstance(record, dict) else {}
+    found: Any = next((fields[key] for key in IMAGE_KEYS if fields.get(key)), [])
+    return len(found) if isinstance(found, list) else 1
+
+
+def _record(members: Mapping[str, bytes]) -> object:
+    if "json" not in members:
+        raise Rejected("no_json", f"it has {', '.join(sorted(members))}")
+    try:
+        return json.loads(members["json"])
+    except (ValueError, RecursionError) as error:
+        raise Rejected("not_json", str(error)) from None
+
+
+def _caption(members: Mapping[str, bytes], key: str | None) -> object:
+    for suffix in CAPTION_SUFFIXES if key is None else ():
+        if suffix in members:
+            try:
+                return members[suffix].decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise Rejected("not_json", f"{suffix}: {error}") from None
+    if key is None and "json" not in members:
+        raise Rejected("no_caption", f"it has {', '.join(sorted(members))}")
+    record = _record(members)
+    fields = record if isinstance(record, dict) else {}
+    names = CAPTION_KEYS if key is None else (key,)
+    for name in names:
+        if name in fields:
+            return fields[name]
+    seen = ", ".join(map(str, fields))[:200] or "none"
+    raise Rejected("no_caption", f"its json has no key {' or '.join(names)}; its keys are {seen}")
+
+
+def _turn(number: int, message: dict) -> tuple[str, str]:
+    role = next((message[key] for key in ROLE_KEYS if key in message), None)
+    speaker = SPEAKERS.get(role.lower()) if isinstance(role, str) else None
+    if speaker is None or (speaker == "system" and number > 0):
+        raise Rejected("unknown_role", f"turn {number} is from {repr(role)[:120]}")
+    content = next((message[key] for key in CONTENT_KEYS if key in message), None)
+    return speaker, _text(number, content)
+
+
+def _text(number: int, content: object) -> str:
+    """A content as text: of a list of parts each image becomes a mark, on a line of its own beside texts."""
+    parts = content if isinstance(content, list) else [content]
+    text = ""
+    was_image = False
+    for place, part in enumerate(parts):
+        fields = part if isinstance(part, dict) else {"type": "text", "text": part}
+        kind = fields.get("type", "text")
+        is_image = kind in IMAGE_PARTS
+        piece = IMAGE_MARK if is_image else fields.get("text") if kind in TEXT_PARTS else None
+        if not isinstance(piece, str):
+            raise Rejected("non_text_value", f"turn {number} has the value {repr(part)[:120]}")
+        text += "\n" + piece if place and (is_image or was_image) else piece
+        was_image = is_image
+    return text
+
+
+def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
+    """The turns, judged, with the marks of their images, if none has any, before the first question."""
+    first = next((place for place, (speaker, _) in enumerate(turns) if speaker == "human"), None)
+    if first is not None and not any(IMAGE_MARK in text for _, text in turns):
+        turns[first] = ("human", f"{IMAGE_MARK}\n" * images + turns[first][1])
+    judged = judged_turns(turns)
+    refuse_wrong_image_count(judged, images)
+    return judged

@@ -1,0 +1,116 @@
+"""formats.py: what others write becomes the conversation that they meant, or has the reason why not."""
+
+import json
+
+import pytest
+
+from mmtrain.data.samples.formats import LLAVA, SampleFormat
+from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.sample import read_sample
+
+SHAREGPT = SampleFormat("sharegpt")
+CAPTION = SampleFormat("caption", caption_prompt="What is it?")
+ASKED = (("human", "<image>\nWhat is it?"), ("gpt", "A cat."))
+PLAIN = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}]
+MARKED = [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant", "content": "A cat."}]
+LLAVA_TURNS = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "x"}]
+
+
+def messages(*turns, **fields):
+    return {"json": {"messages": list(turns), **fields}}
+
+
+def read(form: SampleFormat, images=1, **texts):
+    members = {"jpg": b""} if images == 1 else {f"{number}.png": b"" for number in range(images)}
+    contents = {name: text if isinstance(text, bytes) else json.dumps(text).encode() for name, text in texts.items()}
+    return read_sample("k", "s.tar", {**members, **contents}, 0, form).turns
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": PLAIN, "images": ["a.jpg"]},
+        {"messages": MARKED, "images": ["a.jpg"]},
+        {"conversations": [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A cat."}]},
+        {
+            "conversations": [
+                {"from": "User", "value": "<image>\nWhat is it?"},
+                {"from": "Assistant", "value": "A cat."},
+            ]
+        },
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+                {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
+            ]
+        },
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": "a.jpg"}},
+                        {"type": "text", "text": "What "},
+                        {"type": "text", "text": "is it?"},
+                    ],
+                },
+                PLAIN[1],
+            ]
+        },
+    ],
+)
+def test_messages_of_every_usual_form_are_the_same_conversation(record):
+    assert read(SHAREGPT, json=record) == ASKED
+
+
+def test_parts_keep_their_order_and_a_system_prompt_its_place():
+    content = ["Compare", {"type": "image"}, "with", {"type": "image"}]
+    record = {"messages": [{"role": "user", "content": content}, PLAIN[1]], "system": "Be brief."}
+    question = "Compare\n<image>\nwith\n<image>"
+    assert read(SHAREGPT, 2, json=record) == (("system", "Be brief."), ("human", question), ("gpt", "A cat."))
+    own = {"messages": [{"role": "system", "content": "Mine."}, *PLAIN], "system": "Be brief."}
+    assert read(SHAREGPT, 0, json=own)[0] == ("system", "Mine.") and read(SHAREGPT, 0, json={"messages": PLAIN})
+    assert read(SHAREGPT, 2, json={"messages": PLAIN})[0][1] == "<image>\n<image>\nWhat is it?"
+
+
+def test_a_caption_is_found_where_it_stands():
+    assert read(CAPTION, txt=b"A cat.\n") == read(CAPTION, caption=b" A cat.") == ASKED
+    assert read(CAPTION, json={"text": "A cat."}) == read(CAPTION, json={"caption": ["<image>\nA cat.", "B"]}) == ASKED
+    assert read(CAPTION, txt=b"A cat.", json={"caption": "A dog."}) == ASKED
+    assert read(SampleFormat("caption", "title", "What is it?"), txt=b"A dog.", json={"title": "A cat."}) == ASKED
+
+
+@pytest.mark.parametrize(
+    ("form", "images", "texts", "reason", "seen"),
+    [
+        (SHAREGPT, 1, {"json": {"prompt": "x"}}, "no_conversation", "its keys are prompt"),
+        (SHAREGPT, 1, {"json": {"messages": "x"}}, "no_conversation", "messages"),
+        (SHAREGPT, 1, {"json": [1]}, "no_conversation", r"it is \[1\]"),
+        (SHAREGPT, 1, messages({"role": "tool", "content": "x"}), "unknown_role", "turn 0 is from 'tool'"),
+        (SHAREGPT, 1, messages({"role": 3, "content": "x"}), "unknown_role", "3"),
+        (SHAREGPT, 1, messages({"role": "user", "content": [{"type": "video"}]}), "non_text_value", "video"),
+        (SHAREGPT, 1, {"json": {"messages": PLAIN[:1]}}, "no_answer", "none from gpt"),
+        (SHAREGPT, 1, {"json": {"messages": PLAIN[::-1]}}, "turn_order", "gpt, human"),
+        (SHAREGPT, 2, messages(*MARKED), "image_count", "1 <image> marks in the conversation, 2 images"),
+        (SHAREGPT, 0, messages(*MARKED, images=["a"]), "image_count", "names 1 images, and the tar holds"),
+        (LLAVA, 0, {"json": {"conversations": LLAVA_TURNS, "image": "a"}}, "image_count", "names 1 images"),
+        (CAPTION, 1, {"txt": b"\xff"}, "not_json", "txt: 'utf-8'"),
+        (CAPTION, 1, {"txt": b" <image> "}, "no_answer", "empty"),
+        (CAPTION, 0, {"txt": b"A cat."}, "image_count", "a caption without an image"),
+        (CAPTION, 1, {"json": {"url": "x", "key": 1}}, "no_caption", "no key caption or text; its keys are url, key"),
+        (CAPTION, 1, {}, "no_caption", "it has jpg"),
+        (CAPTION, 1, {"json": {"caption": None}}, "non_text_value", "the caption is None"),
+    ],
+)  # fmt: skip
+def test_what_is_no_sample_says_what_was_seen(form, images, texts, reason, seen):
+    with pytest.raises(Rejected, match=seen) as caught:
+        read(form, images, **texts)
+    assert caught.value.reason == reason
+
+
+def test_names_hold_what_an_index_and_a_fingerprint_depend_on():
+    assert (LLAVA.reading, LLAVA.wording) == ("llava", "")
+    assert SampleFormat("caption", None, "a").reading == CAPTION.reading != SampleFormat("caption", "title").reading
+    forms = [LLAVA, SHAREGPT, CAPTION, SampleFormat("caption", None, "a"), SampleFormat("caption", "title", "a")]
+    assert len({form.wording for form in forms}) == len(forms)
+    assert SampleFormat("sharegpt", "title", "a").wording == SHAREGPT.wording
