@@ -43,7 +43,7 @@ STILL_UP = {  # module -> the wing above that it imports
 TORCH_FREE_WINGS = "base  config  processes  pretrained  data.shards  data.prepare  demo  plan  launching  launch"
 USE_TORCH = "processes.fork_server  processes.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """
-data.samples.records  data.samples.sample
+data.samples.records  data.samples.formats  data.samples.sample
 data.stream.order  data.stream.catalog
 data.inspection.survey
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose  checkpoint.begin
