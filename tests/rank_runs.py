@@ -35,9 +35,11 @@ class Run:
     printed: str
 
     def lines(self, name: str, *kinds: str) -> list[dict[str, Any]]:
-        """Records of a file of the run, of these kinds if there are any."""
+        """Records of a file of the run, of these kinds if there are any, without the time at which each was written."""
         path = self.folder / name
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        for record in records:
+            record.pop("time", None)
         return [record for record in records if not kinds or record["kind"] in kinds]
 
     def losses(self) -> dict[int, float]:

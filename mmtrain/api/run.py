@@ -107,7 +107,7 @@ class Run:
         return json.loads((self.folder / "plan.json").read_text())
 
     def metrics(self, *kinds: str) -> list[dict[str, Any]]:
-        """Records of metrics.jsonl of these kinds, in order: train, eval, eval_permuted, checkpoint, epoch, end."""
+        """Records of metrics.jsonl of these kinds, in order: begin, train, eval, eval_permuted, end ..."""
         return list(recorded(self.folder / "metrics.jsonl", *kinds))
 
     @property

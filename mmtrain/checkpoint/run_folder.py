@@ -23,8 +23,8 @@ from mmtrain.plan.plan import Plan
 
 _log = logging.getLogger(__name__)
 CONFIG, PLAN = "config.yaml", "plan.json"
-METRICS, BAD_STEPS = "metrics.jsonl", "bad_steps.jsonl"
-RECORDS = (METRICS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
+METRICS, ANSWERS, BAD_STEPS = "metrics.jsonl", "answers.jsonl", "bad_steps.jsonl"
+RECORDS = (METRICS, ANSWERS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
 DISCARDED = "discarded.jsonl"
 AUDIT = "audit.json"
 # What a start that fails may leave.

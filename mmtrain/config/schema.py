@@ -262,7 +262,7 @@ class EvalSection(Section):
     max_samples: Free[PositiveInt | None] = None
     """evaluate the first so many samples only; null: all, and all stay in memory"""
     show_answers: Free[int] = Field(6, ge=0, le=10_000)
-    """held-out questions to answer, word by word, at the end of the run; 0: none"""
+    """held-out questions to answer, word by word, before the first step and at the end of the run; 0: none"""
     permuted_control: Free[bool] = True
     """at the end evaluate once more with the images permuted among the samples, as a control: answers that stay right
     do not come from the images"""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Fields of metrics.jsonl that measure the machine: two runs that do the same differ in them.
 MEASURED = (
     *("seconds", "tokens_per_second", "idle_fraction", "compute_seconds", "communication_seconds", "data_seconds"),
-    *("peak_memory_bytes", "model_flops_utilization"),
+    *("peak_memory_bytes", "model_flops_utilization", "time"),
 )
 LISTED_RANKS = 4  # more would not fit into a line of the console
 

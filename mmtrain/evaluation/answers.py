@@ -23,13 +23,17 @@ LONGEST_ANSWER = 64  # tokens that are written of an answer: each costs a forwar
 
 @dataclass(frozen=True)
 class Answer:
-    """A held-out question, what the model said and what it should have said; `right` compares all tokens."""
+    """A held-out question, what the model said and what it should have said; `right` compares all tokens.
+
+    `images` are those shown before the answer, as stored.
+    """
 
     key: str
     question: str
     given: str
     truth: str
     right: bool
+    images: tuple[bytes, ...] = ()
 
 
 def write_answers(evaluator: Evaluator, count: int) -> list[Answer]:
@@ -103,4 +107,4 @@ class _Writing:
         truth = self.truth[:LONGEST_ANSWER]
         given, true = (tokenizer.decode(said, skip_special_tokens=True).strip() for said in (self.given, truth))
         more = " ..." if len(truth) < len(self.truth) else ""
-        return Answer(self.sample.key, self.question, given, true + more, right=self.given == truth)
+        return Answer(self.sample.key, self.question, given, true + more, self.given == truth, self.sample.images)

@@ -19,8 +19,9 @@ an LLM on text alone. All else is frozen; the LLM is cut into pipeline stages.
 
 CONFIG is a YAML file; any key of it can be set on the command line. Ranks = parallel.pipeline x parallel.data.
 Results go to run.dir/run.name: config.yaml and plan.json (what runs), log.txt (everything that libraries say),
-metrics.jsonl (loss and each rank's time of every step, scores on held-out samples), quarantine.jsonl (damaged
-samples, if any), samples.jsonl (the keys of every step, with data.ledger), audit.json, checkpoints/.
+metrics.jsonl (loss and each rank's time of every step, scores on held-out samples), answers.jsonl (what was asked
+and answered), quarantine.jsonl (damaged samples, if any), samples.jsonl (the keys of every step, with data.ledger),
+audit.json, checkpoints/.
 
 A run that was interrupted goes on when the same command is given again: from its newest whole checkpoint,
 with the same samples in the same steps. What was recorded after that checkpoint moves to discarded.jsonl.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Generator
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,12 +12,11 @@ import torch.distributed as dist
 
 from mmtrain.base.collectives import of_all_ranks, on_rank_0
 from mmtrain.base.errors import UserError
-from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import show_logs
 from mmtrain.checkpoint.begin import find_beginning
 from mmtrain.checkpoint.choose import Start
 from mmtrain.checkpoint.load import differences, load, load_weights
-from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, METRICS, describe_run, go_back
+from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, describe_run, go_back
 from mmtrain.checkpoint.write import Checkpointer, Saved, run_state
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.account import ReadAccount
@@ -29,9 +27,8 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.trace import TRACE, TracedStep, Tracer
 from mmtrain.engine.utilization import Utilization, peak_flops
-from mmtrain.evaluation.answers import write_answers
 from mmtrain.evaluation.console import Console
-from mmtrain.evaluation.evaluator import Evaluator, Scores
+from mmtrain.evaluation.evaluator import Evaluator
 from mmtrain.evaluation.held_out import HeldOut
 from mmtrain.model.flash import say_ways
 from mmtrain.model.stage import build_stage
@@ -43,12 +40,14 @@ from mmtrain.plan.schedule import Instruction
 from mmtrain.pretrained.connectors import connector, connector_parameters
 from mmtrain.pretrained.shapes import matches
 from mmtrain.processes.rank import Rank
+from mmtrain.training.evaluations import Evaluations
+from mmtrain.training.records import Records
 
 
 def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, trace_steps: int = 0) -> str | None:
     """Train as many steps as `config.train` says, as `plan` says, evaluate, leave results in `rank.folder`.
 
-    Rank 0's `start` says from which checkpoint to go on; rank 0 writes `metrics.jsonl`, `audit.json` and checkpoints.
+    Rank 0's `start` says from which checkpoint to go on; rank 0 writes records, `audit.json` and checkpoints.
     Of `trace_steps` steps after the first it is recorded what every rank did when, as `trace.json`.
     Returns None at the end, or what to tell the user of a run that a signal has stopped before, with everything saved.
     Raises UserError for unusable models, data or checkpoints, AuditError when something frozen changed or something
@@ -71,13 +70,11 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
     if steps < run.max_steps:
         return run.leave(f"stopped after step {steps} of {run.max_steps}; it is saved")
     run.prove()
-    if run.evaluator is not None:
-        run.show_what_it_can()
-        if run.engine.requested_stop:
-            return run.leave("stopped in the last evaluation, after all steps; they are saved")
+    if run.evaluations is not None and not run.evaluations.make_last(steps):
+        return run.leave("stopped in the last evaluation, after all steps; they are saved")
     if rank.rank == 0 and (best := run.saver.best) is not None:
         run.console.line(f"best checkpoint by {config.checkpoint.keep_best}: step {best[0]}, {best[1]:.4f}")
-    run.metrics.write(kind="end", step=steps)
+    run.records.write("end", step=steps)
     return run.leave()
 
 
@@ -197,33 +194,35 @@ class _Run:
     def open_records(self, trace_steps: int) -> None:
         """Everything that writes down what the steps do."""
         config, rank, console = self.config, self.rank, self.console
-        self.metrics = JsonLines(rank.folder / METRICS if rank.rank == 0 else None)
+        on_gpu = self.device.type == "cuda"
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+        device = gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
+        self.records = Records(rank.folder if rank.rank == 0 else None, config)
+        versions = self.about["versions"]
+        self.records.write("begin", step=self.first_step, versions=versions, device=device.name, ranks=rank.world_size)
         self.account: ReadAccount | None = None
         self.batches: Generator[PackedBatch] | None = None
         if self.packed is not None:
             left_out = [] if self.held_out is None else self.held_out.faults
             self.account = ReadAccount(config, self.packed, self.readers, rank.folder, left_out, self.counts)
             self.batches = self.account.watch(iter(self.packed))
-        self.evaluator: Evaluator | None = None
-        if config.eval.is_on:
-            self.evaluator = Evaluator(self.engine, self.held_out, rank.progress, console.evaluating)
-            console.line(self.evaluator.extent.summary)
         saved_step = self.first_step if self.start is not None and self.start.is_own else None
         self.saver = Checkpointer(rank.folder, config.checkpoint, self.mine.data == 0, self._report, saved_step)
-        on_gpu = self.device.type == "cuda"
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
-        device = gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
+        self.evaluations: Evaluations | None = None
+        if config.eval.is_on:
+            evaluator = Evaluator(self.engine, self.held_out, rank.progress, console.evaluating)
+            self.evaluations = Evaluations(config.eval, evaluator, self.records, console, self.saver)
         self.utilization = Utilization(config, peak_flops(config, device) if rank.rank == 0 else None)
         self.tracer = Tracer(rank.folder / TRACE, self.plan, trace_steps) if trace_steps else None
         ways = on_rank_0({way for stage in self.stages.values() for way in stage.attention_ways(self.device)})
         if ways is not None:
             records, lines = say_ways(ways)
-            self.metrics.write(kind="attention", step=self.first_step, ways=records)
+            self.records.write("attention", step=self.first_step, ways=records)
             for line in lines:
                 console.line(line)
 
     def _report(self, saved: Saved) -> None:
-        self.metrics.write(**saved.record())
+        self.records.write(**saved.record())
         text = f"saved {saved.path}" if saved.error is None else f"the checkpoint was not saved: {saved.error}"
         print(text)  # into the log
         self.console.line(text)
@@ -243,7 +242,7 @@ class _Run:
         if not self.start.is_own:
             self.save(step)
             self.saver.finish()
-        self.metrics.write(kind="resume", step=step, checkpoint=str(path), changed=changed)
+        self.records.write("resume", step=step, checkpoint=str(path), changed=changed)
 
     def make_steps(self) -> int:
         """Make steps until all are made, or a signal asks to stop; how many are made.
@@ -253,17 +252,16 @@ class _Run:
         engine, saver, max_steps = self.engine, self.saver, self.max_steps
         evaluate_every = self.config.eval.every_steps or max_steps
         for step in range(self.first_step, max_steps):
-            if self.evaluator is not None and step % evaluate_every == 0:
-                self.evaluate(step)
-                if engine.requested_stop:
-                    return step
+            evaluates = self.evaluations is not None and step % evaluate_every == 0
+            if evaluates and not self.evaluations.make(step):
+                return step
             if saver.time_is_up:
                 engine.request(save=True)
             self.make_step(step)
             done = step + 1
             if engine.requested_stop and done < max_steps:
                 return done
-            evaluates = self.evaluator is not None and done % evaluate_every == 0
+            evaluates = self.evaluations is not None and done % evaluate_every == 0
             if done < max_steps and (engine.requested_save or saver.is_due(done, evaluates)):
                 self.save(done)
             saver.poll()
@@ -279,16 +277,11 @@ class _Run:
             clock = self.engine.clock
             self.tracer.add(lambda: TracedStep(step, clock.seconds, clock.intervals()))
         self.loss = result.loss
-        rate = result.tokens / seconds
-        fill = result.tokens / (self.config.train.packs_per_step * self.config.data.pack_length)
-        left_out = ("ranks",) if self.config.optimizer.groups else ("ranks", "lr_groups")
-        done = {name: value for name, value in vars(result).items() if name not in left_out}
-        used = self.utilization.add(result)
-        self.metrics.write(kind="train", **done, pack_fill=fill, seconds=seconds, tokens_per_second=rate, **used)
-        self.console.step(step, result.loss, rate, note=result.no_update or "")
+        self.records.step(result, seconds, self.utilization.add(result))
+        self.console.step(step, result.loss, result.tokens / seconds, note=result.no_update or "")
         if self.account is not None:
             for record in self.account.end_step(step, result.samples, result.quarantined):
-                self.metrics.write(**record)
+                self.records.write(**record)
         if self.tracer is not None and self.tracer.is_complete:
             self._write_trace()
 
@@ -303,22 +296,13 @@ class _Run:
         trained = self.audit.notes(engine.saw_gradient)
         self.saver.save(step, engine.trainable, engine.optimizer_state(), trained, self.about | now)
 
-    def evaluate(self, step: int) -> Scores | None:
-        """Evaluate and record after `step` updates; None if the run is to stop."""
-        scores = self.evaluator.scores()
-        if scores is not None:
-            self.metrics.write(kind="eval", step=step, **asdict(scores))
-            self.console.evaluation(step, scores)
-            self.saver.scored(step, asdict(scores))
-        return scores
-
     # ---- end
 
     def prove(self) -> None:
         """Close the account of the data, and prove that only what should train did."""
         if self.account is not None:
             for record in self.account.finish(self.max_steps):
-                self.metrics.write(**record)
+                self.records.write(**record)
         self.rank.progress.at(self.max_steps, "auditing")
         records = on_rank_0(self.audit.finish(self.engine.saw_gradient))
         if records is not None:
@@ -329,33 +313,6 @@ class _Run:
             found = write_audit(file, self.plan, records, learns=learns)
             self.console.line(f"audit passed: {found} ({file})")
 
-    def show_what_it_can(self) -> None:
-        """Evaluate, see whether the model needs to look at the images for that, and show answers; until a signal."""
-        scores = self.evaluate(self.max_steps)
-        if self.config.eval.permuted_control and scores is not None:
-            self.control(scores)
-        if self.config.eval.show_answers and not self.engine.requested_stop:
-            self.console.line("answering held-out questions: one forward of the pipeline for each token")
-            if answers := write_answers(self.evaluator, self.config.eval.show_answers):
-                self.console.answers(answers)
-
-    def control(self, scores: Scores) -> None:
-        """Evaluate with the images permuted among the samples, and record that beside the true `scores`."""
-        extent = self.evaluator.extent
-        if extent.permuted == 0:
-            why = (
-                "text alone has no images"
-                if self.plan.vision is None
-                else "no held-out sample has another image to take"
-            )
-            self.console.line(f"the control is left out: {why}")
-            return
-        control = self.evaluator.scores(permuted=True)
-        if control is not None:
-            permuted = extent.permuted
-            self.metrics.write(kind="eval_permuted", step=self.max_steps, **asdict(control), permuted_samples=permuted)
-            self.console.control(control, scores, permuted)
-
     def leave(self, message: str | None = None) -> str | None:
         """Close everything, together with all ranks; returns the message."""
         if self.tracer is not None:
@@ -364,7 +321,7 @@ class _Run:
             self.console.line(summary)
         if self.batches is not None:
             self.batches.close()
-        self.metrics.close()
+        self.records.close()
         self.console.close()
         dist.barrier()
         dist.destroy_process_group()

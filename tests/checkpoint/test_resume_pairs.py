@@ -188,7 +188,8 @@ def test_metrics_tell_of_saves_of_resuming_and_of_the_end(tiny, reference):
     once = branch(reference, "records", tiny / "config.yaml", *RUN, *layout_of(1, 1), cut=CUT)
     records = [record for record in once.lines("metrics.jsonl") if record["kind"] not in ("attention", "checkpoint")]
     at = [record["kind"] for record in records].index("resume")
-    assert records[at - 1]["kind"] == "train" and records[at - 1]["step"] == CUT - 1
+    before, begun = records[at - 2 : at]
+    assert (before["kind"], before["step"], begun["kind"], begun["step"]) == ("train", CUT - 1, "begin", CUT)
     path = str(once.checkpoint(CUT).path)
     assert records[at] == {"kind": "resume", "step": CUT, "checkpoint": path, "changed": []}
     assert records[at + 1]["kind"] == "train" and records[at + 1]["step"] == CUT

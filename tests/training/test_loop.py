@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from rank_runs import train
 from safetensors.torch import load_file
 
+from mmtrain.base.printing import harmless
 from mmtrain.training.loop import use_algorithms
 
 STEPS = 4
@@ -81,9 +83,9 @@ def test_every_layout_trains_the_same(runs, layout):
 TRAIN_KEYS = (
     "kind step epoch loss grad_norm lr samples images tokens supervised_tokens quarantined no_update pack_fill seconds "
     "tokens_per_second idle_fraction compute_seconds communication_seconds data_seconds peak_memory_bytes "
-    "model_flops_utilization"
+    "model_flops_utilization time"
 )
-EVAL_KEYS = "kind step loss token_accuracy exact_match answers samples seconds"
+EVAL_KEYS = "kind step loss token_accuracy exact_match answers samples seconds time"
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (4, 1), (2, 2)])
@@ -95,7 +97,11 @@ def test_held_out_samples_are_evaluated_before_between_and_after_the_steps(runs,
         *(("eval", 4), ("eval_permuted", 4)),
     ]
     for line in lines:
-        keys = {"train": TRAIN_KEYS, "eval": EVAL_KEYS, "eval_permuted": EVAL_KEYS + " permuted_samples"}
+        keys = {
+            "train": TRAIN_KEYS,
+            "eval": EVAL_KEYS,
+            "eval_permuted": EVAL_KEYS.replace("time", "permuted_samples time"),
+        }
         assert list(line) == keys[line["kind"]].split()
     assert [line["epoch"] for line in lines if line["kind"] == "train"] == [0, 0, 0, 1], "8 packs a step"
     first, between, last, control = (line for line in lines if line["kind"] != "train")
@@ -124,11 +130,39 @@ def test_the_console_tells_scores_control_and_answers(runs):
             assert lines[first + 2].startswith("         true   a ") and lines[first + 2].endswith(" background.")
 
 
+def test_what_was_answered_before_and_after_is_kept_with_the_pictures(runs):
+    for folder, printed in runs.values():
+        lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+        before, after = lines[:2], lines[2:]
+        assert [line["step"] for line in lines] == [0, 0, STEPS, STEPS]
+        assert [line["key"] for line in before] == [line["key"] for line in after]
+        assert printed.count("answering held-out questions") == 2
+        assert printed.count("one token at a time") == 1, "those of before the first step are kept, not shown"
+        for line in after:
+            mark = "right" if line["right"] else "wrong"
+            assert f"{mark}  {line['key']}: {line['question']}\n" in printed
+            assert f"given  {harmless(line['given'])}\n         true   {line['truth']}\n" in printed
+        for line in lines:
+            assert all((folder / picture).is_file() for picture in line["pictures"])
+        assert any(line["pictures"] for line in lines)
+
+
+def test_every_record_has_its_time_and_a_run_begins_with_what_it_runs_on(runs):
+    for (pipeline, data), (folder, _) in runs.items():
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        times = [line["time"] for line in lines]
+        assert times == sorted(times) and times[0] > 1.7e9
+        assert list(lines[0]) == ["kind", "step", "versions", "device", "ranks", "time"]
+        assert (lines[0]["kind"], lines[0]["step"], lines[0]["ranks"]) == ("begin", 0, pipeline * data)
+        assert lines[0]["versions"]["torch"] == importlib.metadata.version("torch") and "cores" in lines[0]["device"]
+
+
 def test_a_run_says_how_its_attention_is_computed_before_its_first_step(runs):
     for folder, printed in runs.values():
         way = {"kernel": "document", "reason": "flash attention needs a GPU", "slow": False}
         ranks = list(range(len(json.loads((folder / "plan.json").read_text())["ranks"])))
         [record] = metrics((folder, printed), "attention")
+        del record["time"]
         assert record == {"kind": "attention", "step": 0, "ways": [way | {"ranks": ranks}]}
         assert printed.index("attention: documents one by one") < printed.index("step 1/")
 

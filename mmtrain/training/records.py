@@ -1,0 +1,83 @@
+"""What rank 0 writes down of a run: what happened, and what was asked and answered, with the pictures asked about.
+
+steps, scores, saves --> metrics.jsonl      answers --> answers.jsonl, their pictures --> answers/<digest>.jpg
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmtrain.base.durable import write_whole
+from mmtrain.base.json_lines import JsonLines
+from mmtrain.checkpoint.run_folder import ANSWERS, METRICS
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.stream.images import decode_image
+from mmtrain.engine.statistics import StepResult
+from mmtrain.evaluation.answers import Answer
+
+PICTURES = "answers"  # a folder of the run
+PICTURED_QUESTIONS = 24
+PICTURES_OF_A_QUESTION = 8
+PICTURE_SIDE = 384  # pixels, at most
+
+
+class Records:
+    """The records of a run; `folder` is None on ranks that write none. Raises what JsonLines does."""
+
+    def __init__(self, folder: Path | None, config: RunConfig) -> None:
+        self._folder = folder
+        self._config = config
+        self._metrics = JsonLines(None if folder is None else folder / METRICS)
+        asks = folder is not None and config.eval.is_on and config.eval.show_answers
+        self._answers = JsonLines(folder / ANSWERS if asks else None)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Append a line to metrics.jsonl: its kind, these values, and the time, in seconds since 1970."""
+        self._metrics.write(kind=kind, **values, time=time.time())
+
+    def step(self, result: StepResult, seconds: float, used: Mapping[str, Any]) -> None:
+        """Record a step that took so many seconds; `used` is what `Utilization` says of it."""
+        left_out = ("ranks",) if self._config.optimizer.groups else ("ranks", "lr_groups")
+        done = {name: value for name, value in vars(result).items() if name not in left_out}
+        fill = result.tokens / (self._config.train.packs_per_step * self._config.data.pack_length)
+        rate = result.tokens / seconds
+        self.write("train", **done, pack_fill=fill, seconds=seconds, tokens_per_second=rate, **used)
+
+    def answers(self, step: int, answers: Sequence[Answer]) -> None:
+        """Append what the model answered after `step` updates to answers.jsonl, in the order asked.
+
+        The first 24 questions have their first 8 pictures beside them, each a JPEG in the run's folder.
+        """
+        if self._folder is None:
+            return
+        for number, answer in enumerate(answers):
+            shown = answer.images[:PICTURES_OF_A_QUESTION] if number < PICTURED_QUESTIONS else ()
+            pictures = [self._picture(image) for image in shown]
+            said = {name: value for name, value in vars(answer).items() if name != "images"}
+            self._answers.write(step=step, time=time.time(), **said, pictures=pictures)
+
+    def _picture(self, image: bytes) -> str:
+        """Write an image as training sees it, but smaller; the path in the run's folder.
+
+        A picture is called after what it shows: the same one is there once, and none is ever taken for another.
+        """
+        data = self._config.data
+        picture = decode_image(image, data.max_image_pixels, data.ignore_exif)
+        picture.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
+        content = io.BytesIO()
+        picture.save(content, "JPEG", quality=85)
+        path = Path(PICTURES, f"{hashlib.sha256(content.getvalue()).hexdigest()[:16]}.jpg")
+        target = self._folder / path
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            write_whole(target, content.getvalue())
+        return path.as_posix()
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._answers.close()
