@@ -116,8 +116,9 @@ def _choose(folder: Path, config: RunConfig, path: Path | None, allowed: Sequenc
     known = [key for key, _ in all_fields(RunConfig)]
     for name in allowed:
         if (key := tuple(name.split("."))) not in known:
-            near = ".".join(nearest_key(key, known))
-            raise UserError(f"--allow-change {name}: no key or section of a configuration; the nearest is {near}")
+            near = nearest_key(key, known)
+            meant = f"; the nearest is {'.'.join(near)}" if near else ""
+            raise UserError(f"--allow-change {name}: no key or section of a configuration{meant}")
     anew = "restore one of them, or start anew: another run.name, or run.overwrite=true, which deletes the folder"
     start = find_newest(folder, remedy=anew) if path is None else find(path.expanduser())
     if start is None:

@@ -4,7 +4,7 @@
 
 Free, Kept or Fixed, which every key is: whether a run that goes on from a checkpoint may change it. Measured: costs
 that were measured under another value say nothing. InsteadOf: of two keys one is set. RenamedFrom: its old name.
-BeforeItCame: what mmtrain did when it had no such key.
+BeforeItCame: what mmtrain did when it had no such key. NamesFiles: it holds paths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -64,10 +64,18 @@ class BeforeItCame:
     value: Any
 
 
+@dataclass(frozen=True)
+class NamesFiles:
+    """This key is a path, or a list of paths: `${NAME}` in it stands for an environment variable."""
+
+    is_path: Callable[[str], bool] = lambda text: True  # where the key holds other texts, too
+
+
 Free = Annotated[T, OnResume.FREE]
 Kept = Annotated[T, OnResume.KEPT]
 Fixed = Annotated[T, OnResume.FIXED]
 Measured = Annotated[T, EntersCalibration()]
+Files = Annotated[T, NamesFiles()]
 
 
 def marked(model: type[BaseModel], kind: type[Mark]) -> dict[Path, Mark]:

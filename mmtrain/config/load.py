@@ -13,8 +13,10 @@ from pydantic import ValidationError
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
+from mmtrain.config.environment import fill_in_paths
+from mmtrain.config.foreign_keys import answer_to, whole_file_of
 from mmtrain.config.keys import BeforeItCame, InsteadOf, RenamedFrom, all_fields, is_optional, marked, section_of
-from mmtrain.config.problems import explain
+from mmtrain.config.problems import LONGEST_KEY, explain, nearest_key
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import parse_yaml, read_yaml
 from mmtrain.config.templates import read_template
@@ -27,8 +29,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a YAML file, or DEMO, with `key.sub=value` overrides applied in order.
 
     Raises UserError listing every problem at once: per key its path, the value seen, what is allowed; for an unknown
-    key the nearest valid one. `data.allow_pipe` is taken from overrides alone; a file that `data.template` names is
-    read now, and its text stands there.
+    key what is meant by it. `data.allow_pipe` is taken from overrides alone; `${NAME}` in paths is filled in from the
+    environment; a file that `data.template` names is read now, and its text stands there.
     """
     if str(path) != DEMO and str(path).startswith("demo:"):
         raise UserError(f"{path}: the demo has no such configuration; it has {DEMO}")
@@ -37,6 +39,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         sections = ", ".join(RunConfig.model_fields)
         raise UserError(f"{path}: holds a {type(content).__name__}; needs the sections {sections}")
     content = content or {}
+    if (program := whole_file_of(content)) is not None:
+        raise UserError(
+            f"{path}: a configuration of {program}; mmtrain's has the sections run, model, data and train: begin with "
+            "a copy of one in configs/, whose README says what other programs' keys are called here"
+        )
     data = content.get("data")
     if isinstance(data, dict) and data.get("allow_pipe"):
         raise UserError(
@@ -46,6 +53,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply(content, override)
     _drop_alternatives(content, [override.partition("=")[0].strip() for override in overrides])
+    content, problems = fill_in_paths(content)
+    if problems:
+        raise _several(str(path), problems)
     data = content.get("data")
     if isinstance(data, dict) and isinstance(template := data.get("template"), str):
         data["template"] = read_template(template)
@@ -58,8 +68,12 @@ def validated(content: dict[str, Any], source: str, heading: str = "") -> RunCon
         return RunConfig.model_validate(content)
     except ValidationError as error:
         problems = explain(RunConfig, error.errors(include_url=False), content)
+    raise _several(source, problems, heading)
+
+
+def _several(source: str, problems: Sequence[str], heading: str = "") -> UserError:
     heading = heading or f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    raise UserError("\n  ".join([f"{source}: {heading}", *problems]))
+    return UserError("\n  ".join([f"{source}: {heading}", *problems]))
 
 
 def restore_config(content: dict[str, Any], source: str) -> RunConfig:
@@ -106,6 +120,18 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def key_of_option(option: str) -> str:
+    """The end of a message that there is no such option, e.g. --learning_rate: which key is meant, if one is."""
+    path = tuple(shortened(option, LONGEST_KEY).partition("=")[0].lstrip("-").split("."))
+    if not option.startswith("--"):
+        return ""
+    known = [key for key, _ in all_fields(RunConfig)]
+    meant = answer_to(path)
+    if meant is None and (near := path if path in known else nearest_key(path, known)) is not None:
+        meant = f"it is {'.'.join(near)}"
+    return f"; here {meant}; keys are set without dashes, e.g. optimizer.lr=1e-3" if meant else ""
 
 
 def _apply(content: dict[str, Any], override: str) -> None:

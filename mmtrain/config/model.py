@@ -6,21 +6,21 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, create_model, model_validator
 
-from mmtrain.config.keys import Fixed, Free, Kept, Measured, OnResume
+from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured, NamesFiles, OnResume
 from mmtrain.config.section import Float, Section, wrong_together
 
 Dtype = Literal["float32", "bfloat16"]
 
 
 class LlmSection(Section):
-    path: Free[str]
+    path: Free[Files[str]]
     """model folder, or a hub id whose files are in the local Hugging Face cache"""
     dtype: Kept[Dtype] = "bfloat16"
     """storage and compute type of the frozen LLM"""
 
 
 class VisionSection(Section):
-    name: Free[str]
+    name: Free[Files[str]]
     """timm model name, or a folder holding a timm or Hugging Face vision model; model.vision: null trains on text
     alone"""
     select_layer: Kept[int] = Field(-2, le=-1)
@@ -55,7 +55,7 @@ class ProjectorSection(Section):
     positions with 2, a sixteenth with 4; null: 2"""
     width: Fixed[Annotated[int, Field(ge=2, le=1_000_000)] | None] = None
     """features between the linear layers of shuffle_swiglu, the gate's among them; null: as many as the LLM is wide"""
-    init_from: Free[str | None] = None
+    init_from: Free[Files[str | None]] = None
     """begin with a trained projector instead of a random one: a run or checkpoint of mmtrain, its
     projector.safetensors, LLaVA's mm_projector.bin, or an exported Hugging Face folder; null: random, by run.seed"""
 
@@ -84,7 +84,7 @@ class LoraSection(Section):
 # A field of this name is no attribute that a class can declare: it is a word of Python's.
 _FROM: Any = {
     "from": (
-        Annotated[str | None, OnResume.FREE],
+        Annotated[str | None, OnResume.FREE, NamesFiles()],
         Field(
             None,
             description="folder or cached hub id of a whole multimodal model to go on from (Llava, AyaVision, "
@@ -101,7 +101,7 @@ class ModelSection(_From):
     vision: Fixed[VisionSection | None]
     """the vision encoder; null: none, and no projector: text alone"""
     projector: ProjectorSection = ProjectorSection()
-    init_from: Free[str | None] = None
+    init_from: Free[Files[str | None]] = None
     """begin with all that another run has trained (adapters, layers, projector): its folder or a checkpoint of it; what
     it has trained trains here too, but for its projector, which may stay frozen. null: with the models' own files"""
     lora: Fixed[LoraSection | None] = None

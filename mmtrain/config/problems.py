@@ -1,12 +1,13 @@
-"""What is wrong with a configuration, in the user's terms: key path, value seen, what is allowed, nearest valid key.
+"""What is wrong with a configuration, in the user's terms: key path, value seen, what is allowed, a valid key near it.
 
 Works on any tree of pydantic sections: allowed values and meanings are read from the declared types and descriptions,
-so a message can never disagree with what is checked.
+so a message can never disagree with what is checked. Keys of other programs get the answer of `foreign_keys`.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -17,12 +18,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from mmtrain.base.printing import shortened
+from mmtrain.config.foreign_keys import answer_to
 from mmtrain.config.keys import ELEMENT, Path, RenamedFrom, all_fields, declared_path, section_of
 
 _NOUNS = {int: "an integer", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
 MOST_EXPLAINED = 20  # problems; finding the nearest key takes milliseconds each, and nobody reads on
 LONGEST_KEY = 60  # characters of an unknown key that are compared and shown
+_ALIKE, _ALMOST_EQUAL = (
+    0.76,
+    0.9,
+)  # of names within a section, and anywhere; tests hold which slips and strangers they part
+_VAGUE = {"name", "type", "path", "dir", "format", "from"}  # such a key of another section is no answer
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -71,24 +78,42 @@ def _unknown_key(path: Path, value: Any, fields: dict[Path, FieldInfo]) -> str:
     for new, field in fields.items():
         if any(isinstance(mark, RenamedFrom) and (*new[:-1], mark.name) == path for mark in field.metadata):
             return f"{'.'.join(path)}: the key is called {'.'.join(new)} now; rename it"
-    near = nearest_key(path, list(fields))
+    said = f"{'.'.join(path)}: unknown key (value {_shown(value)}); "
+    if (answer := answer_to(path)) is not None:
+        return f"{said}here {answer}"
+    if (near := nearest_key(path, list(fields))) is not None:
+        said += f"nearest valid key: {'.'.join(near)}; "
     siblings = [candidate[-1] for candidate in fields if candidate[:-1] == declared_path(path[:-1])]
     where = ".".join(path[:-1]) or "the top level"
-    return (
-        f"{'.'.join(path)}: unknown key (value {_shown(value)}); nearest valid key: {'.'.join(near)}; "
-        f"keys of {where}: {', '.join(siblings)}"
-    )
+    return f"{said}keys of {where}: {', '.join(siblings)}"
 
 
-def nearest_key(path: Path, known: Sequence[Path]) -> Path:
-    """The known key path most like `path`: the right name in another section beats a similar name in this one."""
+def nearest_key(path: Path, known: Sequence[Path]) -> Path | None:
+    """The known key path most like `path`; None where none is near enough to be meant.
 
-    def likeness(candidate: Path) -> float:
-        name = difflib.SequenceMatcher(None, path[-1], candidate[-1]).ratio()
-        whole = difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()
-        return name + whole
+    The right name in another section beats a similar name in this one.
+    """
+    path = tuple(part.lower() for part in path)
+    near = [candidate for candidate in known if _may_mean(path, candidate)]
+    return max(near, key=lambda one: _ratio(path[-1], one[-1]) + _ratio(".".join(path), ".".join(one)), default=None)
 
-    return max(known, key=likeness)
+
+def _may_mean(path: Path, known: Path) -> bool:
+    name, words, known_words = path[-1], _words(path), _words(known)
+    likeness = _ratio(name, known[-1])
+    if words <= known_words and _words(known[-1:]) <= _words(path[-1:]):
+        return True  # model.llm_path or lr: the name, and some of its sections
+    if declared_path(path[:-1]) == known[:-1]:
+        return likeness >= _ALIKE or _words(path[-1:]) <= _words(known[-1:])  # a slip, or checkpoint.keep for keep_last
+    return likeness >= _ALMOST_EQUAL and known[-1] not in _VAGUE
+
+
+def _words(path: Path) -> set[str]:
+    return set(re.split("[._]", ".".join(path)))
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _required(path: Path, fields: dict[Path, FieldInfo]) -> list[Path]:

@@ -11,11 +11,21 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mmtrain.config.keys import BeforeItCame, Fixed, Free, InsteadOf, Kept, Measured, RenamedFrom
+from mmtrain.config.keys import (
+    BeforeItCame,
+    Files,
+    Fixed,
+    Free,
+    InsteadOf,
+    Kept,
+    Measured,
+    NamesFiles,
+    RenamedFrom,
+)
 from mmtrain.config.limits import MAX_IMAGE_PIXELS, MAX_LAYERS
 from mmtrain.config.model import ModelSection
 from mmtrain.config.section import Float, Section, wrong_together
-from mmtrain.config.templates import TemplateName, TemplateText
+from mmtrain.config.templates import TemplateName, TemplateText, is_template_file
 
 Decay = Annotated[Float, Field(ge=0, lt=1)]
 Fraction = Annotated[Float, Field(gt=0, lt=1)]
@@ -27,13 +37,14 @@ MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GP
 MAX_MICROBATCHES = 32_768  # of a step, times pipeline ranks; the plan simulates each, 4 s for 8,192
 LayerIndex = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
+_TARS = NamesFiles(lambda text: not text.startswith("pipe:"))
 SampleFormatName = Literal["auto", "llava", "sharegpt", "caption"]
 
 
 class RunSection(Section):
     name: Free[str] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """folder name of this run below run.dir"""
-    dir: Free[str] = "runs"
+    dir: Free[Files[str]] = "runs"
     """folder that holds all runs"""
     seed: Kept[int] = Field(0, ge=0, lt=2**63)
     """seed of every random draw: what projector and adapters begin with, data order"""
@@ -69,7 +80,7 @@ class ParallelSection(Section):
     recompute_layers: Free[Literal["auto"] | LayerIndex | tuple[LayerIndex, ...]] = "auto"
     """decoder layers per rank whose activations are recomputed in backward: one number, one per pipeline rank, or auto
     (none if all fits in memory, else as few as needed); more than there are means all"""
-    calibration: Free[str | None] = None
+    calibration: Free[Files[str | None]] = None
     """file of measured costs to plan with; null: the one in the cache for this run on this device, else assumed
     costs"""
     threads_per_rank: Free[Annotated[int, Field(ge=1, le=4096)] | None] = None
@@ -111,7 +122,7 @@ class ParallelSection(Section):
 class DataSetSection(Section):
     name: Kept[str] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """stands before the keys of its samples: name/key"""
-    shards: Free[Shards]
+    shards: Free[Annotated[Shards, _TARS]]
     """webdataset tars: a path, a glob, a brace range, or a list"""
     format: Kept[SampleFormatName | None] = None
     """how its samples are written; null: as data.format says"""
@@ -120,7 +131,7 @@ class DataSetSection(Section):
 
 
 class DataSection(Section):
-    shards: Free[Shards | None] = None
+    shards: Free[Annotated[Shards | None, _TARS]] = None
     """webdataset tars: a path, a glob, a brace range, a pipe: URL (data.allow_pipe), or a list; demo:train is the
     demo's; or set data.sets"""
     sets: Annotated[Kept[tuple[DataSetSection, ...] | None], InsteadOf("data.shards")] = None
@@ -140,7 +151,7 @@ class DataSection(Section):
     """tokens in a pack"""
     max_images_per_pack: Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None] = None
     """images in a pack, to bound the encoder's memory; null: as many as its tokens hold"""
-    template: Kept[TemplateName | TemplateText] = "plain"
+    template: Annotated[Kept[TemplateName | TemplateText], NamesFiles(is_template_file)] = "plain"
     """how a conversation becomes tokens. plain (LLaVA's stage 1): images, then the one answer, the question dropped.
     All others take all turns and supervise every answer; chat: the model's own chat template; llava_v1 (Vicuna),
     llama_2: LLaVA's conversations; chatml: <|im_start|>; FILE.jinja: a template of your own, whose text is kept"""
@@ -250,7 +261,7 @@ class OptimizerSection(Section):
 
 
 class EvalSection(Section):
-    shards: Free[Shards | None] = None
+    shards: Free[Annotated[Shards | None, _TARS]] = None
     """held-out webdataset tars, read with data's template and pack_length; or set eval.fraction"""
     format: Annotated[Free[SampleFormatName], BeforeItCame("llava")] = "auto"
     """how the samples of eval.shards are written, as data.format"""

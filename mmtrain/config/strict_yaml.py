@@ -111,7 +111,9 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
-        raise UserError(f"{where}: {shortened(error.problem or error.context)}; mend the YAML there") from None
+        has_variable = mark is not None and "${" in "".join(text.splitlines()[mark.line : mark.line + 1])
+        quote = ' (within [ ] and { } a path with a variable stands in quotes: "${NAME}/file")' if has_variable else ""
+        raise UserError(f"{where}: {shortened(error.problem or error.context)}; mend the YAML there{quote}") from None
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise UserError(f"{source}: {shortened(str(error))}; mend the YAML there") from None
 

@@ -28,12 +28,17 @@ TemplateText = Annotated[str, Field(pattern=r"\{[{%]", max_length=MAX_CHARACTERS
 SHIPPED = Path(__file__).parent / "chat_templates"
 
 
+def is_template_file(given: str) -> bool:
+    """Whether what a user wrote as `data.template` names a file: it is neither a name nor a template's text."""
+    return given.endswith(".jinja") and "{{" not in given and "{%" not in given
+
+
 def read_template(given: str) -> str:
     """What `data.template` holds where a user wrote `given`: the text of FILE.jinja, else `given` itself.
 
     Raises UserError for a file that cannot be read, or is no template.
     """
-    if not given.endswith(".jinja") or "{{" in given or "{%" in given:
+    if not is_template_file(given):
         return given
     try:
         text = read_limited(Path(given).expanduser(), 4 * MAX_CHARACTERS, "a Jinja template").decode()

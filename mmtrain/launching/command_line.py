@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmtrain.base.arguments import command_parser
+from mmtrain.base.printing import shortened
 from mmtrain.checkpoint.choose import AUTO
+from mmtrain.config.load import key_of_option
 
 TRACED_STEPS = 3
 
@@ -77,7 +79,11 @@ def parse_run(parser: argparse.ArgumentParser, arguments: Sequence[str], **given
     """Read a command line that names a run besides what `parser` has; `given` is not to be read from it."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the run, or demo:llava_pp4")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="set a key, e.g. parallel.pipeline=2")
-    return parser.parse_intermixed_args(arguments, namespace=Options(**given))
+    options, unknown = parser.parse_known_intermixed_args(arguments, namespace=Options(**given))
+    if unknown:
+        meant = next(filter(None, map(key_of_option, unknown)), "")
+        parser.error(shortened(f"unrecognized arguments: {' '.join(unknown)}", 300) + meant)
+    return options
 
 
 def parse_arguments(arguments: Sequence[str]) -> Options:

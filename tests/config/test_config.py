@@ -1,4 +1,4 @@
-"""Configuration errors name the key, the value seen, what is allowed and the nearest valid key."""
+"""Configuration errors name the key, the value seen, what is allowed and a valid key near it."""
 
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from mmtrain.base.errors import UserError
 from mmtrain.config.keys import InsteadOf, OnResume, all_fields, marked
 from mmtrain.config.load import dump_config, load_config, restore_config
+from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig, TrainSection
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -232,7 +233,7 @@ def test_a_section_with_all_keys_commented_out_is_an_empty_section(tmp_path):
         ("model.init_form=a.bin", "'a.bin'", "model.init_from"),
         ("parallel.recompute=2", "2", "parallel.recompute_layers"),
         ("data.packs_per_step=4", "4", "train.packs_per_step"),
-        ("seed=4", "4", "run.seed"),
+        ("pipeline=4", "4", "parallel.pipeline"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_valid_one(minimal, override, value, nearest):
@@ -242,10 +243,51 @@ def test_an_unknown_key_names_the_nearest_valid_one(minimal, override, value, ne
     assert line.startswith(f"{key}: unknown key (value {value}); nearest valid key: {nearest}; keys of ")
 
 
+@pytest.mark.parametrize(
+    ("slips", "meant"),
+    [
+        ("max_step train.max_step train.steps", "train.max_steps"),
+        ("lr optim.lr train.lr optimizer.Lr", "optimizer.lr"),
+        ("data.pack_len data.packlength", "data.pack_length"),
+        ("checkpoint.every_step checkpoint.steps", "checkpoint.every_steps"),
+        ("eval.every", "eval.every_steps"),
+        ("optimizer.warmup", "optimizer.warmup_fraction"),
+        ("optimizer.clipnorm optimizer.clip", "optimizer.clip_norm"),
+        ("parallel.pipelines", "parallel.pipeline"),
+        ("parallel.timeout", "parallel.timeout_seconds"),
+        ("data.shard shards", "data.shards"),
+        ("model.lora.droput", "model.lora.dropout"),
+        ("train.packs_per_batch", "train.packs_per_microbatch"),
+        ("name", "run.name"),
+        ("lora model.loras", "model.lora"),
+        ("vision_dtype", "model.vision.dtype"),
+        ("optimiser", "optimizer"),
+        ("checkpoints", "checkpoint"),
+        (
+            "foo banana x hooks augmentation notes description author model.attention model.foo data.cache run.tags "
+            "run.project project train.loss train.ema train.mixup callbacks logging profiler tokenizer_path compile "
+            "neftune_noise_alpha use_cache rope_scaling parallel.tensor data.video model.audio optimizer.momentum "
+            "train.early_stopping eval.metrics export.push hub_token dpo ref_model temperature top_p metadata defaults "
+            "env device nodes run.folder data.image_size model.vision.path key17 \u200b",
+            None,
+        ),
+    ],
+)
+def test_the_nearest_key_is_named_where_it_is_near_alone(slips, meant):
+    known = [path for path, _ in all_fields(RunConfig)]
+    found = {slip: nearest_key(tuple(slip.split(".")), known) for slip in slips.split()}
+    assert found == dict.fromkeys(found, meant and tuple(meant.split(".")))
+
+
+def test_a_stranger_gets_the_keys_of_its_section_alone(minimal):
+    _, line = problems(minimal, "train.mixup=1")
+    assert line == f"train.mixup: unknown key (value 1); keys of train: {', '.join(TrainSection.model_fields)}"
+
+
 def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
     _, line = problems(minimal, "train.lr=1")
     assert line.endswith(f"keys of train: {', '.join(TrainSection.model_fields)}")
-    _, line = problems(minimal, "seed=4")
+    _, line = problems(minimal, "pipeline=4")
     assert line.endswith(f"keys of the top level: {', '.join(RunConfig.model_fields)}")
 
 

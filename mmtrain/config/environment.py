@@ -1,0 +1,71 @@
+"""Environment variables in paths: `${NAME}` in a key that names files, filled in when a configuration is read.
+
+Once, as text: what a variable holds is neither YAML nor filled in again, and `config.yaml` has the whole path. So who
+writes a configuration puts variables of whoever runs it into paths, which records, pages and exports show. Therefore no
+variable that its name calls a secret, none in other keys, none in `pipe:` URLs, whose programs could send it away.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
+from mmtrain.config.keys import ELEMENT, NamesFiles, Path, marked
+from mmtrain.config.schema import RunConfig
+
+LONGEST_PATH = 4096  # characters of a path with variables, before and after: Linux opens no longer one
+_BRACED = re.compile(r"\$\{([A-Za-z_]\w*)((?:[:=?+-][^}]*)?)\}", re.ASCII)  # and what a shell does where it is not set
+_UNBRACED = re.compile(r"(\$([A-Za-z_]\w*)|%([A-Za-z_]\w*)%)[^/]*", re.ASCII)  # and the rest of that file's name
+_SECRET = {"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "PAT", "CREDENTIAL", "CREDENTIALS"}
+
+
+def fill_in_paths(content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The same with the variables of its paths filled in, and a line for each path where that cannot be done."""
+    problems: list[str] = []
+    for path, mark in marked(RunConfig, NamesFiles).items():
+        content = _below(content, path, mark, (), problems)
+    return content, problems
+
+
+def _below(value: Any, path: Path, mark: NamesFiles, key: Path, problems: list[str]) -> Any:
+    """A copy of the value of `key` whose texts at `path` are filled in; what is of another type stays."""
+    if isinstance(value, list) and path[:1] in ((), (ELEMENT,)):
+        return [_below(one, path[1:], mark, (*key, str(number)), problems) for number, one in enumerate(value)]
+    if isinstance(value, dict) and path and path[0] in value:
+        name, *others = path
+        return value | {name: _below(value[name], tuple(others), mark, (*key, name), problems)}
+    if path or not isinstance(value, str) or not mark.is_path(value):
+        return value
+    try:
+        return _filled(value)
+    except UserError as error:
+        problems.append(f"{'.'.join(key)}: {error}")
+        return value
+
+
+def _filled(text: str) -> str:
+    """A path with its variables filled in; raises UserError, without the key, where one cannot be."""
+    for found in _UNBRACED.finditer(text):
+        name = found[2] or found[3]
+        if name in os.environ and not os.path.lexists(text[: found.end()]):
+            raise UserError(f"{found[1]} is neither a file nor a variable; write ${{{name}}}")
+    for found in _BRACED.finditer(text):
+        (name, otherwise), shown = found.groups(), shortened(found[0], 60)
+        if otherwise:
+            raise UserError(f"{shown} has a default, which only a shell knows; leave it out, and set the variable")
+        if _SECRET & set(name.upper().split("_")):
+            raise UserError(f"{shown} is a secret by its name, and paths are shown; give the variable another name")
+        if not os.environ.get(name):
+            empty = "empty" if name in os.environ else "not set"
+            raise UserError(f"the environment variable of {shown} is {empty}; set it, or write the path out")
+    filled = text if len(text) > LONGEST_PATH else _BRACED.sub(lambda found: os.environ[found[1]], text)
+    if filled != text and _BRACED.search(filled):  # or config.yaml would be filled in again
+        raise UserError(f"{shortened(text, 60)} holds ${{...}} when it is filled in; give the variable another value")
+    if len(filled) > LONGEST_PATH and _BRACED.search(text):
+        raise UserError(
+            f"{shortened(text, 60)} has {len(filled):,} characters with its variables; at most {LONGEST_PATH:,}"
+        )
+    return filled
