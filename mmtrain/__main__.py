@@ -18,6 +18,7 @@ COMMANDS = {  # in the order of their use; the module of each, and what it does
     "shard": ("mmtrain.commands.shard", "turn LLaVA JSON and images into webdataset shards"),
     "index": ("mmtrain.commands.index", "index webdataset shards from elsewhere, or anew"),
     "inspect": ("mmtrain.commands.inspect", "show what is in shards; compare every byte; show one sample"),
+    "report": ("mmtrain.commands.report", "make the page of a run, or of several; watch one"),
     "export": ("mmtrain.commands.export", "export what was trained, for transformers or for LLaVA's code"),
     "chat": ("mmtrain.commands.chat", "ask a trained model about a picture"),
     "convert": ("mmtrain.commands.convert", "turn pickled weights into safetensors"),

@@ -27,7 +27,7 @@ model
 engine
 calibration  evaluation
 exporting
-training
+training  report
 launching
 launch
 api
@@ -40,7 +40,9 @@ STILL_UP = {  # module -> the wing above that it imports
 }
 
 # Wings that import no torch, but for these modules; and modules of other wings that do not.
-TORCH_FREE_WINGS = "base  config  processes  pretrained  data.shards  data.prepare  demo  plan  launching  launch"
+TORCH_FREE_WINGS = (
+    "base  config  processes  pretrained  data.shards  data.prepare  demo  plan  report  launching  launch"
+)
 USE_TORCH = "processes.fork_server  processes.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """
 data.samples.records  data.samples.formats  data.samples.sample

@@ -27,9 +27,10 @@ METRICS, ANSWERS, BAD_STEPS = "metrics.jsonl", "answers.jsonl", "bad_steps.jsonl
 RECORDS = (METRICS, ANSWERS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
 DISCARDED = "discarded.jsonl"
 AUDIT = "audit.json"
+REPORT = "report.html"
 # What a start that fails may leave.
 BEFORE_THE_FIRST_STEP = (
-    *("log*.txt", "quarantine.jsonl", leftovers(CONFIG), leftovers(PLAN)),
+    *("log*.txt", "quarantine.jsonl", REPORT, *map(leftovers, (CONFIG, PLAN, REPORT))),
     *(leftovers(name).removeprefix(".") for name in (CONFIG, PLAN)),  # as earlier versions called them
 )
 

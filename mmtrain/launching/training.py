@@ -12,12 +12,14 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import note, say, show_cursor, show_error
+from mmtrain.base.json_lines import recorded
+from mmtrain.base.printing import harmless, note, say, show_cursor, show_error
 from mmtrain.checkpoint.begin import refuse_unfit_beginning
 from mmtrain.checkpoint.choose import AUTO, Start, find_start, is_complete
-from mmtrain.checkpoint.run_folder import locked, prepare_folder, run_folder
+from mmtrain.checkpoint.run_folder import METRICS, REPORT, locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.schema import RunConfig
 from mmtrain.demo.data import make_demo_data
@@ -35,6 +37,7 @@ from mmtrain.processes.gpus import visible_gpus
 from mmtrain.processes.job import Job
 from mmtrain.processes.rank import Rank, run_rank
 from mmtrain.processes.supervise import STOPPED, prepared, run_ranks, set_rank_environment
+from mmtrain.report.page import write_page
 
 ANEW = "To train anew choose another run.name, or set run.overwrite=true, which deletes it"
 SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 128
@@ -83,13 +86,18 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
         try_family = functools.partial(probe, config.model.llm.path, plan.boundaries)
         how = _how_to_go_on(config, options)
         if rank is None:
-            return _start(target, try_family, job, how)
+            code = _start(target, try_family, job, how)
+            if is_first:
+                _leave_page(job.folder)
+            return code
         set_rank_environment(job.threads, on_gpus=job.on_gpus)
         if is_first:
             try_family()
         store = agree(config, plan, options.trace or 0, rank)  # and wait until rank 0 has prepared the folder
         stopped = run_rank(functools.partial(_train_and_say, target, how), job)
         del store  # it may be the one that all ranks meet at
+        if is_first:
+            _leave_page(job.folder)
         return 0 if stopped is None else STOPPED
 
 
@@ -116,6 +124,16 @@ def _start(target: Train, try_family: Callable[[], None], job: Job, how_to_go_on
         else:
             note("nothing was saved yet: the same command begins where this run began")
     return failure.exit_code
+
+
+def _leave_page(folder: Path) -> None:
+    """Make the page of a run that has made a step, whatever its end was, which this does not change."""
+    if next(recorded(folder / METRICS, "train"), None) is None:
+        return
+    try:
+        say(f"report: {write_page([folder], folder / REPORT)}")
+    except Exception as error:  # whatever it is, the run is over, and its exit code says how
+        note(f"the run's page was not made: {harmless(str(error) or repr(error))}; mmtrain report {folder} makes it")
 
 
 def _train_and_say(target: Train, how_to_go_on: str, rank: Rank) -> str | None:

@@ -1,0 +1,194 @@
+"use strict";
+// Draws the charts that the page's JSON describes, makes the tables behind them, and asks for a newer page where there
+// is a server. Text of the data only ever becomes text: textContent here, labels of an SVG in ECharts.
+(() => {
+  const { tag, charts } = JSON.parse(document.getElementById("data").textContent);
+  const MARKS = { line: "circle", faint: "circle", dots: "circle", triangles: "triangle", squares: "rect", diamonds: "diamond" };
+  const SIGNS = { line: "●", faint: "●", dots: "●", triangles: "▲", squares: "■", diamonds: "◆" };
+  const DASHES = ["solid", "dashed", "dotted"];
+  const drawn = [];
+
+  const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const colour = place => style(`--c${place}`);
+  const node = (name, text, properties) => Object.assign(document.createElement(name), { textContent: text }, properties);
+
+  function clock(seconds) {
+    const whole = Math.round(seconds), pad = number => String(number).padStart(2, "0");
+    const minutes = `${pad(Math.floor(whole / 60) % 60)}:${pad(whole % 60)}`;
+    return whole < 3600 ? minutes : `${Math.floor(whole / 3600)}:${minutes}`;
+  }
+
+  function bytes(value) {
+    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let place = 0;
+    while (value >= 1024 && place < units.length - 1) { value /= 1024; place += 1; }
+    return `${value >= 100 ? Math.round(value) : Number(value.toPrecision(3))} ${units[place]}`;
+  }
+
+  function shown(value, unit) {
+    if (unit === "share") return `${Number((100 * value).toPrecision(4))}%`;
+    if (unit === "bytes") return bytes(value);
+    if (unit === "seconds") return clock(value);
+    const size = Math.abs(value);
+    if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
+    return value.toLocaleString("en", { maximumSignificantDigits: 6 });
+  }
+
+  // ---- charts
+
+  function axis(unit, name, more) {
+    const soft = style("--soft");
+    return {
+      name, nameLocation: "middle", nameTextStyle: { color: soft, fontSize: 12 },
+      axisLabel: { color: soft, fontSize: 12, hideOverlap: true, formatter: value => shown(value, unit) },
+      axisLine: { lineStyle: { color: style("--line") } }, splitLine: { lineStyle: { color: style("--split") } },
+      ...more,
+    };
+  }
+
+  function frame() {
+    return {
+      animation: false, aria: { enabled: false }, textStyle: { fontFamily: "system-ui, Liberation Sans, sans-serif" },
+      legend: { show: false }, grid: { left: 8, right: 16, top: 12, bottom: 24, containLabel: true },
+    };
+  }
+
+  function tip(unit) {
+    return {
+      renderMode: "richText", confine: true, backgroundColor: style("--page"), borderColor: style("--soft"),
+      textStyle: { color: style("--text"), fontSize: 12 }, valueFormatter: value => shown(value, unit),
+    };
+  }
+
+  function linesOption(chart, log) {
+    const isMark = one => !["line", "faint"].includes(one.look);
+    return {
+      ...frame(),
+      tooltip: { trigger: "axis", axisPointer: { label: { formatter: ({ value }) => shown(value, chart.x_unit) } }, ...tip(chart.y_unit) },
+      xAxis: axis(chart.x_unit, chart.x_name, { type: "value", nameGap: 28, min: "dataMin", max: "dataMax", axisPointer: { snap: true }, splitLine: { show: false } }),
+      yAxis: axis(chart.y_unit, "", { type: log ? "log" : "value", scale: true, ...(chart.y_unit === "share" ? { min: 0, max: 1 } : {}) }),
+      series: chart.series.map(one => ({
+        name: one.name, type: isMark(one) ? "scatter" : "line", data: one.points,
+        symbol: MARKS[one.look], symbolSize: isMark(one) ? 10 : 5, showSymbol: one.points.length < 40,
+        itemStyle: { color: colour(one.colour) }, z: isMark(one) ? 4 : 3, sampling: undefined,
+        lineStyle: { color: colour(one.colour), type: DASHES[one.dash % 3], width: one.look === "faint" ? 1 : 2, opacity: one.look === "faint" ? 0.4 : 1 },
+      })),
+    };
+  }
+
+  function barsOption(chart) {
+    return {
+      ...frame(),
+      tooltip: { trigger: "axis", axisPointer: { type: "shadow" }, ...tip(chart.x_unit) },
+      xAxis: axis(chart.x_unit, chart.x_name, { type: "value", nameGap: 28, ...(chart.x_unit === "share" ? { max: 1 } : {}) }),
+      yAxis: axis("", "", { type: "category", data: chart.rows, inverse: true, axisLabel: { color: style("--soft"), fontSize: 12 }, splitLine: { show: false } }),
+      series: chart.bars.map(bar => ({
+        name: bar.name, type: "bar", stack: bar.stack || undefined, data: bar.values, barMaxWidth: 22,
+        itemStyle: { color: colour(bar.colour), borderColor: style("--page"), borderWidth: 1 },
+      })),
+    };
+  }
+
+  function draw(entry) {
+    const { chart, plot, log } = entry;
+    if (!entry.instance) {
+      if (chart.kind === "bars") plot.style.height = `${Math.max(10, 5 + 3.2 * chart.rows.length)}rem`;
+      entry.instance = echarts.init(plot, null, { renderer: "svg" });
+      new ResizeObserver(() => entry.instance.resize()).observe(plot);
+    }
+    entry.instance.setOption(chart.kind === "bars" ? barsOption(chart) : linesOption(chart, log), true);
+    for (const name of entry.hidden) entry.instance.dispatchAction({ type: "legendUnSelect", name });
+  }
+
+  // ---- what is shown
+
+  function toggles(entry, place) {
+    const { chart } = entry, all = chart.kind === "bars" ? chart.bars : chart.series;
+    if (all.length > 1) {
+      for (const one of all) {
+        const button = node("button", "", { type: "button" });
+        const sign = node("span", `${SIGNS[one.look] || "■"} `);
+        sign.setAttribute("aria-hidden", "true");
+        sign.className = `c${one.colour}`;
+        button.append(sign, one.name);
+        button.setAttribute("aria-pressed", "true");
+        button.addEventListener("click", () => {
+          const isHidden = entry.hidden.delete(one.name) ? false : Boolean(entry.hidden.add(one.name));
+          button.setAttribute("aria-pressed", String(!isHidden));
+          entry.instance.dispatchAction({ type: isHidden ? "legendUnSelect" : "legendSelect", name: one.name });
+        });
+        place.append(button);
+      }
+    }
+    if (chart.log) {
+      const button = node("button", "logarithmic", { type: "button", className: "switch" });
+      button.setAttribute("aria-pressed", "false");
+      button.addEventListener("click", () => {
+        entry.log = !entry.log;
+        button.setAttribute("aria-pressed", String(entry.log));
+        draw(entry);
+      });
+      place.append(button);
+    }
+  }
+
+  // ---- tables
+
+  function rowsOf(chart) {
+    if (chart.kind === "bars") return [["", ...chart.bars.map(bar => bar.name)], chart.rows.map((row, i) => [row, ...chart.bars.map(bar => bar.values[i])])];
+    const columns = chart.series.filter(one => !one.derived);
+    const values = columns.map(one => new Map(one.points));
+    const places = [...new Set(columns.flatMap(one => one.points.map(([x]) => x)))].sort((a, b) => a - b);
+    return [[chart.x_name, ...columns.map(one => one.name)], places.map(x => [x, ...values.map(of => of.get(x) ?? "")])];
+  }
+
+  function makeTable(chart, place) {
+    const [columns, rows] = rowsOf(chart), table = document.createElement("table");
+    table.append(node("caption", chart.kind === "bars" ? `${chart.title}: ${chart.x_name}` : `${chart.title}: ${chart.y_name}`));
+    const head = table.createTHead().insertRow(), body = table.createTBody();
+    for (const name of columns) head.append(node("th", name, { scope: "col", className: name ? "number" : "" }));
+    for (const row of rows) {
+      const line = body.insertRow();
+      row.forEach((value, i) => line.append(node("td", String(value), { className: i || chart.kind === "lines" ? "number" : "" })));
+    }
+    place.replaceChildren(table);
+  }
+
+  for (const figure of document.querySelectorAll("figure[data-chart]")) {
+    const chart = charts[figure.dataset.chart];
+    const entry = { chart, plot: figure.querySelector(".plot"), hidden: new Set(), log: false, instance: null };
+    toggles(entry, figure.querySelector(".toggles"));
+    draw(entry);
+    drawn.push(entry);
+    const details = figure.querySelector("details");
+    details.addEventListener("toggle", () => { if (details.open) makeTable(chart, details.querySelector(".scroll")); });
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach(draw));
+
+  // ---- a page that is watched
+
+  const SEEN = "mmtrain-report";
+  async function ask(said) {
+    try {
+      const answer = await fetch("/", { headers: { "If-None-Match": tag }, cache: "no-store" });
+      if (answer.status === 200) {
+        const open = [...document.querySelectorAll("details[open]")].map(details => details.id);
+        sessionStorage.setItem(SEEN, JSON.stringify({ open, top: scrollY }));
+        location.reload();
+        return;
+      }
+      said.textContent = "This page follows the run.";
+      setTimeout(() => ask(said), 1000);
+    } catch {
+      said.textContent = "The server of this page has ended: reload it when mmtrain report --watch runs again.";
+    }
+  }
+  if (tag) {
+    const { open, top } = JSON.parse(sessionStorage.getItem(SEEN) || '{"open": [], "top": 0}');
+    sessionStorage.removeItem(SEEN);
+    for (const id of open) document.getElementById(id)?.setAttribute("open", "");
+    history.scrollRestoration = "manual";
+    if (top) scrollTo({ top, behavior: "instant" });
+    ask(document.getElementById("watch"));
+  }
+})();

@@ -1,0 +1,370 @@
+"""What a run's folder says of it, as one plain value. Its files may be a stranger's.
+
+metrics.jsonl, quarantine.jsonl, bad_steps.jsonl, discarded.jsonl, answers.jsonl --a line at a time--> lines.py
+config.yaml, plan.json, audit.json ------------------------------------------------> RunRecord
+
+Memory does not grow with the run: curves keep extremes, lists their first entries and how many there were.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
+from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, read_limited
+from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN
+from mmtrain.config.strict_yaml import read_yaml
+from mmtrain.report.curves import MOST_POINTS, Curve
+from mmtrain.report.lines import (
+    Answer,
+    Audit,
+    BadStep,
+    Begin,
+    Checkpoint,
+    CheckpointFailed,
+    Discarded,
+    End,
+    Epoch,
+    Evaluation,
+    Line,
+    Lost,
+    Plan,
+    Quarantined,
+    Resume,
+    Train,
+)
+
+LISTED = 50  # of what can be many, on the page
+MOST_EVENTS = 500
+MOST_KEYS = 1000  # of a configuration
+MOST_QUESTIONS = 100
+LONGEST_LINE = MAX_JSON_BYTES
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a run, after `step` updates; `at` is in seconds from its begin, None: unknown."""
+
+    kind: str  # begin, resume, checkpoint not saved, bad step, no update, quarantine, end
+    step: int
+    at: float | None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A held-out question, answered before training and after it; None: not asked then."""
+
+    before: Answer | None
+    after: Answer | None
+
+    @property
+    def asked(self) -> Answer:
+        """What both have: key, question, true answer, pictures."""
+        answer = self.after or self.before
+        assert answer is not None
+        return answer
+
+
+@dataclass
+class RankTime:
+    """Seconds of one rank, over the steps that count, and its peak of memory over all steps."""
+
+    compute: float = 0.0
+    communication: float = 0.0
+    data: float = 0.0
+    idle: float = 0.0
+    peak_bytes: float = 0.0
+
+    @property
+    def window(self) -> float:
+        """All of them."""
+        return self.compute + self.communication + self.data + self.idle
+
+
+@dataclass
+class RunRecord:
+    """What is known of a run; what its folder does not say is None or empty."""
+
+    name: str
+    folder: Path
+    most_points: int = MOST_POINTS
+    config: dict[str, str] = field(default_factory=dict)  # key -> value, on one line
+    plan: Plan | None = None
+    audit: Audit | None = None
+    begins: list[Begin] = field(default_factory=list)
+    resumes: list[Resume] = field(default_factory=list)
+    end: End | None = None
+    last_step: Train | None = None
+    steps: int = 0  # recorded
+    curves: dict[str, Curve] = field(default_factory=dict)  # of steps, by name
+    rates: dict[str, Curve] = field(default_factory=dict)  # of groups, by their patterns
+    first_evaluation: Evaluation | None = None
+    last_evaluation: Evaluation | None = None
+    control: Evaluation | None = None
+    ranks: list[RankTime] = field(default_factory=list)
+    timed_steps: int = 0
+    seconds: float = 0.0  # that steps and evaluations took
+    totals: Counter[str] = field(default_factory=Counter)  # samples, images, tokens, quarantined, ...
+    epochs: list[Epoch] = field(default_factory=list)
+    quarantined: list[Quarantined] = field(default_factory=list)  # the first
+    reasons: Counter[str] = field(default_factory=Counter)  # of quarantine
+    bad_steps: list[BadStep] = field(default_factory=list)  # the first
+    discarded: Counter[int] = field(default_factory=Counter)  # steps made twice, by the step gone back to
+    lost_work: Curve = field(default_factory=Curve)  # (seconds from the begin, step) of those
+    progress: Curve = field(default_factory=Curve)  # (seconds from the begin, steps done)
+    begun: float | None = None  # Unix seconds; None: the records have no times, and `progress` adds up seconds
+    events: list[Event] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)  # of what is listed in part
+    questions: list[Question] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # with the files themselves
+
+    @property
+    def max_steps(self) -> int | None:
+        """Steps that it is to make, if the folder says so."""
+        configured = self.config.get("train.max_steps", "")
+        return int(configured) if configured.isdecimal() else None if self.end is None else self.end.step
+
+    @property
+    def steps_done(self) -> int:
+        """Updates after which the records end."""
+        return 0 if self.last_step is None else self.last_step.step + 1
+
+    def curve(self, name: str) -> Curve:
+        """The curve of this name, empty where nothing was recorded."""
+        return self.curves.get(name, Curve())
+
+
+def read_run(folder: Path, most_points: int = MOST_POINTS) -> RunRecord:
+    """Read the records of a run, which may be under way; raises UserError where there is none."""
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder}: no run, which has a {CONFIG}; needed is run.dir/run.name of one")
+    run = RunRecord(harmless(folder.resolve().name), folder, most_points)
+    _read_config(run)
+    run.plan = _read_whole(run, PLAN, Plan)
+    run.audit = _read_whole(run, AUDIT, Audit)
+    _read_metrics(run)
+    _read_faults(run)
+    _read_answers(run)
+    run.events.sort(key=lambda event: (event.step, event.at or 0))
+    return run
+
+
+# ---- files
+
+
+def _read_config(run: RunRecord) -> None:
+    try:
+        content = read_yaml(run.folder / CONFIG)
+    except UserError as error:
+        run.problems.append(harmless(str(error)))
+        return
+    run.config = dict(list(_flat("", content))[:MOST_KEYS])
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    """(dotted key, value as text) of nested mappings."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else key, inner)
+    elif prefix:
+        yield harmless(prefix), harmless(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _read_whole(run: RunRecord, name: str, kind: type[T]) -> T | None:
+    file = run.folder / name
+    try:
+        return TypeAdapter(kind).validate_json(read_limited(file, MAX_JSON_BYTES, f"the {name} of a run"))
+    except FileNotFoundError:
+        return None
+    except UserError as error:
+        run.problems.append(harmless(str(error)))
+    except ValidationError as error:
+        run.problems.append(f"{name} is not understood: {_first_problem(error)}")
+    return None
+
+
+def _read_lines(run: RunRecord, name: str, kind: Any) -> Iterator[Any]:
+    """Valid lines of a file, if there is one; how many others there are goes into `problems`."""
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    wrong, first = 0, ""
+    try:
+        with open_file(run.folder / name) as stream:
+            while line := stream.readline(LONGEST_LINE):
+                try:
+                    yield adapter.validate_json(line)
+                except ValidationError as error:
+                    if line.endswith(b"\n"):  # else it is being written
+                        wrong += 1
+                        first = first or _first_problem(error)
+    except FileNotFoundError:
+        return
+    except (OSError, UserError) as error:
+        run.problems.append(harmless(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"))
+    if wrong:
+        run.problems.append(f"{name}: {wrong:,} {'lines are' if wrong > 1 else 'line is'} not understood ({first})")
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(map(str, problem["loc"]))
+    return harmless(f"{where}: {problem['msg']}" if where else problem["msg"])
+
+
+# ---- metrics
+
+
+def _read_metrics(run: RunRecord) -> None:
+    clock = _Clock(run)
+    warm_up = True  # the first step of a process pays for it
+    for line in _read_lines(run, METRICS, Line):
+        clock.see(line)
+        match line:
+            case Train():
+                _add_step(run, line, clock, counts=not warm_up)
+                warm_up = False
+            case Evaluation(kind="eval"):
+                _add_evaluation(run, line)
+            case Evaluation():
+                run.control = line
+            case Epoch():
+                _list(run, run.epochs, line, "epochs")
+            case Begin() | Resume():
+                warm_up = True
+                if isinstance(line, Begin):
+                    _list(run, run.begins, line, "begins")
+                else:
+                    _list(run, run.resumes, line, "resumes")
+                if line.kind == "resume" or not line.step:
+                    _add_event(run, Event(line.kind, line.step, clock.now))
+            case CheckpointFailed():
+                _add_event(run, Event("checkpoint not saved", line.step, clock.now, line.error))
+            case Checkpoint():
+                run.counts["checkpoints"] += 1
+            case End():
+                run.end = line
+                _add_event(run, Event("end", line.step, clock.now))
+
+
+class _Clock:
+    """Seconds from a run's begin: by the lines' times or, where the first ones have none, by what steps took."""
+
+    def __init__(self, run: RunRecord) -> None:
+        self._run = run
+        self._is_first = True
+        self.now: float | None = 0.0
+
+    def see(self, line: Line) -> None:
+        run, took = self._run, 0.0
+        if isinstance(line, Train | Evaluation):
+            took = line.seconds or 0.0
+            run.seconds += took
+        if self._is_first and line.time is not None:
+            run.begun = line.time - took
+        self._is_first = False
+        if run.begun is None:
+            self.now = run.seconds
+        else:
+            self.now = None if line.time is None else max(0.0, line.time - run.begun)
+
+
+def _add_step(run: RunRecord, line: Train, clock: _Clock, *, counts: bool) -> None:
+    run.steps += 1
+    run.last_step = line
+    done = line.step + 1
+    for name in ("loss", "grad_norm", "lr", "tokens_per_second", "pack_fill", "model_flops_utilization"):
+        run.curves.setdefault(name, Curve(run.most_points)).add(done, getattr(line, name))
+    for patterns, rate in line.lr_groups.items():
+        if patterns in run.rates or len(run.rates) < LISTED:
+            run.rates.setdefault(patterns, Curve(run.most_points)).add(done, rate)
+    if clock.now is not None:
+        run.progress.add(clock.now, done)
+    run.totals.update({name: getattr(line, name) for name in ("samples", "images", "tokens", "supervised_tokens")})
+    run.totals["quarantined"] += line.quarantined
+    if line.no_update is not None:
+        _add_event(run, Event("no update", done, clock.now, line.no_update))
+    if line.quarantined:
+        _add_event(run, Event("quarantine", done, clock.now, f"{line.quarantined:,} quarantined"))
+    _add_times(run, line, counts=counts)
+
+
+def _add_times(run: RunRecord, line: Train, *, counts: bool) -> None:
+    """What each rank did; the first step of a process, which pays for warm-up, counts only if it is the only one."""
+    size = len(line.peak_memory_bytes)
+    run.ranks += [RankTime() for _ in range(len(run.ranks), size)]
+    for rank, peak in zip(run.ranks, line.peak_memory_bytes, strict=False):
+        rank.peak_bytes = max(rank.peak_bytes, peak if math.isfinite(peak) else 0.0)
+    if not counts and run.steps > 1:
+        return
+    if run.timed_steps == 1 and run.steps == 2:  # the first, which is not the only one
+        run.ranks = [RankTime(peak_bytes=rank.peak_bytes) for rank in run.ranks]
+        run.timed_steps = 0
+    run.timed_steps += 1
+    measured = (line.compute_seconds, line.communication_seconds, line.data_seconds, line.idle_fraction)
+    for rank, (compute, communication, data, idle) in zip(run.ranks, zip(*measured, strict=False), strict=False):
+        busy = compute + communication + data
+        if math.isfinite(busy) and 0 <= idle < 1:
+            rank.compute += compute
+            rank.communication += communication
+            rank.data += data
+            rank.idle += busy * idle / (1 - idle)
+
+
+def _add_evaluation(run: RunRecord, line: Evaluation) -> None:
+    run.first_evaluation = run.first_evaluation or line
+    run.last_evaluation = line
+    for name in ("loss", "exact_match", "token_accuracy"):
+        run.curves.setdefault(f"eval_{name}", Curve(run.most_points)).add(line.step, getattr(line, name))
+
+
+# ---- other records
+
+
+def _read_faults(run: RunRecord) -> None:
+    for fault in _read_lines(run, "quarantine.jsonl", Quarantined):
+        _list(run, run.quarantined, fault, "quarantined")
+        if fault.reason in run.reasons or len(run.reasons) < LISTED:
+            run.reasons[fault.reason] += 1
+    for bad in _read_lines(run, BAD_STEPS, BadStep):
+        _list(run, run.bad_steps, bad, "bad_steps")
+        at = next((event.at for event in run.events if event.kind == "no update" and event.step == bad.step + 1), None)
+        _add_event(run, Event("bad step", bad.step + 1, at, "loss or gradient is not finite"))
+    for lost in _read_lines(run, DISCARDED, Discarded):
+        record = lost.record
+        if lost.file != METRICS or not isinstance(record, Lost) or record.kind != "train":
+            continue
+        if lost.back_to_step in run.discarded or len(run.discarded) < LISTED:
+            run.discarded[lost.back_to_step] += 1
+        if record.time is not None and run.begun is not None:
+            run.lost_work.add(record.time - run.begun, record.step + 1)
+
+
+def _read_answers(run: RunRecord) -> None:
+    by_question: dict[tuple[str, str], tuple[Answer, Answer]] = {}
+    for answer in _read_lines(run, "answers.jsonl", Answer):
+        question = answer.key, answer.question
+        if question in by_question or len(by_question) < MOST_QUESTIONS:
+            first, _ = by_question.setdefault(question, (answer, answer))
+            by_question[question] = first, answer
+    for first, last in by_question.values():
+        run.questions.append(Question(None if first.step else first, last if last.step else None))
+
+
+def _add_event(run: RunRecord, event: Event) -> None:
+    _list(run, run.events, event, "events", MOST_EVENTS)
+
+
+def _list(run: RunRecord, known: list[T], new: T, name: str, most: int = LISTED) -> None:
+    run.counts[name] += 1
+    if len(known) < most:
+        known.append(new)
