@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, read_limited
-from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN
+from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN
 from mmtrain.config.strict_yaml import read_yaml
 from mmtrain.report.curves import MOST_POINTS, Curve
 from mmtrain.report.lines import (
@@ -351,7 +351,7 @@ def _read_faults(run: RunRecord) -> None:
 
 def _read_answers(run: RunRecord) -> None:
     by_question: dict[tuple[str, str], tuple[Answer, Answer]] = {}
-    for answer in _read_lines(run, "answers.jsonl", Answer):
+    for answer in _read_lines(run, ANSWERS, Answer):
         question = answer.key, answer.question
         if question in by_question or len(by_question) < MOST_QUESTIONS:
             first, _ = by_question.setdefault(question, (answer, answer))

@@ -17,11 +17,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN
+from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN
 from mmtrain.report.page import make_page
 
 HOST = "127.0.0.1"
-FILES = (CONFIG, PLAN, AUDIT, METRICS, BAD_STEPS, DISCARDED, "quarantine.jsonl", "answers.jsonl")
+FILES = (CONFIG, PLAN, AUDIT, METRICS, BAD_STEPS, DISCARDED, "quarantine.jsonl", ANSWERS)
 LEAST_SECONDS = 1.0  # between two pages
 SHARE_OF_TIME = 0.1  # at most, that goes into making pages: of a very long run one takes seconds
 PATIENCE = 10.0  # seconds for a request that does not come
