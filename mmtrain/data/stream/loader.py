@@ -89,9 +89,22 @@ class PackedBatches:
             overlong += f" or with more than {capacity.images} images"
         left_out = {overlong: plan.overlong, "unusable": plan.unusable, "held out": len(self.catalog.held_out)}
         without = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
-        return (
+        packs, steps = self.config.train.packs_per_step, self.max_steps
+        epochs = steps * packs / len(plan)
+        said = (
             f"an epoch: {len(plan.samples):,} samples in {len(plan):,} packs of {capacity.tokens:,} tokens, "
-            f"{fill:.1%} full{without}"
+            f"{fill:.1%} full{without}; {steps:,} steps of {packs:,} packs are "
+            f"{epochs:{',.0f' if epochs >= 100 else '.3g'}} epochs"
+        )
+        if packs <= len(plan):
+            return said
+        unit = self.replicas * self.config.train.packs_per_microbatch
+        fewer = f"set train.packs_per_step={len(plan) // unit * unit}"
+        if unit > len(plan):
+            fewer = "lower train.packs_per_step with parallel.data or train.packs_per_microbatch"
+        return (
+            f"{said}\na step takes {packs:,} packs, and all data make {len(plan):,}: each step passes over them "
+            f"{packs / len(plan):.1f} times; {fewer}, or bring more data"
         )
 
     @property

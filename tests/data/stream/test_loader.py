@@ -212,6 +212,30 @@ def test_overlong_samples_are_left_out_and_counted_or_refused(tiny):
         open_batches(tiny, "data.pack_length=40", "data.overlong=refuse")
 
 
+def test_how_often_a_run_passes_over_its_data_is_said(tiny):
+    steps, epochs = "train.max_steps=10", "train.max_steps=null"
+    packs = len(open_batches(tiny).order.epoch_plan(0))
+    assert packs > 20
+    assert open_batches(tiny, steps).summary.endswith(f"; 10 steps of 4 packs are {40 / packs:.3g} epochs")
+    said = open_batches(tiny, epochs, "train.epochs=3").summary
+    assert said.endswith(f"; {-(-3 * packs // 4)} steps of 4 packs are {-(-3 * packs // 4) * 4 / packs:.3g} epochs")
+    assert open_batches(tiny, "train.max_steps=100000").summary.endswith(f" are {400_000 / packs:,.0f} epochs")
+    assert "\n" not in open_batches(tiny, steps, f"train.packs_per_step={packs}").summary
+    more = (packs // 6 + 1) * 6
+    assert open_batches(
+        tiny, steps, f"train.packs_per_step={more}", "train.packs_per_microbatch=3", replicas=2
+    ).summary.endswith(
+        f" epochs\na step takes {more} packs, and all data make {packs}: each step passes over them "
+        f"{more / packs:.1f} times; set train.packs_per_step={packs // 6 * 6}, or bring more data"
+    )
+    assert (
+        "lower train.packs_per_step with parallel.data or train.packs_per_microbatch, or"
+        in open_batches(
+            tiny, steps, f"train.packs_per_step={2 * more}", f"train.packs_per_microbatch={more}", replicas=2
+        ).summary
+    )
+
+
 def test_a_pack_holds_no_more_images_than_allowed(tiny):
     most = max(len(batch.images) for batch in first(open_batches(tiny), 12) if batch.images is not None)
     assert most > 3
