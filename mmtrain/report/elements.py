@@ -17,7 +17,7 @@ DIGITS = 6  # of the numbers of charts and of the tables behind them
 Cell = str | int | float | None
 Look = Literal["line", "faint", "dots", "triangles", "squares", "diamonds"]
 Tone = Literal["good", "bad", "mixed", "plain"]
-Unit = Literal["number", "share", "rate", "bytes", "seconds", "steps"]
+Unit = Literal["number", "share", "seconds", "steps"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,16 @@ class LineChart:
 
 
 @dataclass(frozen=True)
+class Table:
+    """Rows of text and numbers; a column whose name begins with > is set to the right."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    folded: bool = False
+
+
+@dataclass(frozen=True)
 class Bar:
     """A value for each row of a bar chart; bars of one `stack` stand on each other."""
 
@@ -65,7 +75,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Horizontal bars, a row a category."""
+    """Horizontal bars, a row a category; the table `behind` them may say more."""
 
     id: str
     title: str
@@ -73,25 +83,19 @@ class BarChart:
     rows: tuple[str, ...]
     bars: tuple[Bar, ...]
     x_name: str
+    behind: Table
     x_unit: Unit = "number"
     kind: Literal["bars"] = "bars"
 
     def data(self) -> dict[str, Any]:
         """For page.js, numbers with six digits."""
-        return asdict(self) | {"bars": [asdict(bar) | {"values": list(map(short, bar.values))} for bar in self.bars]}
+        bars = [asdict(bar) | {"values": list(map(short, bar.values))} for bar in self.bars]
+        content = asdict(self) | {"bars": bars}
+        del content["behind"]
+        return content
 
 
 Chart = LineChart | BarChart
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text and numbers; a column whose name begins with > is set to the right."""
-
-    caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    folded: bool = False
 
 
 @dataclass(frozen=True)

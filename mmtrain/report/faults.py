@@ -25,8 +25,8 @@ def samples(run: RunRecord) -> Section:
     if not run.steps and not run.counts["quarantined"]:
         return Section("samples", "Samples", (NOT_YET,))
     says = [
-        f"{counted(totals['samples'], 'sample')} were trained on and {totals['quarantined']:,} read and quarantined, "
-        f"in {counted(run.steps, 'step')}."
+        f"{counted(totals['samples'], 'sample')} in {counted(run.steps, 'step')} were trained on; "
+        f"{totals['quarantined']:,} that were read left a gap."
     ]
     columns = ("epoch", "complete", ">packs", ">read", ">trained on", ">quarantined", ">too long")
     rows = [
@@ -70,12 +70,10 @@ def faults(run: RunRecord) -> Section:
     failed = [event for event in run.events if event.kind not in ("begin", "end")]
     if not failed:
         says.append("No resume, no bad step, no quarantined sample and no failed checkpoint is recorded.")
-    rows = [(duration(event.at), event.step, event.kind, event.text) for event in run.events[:LISTED]]
+    rows = [(duration(event.at), event.step, event.kind, event.text) for event in run.events]
     if rows:
-        caption = "What happened" + (
-            f", the first {len(rows)} of {run.counts['events']:,}" if len(run.events) > LISTED else ""
-        )
-        tables.append(table(caption, (">time", ">step", "what", "more"), rows))
+        more = ", the first of each kind" if any(run.counts[event.kind] > LISTED for event in run.events) else ""
+        tables.append(table(f"What happened{more}", (">time", ">step", "what", "more"), rows))
     if run.bad_steps:
         rows = [
             (

@@ -17,23 +17,20 @@ FEW_EXACT = 0.05  # below it exact matches say nothing: answers are long
 
 
 def headline(run: RunRecord) -> tuple[Finding, ...]:
-    """Five questions and what the records answer."""
-    return _trained(run), _data(run), _worked(run), _looked(run), _wrong(run)
+    """Six questions and what the records answer."""
+    return _trained(run), _data(run), _took(run), _worked(run), _looked(run), _wrong(run)
 
 
 def status(run: RunRecord) -> str:
     """How far it came, in a sentence."""
     of_all = "" if run.max_steps is None else f" of {run.max_steps:,}"
-    took = f" Steps and evaluations took {duration(run.seconds)}." if run.seconds else ""
     if run.end is not None:
-        return f"Finished: all {counted(run.end.step, 'step')} are made.{took}"
+        return f"Finished: all {counted(run.end.step, 'step')} are made."
     if not run.steps:
         return "No step is recorded yet."
     last = run.last_step.time if run.last_step else None
     at = "" if last is None else f", at {moment(last)}"
-    return (
-        f"No end is recorded: the last step is {run.steps_done:,}{of_all}{at}. It goes on, was stopped or failed.{took}"
-    )
+    return f"No end is recorded: the last step is {run.steps_done:,}{of_all}{at}. It goes on, was stopped or failed."
 
 
 def moment(seconds: float) -> str:
@@ -82,7 +79,7 @@ def _trained(run: RunRecord) -> Finding:
 
 
 def _data(run: RunRecord) -> Finding:
-    totals, question = run.totals, "On what?"
+    totals, question = run.totals, "On which data?"
     if not run.steps:
         return Finding(question, data_source(run), "No step is recorded yet.")
     return Finding(
@@ -91,6 +88,17 @@ def _data(run: RunRecord) -> Finding:
         f"of {data_source(run)}: {counted(totals['images'], 'image')}, {counted(totals['tokens'], 'token')}, of which "
         f"{totals['supervised_tokens']:,} are supervised, in {counted(run.steps, 'step')}.",
     )
+
+
+def _took(run: RunRecord) -> Finding:
+    question, speed = "How long did it take?", run.curve("tokens_per_second").means(1)
+    if not speed:
+        return Finding(question, "not known", "No step is recorded yet.")
+    began = "" if run.begun is None else f" Begun {moment(run.begun)}."
+    device = f" on {run.begins[-1].device}" if run.begins and run.begins[-1].device else ""
+    ranks = f"{counted(len(run.ranks), 'rank')}{device}"
+    text = f"{ranks}; {number(speed[0].y)} tokens a second while it trains.{began}"
+    return Finding(question, f"{duration(run.seconds)} of steps and evaluations", text)
 
 
 def _worked(run: RunRecord) -> Finding:
@@ -169,12 +177,11 @@ def _wrong(run: RunRecord) -> Finding:
     question, found, grave = "What went wrong?", [], False
     if run.audit is not None and not run.audit.passed:
         found, grave = ["the audit failed"], True
-    skipped = sum(event.kind == "no update" for event in run.events)
     counts = {
-        "step without an update": max(skipped, run.counts["bad_steps"]),
+        "step without an update": run.counts["no update"] + run.counts["bad step"],
         "quarantined sample": run.counts["quarantined"],
-        "checkpoint not saved": sum(event.kind == "checkpoint not saved" for event in run.events),
-        "resume": run.counts["resumes"],
+        "checkpoint not saved": run.counts["checkpoint not saved"],
+        "resume": run.counts["resume"],
     }
     plurals = {"step without an update": "steps without an update", "checkpoint not saved": "checkpoints not saved"}
     found += [counted(count, what, plurals.get(what, "")) for what, count in counts.items() if count]

@@ -18,16 +18,8 @@
     return whole < 3600 ? minutes : `${Math.floor(whole / 3600)}:${minutes}`;
   }
 
-  function bytes(value) {
-    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let place = 0;
-    while (value >= 1024 && place < units.length - 1) { value /= 1024; place += 1; }
-    return `${value >= 100 ? Math.round(value) : Number(value.toPrecision(3))} ${units[place]}`;
-  }
-
   function shown(value, unit) {
     if (unit === "share") return `${Number((100 * value).toPrecision(4))}%`;
-    if (unit === "bytes") return bytes(value);
     if (unit === "seconds") return clock(value);
     const size = Math.abs(value);
     if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
@@ -83,7 +75,7 @@
       xAxis: axis(chart.x_unit, chart.x_name, { type: "value", nameGap: 28, ...(chart.x_unit === "share" ? { max: 1 } : {}) }),
       yAxis: axis("", "", { type: "category", data: chart.rows, inverse: true, axisLabel: { color: style("--soft"), fontSize: 12 }, splitLine: { show: false } }),
       series: chart.bars.map(bar => ({
-        name: bar.name, type: "bar", stack: bar.stack || undefined, data: bar.values, barMaxWidth: 22,
+        name: bar.name, type: "bar", stack: bar.stack || undefined, data: bar.values, barMaxWidth: bar.stack === "planned" ? 14 : 22,
         itemStyle: { color: colour(bar.colour), borderColor: style("--page"), borderWidth: 1 },
       })),
     };
@@ -135,7 +127,6 @@
   // ---- tables
 
   function rowsOf(chart) {
-    if (chart.kind === "bars") return [["", ...chart.bars.map(bar => bar.name)], chart.rows.map((row, i) => [row, ...chart.bars.map(bar => bar.values[i])])];
     const columns = chart.series.filter(one => !one.derived);
     const values = columns.map(one => new Map(one.points));
     const places = [...new Set(columns.flatMap(one => one.points.map(([x]) => x)))].sort((a, b) => a - b);
@@ -144,12 +135,12 @@
 
   function makeTable(chart, place) {
     const [columns, rows] = rowsOf(chart), table = document.createElement("table");
-    table.append(node("caption", chart.kind === "bars" ? `${chart.title}: ${chart.x_name}` : `${chart.title}: ${chart.y_name}`));
+    table.append(node("caption", `${chart.title}: ${chart.y_name}`));
     const head = table.createTHead().insertRow(), body = table.createTBody();
-    for (const name of columns) head.append(node("th", name, { scope: "col", className: name ? "number" : "" }));
+    for (const name of columns) head.append(node("th", name, { scope: "col", className: "number" }));
     for (const row of rows) {
       const line = body.insertRow();
-      row.forEach((value, i) => line.append(node("td", String(value), { className: i || chart.kind === "lines" ? "number" : "" })));
+      for (const value of row) line.append(node("td", String(value), { className: "number" }));
     }
     place.replaceChildren(table);
   }
@@ -161,7 +152,7 @@
     draw(entry);
     drawn.push(entry);
     const details = figure.querySelector("details");
-    details.addEventListener("toggle", () => { if (details.open) makeTable(chart, details.querySelector(".scroll")); });
+    if (chart.kind === "lines") details.addEventListener("toggle", () => { if (details.open) makeTable(chart, details.querySelector(".scroll")); });
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach(draw));
 

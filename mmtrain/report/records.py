@@ -43,8 +43,7 @@ from mmtrain.report.lines import (
     Train,
 )
 
-LISTED = 50  # of what can be many, on the page
-MOST_EVENTS = 500
+LISTED = 50  # of each kind of what can be many
 MOST_KEYS = 1000  # of a configuration
 MOST_QUESTIONS = 100
 LONGEST_LINE = MAX_JSON_BYTES
@@ -124,7 +123,7 @@ class RunRecord:
     lost_work: Curve = field(default_factory=Curve)  # (seconds from the begin, step) of those
     progress: Curve = field(default_factory=Curve)  # (seconds from the begin, steps done)
     begun: float | None = None  # Unix seconds; None: the records have no times, and `progress` adds up seconds
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)  # the first of each kind
     counts: Counter[str] = field(default_factory=Counter)  # of what is listed in part
     questions: list[Question] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # with the files themselves
@@ -337,8 +336,8 @@ def _read_faults(run: RunRecord) -> None:
             run.reasons[fault.reason] += 1
     for bad in _read_lines(run, BAD_STEPS, BadStep):
         _list(run, run.bad_steps, bad, "bad_steps")
-        at = next((event.at for event in run.events if event.kind == "no update" and event.step == bad.step + 1), None)
-        _add_event(run, Event("bad step", bad.step + 1, at, "loss or gradient is not finite"))
+        if not any(event.kind == "no update" and event.step == bad.step + 1 for event in run.events):
+            _add_event(run, Event("bad step", bad.step + 1, None, "the run ended with it"))
     for lost in _read_lines(run, DISCARDED, Discarded):
         record = lost.record
         if lost.file != METRICS or not isinstance(record, Lost) or record.kind != "train":
@@ -361,10 +360,12 @@ def _read_answers(run: RunRecord) -> None:
 
 
 def _add_event(run: RunRecord, event: Event) -> None:
-    _list(run, run.events, event, "events", MOST_EVENTS)
+    run.counts[event.kind] += 1
+    if run.counts[event.kind] <= LISTED:
+        run.events.append(event)
 
 
-def _list(run: RunRecord, known: list[T], new: T, name: str, most: int = LISTED) -> None:
+def _list(run: RunRecord, known: list[T], new: T, name: str) -> None:
     run.counts[name] += 1
-    if len(known) < most:
+    if len(known) < LISTED:
         known.append(new)

@@ -48,8 +48,6 @@ def trained(run: RunRecord) -> Section:
         f"{counted(plan.pack_length, 'token')}.",
         audit_sentence(run),
     ]
-    if run.begins and run.begins[-1].device:
-        says.append(f"Device: {run.begins[-1].device}.")
     rows = [
         (
             str(rank.rank),
@@ -81,12 +79,9 @@ def learning(run: RunRecord) -> Section:
     says = [] if loss.is_whole else [f"Of {loss.count:,} steps each stretch's lowest and highest value is shown."]
     if (left_out := run.steps - loss.count) > 0:
         says.append(f"{counted(left_out, 'step')} had no finite loss: see “Faults and resumes”.")
-    if speed.count > 1:
-        mean = sum(point.y for point in speed.points()[1:]) / max(1, len(speed.points()) - 1)
-        says.append(f"{number(mean)} tokens a second on average after the first step, evaluations left out.")
     utilization = run.curve("model_flops_utilization").means(1)
     if utilization:
-        says.append(f"Of the devices' arithmetic {percent(utilization[0].y)} went into what any training must compute.")
+        says.append(f"{percent(utilization[0].y)} of the devices' arithmetic went into what any training must compute.")
     return Section("learning", "Loss and speed", tuple(says), charts)
 
 
