@@ -1,7 +1,8 @@
-"""What this machine gives a run: GPUs or cores to plan for, open files, shared memory."""
+"""What this machine gives a run: GPUs or cores to plan for, open files, shared memory, libraries of trackers."""
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import resource
@@ -48,6 +49,19 @@ def plan_for_here(config: RunConfig) -> Plan:
 def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None) -> Device:
     """What ranks compute on, as calibrations name it."""
     return gpu_device(gpus[0].name) if gpus else cpu_device(config, local_ranks)
+
+
+def refuse_missing_trackers(config: RunConfig) -> None:
+    """Raises UserError for one of `run.report_to` whose library, which has its name, is not installed here."""
+    for name in config.run.report_to:
+        try:
+            found = importlib.util.find_spec(name)
+        except ValueError:  # what stands for it was never a module
+            found = None
+        if name != "csv" and (found is None or found.origin is None):  # a folder ./wandb is no library
+            raise UserError(
+                f"run.report_to: {name} is not installed; install it: pip install 'mmtrain[{name}]', or leave it out"
+            )
 
 
 def job_here(config: RunConfig, plan: Plan, gpus: Sequence[Gpu], local_ranks: int, folder: Path) -> Job:

@@ -26,7 +26,7 @@ from mmtrain.demo.data import make_demo_data
 from mmtrain.engine.trace import refuse_unfit_trace
 from mmtrain.launching.command_line import Options
 from mmtrain.launching.data import check_data
-from mmtrain.launching.machine import job_here, plan_here
+from mmtrain.launching.machine import job_here, plan_here, refuse_missing_trackers
 from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
 from mmtrain.model.probe import probe
 from mmtrain.model.projector_files import refuse_unfit_init_from
@@ -60,6 +60,8 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
     )
     is_first = job.node == 0 if rank is None else rank == 0
     reads_data = is_first
+    if is_first:
+        refuse_missing_trackers(config)
     if rank is None:
         here = [plan.ranks[number] for number in job.local_ranks]
         for mine, (number, gpu) in zip(here, enumerate(gpus), strict=False):

@@ -42,6 +42,7 @@ from mmtrain.pretrained.shapes import matches
 from mmtrain.processes.rank import Rank
 from mmtrain.training.evaluations import Evaluations
 from mmtrain.training.records import Records
+from mmtrain.training.trackers import Trackers
 
 
 def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, trace_steps: int = 0) -> str | None:
@@ -197,7 +198,9 @@ class _Run:
         on_gpu = self.device.type == "cuda"
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
         device = gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
-        self.records = Records(rank.folder if rank.rank == 0 else None, config)
+        trackers = config.run.report_to if rank.rank == 0 else ()
+        self.trackers = Trackers(trackers, rank.folder, config, self.first_step, console.line)
+        self.records = Records(rank.folder if rank.rank == 0 else None, config, self.trackers.take)
         versions = self.about["versions"]
         self.records.write("begin", step=self.first_step, versions=versions, device=device.name, ranks=rank.world_size)
         self.account: ReadAccount | None = None
@@ -322,9 +325,10 @@ class _Run:
         if self.batches is not None:
             self.batches.close()
         self.records.close()
-        self.console.close()
         dist.barrier()
         dist.destroy_process_group()
+        self.trackers.close()  # which may take longer than the other ranks would wait
+        self.console.close()
         return message
 
     def _write_trace(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,14 @@ PICTURE_SIDE = 384  # pixels, at most
 
 
 class Records:
-    """The records of a run; `folder` is None on ranks that write none. Raises what JsonLines does."""
+    """The records of a run; `folder` is None on ranks that write none. Raises what JsonLines does.
 
-    def __init__(self, folder: Path | None, config: RunConfig) -> None:
+    `also` then gets each record of metrics.jsonl, and the answers of a step as one of the kind `answers`.
+    """
+
+    def __init__(self, folder: Path | None, config: RunConfig, also: Callable[[Mapping[str, Any]], None]) -> None:
         self._folder = folder
+        self._also = also
         self._config = config
         self._metrics = JsonLines(None if folder is None else folder / METRICS)
         asks = folder is not None and config.eval.is_on and config.eval.show_answers
@@ -38,7 +42,9 @@ class Records:
 
     def write(self, kind: str, **values: Any) -> None:
         """Append a line to metrics.jsonl: its kind, these values, and the time, in seconds since 1970."""
-        self._metrics.write(kind=kind, **values, time=time.time())
+        record = {"kind": kind, **values, "time": time.time()}
+        self._metrics.write(**record)
+        self._also(record)
 
     def step(self, result: StepResult, seconds: float, used: Mapping[str, Any]) -> None:
         """Record a step that took so many seconds; `used` is what `Utilization` says of it."""
@@ -55,11 +61,15 @@ class Records:
         """
         if self._folder is None:
             return
+        lines = []
         for number, answer in enumerate(answers):
             shown = answer.images[:PICTURES_OF_A_QUESTION] if number < PICTURED_QUESTIONS else ()
             pictures = [self._picture(image) for image in shown]
             said = {name: value for name, value in vars(answer).items() if name != "images"}
-            self._answers.write(step=step, time=time.time(), **said, pictures=pictures)
+            lines.append({"step": step, "time": time.time(), **said, "pictures": pictures})
+            self._answers.write(**lines[-1])
+        if lines:
+            self._also({"kind": "answers", "step": step, "answers": lines})
 
     def _picture(self, image: bytes) -> str:
         """Write an image as training sees it, but smaller; the path in the run's folder.

@@ -33,6 +33,7 @@ SETTINGS = (
     *("parallel.pipeline=2", "parallel.threads_per_rank=1", f"train.max_steps={LAST}", "data.ledger=true"),
     *("checkpoint.every_steps=4", "checkpoint.every_minutes=null", "checkpoint.keep_last=null"),
     *("eval.fraction=0.2", "eval.every_steps=12", "eval.show_answers=0", "eval.permuted_control=false"),
+    "run.report_to=[csv]",
 )
 
 
@@ -85,6 +86,8 @@ def assert_ended_alike(folder: Path, undisturbed: Path, ledger: bool = True) -> 
         assert (folder / "samples.jsonl").read_bytes() == (undisturbed / "samples.jsonl").read_bytes()
     for kind in ("train", "eval", "epoch", "end"):
         assert records(folder, kind) == records(undisturbed, kind)
+    rows = [row.partition(",")[0] for row in (folder / "metrics.csv").read_text().splitlines()]
+    assert rows == ["step", *map(str, range(LAST + 1))], "each step once"
     for name in ("projector.safetensors", "optimizer.safetensors"):
         assert (step_path(folder, LAST) / name).read_bytes() == (step_path(undisturbed, LAST) / name).read_bytes()
     assert all(why_damaged(path) is None for path in (folder / "checkpoints").glob(f"step-{'[0-9]' * 8}"))

@@ -1,0 +1,257 @@
+"""Where a run's metrics go besides its own records: TensorBoard, Weights & Biases, a CSV table (`run.report_to`).
+
+records of steps, scores and answers --a queue each--> a thread each --> RUN/tensorboard, RUN/wandb, RUN/metrics.csv
+
+Training never waits for a tracker, and one that fails or hangs is left out from there: metrics.jsonl is the truth.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import queue
+import re
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from mmtrain.base.json_lines import recorded
+from mmtrain.base.printing import harmless
+from mmtrain.checkpoint.run_folder import METRICS
+from mmtrain.config.load import dump_config
+from mmtrain.config.schema import RunConfig
+
+Record = Mapping[str, Any]
+
+OF_A_STEP = ("loss", "grad_norm", "lr", "tokens_per_second", "pack_fill", "epoch", "samples", "quarantined")
+PEAK_MEMORY = "peak_memory_bytes"  # of the rank that has the highest
+SCORED = ("eval", "eval_permuted")
+OF_AN_EVALUATION = ("loss", "token_accuracy", "exact_match")
+ANSWERED = ("key", "question", "given", "truth", "right")
+
+MOST_WAITING = 10_000  # records, for a tracker that takes none
+SECONDS_TO_IMPORT = 60.0
+SECONDS_TO_BEGIN, SECONDS_TO_UPLOAD = 30.0, 30.0  # of wandb
+SECONDS_TO_END = 40.0  # of each tracker: more than wandb is given
+SECONDS_UNSAID = 2.0
+
+
+def numbers(record: Record) -> dict[str, float | None]:
+    """What trackers are told of a record of metrics.jsonl, by names that are the same in all of them."""
+    kind = record.get("kind")
+    if kind in SCORED:
+        return {f"{kind}/{name}": record.get(name) for name in OF_AN_EVALUATION}
+    if kind != "train":
+        return {}
+    found = {f"train/{name}": record.get(name) for name in OF_A_STEP}
+    found[f"train/{PEAK_MEMORY}"] = max(record.get(PEAK_MEMORY) or [None])
+    return found | {f"train/lr/{group}": rate for group, rate in record.get("lr_groups", {}).items()}
+
+
+class Trackers:
+    """Trackers, by name, of a run that goes on after `first_step`; `say`, for the user, is called where these are."""
+
+    def __init__(
+        self, names: Sequence[str], folder: Path, config: RunConfig, first_step: int, say: Callable[[str], None]
+    ) -> None:
+        self._say = say
+        self._threads = [_Thread(name, TRACKERS[name], folder, config, first_step) for name in dict.fromkeys(names)]
+        for thread in self._threads:
+            thread.start()
+        for thread in self._threads:  # a loader's worker that is forked in an import could never make that import
+            thread.imported.wait(SECONDS_TO_IMPORT)
+
+    def take(self, record: Record) -> None:
+        """Hand on a record of metrics.jsonl, or one of the kind `answers` with those of a step; returns at once."""
+        for thread in self._threads:
+            thread.put(record)
+            self._say_of(thread)
+
+    def close(self) -> None:
+        """Wait until all is taken, 40 s for those that do not take it; nothing may be handed on after."""
+        for thread in self._threads:
+            thread.put(None)
+        deadline = time.monotonic() + SECONDS_TO_END
+        for thread in self._threads:
+            thread.join(SECONDS_UNSAID)
+            if thread.is_alive() and not thread.is_left_out:
+                self._say(f"waiting until {thread.name} has taken everything, {SECONDS_TO_END:.0f} s at most")
+                thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                thread.leave_out(f"it has not taken everything within {SECONDS_TO_END:.0f} s")
+            self._say_of(thread)
+
+    def _say_of(self, thread: _Thread) -> None:
+        while not thread.said.empty():
+            self._say(thread.said.get())
+
+
+class _Tracker(Protocol):
+    """What a tracker must do, all of it on its own thread; it may raise anything."""
+
+    def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None: ...  # imports its library
+
+    def open(self) -> str | None: ...  # what the user should know
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Thread(threading.Thread):
+    """A tracker at work."""
+
+    def __init__(self, name: str, tracker: type[_Tracker], *arguments: Any) -> None:
+        super().__init__(name=name, daemon=True)
+        self._tracker, self._arguments = tracker, arguments
+        self._records: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
+        self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.imported = threading.Event()
+        self.is_left_out = False
+
+    def put(self, record: Record | None) -> None:
+        """Hand on a record, None after the last one."""
+        if not self.is_left_out:
+            try:
+                self._records.put_nowait(record)
+            except queue.Full:
+                self.leave_out(f"{MOST_WAITING:,} records wait for it")
+
+    def leave_out(self, why: str) -> None:
+        """Hand on nothing from here; said once."""
+        if not self.is_left_out:
+            self.is_left_out = True
+            self.said.put(f"{self.name} is left out from here: {why}; {METRICS} has everything")
+
+    def run(self) -> None:
+        try:
+            tracker = self._tracker(*self._arguments)
+            self.imported.set()
+            if (known := tracker.open()) is not None:
+                self.said.put(known)
+            while (record := self._records.get()) is not None:
+                tracker.write(record)
+            tracker.close()
+        # The one place where anything is caught: others' libraries, disks and networks must not decide how a run ends.
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()  # into the log
+            self.leave_out(harmless(f"{type(error).__name__}: {error}"))
+        finally:
+            self.imported.set()
+
+
+class _TensorBoard:
+    """RUN/tensorboard, by PyTorch's writer: numbers as float32; what was written of steps made again is purged."""
+
+    def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make = SummaryWriter
+        self._folder, self._config, self._first_step = folder / "tensorboard", config, first_step
+
+    def open(self) -> None:
+        self._writer = self._make(str(self._folder), purge_step=self._first_step)
+        self._writer.add_text("configuration", _preformatted(dump_config(self._config)), self._first_step)
+
+    def write(self, record: Record) -> None:
+        for name, value in numbers(record).items():
+            if value is not None:
+                self._writer.add_scalar(name, value, record["step"])
+        if record["kind"] == "answers":
+            said = "\n\n".join(
+                "\n".join(f"{name:<9} {harmless(str(answer[name]))}" for name in ANSWERED)
+                for answer in record["answers"]
+            )
+            self._writer.add_text("answers", _preformatted(said), record["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _preformatted(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+class _WandB:
+    """A run of Weights & Biases, its files in RUN/wandb; with WANDB_MODE=offline they stay there for `wandb sync`."""
+
+    def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None:
+        import wandb
+
+        self._wandb, self._folder, self._config = wandb, folder, config
+
+    def open(self) -> str | None:
+        folders = (re.fullmatch(r"(?:offline-)?run-\d+_\d+-(.+)", path.name) for path in self._folder.glob("wandb/*"))
+        earlier = next((found[1] for found in folders if found), None)
+        self._run = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "mmtrain"),
+            name=self._config.run.name,
+            id=earlier,
+            resume=None if earlier is None else "allow",  # steps that it has it does not take again
+            dir=str(self._folder),
+            config=self._config.model_dump(mode="json"),
+            allow_val_change=True,
+            settings=self._wandb.Settings(
+                console="off",
+                init_timeout=SECONDS_TO_BEGIN,
+                finish_timeout=SECONDS_TO_UPLOAD,
+                finish_timeout_raises=True,
+            ),
+        )
+        return None if self._run.url is None else f"wandb: {self._run.url}"
+
+    def write(self, record: Record) -> None:
+        found = {name: value for name, value in numbers(record).items() if value is not None}
+        if record["kind"] == "answers":
+            rows = [[record["step"], *(answer[name] for name in ANSWERED)] for answer in record["answers"]]
+            found = {"answers": self._wandb.Table(columns=["step", *ANSWERED], data=rows)}
+        if found:
+            self._run.log(found, step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Csv:
+    """RUN/metrics.csv: a row a step, with the scores of before it; at each start made again from metrics.jsonl."""
+
+    def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None:
+        self._folder, self._first_step = folder, first_step
+        groups = {", ".join(group.match): 0.0 for group in config.optimizer.groups}
+        kinds = ({"kind": "train", "lr_groups": groups}, *({"kind": kind} for kind in SCORED))
+        self._columns = ["step", "time", *(name for record in kinds for name in numbers(record))]
+
+    def open(self) -> None:
+        self._row: dict[str, Any] = {}
+        self._file = (self._folder / "metrics.csv").open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._file, self._columns, extrasaction="ignore", lineterminator="\n")
+        self._writer.writeheader()
+        for record in recorded(self._folder / METRICS, "train", *SCORED):
+            if record["step"] < self._first_step:  # later ones, if there are any already, come by the queue
+                self.write(record)
+
+    def write(self, record: Record) -> None:
+        if found := numbers(record):
+            if self._row.get("step") != record["step"]:
+                self._end_row()
+            self._row |= found | {"step": record["step"], "time": record.get("time")}
+        if record["kind"] == "train":
+            self._end_row()
+
+    def _end_row(self) -> None:
+        if self._row:
+            self._writer.writerow(self._row)
+            self._file.flush()
+            self._row = {}
+
+    def close(self) -> None:
+        self._end_row()
+        self._file.close()
+
+
+TRACKERS: dict[str, type[_Tracker]] = {"tensorboard": _TensorBoard, "wandb": _WandB, "csv": _Csv}

@@ -1,0 +1,203 @@
+"""TensorBoard, Weights & Biases and a CSV table have what metrics.jsonl has, and decide nothing of how a run ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+from rank_runs import Run, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.load import load_config
+from mmtrain.launching.machine import refuse_missing_trackers
+from mmtrain.training import trackers
+
+STEPS = 5
+ALL = "run.report_to=[tensorboard,wandb,csv]"
+RUN = (f"train.max_steps={STEPS}", "parallel.threads_per_rank=1", "eval.fraction=0.2", "eval.every_steps=2")
+RUN += ("optimizer.groups=[{match: [projector.linear_1], lr: 1e-4}]", "checkpoint.every_steps=3", "data.workers=1")
+OFFLINE = {"WANDB_MODE": "offline"} | dict.fromkeys(
+    ("HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL"), "http://127.0.0.1:9"
+)
+SCORES = ("loss", "token_accuracy", "exact_match")
+STEPWISE = ("loss", "grad_norm", "lr", "tokens_per_second", "pack_fill", "epoch", "samples", "quarantined")
+
+
+@pytest.fixture(scope="module")
+def reported(tiny, tmp_path_factory) -> Run:
+    """A run that reports to all of them, wandb with every way to a network closed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in OFFLINE.items():
+            patch.setenv(name, value)
+        return train(
+            tiny / "config.yaml", *RUN, ALL, "eval.show_answers=2", f"run.dir={tmp_path_factory.mktemp('runs')}"
+        )
+
+
+@pytest.fixture(scope="module")
+def silent(tiny, tmp_path_factory) -> Run:
+    """The same run, which reports to nothing and is asked nothing."""
+    return train(tiny / "config.yaml", *RUN, "eval.show_answers=0", f"run.dir={tmp_path_factory.mktemp('silent')}")
+
+
+def expected(run: Run) -> dict[str, dict[int, float]]:
+    """What metrics.jsonl says of each step, by the trackers' names."""
+    found: dict[str, dict[int, float]] = {}
+    for line in run.lines("metrics.jsonl", "train"):
+        told = {name: line[name] for name in STEPWISE} | {"peak_memory_bytes": max(line["peak_memory_bytes"])}
+        told |= {f"lr/{group}": rate for group, rate in line["lr_groups"].items()}
+        for name, value in told.items():
+            found.setdefault(f"train/{name}", {})[line["step"]] = value
+    for line in run.lines("metrics.jsonl", "eval", "eval_permuted"):
+        for name in SCORES:
+            found.setdefault(f"{line['kind']}/{name}", {})[line["step"]] = line[name]
+    assert len(found) == 10 + 2 * len(SCORES)
+    return found
+
+
+def in_tensorboard(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder / "tensorboard"))
+    return events.Reload()
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    events = in_tensorboard(folder)
+    found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert all(len(dict(pairs)) == len(pairs) for pairs in found.values()), "each step once"
+    return {name: dict(pairs) for name, pairs in found.items()}
+
+
+def texts(folder: Path) -> dict[tuple[str, int], str]:
+    events = in_tensorboard(folder)
+    return {
+        (name, event.step): event.tensor_proto.string_val[0].decode()
+        for name in events.Tags()["tensors"]
+        for event in events.Tensors(name)
+    }
+
+
+def records_of(file: Path) -> Iterator[bytes]:
+    """Records of a log as LevelDB's (doc/log_format.md), which wandb writes behind 7 bytes of its own."""
+    content, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        room = 32768 - at % 32768
+        if room < 7:  # no header fits: the block's end is empty
+            at += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        record += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def in_wandb(file: Path) -> tuple[dict[str, dict[int, Any]], dict[str, Any]]:
+    """History by name and step, and the configuration, read by wandb's own messages."""
+    history: dict[str, dict[int, Any]] = {}
+    config: dict[str, Any] = {}
+    for record in map(Record.FromString, records_of(file)):
+        for item in record.history.item:
+            name = item.key or "/".join(item.nested_key)
+            assert record.history.step.num not in history.setdefault(name, {}), "each step once"
+            history[name][record.history.step.num] = json.loads(item.value_json)
+        config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+    return history, config
+
+
+def test_each_of_them_has_what_metrics_jsonl_has(reported):
+    told = expected(reported)
+    as_float32 = {name: {step: float(np.float32(value)) for step, value in of.items()} for name, of in told.items()}
+    assert scalars(reported.folder) == as_float32
+
+    table = pandas.read_csv(reported.folder / "metrics.csv")
+    assert list(table.columns[:3]) == ["step", "time", "train/loss"] and set(table.columns) == {"step", "time", *told}
+    assert table["step"].tolist() == list(range(STEPS + 1)), "the last row has the scores after the last step"
+    for name, of in told.items():
+        column = table.set_index("step")[name].dropna()
+        assert column.to_dict() == of, name
+
+    (file,) = reported.folder.glob("wandb/offline-run-*/run-*.wandb")
+    history, config = in_wandb(file)
+    assert {name: history[name] for name in told} == told
+    assert config["train"]["max_steps"] == STEPS and config["run"]["name"] == "tiny"
+
+
+def test_answers_and_the_configuration_are_there_as_text(reported):
+    answers = reported.lines("answers.jsonl")
+    found = texts(reported.folder)
+    (configuration,) = (text for (name, _), text in found.items() if name.startswith("configuration"))
+    assert "max_steps: 5" in configuration
+    for step in (0, STEPS):
+        (said,) = (text for (name, at), text in found.items() if name.startswith("answers") and at == step)
+        assert all(answer["truth"] in said and answer["key"] in said for answer in answers if answer["step"] == step)
+    tables = sorted(reported.folder.glob("wandb/offline-run-*/files/media/table/*.json"))
+    rows = [row for table in tables for row in json.loads(table.read_text())["data"]]
+    names = ("step", "key", "question", "given", "truth", "right")
+    assert sorted(rows) == sorted([answer[name] for name in names] for answer in answers)
+
+
+def test_no_loss_differs_by_a_bit_from_those_of_a_run_that_reports_to_nothing_and_is_asked_nothing(reported, silent):
+    assert reported.losses() == silent.losses()
+    assert reported.lines("metrics.jsonl", "eval")[-1]["loss"] == silent.lines("metrics.jsonl", "eval")[-1]["loss"]
+    left = {path.name for path in silent.folder.iterdir()}
+    assert not left & {"tensorboard", "wandb", "metrics.csv", "answers.jsonl", "answers"}
+
+
+def test_a_run_that_goes_on_has_each_step_once(tiny, reported, tmp_path, monkeypatch):
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    shutil.copytree(reported.folder, tmp_path / "tiny", symlinks=True)
+    here = (ALL, "eval.show_answers=2", f"run.dir={tmp_path}")
+    again = train(tiny / "config.yaml", *RUN, *here, resume=tmp_path / "tiny" / "checkpoints" / "step-00000003")
+    told = expected(again)
+    assert again.losses() == reported.losses()
+    assert scalars(again.folder)["train/tokens_per_second"] == {
+        step: float(np.float32(value)) for step, value in told["train/tokens_per_second"].items()
+    }
+    table = pandas.read_csv(again.folder / "metrics.csv")
+    assert table["step"].tolist() == list(range(STEPS + 1))
+    assert table.set_index("step")["train/tokens_per_second"].dropna().to_dict() == told["train/tokens_per_second"]
+    first, second = sorted(again.folder.glob("wandb/offline-run-*/run-*.wandb"))
+    assert first.name == second.name, "one run of wandb"
+    assert sorted(in_wandb(second)[0]["train/loss"]) == [3, 4]
+    assert [line["step"] for line in again.lines("answers.jsonl")] == [0, 0, STEPS, STEPS]
+
+
+def test_those_that_fail_or_hang_are_said_once_and_left_out_and_the_run_ends_as_it_would(
+    tiny, silent, tmp_path, monkeypatch
+):
+    """A file where TensorBoard's folder goes, a table on a full disk, a server that never answers."""
+    for name in ("SECONDS_TO_BEGIN", "SECONDS_TO_UPLOAD", "SECONDS_TO_END", "SECONDS_UNSAID"):
+        monkeypatch.setattr(trackers, name, 0.5)
+    folder = shutil.copytree(silent.folder, tmp_path / "tiny")
+    (folder / "tensorboard").write_text("")
+    (folder / "metrics.csv").symlink_to("/dev/full")
+    here = (ALL, "eval.show_answers=0", f"run.dir={tmp_path}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        run = train(tiny / "config.yaml", *RUN, *here, resume=folder / "checkpoints" / "step-00000003")
+    assert run.losses() == silent.losses()
+    for name, why in (("tensorboard", "FileExistsError"), ("csv", "No space left on device"), ("wandb", "within 0 s")):
+        (said,) = (line for line in run.printed.splitlines() if line.startswith(f"{name} is left out from here"))
+        assert why in said and said.endswith("metrics.jsonl has everything")
+
+
+def test_a_library_that_is_not_there_is_refused_with_how_to_get_it(tiny, tmp_path, monkeypatch):
+    config = load_config(tiny / "config.yaml", ["run.report_to=[csv,wandb]"])
+    refuse_missing_trackers(config)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"run\.report_to: wandb is not installed; .*pip install 'mmtrain\[wandb\]'"):
+        refuse_missing_trackers(config)
