@@ -51,8 +51,8 @@ class RunSection(Section):
     overwrite: Free[bool] = False
     """true: delete an existing run folder of this name and start anew"""
     report_to: Free[tuple[Literal["tensorboard", "wandb", "csv"], ...]] = ()
-    """where metrics and answers go besides the run's own records: tensorboard and wandb, each an extra of mmtrain, and csv,
-    a table; one that fails never ends a run"""
+    """where metrics go besides metrics.jsonl, e.g. [tensorboard, csv]: tensorboard and wandb are extras of mmtrain, csv
+    is a table; one that fails never ends a run"""
 
 
 class ParallelSection(Section):
