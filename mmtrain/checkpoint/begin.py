@@ -14,6 +14,7 @@ from pathlib import Path
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import first_few, harmless
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
+from mmtrain.config.environment import variable_hint
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.planner import models_of
 from mmtrain.pretrained.adapters import is_adapter
@@ -34,8 +35,8 @@ def find_beginning(config: RunConfig) -> StepFolder | None:
     folder = Path(path).expanduser()
     if not folder.is_dir() or not names_checkpoint(folder):
         raise UserError(
-            f"{KEY}: {path}: no run and no checkpoint of mmtrain; of an exported model begin by model.from, or by its "
-            "folder as model.llm.path"
+            f"{KEY}: {path}: no run and no checkpoint of mmtrain{variable_hint(path)}; of an exported model begin by "
+            "model.from, or by its folder as model.llm.path"
         )
     return find(folder)
 

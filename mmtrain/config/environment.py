@@ -11,10 +11,11 @@ import os
 import re
 from typing import Any
 
+from pydantic import BaseModel
+
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.config.keys import ELEMENT, NamesFiles, Path, marked
-from mmtrain.config.schema import RunConfig
 
 LONGEST_PATH = 4096  # characters of a path with variables, before and after: Linux opens no longer one
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*)((?:[:=?+-][^}]*)?)\}", re.ASCII)  # and what a shell does where it is not set
@@ -22,12 +23,18 @@ _UNBRACED = re.compile(r"(\$([A-Za-z_]\w*)|%([A-Za-z_]\w*)%)[^/]*", re.ASCII)  #
 _SECRET = {"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "PAT", "CREDENTIAL", "CREDENTIALS"}
 
 
-def fill_in_paths(content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The same with the variables of its paths filled in, and a line for each path where that cannot be done."""
+def fill_in_paths(model: type[BaseModel], content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What `model` is made of with the variables of its paths filled in, and a line for each path where that fails."""
     problems: list[str] = []
-    for path, mark in marked(RunConfig, NamesFiles).items():
+    for path, mark in marked(model, NamesFiles).items():
         content = _below(content, path, mark, (), problems)
     return content, problems
+
+
+def variable_hint(path: str) -> str:
+    """Part of a message that `path` is not there: how a variable is written, where it seems to hold one."""
+    found = _UNBRACED.search(path)
+    return f" (a variable is written ${{{shortened(found[2] or found[3], 60)}}})" if found else ""
 
 
 def _below(value: Any, path: Path, mark: NamesFiles, key: Path, problems: list[str]) -> Any:

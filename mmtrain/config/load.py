@@ -53,7 +53,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply(content, override)
     _drop_alternatives(content, [override.partition("=")[0].strip() for override in overrides])
-    content, problems = fill_in_paths(content)
+    content, problems = fill_in_paths(RunConfig, content)
     if problems:
         raise _several(str(path), problems)
     data = content.get("data")

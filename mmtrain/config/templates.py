@@ -18,6 +18,7 @@ from pydantic import Field
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import read_limited
+from mmtrain.config.environment import variable_hint
 
 TemplateName = Literal["plain", "chat", "llava_v1", "llama_2", "chatml"]
 NAMES: tuple[str, ...] = typing.get_args(TemplateName)
@@ -43,7 +44,9 @@ def read_template(given: str) -> str:
     try:
         text = read_limited(Path(given).expanduser(), 4 * MAX_CHARACTERS, "a Jinja template").decode()
     except (FileNotFoundError, RuntimeError):  # the latter for a ~user that is not there
-        raise UserError(f"{given}: no such file; name a Jinja template, or one of {', '.join(NAMES)}") from None
+        raise UserError(
+            f"{given}: no such file{variable_hint(given)}; name a Jinja template, or one of {', '.join(NAMES)}"
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{given}: cannot be read as text ({error})") from None
     if len(text) > MAX_CHARACTERS or "\0" in text or not ("{{" in text or "{%" in text):

@@ -24,6 +24,7 @@ from pathlib import Path
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.checkpoint.step_folder import MANIFEST, TENSORS, StepFolder, find, names_checkpoint
+from mmtrain.config.environment import variable_hint
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.connectors import (
@@ -72,7 +73,8 @@ def find_projector(path: str) -> ProjectorFiles:
         return _in_file(given)
     folder = find_model_folder(path)
     if folder is None:
-        raise UserError(f"{KEY}: {path}: no such file or folder, and no hub id in the local cache; {NEEDED}")
+        hint = variable_hint(path)
+        raise UserError(f"{KEY}: {path}: no such file or folder{hint}, and no hub id in the local cache; {NEEDED}")
     if names_checkpoint(folder):
         return _in_checkpoint(find(folder))
     for name in (TENSORS, LLAVA_FILE):

@@ -19,6 +19,7 @@ from mmtrain.base.cache import user_cache
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, shortened
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
+from mmtrain.config.environment import variable_hint
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 LONGEST_NAME = 500  # characters of a tensor's; real ones have 80
@@ -99,7 +100,8 @@ def no_model(path: str) -> UserError:
             f"download it first: hf download {path}"
         )
     return UserError(
-        f"{path}: no such folder; give the folder of a model, or a hub id such as Qwen/Qwen2.5-7B-Instruct"
+        f"{path}: no such folder{variable_hint(path)}; give the folder of a model, or a hub id such as "
+        "Qwen/Qwen2.5-7B-Instruct"
     )
 
 

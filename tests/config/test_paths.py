@@ -5,11 +5,15 @@ from pathlib import Path
 import pytest
 
 from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.begin import find_beginning
 from mmtrain.config.environment import LONGEST_PATH
 from mmtrain.config.keys import NamesFiles, marked
 from mmtrain.config.load import DEMO, dump_config, load_config, restore_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.config.templates import read_template
 from mmtrain.data.shards.shard_list import expand_shards
+from mmtrain.model.projector_files import find_projector
+from mmtrain.pretrained.model_files import model_folder
 
 SETS = "data.sets=[{name: a, shards: '${DATA}/a.tar'}, {name: b, shards: ['${DATA}/b.tar', c.tar]}]"
 
@@ -149,6 +153,15 @@ def test_a_name_with_a_dollar_of_its_own_stays(tmp_path):
     Path("$DATA").mkdir()
     config = load_config(DEMO, ["data.shards=$DATA/x-*.tar", "run.dir=$NOT_THERE/%NOT_THERE%"])
     assert (config.data.shards, config.run.dir) == ("$DATA/x-*.tar", "$NOT_THERE/%NOT_THERE%")
+
+
+@pytest.mark.parametrize("path", ["$NOT_THERE/x", "%NOT_THERE%/x"])
+def test_where_a_file_is_not_there_the_error_says_how_a_variable_is_written(path):
+    for look in (expand_shards, model_folder, find_projector, lambda name: read_template(f"{name}.jinja")):
+        with pytest.raises(UserError, match=r"no (such )?f.* \(a variable is written \$\{NOT_THERE\}\)"):
+            look(path)
+    with pytest.raises(UserError, match=r"a variable is written \$\{NOT_THERE\}"):
+        find_beginning(load_config(DEMO, [f"model.init_from={path}"]))
 
 
 def test_programs_get_no_variables_and_other_keys_have_none():

@@ -28,6 +28,7 @@ from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import held, whole_file
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, shortened
+from mmtrain.config.environment import variable_hint
 from mmtrain.data.shards.archive import read_headers
 from mmtrain.pretrained.model_files import PREFIX, is_demo
 
@@ -91,7 +92,8 @@ def expand_shards(
             # Path.glob takes no absolute pattern; a file whose name holds brackets is no pattern.
             paths = [whole] if whole.exists() else sorted(map(Path, glob(str(whole))))  # noqa: PTH207
             if not paths:
-                raise UserError(f"{key}: no file {name}" + (f" (from {pattern})" if name != pattern else ""))
+                whence = f" (from {pattern})" if name != pattern else ""
+                raise UserError(f"{key}: no file {name}{whence}{variable_hint(pattern)}")
             found += paths
     if not found:
         raise UserError(f"{key}: the list is empty; name at least one webdataset tar")
