@@ -1,13 +1,20 @@
-"""Turn LLaVA JSON and a folder of images into webdataset shards, which training reads in order from any disk.
+"""Turn data as you have it into webdataset shards, which training reads in order from any disk.
 
-Input: JSON arrays or JSON lines of records, and the images that they name, if any do, relative to one folder:
-    {"id": "004539375", "image": "00453/004539375.jpg",        "image" may be a list, or absent
-     "conversations": [{"from": "human", "value": "<image>\\nDescribe it."}, {"from": "gpt", "value": "A red door."}]}
+Input, with the images that it names, if any does, relative to one folder:
+    .json .jsonl    LLaVA's records, an array or a line each (--json: these alone):
+                    {"id": "004539375", "image": "00453/004539375.jpg",        "image" may be a list, or absent
+                     "conversations": [{"from": "human", "value": "<image>\\nDescribe it."},
+                                       {"from": "gpt", "value": "A red door."}]}
+                    ShareGPT's: {"messages" or "conversations": [{"role": "user", "content": "..."}, ...],
+                    "images": [...]}; captions: {"image": "a.jpg", "caption": "A red door."}; COCO's captions
+    .csv .tsv       captions, the first line names the columns
+    .parquet, a folder of them, or of datasets' save_to_disk
+                    captions or messages; images as bytes, or names of files (pip install 'mmtrain[datasets]')
 
 Output, in the folder that --out names:
-    shard-000000.tar ...   per sample KEY.json (the record) and KEY.jpg, or KEY.0.jpg, KEY.1.jpg with several images;
-                           image files byte for byte as they were, but for --max-side. KEY is the id where that can
-                           name a file.
+    shard-000000.tar ...   per sample KEY.json (the record, in LLaVA's form) and KEY.jpg, or KEY.0.jpg, KEY.1.jpg with
+                           several images; image files byte for byte as they were, but for --max-side. KEY is the id
+                           where that can name a file.
     shard-000000.tar.index where each file lies in the tar, its checksum, the images' sizes; with --tokenizer and
                            --template also each sample's length in tokens (otherwise the first run adds it)
     rejected.jsonl         one line for each record left out: {"file", "record", "id", "reason", "detail"}; `record`
@@ -28,6 +35,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import glob
 import hashlib
 import json
@@ -49,8 +57,10 @@ from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import say
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
+from mmtrain.config.schema import DataSection
 from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
-from mmtrain.data.prepare.intake import Intake, read_llava_json
+from mmtrain.data.prepare.intake import Intake
+from mmtrain.data.prepare.rows import FORMATS
 from mmtrain.data.prepare.shard_resume import (
     STATE,
     SUMMARY,
@@ -60,6 +70,8 @@ from mmtrain.data.prepare.shard_resume import (
     refuse_used_folder,
 )
 from mmtrain.data.prepare.sharding import FinishedShard, Rejection, ShardJob, WrittenShard, shard_pool
+from mmtrain.data.prepare.sources import Source, llava_source, open_sources, place, stored_images
+from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import REASONS, ImageLimits, reason_lines
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
@@ -71,6 +83,15 @@ EXAMPLES = f"""\
   LLaVA's 558K pairs for stage 1 (its images.zip unpacked into LLaVA-Pretrain/images):
     mmtrain shard --json LLaVA-Pretrain/blip_laion_cc_sbu_558k.json --images LLaVA-Pretrain/images \\
         --out data/llava558k
+  captions in a table (columns image_path and caption, or --image-key and --caption-key):
+    mmtrain shard --from captions.csv --images photos --out data/captions --caption-prompt "What do you see?"
+  COCO's captions, one sample each:
+    mmtrain shard --from annotations/captions_train2017.json --images train2017 --out data/coco
+  ShareGPT's messages, as LLaMA-Factory and ms-swift read them:
+    mmtrain shard --from chats.jsonl --images images --out data/chats
+  a data set of Hugging Face's datasets, its images inside; parquet files:
+    mmtrain shard --from saved/train --out data/mine
+    mmtrain shard --from data/train-*.parquet --caption-key text --out data/mine
   several files, tars of at most 1 GB, no more than 1 record in 1,000 lost:
     mmtrain shard --json part1.json part2.jsonl --images images --out data/mix \\
         --shard-bytes 1GB --max-reject-rate 0.001
@@ -92,6 +113,7 @@ EXITS = {
     2: "wrong input, a full disk, or more rejected records than --max-reject-rate; the message says which",
     130: "stopped by Ctrl-C; no half shard is left, --resume goes on",
 }
+ADAPTING = ("format", "image_key", "caption_key", "caption_prompt")  # options of --from alone
 UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 
@@ -117,9 +139,9 @@ class Tally:
         self.shards.append(finished.shard)
 
     def _reject(self, rejection: Rejection) -> None:
-        file, number = self.intake.place(rejection.record)
+        source, number = place(self.intake.sources, rejection.record)
         self.rejected.write(
-            file=file.name, record=number, id=rejection.id, reason=rejection.reason, detail=rejection.detail
+            file=source.name, record=number, id=rejection.id, reason=rejection.reason, detail=rejection.detail
         )
         self.reasons[rejection.reason] += 1
         if self.reasons.total() > self.intake.allowed_rejections:
@@ -143,33 +165,33 @@ def run(options: argparse.Namespace) -> None:
     images: Path | None = options.images and options.images.resolve()
     if images is not None and not images.is_dir():
         raise UserError(f"--images {options.images}: no such folder")
-    for number, file in enumerate(options.json):
-        if file.resolve() in [other.resolve() for other in options.json[:number]]:
-            raise UserError(f"--json {file}: named twice; every record would come twice")
+    named = options.paths or options.json
+    for number, path in enumerate(named):
+        if path.resolve() in [other.resolve() for other in named[:number]]:
+            raise UserError(f"{path}: named twice; every record would come twice")
     out: Path = options.out
     if out.resolve() == images:
         raise UserError(f"--out {options.out}: is the folder of the images; name another, which holds the shards alone")
     refuse_used_folder(out, options.resume)
-    files = {}
-    for file in options.json:  # all of them before anything is written: a broken last file shows at once
-        files[file] = sum(1 for _ in read_llava_json(file))
-        say(f"{file}: {files[file]:,} records")
-    run = {"options": _options_that_shape_the_bytes(options), "inputs": [_describe(*entry) for entry in files.items()]}
+    sources = [source for path in named for source in _opened(path, options)]  # all before anything is written
+    inputs = [_describe(source, options) for source in sources]
+    run = {"options": _options_that_shape_the_bytes(options), "inputs": inputs}
     if (out / SUMMARY).is_file():
         known = read_summary(out / SUMMARY)
         refuse_another_run(out, run, known, out / SUMMARY)
         (out / STATE).unlink(missing_ok=True)  # the run was killed between its last two acts
         say(f"{out}: finished already, {len(known['shards']):,} shards, {known['samples']:,} samples")
         return
+    total = sum(source.records for source in sources)
     # 0.29 x 100 is 28.999999999999996: without the addition the 29th of 29% would stop the run.
-    allowed = math.floor(options.max_reject_rate * sum(files.values()) + 1e-6)
+    allowed = math.floor(options.max_reject_rate * total + 1e-6)
     keep = options.duplicate_ids == "keep"
-    intake = Intake(files, images, options.samples_per_shard, options.shard_bytes, keep, allowed)
+    intake = Intake(sources, images, options.samples_per_shard, options.shard_bytes, keep, allowed)
     rejected_file = out / "rejected.jsonl"
     with contextlib.closing(UnfinishedRun(out, run, options.resume)) as unfinished:
         rejected_file.unlink(missing_ok=True)  # it is made again, from the first record on
         with JsonLines(rejected_file) as rejected:
-            tally = Tally(intake, rejected, sum(files.values()))
+            tally = Tally(intake, rejected, total)
             try:
                 _write_all(tally, options, unfinished)
                 if not tally.samples:
@@ -184,6 +206,19 @@ def run(options: argparse.Namespace) -> None:
     see = f", see {rejected_file}" if tally.reasons else ""
     say(f"rejected: {tally.reasons.total():,}{see}", *reason_lines(tally.reasons))
     say(f"use it: {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
+
+
+def _opened(path: Path, options: argparse.Namespace) -> list[Source]:
+    """The sources of a path, each counted; what they are is said."""
+    if options.json:
+        source = llava_source(path)
+        say(f"{path}: {source.records:,} records")
+        return [source]
+    form = SampleFormat(options.format, options.caption_key, options.caption_prompt)
+    sources, found = open_sources(path, form, options.image_key)
+    files = f" in {len(sources):,} files" if len(sources) > 1 else ""
+    say(f"{path}: {found}: {sum(source.records for source in sources):,} records{files}")
+    return sources
 
 
 def _write_all(tally: Tally, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:
@@ -203,8 +238,9 @@ def _write_all(tally: Tally, options: argparse.Namespace, unfinished: Unfinished
 
         count = TextCounter(options.tokenizer, options.template)
     limits = ImageLimits(options.max_pixels, options.max_side)
+    stored = functools.partial(stored_images, tally.intake.sources)
     with (
-        shard_pool(tally.intake.images, options.out, limits, count, options.workers, known) as run,
+        shard_pool(tally.intake.images, stored, options.out, limits, count, options.workers, known) as run,
         ProgressBar("records", tally.total, sys.stdout) as progress,
     ):
         for job, finished in run(iter(tally.intake), tick):
@@ -232,6 +268,7 @@ def _options_that_shape_the_bytes(options: argparse.Namespace) -> dict:
     """Those of dataset.json; a run that goes on must have the same."""
     text = None if options.tokenizer is None else text_fingerprint(model_folder(options.tokenizer), options.template)
     return {
+        **({} if options.json else {name: getattr(options, name) for name in ADAPTING}),
         "samples_per_shard": options.samples_per_shard,
         "shard_bytes": options.shard_bytes,
         "duplicate_ids": options.duplicate_ids,
@@ -243,10 +280,11 @@ def _options_that_shape_the_bytes(options: argparse.Namespace) -> dict:
     }
 
 
-def _describe(file: Path, records: int) -> dict:
-    with file.open("rb") as stream:
+def _describe(source: Source, options: argparse.Namespace) -> dict:
+    form = {} if options.json else {"format": source.adapter.form.name}
+    with source.path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return {"file": file.name, "records": records, "bytes": stream.tell(), "sha256": digest}
+        return {"file": source.name, "records": source.records, "bytes": stream.tell(), "sha256": digest} | form
 
 
 def _write_summary(out: Path, run: dict, tally: Tally) -> None:
@@ -285,7 +323,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("shard", __doc__, EXAMPLES, EXITS)
     path = lambda text: Path(text).expanduser()  # noqa: E731 - the shell leaves --out=~/data as it is
     add = parser.add_argument
-    add("--json", type=path, nargs="+", required=True, metavar="FILE", help="LLaVA JSON or JSONL files")
+    given = parser.add_mutually_exclusive_group(required=True)
+    whence = "files and folders, each in one of the forms above"
+    given.add_argument("--from", type=path, nargs="+", dest="paths", metavar="PATH", help=whence)
+    given.add_argument("--json", type=path, nargs="+", metavar="FILE", help="LLaVA JSON or JSONL files")
+    add("--format", default="auto", choices=("auto", *FORMATS), help="of --from: how records are written (auto)")
+    add("--image-key", metavar="KEY", help="of --from: column or key of images (image, images, image_path, ...)")
+    add("--caption-key", metavar="KEY", help="of --from: column or key of captions (caption, text, title)")
+    prompt = DataSection.model_fields["caption_prompt"].default
+    add("--caption-prompt", default=prompt, metavar="TEXT", help="of --from: what captions answer (%(default)s)")
     add("--images", type=path, metavar="DIR", help="folder that image names start from; none for text alone")
     add("--out", type=path, required=True, metavar="DIR", help="folder for the shards, without any yet")
     add("--samples-per-shard", type=positive(int), metavar="N", help="records with sound text in a tar (1000)")
@@ -326,6 +372,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--resume", action="store_true", help="go on where a run with the same options and images was interrupted")
     options = parser.parse_args(arguments)
+    for name in ADAPTING:
+        if options.json and getattr(options, name) != parser.get_default(name):
+            parser.error(f"--json: reads LLaVA's own records; with --{name.replace('_', '-')} say --from")
     if options.samples_per_shard is not None and options.shard_bytes is not None:
         parser.error("--samples-per-shard and --shard-bytes: give one of the two")
     if (options.tokenizer is None) != (options.template is None):

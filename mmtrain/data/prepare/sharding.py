@@ -19,7 +19,7 @@ import itertools
 import re
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -30,6 +30,7 @@ from mmtrain.data.samples.records import (
     IMAGE_SUFFIXES,
     ImageLimits,
     Rejected,
+    checked_image,
     image_size,
     parse_turns,
     read_image,
@@ -106,6 +107,7 @@ class FinishedShard:
     rejected: tuple[Rejection, ...]
 
 
+StoredImages = Callable[[Sequence[Candidate]], Iterable[Sequence[memoryview | None]]]
 KeyedSample = tuple[str, dict, Sequence[tuple[str, bytes]]]  # key, KEY.json's content, (suffix, bytes) of each image
 
 
@@ -134,6 +136,7 @@ def shard_name(number: int) -> str:
 @contextlib.contextmanager
 def shard_pool(
     images: Path | None,
+    stored: StoredImages,
     out: Path,
     limits: ImageLimits,
     count: TextCounter | None,
@@ -142,12 +145,13 @@ def shard_pool(
 ) -> Iterator[RunTasks[ShardJob, FinishedShard]]:
     """Gives `run(jobs, tick)`, as `worker_pool` does: shards in the folder `out`; `tick` counts candidates.
 
-    `images`: the folder that image names start from, absolute and without links, None where no record has any;
+    `images`: the folder that image names start from, absolute and without links, None where no record names any;
+    `stored`: the bytes of candidates' images that are none of its files;
     `count`: None leaves text lengths to the first run. Jobs of `finished` (by number) ran before, are not done again;
     raises UserError where one was of other records.
     """
     try:
-        with worker_pool(functools.partial(_make_shard, images, out, limits, count, finished), workers) as run:
+        with worker_pool(functools.partial(_make_shard, images, stored, out, limits, count, finished), workers) as run:
             yield run
     finally:
         for file in out.glob(leftovers("shard-*")):  # of workers that were killed
@@ -156,6 +160,7 @@ def shard_pool(
 
 def _make_shard(
     images: Path | None,
+    stored: StoredImages,
     out: Path,
     limits: ImageLimits,
     count: TextCounter | None,
@@ -174,11 +179,12 @@ def _make_shard(
     rejected: list[Rejection] = []
 
     def samples() -> Iterator[KeyedSample]:
-        for candidate in job.candidates:
+        for candidate, contents in zip(job.candidates, stored(job.candidates), strict=True):
             try:
-                if images is None and candidate.images:
-                    raise Rejected("missing_image", f"{candidate.images[0]}: no folder of images is named (--images)")
-                files = [read_image(images, name, limits) for name in candidate.images]
+                files = [
+                    read_image(images, name, limits) if content is None else checked_image(name, content, limits)
+                    for name, content in zip(candidate.images, contents, strict=True)
+                ]
             except Rejected as error:
                 rejected.append(Rejection(candidate.record, candidate.id, error.reason, error.detail))
             else:

@@ -32,6 +32,7 @@ IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")  # that sample.read_sample takes
 # GIF and BMP come under the name .jpg in data sets that renamed what they downloaded (OCR-VQA). Pillow knows more
 # formats; EPS among them starts Ghostscript on the file's content.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+_SUFFIX_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif"}
 WEBP_WEIGHT = 2  # WebP's decoder takes 15 bytes a pixel where the others, with their RGB, take 8 (10,000 x 10,000)
 MAX_IMAGE_BYTES = 64 << 20
 MAX_RECORD_BYTES = 16 << 20
@@ -212,12 +213,14 @@ class ImageLimits:
     max_side: int | None = None  # pixels; images with a longer side are made smaller
 
 
-def read_image(folder: Path, name: str, limits: ImageLimits = ImageLimits()) -> tuple[str, bytes]:
-    """The lower-case suffix and the bytes of an image file in `folder`, an absolute path without links.
+def read_image(folder: Path | None, name: str, limits: ImageLimits = ImageLimits()) -> tuple[str, bytes]:
+    """The lower-case suffix and the bytes of an image file in `folder`, an absolute path without links; None: no file.
 
     The bytes are the file's, unless a side is longer than limits.max_side. The image is decoded, in memory, to see that
     it can be; its size in bytes and pixels is judged before. Raises Rejected.
     """
+    if folder is None:
+        raise Rejected("missing_image", f"{name}: no folder of images is named (--images)")
     suffix = Path(name).suffix.lower().removeprefix(".")
     if suffix not in IMAGE_SUFFIXES:
         raise Rejected("unsupported_image", f"{name}: the name must end in {', '.join(IMAGE_SUFFIXES)}")
@@ -229,14 +232,32 @@ def read_image(folder: Path, name: str, limits: ImageLimits = ImageLimits()) -> 
             raise Rejected("missing_image", f"{name}: no such file in the images folder")
         if not path.is_file():  # reading a named pipe would wait for ever
             raise Rejected("unreadable_image", f"{name}: is no regular file")
-        size = path.stat().st_size
-        if size > MAX_IMAGE_BYTES:
-            raise Rejected("too_many_bytes", f"{name}: {size:,} bytes, where {MAX_IMAGE_BYTES:,} are allowed")
+        _refuse_large(name, path.stat().st_size)
         content = path.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null byte; RuntimeError: links in a circle
         raise Rejected("unreadable_image", f"{name}: {error}") from None
+    return suffix, _sound(name, content, limits)
+
+
+def checked_image(name: str, content: memoryview, limits: ImageLimits = ImageLimits()) -> tuple[str, bytes]:
+    """The same of an image that stands in a row; its suffix says what it is, whatever its name is. Raises Rejected."""
+    _refuse_large(name, content.nbytes)
+    sound = _sound(name, bytes(content), limits)
+    with open_image(sound, sys.maxsize) as image:
+        suffix = _SUFFIX_OF[image.format]
+    if suffix not in IMAGE_SUFFIXES:
+        raise Rejected("unsupported_image", f"{name}: is a {suffix}; needed is {', '.join(IMAGE_SUFFIXES)}")
+    return suffix, sound
+
+
+def _refuse_large(name: str, size: int) -> None:
+    if size > MAX_IMAGE_BYTES:
+        raise Rejected("too_many_bytes", f"{name}: {size:,} bytes, where {MAX_IMAGE_BYTES:,} are allowed")
+
+
+def _sound(name: str, content: bytes, limits: ImageLimits) -> bytes:
     try:
-        return suffix, _checked(content, limits)
+        return _checked(content, limits)
     except Rejected as error:
         raise Rejected(error.reason, f"{name}: {error.detail}") from None
 

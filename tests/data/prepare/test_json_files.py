@@ -1,4 +1,4 @@
-"""intake.py: JSON is read record by record, and what is neither an array nor lines is refused with its place."""
+"""json_files.py: JSON is read record by record, and what is neither an array nor lines is refused with its place."""
 
 import gzip
 import json
@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.prepare import intake
-from mmtrain.data.prepare.intake import read_llava_json
+from mmtrain.data.prepare import json_files
+from mmtrain.data.prepare.json_files import json_records
 
 
 def record(answer="A cat.", **fields) -> dict:
@@ -34,19 +34,19 @@ MANY = [record(id=f"r{number}", answer="ü\u2028 \U0001f600" * (number % 50 + 1)
 def test_json_arrays_and_json_lines_give_their_records_in_order(tmp_path, monkeypatch, text):
     path = tmp_path / "data.json"
     path.write_bytes(text.encode())
-    assert list(read_llava_json(path)) == MANY
-    monkeypatch.setattr(intake, "_CHUNK", 37)  # every record crosses an end of the window
-    assert list(read_llava_json(path)) == MANY
+    assert list(json_records(path)) == MANY
+    monkeypatch.setattr(json_files, "_CHUNK", 37)  # every record crosses an end of the window
+    assert list(json_records(path)) == MANY
 
 
 @pytest.mark.parametrize("chunk", range(1, 12))
 def test_values_that_end_with_the_window_are_read_whole(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(intake, "_CHUNK", chunk)
+    monkeypatch.setattr(json_files, "_CHUNK", chunk)
     path = tmp_path / "data.json"
     path.write_text('[123, -4.5e6, "a\\u00e9\\n", true , null,{"a":[]} ]')
-    assert list(read_llava_json(path)) == [123, -4500000.0, "aé\n", True, None, {"a": []}]
+    assert list(json_records(path)) == [123, -4500000.0, "aé\n", True, None, {"a": []}]
     path.write_text(" [ ] ")
-    assert list(read_llava_json(path)) == []
+    assert list(json_records(path)) == []
 
 
 def test_memory_is_that_of_a_window_and_not_of_the_file(tmp_path):
@@ -54,7 +54,7 @@ def test_memory_is_that_of_a_window_and_not_of_the_file(tmp_path):
     path.write_text(json.dumps([record(answer="x" * 1000)] * 20_000))
     assert path.stat().st_size > 20_000_000
     tracemalloc.start()
-    assert sum(1 for _ in read_llava_json(path)) == 20_000
+    assert sum(1 for _ in json_records(path)) == 20_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8_000_000
@@ -82,11 +82,11 @@ def test_a_file_that_is_neither_is_refused(tmp_path, content, message):
     path = tmp_path / "data.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"data\.json: .*" + message):
-        list(read_llava_json(path))
+        list(json_records(path))
 
 
 def test_a_missing_file_a_folder_and_a_pipe_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none.json", tmp_path, tmp_path / "pipe"):
         with pytest.raises(UserError, match="no such file; a LLaVA JSON or JSONL file is needed"):
-            list(read_llava_json(path))
+            list(json_records(path))

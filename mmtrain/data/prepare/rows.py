@@ -1,0 +1,169 @@
+"""Rows of others' data as LLaVA's records: whose keys hold what, which form they have, what is written of them.
+
+{"image_path": "a.jpg", "caption": "A cat."}                    row of a table, a JSON file, a parquet file, ...
+{"images": [{"bytes": ..., "path": ...}], "messages": [...]}
+    --Adapter--> {"id", "image", "conversations"}, judged, and the row's images: names of files, or bytes
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mmtrain.data.samples import formats
+from mmtrain.data.samples.formats import SampleFormat, caption_turns, sharegpt_turns
+from mmtrain.data.samples.records import Record, Rejected, parse_record, parse_turns
+
+IMAGE_KEYS = (*formats.IMAGE_KEYS, "image_path", "filepath", "file_path", "file_name", "filename")
+CAPTION_KEYS = (*formats.CAPTION_KEYS, "title")
+FORMATS = ("llava", "sharegpt", "caption")
+_LONGEST_NAME = 4096  # characters; Linux opens no longer one
+
+
+@dataclass(frozen=True)
+class RowImage:
+    """An image that a row names or holds."""
+
+    name: str | None  # None where it has bytes alone
+    content: memoryview | None = None  # None: it is a file of the images folder
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What becomes of a row whose text is sound."""
+
+    record: Record
+    images: tuple[RowImage, ...]
+
+    def named(self, key: str) -> Record:
+        """The record, in which images without a name have that of the sample."""
+        if all(image.name for image in self.images):
+            return self.record
+        several = len(self.images) > 1
+        names = [image.name or (f"{key}.{number}" if several else key) for number, image in enumerate(self.images)]
+        return replace(self.record, content={**self.record.content, "image": _one_or_all(names)}, images=tuple(names))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How the rows of a source are read."""
+
+    form: SampleFormat
+    image_key: str | None = None  # None: IMAGE_KEYS
+    as_it_is: bool = False  # LLaVA's own files: each row is its record already, with whatever else it has
+
+    @property
+    def image_keys(self) -> tuple[str, ...]:
+        """Where the images may be: what stands under the first that a row has."""
+        return IMAGE_KEYS if self.image_key is None else (self.image_key,)
+
+    @property
+    def caption_keys(self) -> tuple[str, ...]:
+        """Where the caption may be, likewise."""
+        return CAPTION_KEYS if self.form.caption_key is None else (self.form.caption_key,)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Every key that may count."""
+        return frozenset({"id", "system", *formats.CONVERSATION_KEYS, *self.image_keys, *self.caption_keys})
+
+    def found(self, rows: Sequence[object]) -> str:
+        """What rows are, for people."""
+        if self.form.name != "caption":
+            return {"llava": "LLaVA's conversations", "sharegpt": "ShareGPT's messages"}[self.form.name]
+        keys = [
+            next((key for row in rows if isinstance(row, dict) and (key := _first(row, of))), "none")
+            for of in (self.image_keys, self.caption_keys)
+        ]
+        return f"captions (image: {keys[0]}, caption: {keys[1]})"
+
+    def adapt(self, row: object) -> Adapted:
+        """A row as a record; raises Rejected."""
+        if self.as_it_is:
+            record = parse_record(row)
+            return Adapted(record, tuple(map(RowImage, record.images)))
+        if not isinstance(row, dict):
+            raise Rejected("not_an_object", f"a row of other columns than its table, or no object: {_short(row)}")
+        images = self.images(row)
+        identifier = row.get("id")
+        if not (identifier is None or isinstance(identifier, str | int)):
+            raise Rejected("bad_id", f"id is {_short(identifier)}")
+        turns = self._turns(row, len(images))
+        content: dict[str, Any] = {} if identifier is None else {"id": identifier}
+        if images:
+            content["image"] = _one_or_all([image.name or "unnamed" for image in images])
+        content["conversations"] = [{"from": speaker, "value": text} for speaker, text in turns]
+        return Adapted(parse_record(content), images)
+
+    def _turns(self, row: dict[str, Any], images: int) -> formats.Turns:
+        if self.form.name == "caption":
+            key = _first(row, self.caption_keys)
+            if key is None:
+                seen = f"nothing under {' or '.join(self.caption_keys)}; its keys are {_keys(row)}"
+                raise Rejected("no_caption", seen)
+            if not images:
+                seen = f"nothing under {' or '.join(self.image_keys)}; its keys are {_keys(row)}"
+                raise Rejected("image_count", f"a caption without an image: {seen}")
+            return caption_turns(row[key], images, self.form.caption_prompt)
+        keys = ("system", *formats.CONVERSATION_KEYS)
+        conversation = {key: _unpacked(row[key]) for key in row if key in keys}
+        return sharegpt_turns(conversation, images) if self.form.name == "sharegpt" else parse_turns(conversation)
+
+    def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
+        """The images of a row, in their order; raises Rejected."""
+        key = _first(row, self.image_keys)
+        found = None if key is None else _unpacked(row[key])
+        if found is None and self.form.name == "sharegpt":
+            found = list(_images_in_parts(row))
+        return tuple(map(_image, found if isinstance(found, list) else [] if found is None else [found]))
+
+
+def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
+    """Images that stand in the messages themselves: {"type": "image", "image": "a.jpg"}."""
+    key = _first(row, formats.CONVERSATION_KEYS)
+    messages = None if key is None else _unpacked(row[key])
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else []:
+            if isinstance(part, dict) and part.get("type") in formats.IMAGE_PARTS:
+                image = next((part[key] for key in ("image", "image_url", "path") if part.get(key)), None)
+                yield image.get("url") if isinstance(image, dict) and "url" in image else image
+
+
+def _one_or_all(names: list[str]) -> str | list[str]:
+    return names[0] if len(names) == 1 else names
+
+
+def _image(value: object) -> RowImage:
+    """One of a row: a name, bytes, or both, as datasets' Image has them."""
+    fields = value if isinstance(value, dict) else {"path": value} if isinstance(value, str) else {"bytes": value}
+    name, content = fields.get("path") or None, fields.get("bytes") or None
+    is_sound = isinstance(name, str | None) and isinstance(content, memoryview | None)
+    if not is_sound or (name is None and content is None) or len(name or "") > _LONGEST_NAME:
+        raise Rejected("bad_image_field", f"an image is {_short(value)}")
+    return RowImage(name and name.removeprefix("file://"), content)
+
+
+def _unpacked(value: object) -> object:
+    """A list that a table holds as the text of its JSON."""
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _first(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
+    """The first of the keys under which a row has anything."""
+    return next((key for key in keys if row.get(key)), None)
+
+
+def _keys(row: dict[str, Any]) -> str:
+    return ", ".join(map(str, row))[:200]
+
+
+def _short(value: object) -> str:
+    return repr(value)[:200]

@@ -1,0 +1,208 @@
+"""What `mmtrain shard` reads: files and folders as others have them, one after the other, row by row.
+
+.json .jsonl (LLaVA, ShareGPT, captions, COCO), .csv .tsv, .parquet, .arrow, datasets' folders --open_sources--> Source
+Source --rows--> any values --its Adapter--> records and images
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import first_few, harmless
+from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
+from mmtrain.data.prepare import arrow_files, json_files, tables
+from mmtrain.data.prepare.rows import FORMATS, Adapted, Adapter
+from mmtrain.data.prepare.sharding import Candidate
+from mmtrain.data.samples.formats import LLAVA, SampleFormat
+from mmtrain.data.samples.records import Rejected
+
+LOOKED_AT = 100  # rows of a source, where nobody says of which form they are
+_FITS = 0.9  # share of them, from which on the first form that has it is the one
+_JSON = (".json", ".jsonl", ".ndjson")
+_SUFFIXES = (*_JSON, *tables.SEPARATORS, *arrow_files.SUFFIXES)
+_URL = re.compile(r"(https?|s3|gs)://", re.IGNORECASE)
+_DOWNLOAD = (
+    "mmtrain downloads nothing: `img2dataset --output_format webdataset` does, and data.shards reads what it writes"
+)
+_SPLIT_FILE = re.compile(r"(.+)-\d+-of-\d+.*\.parquet")  # datasets' own names: train-00000-of-00002.parquet
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of rows."""
+
+    path: Path
+    name: str  # in rejected.jsonl and dataset.json; after its folder's, where that was named
+    adapter: Adapter
+    records: int = 0
+    is_coco: bool = False
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether its rows may hold images themselves."""
+        return self.path.suffix.lower() in arrow_files.SUFFIXES
+
+    def rows(self, first: int = 0) -> Iterator[object]:
+        """The rows from `first` on; raises UserError, when it gets there, for a damaged file."""
+        if self.holds_bytes:
+            return arrow_files.arrow_rows(self.path, self.adapter.columns, first)
+        if self.path.suffix.lower() in tables.SEPARATORS:
+            rows = tables.table_rows(self.path)
+        else:
+            rows = json_files.coco_captions(self.path) if self.is_coco else json_files.json_records(self.path)
+        return itertools.islice(rows, first, None)
+
+    def counted(self) -> Source:
+        """The same, with its number of records; raises UserError for a damaged file."""
+        records = arrow_files.count_rows(self.path) if self.holds_bytes else sum(1 for _ in self.rows())
+        return replace(self, records=records)
+
+    def keys(self, rows: Sequence[object]) -> list[str]:
+        """Names of its columns, or the keys of its first rows."""
+        if self.holds_bytes:
+            return arrow_files.arrow_columns(self.path)
+        return list(dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row))
+
+
+def llava_source(path: Path) -> Source:
+    """A file of LLaVA's records; raises UserError."""
+    return Source(path, path.name, Adapter(LLAVA, as_it_is=True)).counted()
+
+
+def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple[list[Source], str]:
+    """The files of rows that a path names, all read in one way, and which, for people.
+
+    `form` may be called auto: then the first rows decide. Raises UserError where nothing can be read, or no way to read
+    it is seen.
+    """
+    files = _files(path)
+    is_coco = [_is_json(file) and json_files.holds_coco(file) for _, file in files]
+    any_way = Adapter(form, image_key)
+    sources = [Source(file, name, any_way, is_coco=coco) for (name, file), coco in zip(files, is_coco, strict=True)]
+    rows = list(itertools.islice(itertools.chain.from_iterable(source.rows() for source in sources), LOOKED_AT))
+    if not rows:
+        raise UserError(f"{path}: holds no record")
+    as_it_is = all(map(_is_json, (file for _, file in files))) and image_key is None
+    names = FORMATS if form.name == "auto" else (form.name,)
+    ways = [replace(any_way, form=replace(form, name=name), as_it_is=as_it_is and name == "llava") for name in names]
+    adapter, found = _fitting(path, rows, ways, sources[0].keys(rows))
+    return [replace(source, adapter=adapter).counted() for source in sources], found
+
+
+def place(sources: Sequence[Source], number: int) -> tuple[Source, int]:
+    """The source of a record, by its number over all of them, and its number in it."""
+    for source in sources:
+        if number < source.records:
+            return source, number
+        number -= source.records
+    raise AssertionError(f"{number} records more than there are")
+
+
+def stored_images(sources: Sequence[Source], candidates: Iterable[Candidate]) -> Iterator[Sequence[memoryview | None]]:
+    """For each candidate, in their order, the bytes of its images that its row holds; None for one that is a file."""
+    opened: Source | None = None
+    rows: Iterator[object] = iter(())
+    at = 0
+    for candidate in candidates:
+        source, row = place(sources, candidate.record)
+        if not source.holds_bytes:
+            yield (None,) * len(candidate.images)
+            continue
+        if source is not opened:
+            opened, rows, at = source, source.rows(row), row
+        found = next(itertools.islice(rows, row - at, None), None)
+        at = row + 1
+        images = source.adapter.images(found) if isinstance(found, dict) else ()
+        if len(images) != len(candidate.images):
+            raise UserError(f"{source.path}: was changed while it was read; start again")
+        yield [image.content for image in images]
+
+
+def _fitting(path: Path, rows: Sequence[object], ways: Sequence[Adapter], keys: list[str]) -> tuple[Adapter, str]:
+    """The way that takes the rows, of several that take nearly all of them the first; and what they are, for people."""
+    for option, key in (("--image-key", ways[0].image_key), ("--caption-key", ways[0].form.caption_key)):
+        if key is not None and key not in keys:
+            raise UserError(f"{path}: {option} {key}: nothing is called so; there is {_named(keys)}")
+    trials = [(way, *_tried(way, rows)) for way in ways]
+    enough = [trial for trial in trials if len(trial[1]) >= _FITS * len(rows)]
+    way, taken, _ = enough[0] if enough else max(trials, key=lambda trial: len(trial[1]))
+    if not taken and len(ways) > 1:
+        seen = "; ".join(f"as {way.form.name} {max(faults, key=len)[0]}" for way, _, faults in trials)
+        raise UserError(f"{path}: none of its first {len(rows):,} records is a sample: {seen}. {_remedy(path, keys)}")
+    names = (image.name for adapted in taken for image in adapted.images if image.content is None and image.name)
+    if _URL.match(name := next(names, "")):
+        raise UserError(f"{path}: its images are addresses ({harmless(name)}). {_DOWNLOAD}")
+    return way, way.found(rows)
+
+
+def _tried(way: Adapter, rows: Sequence[object]) -> tuple[list[Adapted], list[list[str]]]:
+    """What becomes of rows, and the faults of the others: for each reason a list."""
+    taken: list[Adapted] = []
+    faults: dict[str, list[str]] = {}
+    for row in rows:
+        try:
+            taken.append(way.adapt(row))
+        except Rejected as error:
+            faults.setdefault(error.reason, []).append(str(error))
+    return taken, list(faults.values())
+
+
+def _remedy(path: Path, keys: list[str]) -> str:
+    if any("url" in key.lower() for key in keys) or any(_URL.match(key) for key in keys):
+        return _DOWNLOAD
+    of_table = ""
+    if path.suffix.lower() in tables.SEPARATORS:
+        of_table = f"; the names of columns stand in the first line, which is {_named(keys)}"
+    return f"--image-key and --caption-key say what holds them{of_table}"
+
+
+def _named(keys: list[str]) -> str:
+    return harmless(first_few(keys, 20)) or "nothing"
+
+
+def _is_json(path: Path) -> bool:
+    return path.suffix.lower() in _JSON
+
+
+def _files(path: Path) -> list[tuple[str, Path]]:
+    """The files of rows that a path names, in their order, each with its name; raises UserError."""
+    if not path.is_dir():
+        if path.suffix.lower() == ".tar":
+            raise UserError(f"{path}: is a shard already: data.shards={path} trains on it")
+        if path.suffix.lower() not in _SUFFIXES:
+            known = ", ".join(_SUFFIXES)
+            raise UserError(f"{path}: its name must end in one of {known}; or name a folder of datasets' save_to_disk")
+        return [(path.name, path)]
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(folder.parent.name for folder in path.glob("*/state.json"))
+        raise UserError(f"{path}: holds splits; name one or several: {' '.join(str(path / split) for split in splits)}")
+    names = _saved_files(path) if (path / "state.json").is_file() else sorted(f.name for f in path.glob("*.parquet"))
+    if not names:
+        inner = sorted({str(file.parent) for file in path.glob("*/*.parquet")})
+        seen = f"; {first_few(inner, 3)} has some" if inner else ""
+        raise UserError(f"{path}: holds no *.parquet and no state.json of datasets' save_to_disk{seen}. Name files")
+    splits = sorted({found[1] for name in names if (found := _SPLIT_FILE.fullmatch(name))})
+    if len(splits) > 1:
+        raise UserError(
+            f"{path}: holds splits ({', '.join(splits)}); name the files of one: {path}/{splits[0]}-*.parquet"
+        )
+    return [(f"{path.name}/{name}", path / name) for name in names]
+
+
+def _saved_files(folder: Path) -> list[str]:
+    """Names of the files of a folder that datasets' save_to_disk has written, as its state.json lists them."""
+    state = folder / "state.json"
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        content = parse_json(read_limited(state, MAX_JSON_BYTES, "the state of a saved data set"))
+        names = [entry["filename"] for entry in content["_data_files"]]
+        if content.get("_indices_data_files"):
+            raise UserError(f"{state}: lists its rows apart, as datasets did before version 2: save it again")
+        if all(Path(name).name == name and name.endswith(".arrow") for name in names):
+            return names
+    raise UserError(f"{state}: is not what datasets' save_to_disk writes; save the data set again")

@@ -1,0 +1,216 @@
+"""mmtrain shard --from: others' files and folders become the shards that the same data in LLaVA's JSON becomes."""
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import datasets
+import pandas
+import pyarrow
+import pytest
+from llava_data import contents, keys_in, picture, read_members
+from pyarrow import parquet
+
+from mmtrain.__main__ import main
+
+datasets.disable_progress_bars()
+PROMPT = "Describe the image."
+IMAGE = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+CAPTIONS = ["A red door.", 'He said "no", twice', "two\nlines", "図書館 \U0001f600", "[1] a, b", "tab\there"] * 3
+
+
+def asked(*texts: str, names=("human", "gpt"), keys=("from", "value")) -> list[dict]:
+    return [{keys[0]: names[number % 2], keys[1]: text} for number, text in enumerate(texts)]
+
+
+def llava(number: int, name: object, caption: str, prompt: str = PROMPT) -> dict:
+    return {"id": number, "image": name, "conversations": asked(f"<image>\n{prompt}", caption)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    draw = random.Random(0)
+    (tmp_path / "images" / "deep").mkdir(parents=True)
+    for number in range(len(CAPTIONS)):
+        kind = ("jpg", "JPEG") if number % 2 else ("png", "PNG")
+        (tmp_path / "images" / "deep" / f"{number}.{kind[0]}").write_bytes(picture(draw, kind[1]))
+    return tmp_path
+
+
+def names(folder: Path) -> list[str]:
+    files = sorted((folder / "images" / "deep").iterdir(), key=lambda file: int(file.stem))
+    return [f"deep/{file.name}" for file in files]
+
+
+def shard(folder: Path, *paths: str | Path, out="out", more=(), option="--from") -> int:
+    chosen = [] if "--workers" in more else ["--workers", "1"]
+    files = [str(folder / path) for path in paths]
+    arguments = ["--images", str(folder / "images"), "--out", str(folder / out), "--samples-per-shard", "7"]
+    return main(["shard", option, *files, *arguments, *chosen, *more])
+
+
+def tars(out: Path) -> dict[str, bytes]:
+    return {name: content for name, content in contents(out).items() if ".tar" in name}
+
+
+def rejections(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
+
+
+def write_json(folder: Path, records: list) -> None:
+    (folder / "llava.json").write_text(json.dumps(records))
+
+
+def write_csv(path: Path, rows: list[dict], **more) -> None:
+    with path.open("w", newline="", encoding=more.pop("encoding", "utf-8")) as file:
+        writer = csv.DictWriter(file, list(rows[0]), **more)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def coco(rows: list[dict]) -> dict:
+    images = [{"id": f"i{row['id']}", "file_name": row["image"], "width": 3} for row in rows]
+    notes = [{"image_id": f"i{row['id']}", "id": row["id"], "caption": row["caption"]} for row in rows]
+    return {"info": {"year": 2017}, "licenses": [{"id": 1}], "images": images[::-1], "annotations": notes}
+
+
+def sharegpt(row: dict) -> dict:
+    return {
+        "id": row["id"],
+        "images": [row["image"]],
+        "messages": asked(PROMPT, row["caption"], names=("user", "assistant")),
+    }
+
+
+def parts(row: dict) -> dict:
+    question = [{"type": "image", "image": row["image"]}, {"type": "text", "text": PROMPT}]
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["caption"]}]
+    return {"id": row["id"], "messages": turns}
+
+
+def table(rows: list[dict]) -> pyarrow.Table:
+    return pyarrow.Table.from_pylist(rows)
+
+
+WRITERS = {
+    "llava.json": lambda path, rows: path.write_text(
+        json.dumps([llava(row["id"], row["image"], row["caption"]) for row in rows])
+    ),
+    "captions.jsonl": lambda path, rows: path.write_text("\n".join(map(json.dumps, rows))),
+    "coco.json": lambda path, rows: path.write_text(json.dumps(coco(rows))),
+    "coco_last.json": lambda path, rows: path.write_text(json.dumps(dict(reversed(coco(rows).items())))),
+    "sharegpt.json": lambda path, rows: path.write_text(json.dumps(list(map(sharegpt, rows)))),
+    "parts.jsonl": lambda path, rows: path.write_text("\n".join(json.dumps(parts(row)) for row in rows)),
+    "names.parquet": lambda path, rows: parquet.write_table(table(rows), path, row_group_size=5),
+    "messages.parquet": lambda path, rows: parquet.write_table(table(list(map(sharegpt, rows))), path),
+    "mixed": lambda path, rows: datasets.Dataset.from_list(
+        list(map(parts, rows)), on_mixed_types="use_json"
+    ).save_to_disk(path),
+    "conversations.parquet": lambda path, rows: parquet.write_table(
+        table([llava(row["id"], row["image"], row["caption"]) for row in rows]), path
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_same_records_in_any_form_become_the_same_shards(folder, name, capsys):
+    rows = [
+        {"id": number, "image": image, "caption": caption}
+        for number, (image, caption) in enumerate(zip(names(folder), CAPTIONS, strict=True))
+    ]
+    write_json(folder, [llava(row["id"], row["image"], row["caption"]) for row in rows])
+    assert shard(folder, "llava.json", option="--json", out="json") == 0
+    WRITERS[name](folder / name, rows)
+    assert shard(folder, name) == 0
+    assert tars(folder / "out") == tars(folder / "json") and len(tars(folder / "out")) == 6
+    assert f"{folder}/{name}: " in (said := capsys.readouterr().out) and "18 records" in said
+    summary, plain = (json.loads((folder / out / "dataset.json").read_text()) for out in ("out", "json"))
+    assert summary["options"].pop("format") == "auto"
+    assert {key: summary["options"].pop(key) for key in ("image_key", "caption_key", "caption_prompt")} == {
+        "image_key": None,
+        "caption_key": None,
+        "caption_prompt": PROMPT,
+    }
+    assert summary["options"] == plain["options"] and summary["sha256"] == plain["sha256"]
+
+
+@pytest.mark.parametrize("write", ["csv", "tsv", "bom", "pandas.csv", "pandas.tsv"])
+def test_tables_of_csv_and_pandas_are_read_as_they_were_meant(folder, write):
+    rows = [{"file_name": image, "caption": text} for image, text in zip(names(folder), CAPTIONS, strict=True)]
+    path = folder / f"rows.{write[-3:].replace('bom', 'csv')}"
+    separator = "\t" if path.suffix == ".tsv" else ","
+    if write.startswith("pandas"):
+        pandas.DataFrame(rows).to_csv(path, sep=separator, index=False)
+    else:
+        write_csv(path, rows, encoding="utf-8-sig" if write == "bom" else "utf-8", delimiter=separator)
+    assert shard(folder, path, more=("--caption-prompt", "Was?")) == 0
+    found = [members for tar in sorted((folder / "out").glob("*.tar")) for members in read_members(tar)]
+    texts = [json.loads(members["json"]) for members in found]
+    assert [text["conversations"] for text in texts] == [asked("<image>\nWas?", caption) for caption in CAPTIONS]
+    assert [text["image"] for text in texts] == names(folder) and not any("id" in text for text in texts)
+    assert [members["__key__"] for members in found] == [f"record-{number:08d}" for number in range(len(CAPTIONS))]
+
+
+@pytest.mark.parametrize("write", ["save_to_disk", "to_parquet", "folder", "pandas"])
+def test_images_as_bytes_are_stored_as_they_are_under_the_suffix_of_what_they_are(folder, write):
+    files = [(folder / "images" / name).read_bytes() for name in names(folder)]
+    images = [
+        {"bytes": content, "path": None if number % 3 else f"x{number}.gif"} for number, content in enumerate(files)
+    ]
+    rows = {"image": images, "caption": CAPTIONS}
+    if write == "pandas":
+        pandas.DataFrame(rows | {"image": files}).to_parquet(folder / "data.parquet", row_group_size=4)
+    data = datasets.Dataset.from_dict(rows, features=IMAGE)
+    path = {"save_to_disk": "saved", "to_parquet": "data.parquet", "folder": "several", "pandas": "data.parquet"}[write]
+    if write == "save_to_disk":
+        data.save_to_disk(folder / path, num_shards=3)
+    elif write == "to_parquet":
+        data.to_parquet(folder / path, batch_size=4)
+    elif write == "folder":
+        (folder / path).mkdir()
+        for number in range(2):
+            data.shard(2, number).to_parquet(folder / path / f"train-0000{number}-of-00002.parquet")
+    (folder / "none").mkdir()
+    for out, more in (("out", ()), ("workers", ("--workers", "2"))):
+        arguments = ["--out", str(folder / out), "--samples-per-shard", "5", *(more or ("--workers", "1"))]
+        assert main(["shard", "--from", str(folder / path), *arguments]) == 0
+    assert contents(folder / "out") == contents(folder / "workers")
+    found = [members for tar in sorted((folder / "out").glob("*.tar")) for members in read_members(tar)]
+    assert [members.get("jpg", members.get("png")) for members in found] == files
+    assert [("jpg" in members) for members in found] == [bool(number % 2) for number in range(len(files))]
+    keys = [members["__key__"] for members in found]
+    named = [key if number % 3 or write == "pandas" else f"x{number}.gif" for number, key in enumerate(keys)]
+    assert [json.loads(members["json"])["image"] for members in found] == named
+
+
+def test_several_images_of_a_row_and_text_alone_among_them(folder):
+    files = [(folder / "images" / name).read_bytes() for name in names(folder)[:3]]
+    rows = [
+        {
+            "images": [{"bytes": file} for file in files],
+            "messages": asked("Which?", "All.", names=("user", "assistant")),
+        },
+        {"images": None, "messages": asked("Hi", "Yes.", names=("user", "assistant"))},
+        {"images": [{"bytes": files[0]}], "messages": asked("A <image> b", "c", names=("user", "assistant"))},
+    ]
+    parquet.write_table(table(rows), folder / "a.parquet")
+    assert shard(folder, "a.parquet") == 0
+    several, text, one = read_members(folder / "out" / "shard-000000.tar")
+    assert [several["0.png"], several["1.jpg"], several["2.png"]] == files and one["png"] == files[0]
+    assert json.loads(several["json"]) == {
+        "image": [f"record-00000000.{number}" for number in range(3)],
+        "conversations": asked("<image>\n<image>\n<image>\nWhich?", "All."),
+    }
+    assert json.loads(text["json"]) == {"conversations": asked("Hi", "Yes.")}
+    assert json.loads(one["json"])["conversations"] == asked("A <image> b", "c")
+
+
+def test_shards_of_a_size_count_images_in_bytes(folder):
+    noise = random.Random(0)
+    files = [picture(noise, "PNG") + noise.randbytes(150_000) for _ in range(30)]
+    parquet.write_table(table([{"image": {"bytes": file}, "caption": "x"} for file in files]), folder / "a.parquet")
+    arguments = ["--out", str(folder / "out"), "--shard-bytes", "1MB", "--max-reject-rate", "1", "--max-side", "50"]
+    assert main(["shard", "--from", str(folder / "a.parquet"), *arguments]) == 0
+    sizes = [len(list(keys_in(tar))) for tar in sorted((folder / "out").glob("*.tar"))]
+    assert sizes == [6] * 5
