@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,7 +32,7 @@ class _Stretch:
 
     def join(self, later: _Stretch) -> _Stretch:
         lowest = min(self.lowest, later.lowest, key=lambda point: point.y)
-        highest = max(later.highest, self.highest, key=lambda point: point.y)  # of equal ones: so both ends are kept
+        highest = max(self.highest, later.highest, key=lambda point: point.y)
         middle = (self.middle * self.count + later.middle * later.count) / (self.count + later.count)
         return _Stretch(self.count + later.count, middle, self.total + later.total, lowest, highest)
 
@@ -55,20 +56,20 @@ class Curve:
         self.last = point = Point(x, y)
         self.first = self.first or point
         self.count += 1
-        new, stretches = _Stretch(1, x, y, point, point), self._stretches
-        if stretches and stretches[-1].count < self._width:
-            stretches[-1] = stretches[-1].join(new)
+        new = _Stretch(1, x, y, point, point)
+        if self._stretches and self._stretches[-1].count < self._width:
+            self._stretches[-1] = self._stretches[-1].join(new)
             return
-        stretches.append(new)
-        if len(stretches) * min(self._width, 2) > self._most:
-            pairs = zip(stretches[::2], [*stretches[1::2], None], strict=False)
+        self._stretches.append(new)
+        while len(self._stretches) * min(self._width, 2) > self._most:
+            pairs = itertools.zip_longest(self._stretches[::2], self._stretches[1::2])
             self._stretches = [one if other is None else one.join(other) for one, other in pairs]
             self._width *= 2
 
     @property
     def is_whole(self) -> bool:
         """Whether `points` are all that were added."""
-        return self._width <= 2
+        return self._width == 1
 
     def points(self) -> list[Point]:
         """At most `most` points: all, or the extremes of each stretch, in the order of their x."""
@@ -84,7 +85,3 @@ class Curve:
                 joined = joined.join(other)
             means.append(Point(joined.middle, joined.total / joined.count))
         return means
-
-    def at(self, x: float) -> float | None:
-        """The y of the last of `points` up to this x; None before the first."""
-        return next((point.y for point in reversed(self.points()) if point.x <= x), None)

@@ -40,7 +40,8 @@ def shown_questions(run: RunRecord) -> tuple[Asked, ...]:
 
 def read_picture(folder: Path, name: str) -> Picture:
     """A picture of the run's folder by its name in answers.jsonl; of a stranger's record that may be any text."""
-    if not PATH.fullmatch(name):
+    inside = folder.resolve()
+    if not PATH.fullmatch(name) or not (inside / name).resolve().is_relative_to(inside):
         return Picture(None, 0, 0, "not a picture of the run's folder")
     try:
         content = read_limited(folder / name, LARGEST, "a small JPEG")

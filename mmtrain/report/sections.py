@@ -39,7 +39,9 @@ def trained(run: RunRecord) -> Section:
     """The plan, the data, what trains, the audit."""
     plan, says = run.plan, [f"Trained on {data_source(run)}."]
     if plan is None:
-        return Section("trained", "What was trained", (*says, "There is no plan.json that could be read."))
+        return Section(
+            "trained", "What was trained", (*says, "There is no plan.json that could be read.", audit_sentence(run))
+        )
     packs = counted(plan.packs_per_microbatch, "pack")
     says += [
         f"{models(run)}; {first_few(plan.trainable, SHOWN_NAMES)} trains, all else is frozen.",
