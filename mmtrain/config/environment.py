@@ -18,7 +18,7 @@ from mmtrain.base.printing import shortened
 from mmtrain.config.keys import ELEMENT, NamesFiles, Path, marked
 
 LONGEST_PATH = 4096  # characters of a path with variables, before and after: Linux opens no longer one
-_BRACED = re.compile(r"\$\{([A-Za-z_]\w*)((?:[:=?+-][^}]*)?)\}", re.ASCII)  # and what a shell does where it is not set
+_BRACED = re.compile(r"\$\{([A-Za-z_]\w*)((?:[:=?+-][^{}]*)?)\}", re.ASCII)  # and what a shell does where it is not set
 _UNBRACED = re.compile(r"(\$([A-Za-z_]\w*)|%([A-Za-z_]\w*)%)[^/]*", re.ASCII)  # and the rest of that file's name
 _SECRET = {"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "PAT", "CREDENTIAL", "CREDENTIALS"}
 

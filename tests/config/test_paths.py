@@ -118,6 +118,7 @@ def test_what_a_variable_holds_is_not_filled_in_again(monkeypatch, value):
         ("data.shards=[a, '${NOT_THERE}/b']", "data.shards.1: the environment variable of ${NOT_THERE} is not set"),
         ("data.template=${NOT_THERE}/x.jinja", "data.template: the environment variable of ${NOT_THERE} is not set"),
         ("run.dir=${DATA:-/x}/y", "run.dir: ${DATA:-/x} has a default, which only a shell knows; leave it out"),
+        ("run.dir=${NOT_THERE:-${DATA}}", "run.dir: ${NOT_THERE:-${DATA}} holds ${...} when it is filled in"),
         ("run.dir=${DATA?}", "run.dir: ${DATA?} has a default"),
         ("model.llm.path=$DATA/llm", "model.llm.path: $DATA is neither a file nor a variable; write ${DATA}"),
         ("model.llm.path=x/%DATA%/llm", "model.llm.path: %DATA% is neither a file nor a variable; write ${DATA}"),
