@@ -11,6 +11,7 @@
 
     run = mmtrain.load_run("runs/llava_pp4")             # of any run, also one that is under way
     pandas.DataFrame(run.metrics("train")).plot("step", "loss")
+    run.report()                                         # its page, runs/llava_pp4/report.html
 
 Importing this imports nothing of it: each name brings its module when it is first used.
 """

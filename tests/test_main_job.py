@@ -43,6 +43,7 @@ def test_the_projector_learns_to_make_the_llm_read_handwriting_that_nothing_has_
     assert "6 held-out questions" in ran.stdout
     (control,) = records(run.parent, "eval_permuted")
     assert control["answers"] == evaluations[-1]["answers"] and control["exact_match"] <= 0.15
+    assert f"report: {run / 'report.html'}" in ran.stdout and "report.html" in [file.name for file in run.iterdir()]
     losses = [record["loss"] for record in records(run.parent, "train")]
     assert len(losses) == 160 and sum(losses[-10:]) < 0.1 * sum(losses[:10])
 

@@ -55,7 +55,8 @@ def test_it_plans_and_shards_and_trains_the_demo(installed, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([record]))
     assert "1 samples" in run(installed, tmp_path, "shard", "--json", "a.json", "--images", ".", "--out", "shards")
     short = ("parallel.pipeline=1", "train.max_steps=2", "eval.shards=null", "parallel.threads_per_rank=1")
-    assert "results: runs/llava_pp4" in run(installed, tmp_path, "train", "demo:llava_pp4", *short)
+    said = run(installed, tmp_path, "train", "demo:llava_pp4", *short)
+    assert "results: runs/llava_pp4" in said and "report: runs/llava_pp4/report.html" in said
 
 
 def test_a_folder_called_mmtrain_hides_nothing_of_what_setup_installed(tmp_path):

@@ -21,7 +21,7 @@ from typing import IO, Any
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import say
-from mmtrain.checkpoint.run_folder import run_folder
+from mmtrain.checkpoint.run_folder import REPORT, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, step_folders
 from mmtrain.config.load import dump_config, restore_config, validated
 from mmtrain.config.load import load_config as read_config
@@ -29,6 +29,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import read_yaml
 from mmtrain.pretrained.whole_models import completed
 from mmtrain.processes.child import python_child
+from mmtrain.report.page import write_page
 
 WRONG_INPUT = 2  # exit code of the launcher for what the user can mend
 LINES_KEPT = 200  # of what the launcher has printed: its message is among the last
@@ -109,6 +110,10 @@ class Run:
     def metrics(self, *kinds: str) -> list[dict[str, Any]]:
         """Records of metrics.jsonl of these kinds, in order: begin, train, eval, eval_permuted, end ..."""
         return list(recorded(self.folder / "metrics.jsonl", *kinds))
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Make the run's page, `report.html` in its folder unless `out` says where; its path. Raises UserError."""
+        return write_page([self.folder], self.folder / REPORT if out is None else Path(out))
 
     @property
     def scores(self) -> list[dict[str, Any]]:

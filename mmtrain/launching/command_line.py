@@ -23,7 +23,7 @@ CONFIG is a YAML file; any key of it can be set on the command line. Ranks = par
 Results go to run.dir/run.name: config.yaml and plan.json (what runs), log.txt (everything that libraries say),
 metrics.jsonl (loss and each rank's time of every step, scores on held-out samples), answers.jsonl (what was asked
 and answered), quarantine.jsonl (damaged samples, if any), samples.jsonl (the keys of every step, with data.ledger),
-audit.json, checkpoints/.
+audit.json, checkpoints/, and report.html, the page of all that.
 
 A run that was interrupted goes on when the same command is given again: from its newest whole checkpoint,
 with the same samples in the same steps. What was recorded after that checkpoint moves to discarded.jsonl.

@@ -51,13 +51,14 @@ def test_a_plan_needs_no_torch():
     assert ran.stdout == "2 False\n", ran.stderr
 
 
-def test_a_run_leaves_its_records_and_its_folder_is_a_run(finished):
+def test_a_run_leaves_its_records_and_its_page_and_its_folder_is_a_run(finished, tmp_path):
     assert not finished.is_running
     assert [record["step"] for record in finished.metrics("train")] == [0, 1, 2]
     assert finished.scores and {"step", "loss", "exact_match"} <= set(finished.scores[-1])
     assert [checkpoint.step for checkpoint in finished.checkpoints] == [3]
     again = mmtrain.load_run(finished.folder)
     assert again.wait() is again and again.metrics("train") == finished.metrics("train")
+    assert again.report(tmp_path / "page.html").stat().st_size > 700_000 and (finished.folder / "report.html").is_file()
     assert again.config == finished.config and again.config.run.name == "tiny" == finished.folder.name
 
 
