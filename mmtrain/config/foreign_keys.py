@@ -134,7 +134,7 @@ ANSWERS = {
         "samples always share packs of data.pack_length tokens, without seeing each other"
     ),
     "dataset datasets data_path dataset_dir train_file train_data image_folder image_dir media_dir": (
-        "data.shards names webdataset tars, which mmtrain shard makes of others' files; several data sets: data.sets"
+        "data.shards names webdataset tars, which mmtrain shard makes of other files; several data sets: data.sets"
     ),
     "interleave_probs mix_strategy interleave_prob": "data.sets gives each set a weight",
     "template version conv_version prompt_version chat_template": "it is data.template",

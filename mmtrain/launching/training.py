@@ -88,10 +88,7 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
         try_family = functools.partial(probe, config.model.llm.path, plan.boundaries)
         how = _how_to_go_on(config, options)
         if rank is None:
-            code = _start(target, try_family, job, how)
-            if is_first:
-                _leave_page(job.folder)
-            return code
+            return _start(target, try_family, job, how)
         set_rank_environment(job.threads, on_gpus=job.on_gpus)
         if is_first:
             try_family()
@@ -111,6 +108,8 @@ def _start(target: Train, try_family: Callable[[], None], job: Job, how_to_go_on
     with prepared(job):
         try_family()
         failure = run_ranks(target, job)
+    if job.node == 0:
+        _leave_page(job.folder)  # before what is said of the end, which is the last line for whoever reads only that
     if failure is None:
         if job.node == 0:
             say(f"results: {job.folder}")
