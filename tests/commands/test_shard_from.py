@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import sys
 from pathlib import Path
 
 import datasets
@@ -214,3 +215,69 @@ def test_shards_of_a_size_count_images_in_bytes(folder):
     assert main(["shard", "--from", str(folder / "a.parquet"), *arguments]) == 0
     sizes = [len(list(keys_in(tar))) for tar in sorted((folder / "out").glob("*.tar"))]
     assert sizes == [6] * 5
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "saved"])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bytes_and_not_with_other_options(folder, name, capsys):
+    rows = [{"image": image, "caption": text} for image, text in zip(names(folder), CAPTIONS, strict=True)]
+    rows[12]["image"] = rows[16]["image"] = "none.jpg"
+    if name == "a.csv":
+        write_csv(folder / name, rows)
+    else:
+        files = [folder / "images" / row["image"] for row in rows]
+        images = [{"bytes": file.read_bytes()} if file.exists() else {"path": file.name} for file in files]
+        data = datasets.Dataset.from_list([row | {"image": image} for row, image in zip(rows, images, strict=True)])
+        data.to_parquet(folder / name) if name == "a.parquet" else data.save_to_disk(folder / name)
+    assert shard(folder, name, more=("--max-reject-rate", "0.06")) == 2
+    assert "too many bad records: 2 of the first 17 (2 missing_image)" in (capsys.readouterr().err)
+    assert (folder / "out" / "unfinished.jsonl").is_file()
+    again = ("--resume", "--max-reject-rate", "1")
+    assert shard(folder, name, more=(*again, "--caption-prompt", "What?")) == 2
+    assert 'caption_prompt was "Describe the image." and is "What?"' in capsys.readouterr().err
+    assert shard(folder, name, more=again) == 0
+    assert "2 shards are there already" in capsys.readouterr().out
+    assert shard(folder, name, out="whole", more=("--max-reject-rate", "1")) == 0
+    assert contents(folder / "out") == contents(folder / "whole")
+    assert [line["record"] for line in rejections(folder / "out")] == [12, 16]
+
+
+def test_several_sources_are_read_one_after_the_other_each_as_it_is(folder, capsys):
+    image = names(folder)[0]
+    write_json(folder, [llava(0, image, "first")])
+    write_csv(folder / "a.csv", [{"image": image, "caption": "second"}, {"image": "none.png", "caption": "third"}])
+    parquet.write_table(table([sharegpt({"id": 0, "image": image, "caption": "fourth"})]), folder / "a.parquet")
+    more = ("--max-reject-rate", "0.5")
+    assert shard(folder, "llava.json", "a.csv", "a.parquet", more=more) == 0
+    assert [(line["file"], line["record"], line["reason"]) for line in rejections(folder / "out")] == [
+        ("a.csv", 1, "missing_image"),
+        ("a.parquet", 0, "duplicate_id"),
+    ]
+    inputs = json.loads((folder / "out" / "dataset.json").read_text())["inputs"]
+    assert [(entry["file"], entry["records"], entry["format"]) for entry in inputs] == [
+        ("llava.json", 1, "llava"),
+        ("a.csv", 2, "caption"),
+        ("a.parquet", 1, "sharegpt"),
+    ]
+    assert f"{folder}/a.csv: captions (image: image, caption: caption): 2 records" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "a.json", "--from", "a.csv"], "argument --from: not allowed with argument --json"),
+        (["--json", "a.json", "--format", "caption"], "--json: reads LLaVA's own records; with --format say --from"),
+        (["--json", "a.json", "--image-key", "x"], "with --image-key say --from"),
+        (["--from", "a.csv", "--format", "coco"], "invalid choice: 'coco'"),
+    ],
+)
+def test_options_of_one_way_are_refused_with_the_other(tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["shard", *arguments, "--out", str(tmp_path / "out")])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_where_pyarrow_lacks_the_extra_is_named(folder, monkeypatch, capsys):
+    parquet.write_table(table([sharegpt({"id": 0, "image": "a.png", "caption": "x"})]), folder / "a.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert shard(folder, "a.parquet") == 2
+    assert "which is not installed: pip install 'mmtrain[datasets]'" in capsys.readouterr().err

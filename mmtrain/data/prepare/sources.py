@@ -67,6 +67,8 @@ class Source:
         """Names of its columns, or the keys of its first rows."""
         if self.holds_bytes:
             return arrow_files.arrow_columns(self.path)
+        if self.path.suffix.lower() in tables.SEPARATORS:
+            return tables.table_columns(self.path)
         return list(dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row))
 
 
@@ -85,7 +87,8 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     is_coco = [_is_json(file) and json_files.holds_coco(file) for _, file in files]
     any_way = Adapter(form, image_key)
     sources = [Source(file, name, any_way, is_coco=coco) for (name, file), coco in zip(files, is_coco, strict=True)]
-    rows = list(itertools.islice(itertools.chain.from_iterable(source.rows() for source in sources), LOOKED_AT))
+    rows = itertools.islice(itertools.chain.from_iterable(source.rows() for source in sources), LOOKED_AT)
+    rows = [_without_contents(row) for row in rows]
     if not rows:
         raise UserError(f"{path}: holds no record")
     as_it_is = all(map(_is_json, (file for _, file in files))) and image_key is None
@@ -122,6 +125,15 @@ def stored_images(sources: Sequence[Source], candidates: Iterable[Candidate]) ->
         if len(images) != len(candidate.images):
             raise UserError(f"{source.path}: was changed while it was read; start again")
         yield [image.content for image in images]
+
+
+def _without_contents(value: object) -> object:
+    """The same with one byte for each image: a hundred images may not fit into memory."""
+    if isinstance(value, memoryview):
+        return memoryview(b"?" if value.nbytes else b"")
+    if isinstance(value, dict):
+        return {key: _without_contents(inner) for key, inner in value.items()}
+    return [_without_contents(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _fitting(path: Path, rows: Sequence[object], ways: Sequence[Adapter], keys: list[str]) -> tuple[Adapter, str]:

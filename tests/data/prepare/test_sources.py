@@ -1,0 +1,213 @@
+"""sources.py: whose files hold what is seen from their first rows, and what is none of them is refused in one line."""
+
+import json
+import pickle
+import struct
+import zlib
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from mmtrain.__main__ import main
+from mmtrain.base.errors import UserError
+from mmtrain.data.prepare.sources import open_sources
+from mmtrain.data.samples import records
+from mmtrain.data.samples.formats import SampleFormat
+
+AUTO = SampleFormat("auto", caption_prompt="What?")
+ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+TOLD = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}]
+GIF = b"GIF89a" + bytes(60)
+
+
+def opened(path: Path, content: bytes | str | list, form=AUTO, image_key=None):
+    if isinstance(content, list):
+        parquet.write_table(pyarrow.Table.from_pylist(content), path)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return open_sources(path, form, image_key)
+
+
+def lines(*rows: object) -> str:
+    return "\n".join(map(json.dumps, rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("a.json", lines({"conversations": TOLD}), "LLaVA's conversations"),
+        ("a.jsonl", lines(*[{"conversations": TOLD}] * 95, *[{"messages": ASKED}] * 5), "LLaVA's conversations"),
+        ("a.jsonl", lines(*[{"conversations": TOLD}] * 50, *[{"messages": ASKED}] * 50), "ShareGPT's messages"),
+        ("a.ndjson", lines({"messages": ASKED}), "ShareGPT's messages"),
+        ("a.jsonl", lines({"file_name": "a.jpg", "text": "A."}), "captions (image: file_name, caption: text)"),
+        ("a.csv", "filepath,title\na.jpg,A.", "captions (image: filepath, caption: title)"),
+        ("a.CSV", "image,caption\r\na.jpg,A.\r\n\r\n", "captions (image: image, caption: caption)"),
+        ("a.tsv", "caption\timage_path\nA.\ta.jpg", "captions (image: image_path, caption: caption)"),
+        ("a.csv", f'messages\n"{json.dumps(ASKED).replace(chr(34), chr(34) * 2)}"', "ShareGPT's messages"),
+        ("a.parquet", [{"image": GIF, "text": "A."}], "captions (image: image, caption: text)"),
+        ("a.parquet", [{"images": ["a.jpg"], "messages": ASKED, "x": 1.5}], "ShareGPT's messages"),
+    ],
+)
+def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
+    sources, said = opened(tmp_path / name, content)
+    assert said == found
+    assert sum(source.records for source in sources) == sum(1 for source in sources for _ in source.rows())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "image,caption", "holds no record"),
+        ("a.csv", "", "is empty; needed is a table whose first line names its columns"),
+        ("a.csv", "image,image,caption\na,b,c", "names a column twice"),
+        ("a.csv", "image;caption\na.jpg;A.", r"--image-key and --caption-key .* first line, which is image;caption"),
+        ("a.csv", 'image,caption\na.jpg,"A" b\n', r"line 2 is none of a table .* quotes in it are doubled"),
+        ("a.csv", 'image,caption\na.jpg,"A\n', r"line 2 is none of a table"),
+        ("a.csv", "image,caption\na.jpg,A\0\n", "line 2 has a null character"),
+        ("a.csv", "image,caption\na.jpg,ü\n".encode("latin-1"), "is not UTF-8 text"),
+        ("a.csv", "image,caption\na.jpg,A\n".encode("utf-16"), "is not UTF-8 text"),
+        ("a.csv", "image,caption\na.jpg,A\n".encode("utf-16-le"), "line 1 has a null character"),
+        ("a.csv", "image,caption\n" + "a" * (17 << 20), "line 2 is longer than"),
+        ("a.tsv", "a very typical bus station\thttp://lh6.ggpht.com/a.jpg\nb\thttp://c", "img2dataset"),
+        ("a.tsv", "caption\turl\nA.\thttp://c/a.jpg", "mmtrain downloads nothing: `img2dataset"),
+        ("a.csv", "caption,image\nA.,HTTPS://c/a.jpg", r"its images are addresses \(HTTPS://c/a.jpg\)"),
+        ("a.json", lines({"images": [], "dataset": "x"}), "as llava no_conversation: .*; as caption no_caption: "),
+        ("a.jsonl.gz", "", "its name must end in one of .json, "),
+        ("a.tar", "", "is a shard already: data.shards="),
+        ("a.json", '{"annotations": [{"image_id": 1, "caption": "x"}], "images": [', "after 1 records, at character"),
+        ("a.json", lines({"annotations": [{"image_id": 1, "bbox": []}], "images": []}), "no_caption: nothing under"),
+        ("a.parquet", b"PAR1" + bytes(50) + b"PAR1", "cannot be read .*is the file complete"),
+        ("a.parquet", b"", "cannot be read"),
+        ("a.arrow", pickle.dumps(print), "cannot be read"),
+        ("a.arrow", b"ARROW1\0\0" + bytes(40), "cannot be read"),
+        ("a.parquet", [{"image": 5, "caption": "x"}], r"bad_image_field: an image is 5"),
+    ],
+)
+def test_what_is_no_data_is_refused_with_what_was_seen_and_the_remedy(tmp_path, name, content, message):
+    with pytest.raises(UserError, match=rf"/{name}: [^\n]*{message}") as error:
+        opened(tmp_path / name, content)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1500
+
+
+def test_keys_that_are_named_are_taken_and_must_be_there(tmp_path):
+    content = "foto,bild,caption,satz\na.jpg,b.jpg,A.,B.\n"
+    (source,), said = opened(tmp_path / "a.csv", content, SampleFormat("auto", "satz", "Was?"), "bild")
+    (row,) = source.rows()
+    adapted = source.adapter.adapt(row)
+    assert adapted.record.images == ("b.jpg",) and said == "captions (image: bild, caption: satz)"
+    assert [turn["value"] for turn in adapted.record.content["conversations"]] == ["<image>\nWas?", "B."]
+    for form, key, named in ((SampleFormat("auto", "satzz", "Was?"), None, "caption"), (AUTO, "bilt", "image")):
+        with pytest.raises(
+            UserError, match=f"--{named}-key .*nothing is called so; there is foto, bild, caption, satz"
+        ):
+            opened(tmp_path / "a.csv", content, form, key)
+
+
+def test_folders_say_which_of_their_files_are_meant(tmp_path):
+    import datasets
+
+    folder = tmp_path / "d"
+    data = datasets.Dataset.from_list([{"image": "a.jpg", "caption": "A."}] * 3)
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(folder)
+    with pytest.raises(UserError, match=r"/d: holds splits; name one or several: \S+/d/test \S+/d/train"):
+        open_sources(folder, AUTO, None)
+    sources, _ = open_sources(folder / "train", AUTO, None)
+    assert [source.name for source in sources] == ["train/data-00000-of-00001.arrow"]
+    state = folder / "train" / "state.json"
+    for content in ("{}", "[]", '{"_data_files": [{"filename": "../x.arrow"}]}', '{"_data_files": 3}', "["):
+        state.write_text(content)
+        with pytest.raises(UserError, match=r"state.json: is not what datasets' save_to_disk writes"):
+            open_sources(folder / "train", AUTO, None)
+    (tmp_path / "p" / "data").mkdir(parents=True)
+    for split in ("train", "test"):
+        data.to_parquet(tmp_path / "p" / "data" / f"{split}-00000-of-00001-a1b2.parquet")
+    with pytest.raises(UserError, match=r"holds no \*.parquet .* \S+/p/data has some"):
+        open_sources(tmp_path / "p", AUTO, None)
+    with pytest.raises(UserError, match=r"holds splits \(test, train\); name the files of one: \S+/test-\*.parquet"):
+        open_sources(tmp_path / "p" / "data", AUTO, None)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_memory_is_that_of_a_few_rows(tmp_path, name):
+    table = pyarrow.table({"image": [GIF + bytes(500_000)] * 200, "caption": ["A."] * 200})
+    if name == "a.parquet":
+        parquet.write_table(table, tmp_path / name, row_group_size=20, compression="none", use_dictionary=False)
+    else:
+        with pyarrow.OSFile(str(tmp_path / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    del table
+    before, peak, rows = pyarrow.total_allocated_bytes(), 0, 0
+    (source,), _ = open_sources(tmp_path / name, AUTO, None)
+    for row in source.rows():
+        rows += row["image"].nbytes > 500_000
+        peak = max(peak, pyarrow.total_allocated_bytes() - before)
+    assert rows == 200 and peak < (40_000_000 if name == "a.parquet" else 1_000_000)
+
+
+def test_hostile_rows_are_rejected_one_by_one(tmp_path, monkeypatch):
+    """No image is decoded beyond its header's claim, no path leaves the folder, no value passes unchecked."""
+    monkeypatch.setattr(records, "MAX_IMAGE_BYTES", 1000)
+    head = struct.pack(">II5B", 1 << 16, 1 << 16, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", b""))
+    bomb = b"".join(struct.pack(">I", len(c)) + n + c + struct.pack(">I", zlib.crc32(n + c)) for n, c in chunks)
+    bomb = b"\x89PNG\r\n\x1a\n" + bomb
+    (tmp_path / "images").mkdir()
+    (tmp_path / "secret.jpg").write_bytes(GIF)
+    bad = {
+        "too_many_pixels": {"image": {"bytes": bomb, "path": None}, "caption": "x"},
+        "undecodable_image": {"image": {"bytes": b"%!PS-Adobe-3.0 EPSF-3.0", "path": "a.jpg"}, "caption": "x"},
+        "too_many_bytes": {"image": {"bytes": bytes(1001), "path": None}, "caption": "x"},
+        "outside_images": {"image": {"bytes": None, "path": "../secret.jpg"}, "caption": "x"},
+        "unreadable_image": {"image": {"bytes": None, "path": "a\0b.jpg"}, "caption": "x"},
+        "bad_image_field": {"image": {"bytes": None, "path": "x" * 5000}, "caption": "x"},
+        "image_count": {"image": None, "caption": "x"},
+        "no_caption": {"image": {"bytes": GIF, "path": None}, "caption": None},
+        "no_answer": {"image": {"bytes": GIF, "path": None}, "caption": " <image> "},
+        "too_long": {"image": {"bytes": GIF, "path": None}, "caption": "x" * 1_000_001},
+    }
+    parquet.write_table(pyarrow.Table.from_pylist(list(bad.values())), tmp_path / "a.parquet")
+    arguments = ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "out"), "--max-reject-rate", "1"]
+    assert main(["shard", "--from", str(tmp_path / "a.parquet"), *arguments, "--workers", "1"]) == 2
+    found = [json.loads(line)["reason"] for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    assert found == list(bad)
+
+
+def test_arrow_data_that_lies_of_its_lengths_is_refused(tmp_path):
+    path = tmp_path / "a.arrow"
+    nulls = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1 << 30], pyarrow.int32()), pyarrow.nulls(1 << 30))
+    for column, message in ((nulls, "a list of 1,073,741,824 values"), (None, "cannot be read")):
+        table = pyarrow.table({"image": ["a.jpg"], "messages": nulls} if column else {"image": ["a.jpg", "b.jpg"]})
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+        if column is None:  # the offsets of its texts
+            content = path.read_bytes()
+            path.write_bytes(content.replace(struct.pack("<3i", 0, 5, 10), struct.pack("<3i", 0, 1 << 28, 1 << 29)))
+        with pytest.raises(UserError, match=message):
+            open_sources(path, AUTO, None)
+
+
+def test_pickles_in_a_schema_do_not_run(tmp_path):
+    """An extension type that pyarrow itself once unpickled (CVE-2023-47248) stays what it is stored as."""
+    run = pickle.dumps(_Runs(str(tmp_path / "ran")))
+    field = pyarrow.field("caption", pyarrow.string(), metadata={
+        b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": run,
+    })  # fmt: skip
+    schema = pyarrow.schema([pyarrow.field("image", pyarrow.string()), field])
+    path = tmp_path / "a.arrow"
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+        writer.write_table(pyarrow.Table.from_arrays([pyarrow.array(["a.jpg"]), pyarrow.array(["A."])], schema=schema))
+    try:
+        open_sources(path, AUTO, None)
+    except UserError as error:
+        assert "cannot be read" in str(error)
+    assert not (tmp_path / "ran").exists()
+
+
+class _Runs:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
