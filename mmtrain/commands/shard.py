@@ -38,20 +38,17 @@ import contextlib
 import functools
 import glob
 import hashlib
-import json
 import math
 import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import PIL
 
 from mmtrain.base.arguments import command_parser, positive, share
-from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import say
@@ -69,8 +66,9 @@ from mmtrain.data.prepare.shard_resume import (
     refuse_another_run,
     refuse_used_folder,
 )
-from mmtrain.data.prepare.sharding import FinishedShard, Rejection, ShardJob, WrittenShard, shard_pool
-from mmtrain.data.prepare.sources import Source, llava_source, open_sources, place, stored_images
+from mmtrain.data.prepare.sharding import shard_pool
+from mmtrain.data.prepare.sources import Source, llava_source, open_sources, stored_images
+from mmtrain.data.prepare.tally import Tally, by_reason, write_summary
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import REASONS, ImageLimits, reason_lines
 from mmtrain.pretrained.model_files import model_folder
@@ -78,7 +76,7 @@ from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import usable_cores
 
 # Reasons of shards' samples.
-NOT_OF_RECORDS = ("template", "no_json", "no_caption", "image_names", "duplicate_member", "checksum", "no_encoder")
+NOT_OF_RECORDS = ("template", "no_json", "image_names", "duplicate_member", "checksum", "no_encoder")
 EXAMPLES = f"""\
   LLaVA's 558K pairs for stage 1 (its images.zip unpacked into LLaVA-Pretrain/images):
     mmtrain shard --json LLaVA-Pretrain/blip_laion_cc_sbu_558k.json --images LLaVA-Pretrain/images \\
@@ -118,62 +116,20 @@ UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 
 
-class Tally:
-    """What became of the records, in their order: counts, and a line in rejected.jsonl for each that is left out."""
-
-    def __init__(self, intake: Intake, rejected: JsonLines, total: int) -> None:
-        self.intake = intake
-        self.rejected = rejected
-        self.total = total
-        self.reasons: Counter[str] = Counter()
-        self.shards: list[WrittenShard] = []
-
-    @property
-    def samples(self) -> int:
-        return sum(shard.samples for shard in self.shards)
-
-    def add(self, job: ShardJob, finished: FinishedShard) -> None:
-        """Take a job's result; raises UserError once more records are bad than are allowed."""
-        for rejection in sorted(job.rejected + finished.rejected, key=lambda rejection: rejection.record):
-            self._reject(rejection)
-        self.shards.append(finished.shard)
-
-    def _reject(self, rejection: Rejection) -> None:
-        source, number = place(self.intake.sources, rejection.record)
-        self.rejected.write(
-            file=source.name, record=number, id=rejection.id, reason=rejection.reason, detail=rejection.detail
-        )
-        self.reasons[rejection.reason] += 1
-        if self.reasons.total() > self.intake.allowed_rejections:
-            hint = ""
-            if self.reasons.most_common(1)[0][0] == "duplicate_id":
-                hint = "; if equal ids stand over different conversations, --duplicate-ids keep"
-            raise UserError(
-                f"too many bad records: {self.reasons.total():,} of the first {rejection.record + 1:,} "
-                f"({_by_reason(self.reasons)}), where {self.intake.allowed_rejections:,} of {self.total:,} are "
-                f"allowed; the last is {rejection.reason}: {rejection.detail}. Mend them, or raise "
-                f"--max-reject-rate{hint}"
-            )
-
-
-def _by_reason(reasons: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {code}" for code, count in reasons.most_common())
-
-
 def run(options: argparse.Namespace) -> None:
     """Write shards, their indexes, rejected.jsonl and dataset.json into options.out; raises UserError."""
     images: Path | None = options.images and options.images.resolve()
     if images is not None and not images.is_dir():
         raise UserError(f"--images {options.images}: no such folder")
-    named = options.paths or options.json
-    for number, path in enumerate(named):
-        if path.resolve() in [other.resolve() for other in named[:number]]:
-            raise UserError(f"{path}: named twice; every record would come twice")
     out: Path = options.out
     if out.resolve() == images:
         raise UserError(f"--out {options.out}: is the folder of the images; name another, which holds the shards alone")
     refuse_used_folder(out, options.resume)
-    sources = [source for path in named for source in _opened(path, options)]  # all before anything is written
+    # All of them before anything is written: a broken last file shows at once.
+    sources = [source for path in options.paths or options.json for source in _opened(path, options)]
+    files = [source.path.resolve() for source in sources]
+    if twice := [file for file, count in Counter(files).items() if count > 1]:
+        raise UserError(f"{twice[0]}: named twice; every record would come twice")
     inputs = [_describe(source, options) for source in sources]
     run = {"options": _options_that_shape_the_bytes(options), "inputs": inputs}
     if (out / SUMMARY).is_file():
@@ -195,9 +151,9 @@ def run(options: argparse.Namespace) -> None:
             try:
                 _write_all(tally, options, unfinished)
                 if not tally.samples:
-                    seen = f"see {rejected_file}: {_by_reason(tally.reasons)}" if tally.reasons else "there is none"
+                    seen = f"see {rejected_file}: {by_reason(tally.reasons)}" if tally.reasons else "there is none"
                     raise UserError(f"no record became a sample; {seen}")
-                _write_summary(out, run, tally)
+                write_summary(out, run, tally)
             except (UserError, OSError) as error:
                 raise _unfinished(error, tally, unfinished, rejected_file) from error
         unfinished.end()
@@ -285,27 +241,6 @@ def _describe(source: Source, options: argparse.Namespace) -> dict:
     with source.path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return {"file": source.name, "records": source.records, "bytes": stream.tell(), "sha256": digest} | form
-
-
-def _write_summary(out: Path, run: dict, tally: Tally) -> None:
-    shards = tally.shards
-    content = {
-        "format_version": 2,
-        "records": tally.total,
-        "samples": tally.samples,
-        "images": sum(shard.images for shard in shards),
-        "image_pixels": sum(shard.image_pixels for shard in shards),
-        "text_tokens": None if shards[0].text_tokens is None else sum(shard.text_tokens or 0 for shard in shards),
-        "bytes": sum(shard.bytes for shard in shards),
-        "rejected": dict(sorted(tally.reasons.items())),
-        **run,
-        "sha256": hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest(),  # of those of shards
-        "shards": [asdict(shard) for shard in shards],
-    }
-    try:
-        write_whole(out / SUMMARY, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(out / SUMMARY)) from error
 
 
 def parse_size(text: str) -> int:
