@@ -19,6 +19,7 @@ from mmtrain.checkpoint.run_folder import prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, find, step_path, why_damaged
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.launching.data import with_formats
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
 from mmtrain.processes.rank import Rank
@@ -65,8 +66,8 @@ def _be_rank(config: RunConfig, plan: Plan, start: Start | None) -> str | None:
 
 def train(file: Path, *overrides: str, resume: str | Path = AUTO, allow: Sequence[str] = ()) -> Run:
     """Run to the end what `mmtrain train FILE OVERRIDES --resume RESUME --allow-change ALLOW` would."""
-    config = load_config(file, overrides)
     with contextlib.redirect_stdout(io.StringIO()) as said, logs_shown(say):
+        config = with_formats(load_config(file, overrides))
         plan, start = make_plan(config), find_start(config, str(resume), allow)
         prepare_folder(config, plan, goes_on=start is not None)
     world = len(plan.ranks)

@@ -349,7 +349,7 @@ def test_a_rank_of_torchrun_on_another_machine_makes_the_demos_data_there(tiny, 
     def make(config):
         raise UserError(f"made {config.run.name}")
 
-    monkeypatch.setattr(training, "make_demo_data", make)
+    monkeypatch.setattr(data, "make_demo_data", make)
     environment = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (environment | {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}).items():
         monkeypatch.setenv(name, value)

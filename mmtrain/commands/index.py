@@ -4,14 +4,15 @@ Beside shard-000000.tar comes shard-000000.tar.index (in the user's cache where 
 themselves are only read. What is done for each:
 
     no index                         the tar is read once, each sample judged
-    no lengths for this tokenizer    only its json files are read; lengths for other tokenizers stay
+    no lengths for this tokenizer    only files with texts are read; lengths for other tokenizers stay
     of version 1                     its pictures are read too, for their sizes as EXIF turns them; all else stays
+    from before GIF, BMP and TIFF    the tar is read once where it holds some; all must have the checksums that they had
     all there                        nothing
     stale (the tar has another size) or damaged: an error. An index's checksums are the only record of what the tar
     should be, so it is replaced with --rebuild only, which believes the tar as it is now.
 
-Training does the first two by itself; doing it before saves time on the training machine. An index of version 1 serves
-it as it is.
+Training does all but the third by itself; doing it before saves time on the training machine. An index of version 1
+serves it as it is.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from mmtrain.base.printing import tell
 from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
 from mmtrain.data.inspection.survey import survey
 from mmtrain.data.samples.records import reason_lines
-from mmtrain.data.shards.index import VERSION, read_columns
-from mmtrain.data.shards.indexing import build_indexes, unready_shards
+from mmtrain.data.shards.detection import add_format_arguments, format_of_arguments, refuse_useless_shards
+from mmtrain.data.shards.index import read_columns
+from mmtrain.data.shards.indexing import TURNED, build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
 from mmtrain.pretrained.layouts import add_layout_arguments
@@ -48,7 +50,8 @@ EXAMPLES = """\
 """
 EXITS = {
     0: "every shard has its index; samples that cannot be trained on are counted by reason",
-    2: "wrong input, or shards that cannot be indexed: the message lists them; all others are done",
+    2: "wrong input, shards that cannot be indexed (the message lists them; all others are done), or not "
+    "one sample that can be trained on",
     130: "stopped by Ctrl-C; no half index is left, and the same command goes on from there",
 }
 
@@ -57,15 +60,15 @@ def run(options: argparse.Namespace) -> None:
     """Index the shards and print what they hold; raises UserError."""
     make_demo_shards(options.shards, "SHARDS")
     tars = find_shards(options.shards)
-    folder = model_folder(options.tokenizer)
-    fingerprint = text_fingerprint(folder, options.template, options.layout)
-    todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint, oldest=VERSION)
+    folder, form = model_folder(options.tokenizer), format_of_arguments(options, tars)
+    fingerprint = text_fingerprint(folder, options.template, options.layout, form.wording)
+    todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint, oldest=TURNED)
     if len(todo) < len(tars):
         tell(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
     if todo:
-        text = options.tokenizer, options.template, options.layout
+        text = options.tokenizer, options.template, options.layout, form
         build_indexes(todo, *text, workers=options.workers, rebuild=options.rebuild, stream=sys.stdout)
-    found = survey(tars, fingerprint, options.layout)
+    found = survey(tars, fingerprint, options.layout, form)
     assert found.text_lengths is not None  # a fingerprint was given
     tell(f"{len(tars):,} shards, {len(found.images):,} samples, {found.images.sum():,} images")
     longest, where = int(found.text_lengths.max(initial=0)), "none"
@@ -76,6 +79,7 @@ def run(options: argparse.Namespace) -> None:
     words = f"{options.tokenizer}, {template_name(options.template)}"
     tell(f"longest text: {longest:,} tokens of {words}, those of images not counted: {where}")
     tell(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
+    refuse_useless_shards(tars, fingerprint, form, "SHARDS")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -95,6 +99,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="NAME",
         help=f"as data.template, how conversations become tokens: {', '.join(NAMES)}, or {FILE}",
     )
+    add_format_arguments(parser)
     add_layout_arguments(parser)
     cores = usable_cores()
     parser.add_argument(

@@ -31,8 +31,10 @@ from mmtrain.base.progress import ProgressBar
 from mmtrain.config.templates import FILE, NAMES, template_argument
 from mmtrain.data.inspection.charts import TERMINAL_BINS, print_distribution, write_png
 from mmtrain.data.inspection.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
+from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
+from mmtrain.data.shards.detection import add_format_arguments, format_of_arguments
 from mmtrain.data.shards.index_file import MissingIndex, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import find_shards
@@ -103,19 +105,19 @@ def run(options: argparse.Namespace) -> int:
     tars = find_shards(options.shards)
     if options.verify:
         return _verify(tars, stream, options.json)
-    fingerprint = None
+    fingerprint, form = None, format_of_arguments(options, tars)
     if options.tokenizer is not None:
         text = options.template, options.layout
-        ensure_indexes(tars, options.tokenizer, *text, stream=stream)
-        fingerprint = text_fingerprint(model_folder(options.tokenizer), *text)
+        ensure_indexes(tars, options.tokenizer, *text, form, stream=stream)
+        fingerprint = text_fingerprint(model_folder(options.tokenizer), *text, form.wording)
     tokens_per_image = 0 if options.layout in TEXT_ALONE else options.tokens_per_image
     if options.vision is not None:
         tokens_per_image = vision_shape(options.vision, -1).patches_per_image
     if options.show is not None:
-        _show(tars, tokens_per_image, options)
+        _show(tars, tokens_per_image, options, form)
         return 0
     try:
-        found = survey(tars, fingerprint, options.layout)
+        found = survey(tars, fingerprint, options.layout, form)
     except MissingIndex as error:
         raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here") from None
     report = _report(found, tokens_per_image, options)
@@ -223,11 +225,11 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
     return EXIT_DAMAGED if damages else 0
 
 
-def _show(tars: Sequence[Path], tokens_per_image: int | None, options: argparse.Namespace) -> None:
+def _show(tars: Sequence[Path], tokens_per_image: int | None, options: argparse.Namespace, form: SampleFormat) -> None:
     from mmtrain.data.inspection.tokenized import tokenize_samples  # transformers, which takes seconds
 
     samples = tokenize_samples(
-        tars, options.show, options.tokenizer, options.template, tokens_per_image, options.layout
+        tars, options.show, options.tokenizer, options.template, tokens_per_image, options.layout, form
     )
     if options.json:
         found = [asdict(sample) | {"members": [member._asdict() for member in sample.members]} for sample in samples]
@@ -283,6 +285,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--template", type=template_argument, metavar="NAME", help=f"as data.template: {', '.join(NAMES)}, or {FILE}"
     )
+    add_format_arguments(parser)
     add_layout_arguments(parser)
     per_image = parser.add_mutually_exclusive_group()
     per_image.add_argument(

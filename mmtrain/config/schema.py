@@ -124,7 +124,7 @@ class DataSetSection(Section):
     name: Kept[str] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """stands before the keys of its samples: name/key"""
     shards: Free[Annotated[Shards, _TARS]]
-    """webdataset tars: a path, a glob, a brace range, or a list"""
+    """webdataset tars: a path, a folder of them, a glob, a brace range, or a list"""
     format: Kept[SampleFormatName | None] = None
     """how its samples are written; null: as data.format says"""
     weight: Kept[Float] = Field(1.0, gt=0, le=1e6)
@@ -133,8 +133,8 @@ class DataSetSection(Section):
 
 class DataSection(Section):
     shards: Free[Annotated[Shards | None, _TARS]] = None
-    """webdataset tars: a path, a glob, a brace range, a pipe: URL (data.allow_pipe), or a list; demo:train is the
-    demo's; or set data.sets"""
+    """webdataset tars: a path, a folder of them, a glob, a brace range, a pipe: URL (data.allow_pipe), or a list;
+    demo:train is the demo's; or set data.sets"""
     sets: Annotated[Kept[tuple[DataSetSection, ...] | None], InsteadOf("data.shards")] = None
     """several data sets instead of data.shards, each with name, shards and weight"""
     format: Annotated[Kept[SampleFormatName], BeforeItCame("llava")] = "auto"
@@ -264,7 +264,7 @@ class OptimizerSection(Section):
 class EvalSection(Section):
     shards: Free[Annotated[Shards | None, _TARS]] = None
     """held-out webdataset tars, read with data's template and pack_length; or set eval.fraction"""
-    format: Annotated[Free[SampleFormatName], BeforeItCame("llava")] = "auto"
+    format: Free[SampleFormatName] = "auto"
     """how the samples of eval.shards are written, as data.format"""
     fraction: Annotated[Kept[Fraction | None], InsteadOf("eval.shards", is_needed=False)] = None
     """hold out this share of the training data instead, chosen by a hash of each sample's key: the same ones in every

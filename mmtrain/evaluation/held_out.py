@@ -18,8 +18,7 @@ import numpy as np
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IGNORE, Document, Fault
-from mmtrain.data.shards.shard_list import expand_shards
-from mmtrain.data.stream.catalog import Catalog, DataSet, Reader, data_sets, load_catalog
+from mmtrain.data.stream.catalog import Catalog, Reader, data_sets, evaluated_set, load_catalog
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import Capacity, pack_best_fit
 from mmtrain.data.stream.packs import Pack, PackedBatch
@@ -150,12 +149,11 @@ def evaluated_samples(config: RunConfig, trained_on: Catalog | None = None) -> t
 
     `trained_on` is the catalog of the run's own data, made here without it.
     """
-    data, section = config.data, config.eval
-    if section.shards is not None:
-        shards = expand_shards(section.shards, "eval.shards", allow_pipe=data.allow_pipe)
-        catalog = load_catalog(config, [DataSet(shards)])
+    section = config.eval
+    if (own := evaluated_set(config)) is not None:
+        catalog = load_catalog(config, [own])
     else:
-        catalog = load_catalog(config, data_sets(data), section.fraction) if trained_on is None else trained_on
+        catalog = load_catalog(config, data_sets(config.data), section.fraction) if trained_on is None else trained_on
     return catalog, range(len(catalog)) if section.fraction is None else catalog.held_out
 
 

@@ -1,15 +1,18 @@
-"""A run's data as its launcher sees them: there, finished, indexed, and not trained on where they are held out."""
+"""A run's data as its launcher sees them: there, of a known format, indexed, and not trained on where held out."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import template_name
+from mmtrain.data.samples.formats import format_argument
+from mmtrain.data.shards.detection import AUTO, refuse_useless_shards
 from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
-from mmtrain.data.shards.shard_list import expand_shards, refuse_empty_shards, refuse_unfinished_shards
-from mmtrain.data.stream.catalog import data_sets
+from mmtrain.data.shards.shard_list import refuse_empty_shards, refuse_unfinished_shards
+from mmtrain.data.stream.catalog import data_sets, evaluated_set, shards_by_form
 from mmtrain.demo.data import make_demo_data
 from mmtrain.pretrained.layouts import layout_argument, layout_name
 from mmtrain.pretrained.model_files import model_folder
@@ -18,37 +21,64 @@ from mmtrain.pretrained.tokenizer_files import refuse_missing_chat_template, tex
 INDEXED_WHILE_OTHERS_WAIT = 1_000_000_000  # bytes of shards: seconds to a minute
 
 
-def check_data(config: RunConfig, others_wait: bool) -> None:
-    """Refuse data that cannot be there before a rank starts; index what is not, and make the demo's on first use.
+def with_formats(config: RunConfig) -> RunConfig:
+    """The configuration with the formats that its samples have in place of `auto`; makes the demo's data on first use.
+
+    What is null in data.sets stays so where data.format says it. Raises what `data_sets` raises.
+    """
+    make_demo_data(config)
+    data, found = config.data, data_sets(config.data)
+    sections = data.sets or (data,)
+    asked = [section.format or data.format for section in sections]
+    names = [one.form.name for one in found]
+    default = next((name for name, ask in zip(names, asked, strict=True) if ask == AUTO), data.format)
+    changes: dict[str, Any] = {"data.format": default if data.format == AUTO else data.format}
+    if data.sets is not None:
+        changes["data.sets"] = tuple(
+            section if ask != AUTO else section.changed({"format": None if name == changes["data.format"] else name})
+            for section, ask, name in zip(data.sets, asked, names, strict=True)
+        )
+    if (held_out := evaluated_set(config)) is not None:
+        changes["eval.format"] = held_out.form.name
+    return config.changed(changes)
+
+
+def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
+    """Refuse data that cannot be there before a rank starts; index what is not; the configuration `with_formats`.
 
     `others_wait` says that other processes are about to wait for this one, with a timeout: indexing is theirs to see
     done before, unless it takes moments.
     """
     refuse_missing_chat_template(config)
-    make_demo_data(config)
-    found = {f"data.sets ({one.name})" if one.name else "data.shards": one.shards for one in data_sets(config.data)}
-    if config.eval.shards is not None:
-        found["eval.shards"] = expand_shards(config.eval.shards, "eval.shards", config.data.allow_pipe)
-    for key, paths in found.items():
-        refuse_empty_shards(paths, key)
-        refuse_unfinished_shards(paths, key)
-    trained = {path.resolve() for key, paths in found.items() if key != "eval.shards" for path in paths}
-    both = trained & {path.resolve() for path in found.get("eval.shards", ())}
+    config = with_formats(config)
+    found = {f"data.sets ({one.name})" if one.name else "data.shards": one for one in data_sets(config.data)}
+    if (held_out := evaluated_set(config)) is not None:
+        found["eval.shards"] = held_out
+    for key, one in found.items():
+        refuse_empty_shards(one.shards, key)
+        refuse_unfinished_shards(one.shards, key)
+    trained = {path.resolve() for key, one in found.items() if key != "eval.shards" for path in one.shards}
+    both = trained & {path.resolve() for path in (held_out.shards if held_out is not None else ())}
     if both:
         raise UserError(
             f"eval.shards: {min(both)} is in data.shards too; scores on samples that are trained on say nothing of "
             "others; leave some shards out of data.shards, or set eval.fraction instead"
         )
-    shards = [path for paths in found.values() for path in paths]
     template, llm, layout = config.data.template, config.model.llm.path, layout_name(config)
-    seconds = config.data.io_retry_seconds
-    fingerprint = text_fingerprint(model_folder(llm), template, layout)
-    missing = unready_shards(shards, fingerprint, seconds) if others_wait else []
-    if sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT:
-        raise UserError(
-            f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and other "
-            f"processes would wait for it; first run mmtrain index {' '.join(map(str, missing[:3]))}"
-            f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template_name(template)}"
-            f"{layout_argument(layout)}"
-        )
-    ensure_indexes(shards, llm, template, layout, stream=sys.stdout, retry_seconds=seconds)
+    folder, seconds = model_folder(llm), config.data.io_retry_seconds
+    by_form = shards_by_form(found.values())
+    texts = {form: text_fingerprint(folder, template, layout, form.wording) for form in by_form}
+    for form, shards in by_form.items() if others_wait else ():
+        missing = unready_shards(shards, texts[form], seconds)
+        if sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT:
+            raise UserError(
+                f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and "
+                f"other processes would wait for it; first run mmtrain index {' '.join(map(str, missing[:3]))}"
+                f"{' ...' if len(missing) > 3 else ''} --tokenizer {llm} --template {template_name(template)}"
+                f"{layout_argument(layout)}{format_argument(form)}"
+            )
+    for form, shards in by_form.items():
+        ensure_indexes(shards, llm, template, layout, form, stream=sys.stdout, retry_seconds=seconds)
+    for key, one in found.items():
+        refuse_useless_shards(one.shards, texts[one.form], one.form, key, seconds)
+    return config

@@ -22,10 +22,9 @@ from mmtrain.checkpoint.choose import AUTO, Start, find_start, is_complete
 from mmtrain.checkpoint.run_folder import METRICS, REPORT, locked, prepare_folder, run_folder
 from mmtrain.checkpoint.step_folder import step_folders, step_of
 from mmtrain.config.schema import RunConfig
-from mmtrain.demo.data import make_demo_data
 from mmtrain.engine.trace import refuse_unfit_trace
 from mmtrain.launching.command_line import Options
-from mmtrain.launching.data import check_data
+from mmtrain.launching.data import check_data, with_formats
 from mmtrain.launching.machine import job_here, plan_here, refuse_missing_trackers
 from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
 from mmtrain.model.probe import probe
@@ -58,6 +57,7 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
         endpoint=options.rdzv_endpoint,
         saves_when_asked=True,
     )
+    given = config
     is_first = job.node == 0 if rank is None else rank == 0
     reads_data = is_first
     if is_first:
@@ -68,9 +68,9 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
             refuse_short_memory(mine, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes))
         reads_data = any(mine.pipeline == 0 for mine in here)
     if reads_data:
-        check_data(config, others_wait=job.nodes > 1 if rank is None else len(plan.ranks) > 1)
+        config = check_data(config, others_wait=job.nodes > 1 if rank is None else len(plan.ranks) > 1)
     elif rank is not None and plan.ranks[rank].pipeline == 0:
-        make_demo_data(config)  # rank 0 may run on another machine
+        config = with_formats(config)  # rank 0 may run on another machine
     with locked(job.folder) if is_first else contextlib.nullcontext():
         start = None
         if is_first:
@@ -84,7 +84,8 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
                 refuse_unfit_beginning(config, job.folder)
             prepare_folder(config, plan, goes_on=start is not None)
             say(*render(plan))
-        target = functools.partial(_train, config, plan, start, options.trace or 0, job.nodes > 1)
+        to_agree_on = given if job.nodes > 1 else None
+        target = functools.partial(_train, config, plan, start, options.trace or 0, to_agree_on)
         try_family = functools.partial(probe, config.model.llm.path, plan.boundaries)
         how = _how_to_go_on(config, options)
         if rank is None:
@@ -92,7 +93,7 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
         set_rank_environment(job.threads, on_gpus=job.on_gpus)
         if is_first:
             try_family()
-        store = agree(config, plan, options.trace or 0, rank)  # and wait until rank 0 has prepared the folder
+        store = agree(given, plan, options.trace or 0, rank)  # and wait until rank 0 has prepared the folder
         stopped = run_rank(functools.partial(_train_and_say, target, how), job)
         del store  # it may be the one that all ranks meet at
         if is_first:
@@ -146,12 +147,15 @@ def _train_and_say(target: Train, how_to_go_on: str, rank: Rank) -> str | None:
 
 
 def _train(
-    config: RunConfig, plan: Plan, start: Start | None, trace_steps: int, several_nodes: bool, rank: Rank
+    config: RunConfig, plan: Plan, start: Start | None, trace_steps: int, given: RunConfig | None, rank: Rank
 ) -> str | None:
-    """What every rank runs; `start` is rank 0's."""
-    if several_nodes:
+    """What every rank runs; `start` is rank 0's, `given`, on several machines, the configuration as it came.
+
+    Which formats data have can be seen where they are read alone: there the ranks compare the data themselves.
+    """
+    if given is not None:
         rank.progress.at(0, "comparing plans with rank 0")
-        agree(config, plan, trace_steps, rank.rank)
+        agree(given, plan, trace_steps, rank.rank)
     from mmtrain.training.loop import main
 
     return main(config, plan, rank, start if rank.rank == 0 else None, trace_steps)

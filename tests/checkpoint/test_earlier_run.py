@@ -59,7 +59,7 @@ def test_an_old_key_is_refused_with_its_new_name_and_with_that_the_run_goes_on_a
     assert losses(earlier / "run") == pytest.approx(undisturbed, rel=1e-5)
     assert len(undisturbed) == 4
     assert "data.ignore_exif: stays true, as" in printed and "--allow-change data.ignore_exif" in printed
-    assert "ignore_exif: true" in config.read_text()
+    assert "ignore_exif: true" in config.read_text() and "\n  format: llava\n" in config.read_text()
     as_at_first = load_config(renamed, ["run.name=run"])
     assert is_complete(earlier / "run", find_start(as_at_first).checkpoint, as_at_first)
     again = train(renamed, "run.name=run", "train.max_steps=5", allow=["train.max_steps"])
@@ -68,7 +68,7 @@ def test_an_old_key_is_refused_with_its_new_name_and_with_that_the_run_goes_on_a
 
 
 def test_its_pictures_are_turned_from_here_on_where_that_is_allowed(renamed):
-    config = load_config(renamed, ["run.name=run"])
+    config = load_config(renamed, ["run.name=run", "data.format=llava"])
     kept, allowed = find_start(config), find_start(config, allowed=["data.ignore_exif"])
     assert kept.continued(config) == config.changed({"data.ignore_exif": True})
     assert allowed.continued(config) == config and not config.data.ignore_exif

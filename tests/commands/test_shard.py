@@ -204,7 +204,7 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
         (images / name).write_bytes(picture(draw, "PNG"))
     (images / "broken.png").write_bytes((images / "a.png").read_bytes()[:40])
     (images / "folder.png").mkdir()
-    (images / "b.gif").write_bytes(picture(draw, "GIF"))
+    (images / "b.heic").write_bytes(picture(draw, "GIF"))
     (images / "long.jpg").write_bytes(picture(draw, "JPEG"))
     os.truncate(images / "long.jpg", MAX_IMAGE_BYTES + 1)
     Image.new("L", (40, 30)).save(images / "large.png")
@@ -226,7 +226,7 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
         "outside_images": {"id": "o", "image": "../outside.png", "conversations": ask},
         "missing_image": {"id": "i", "image": "none.png", "conversations": ask},
         "unreadable_image": {"id": "u", "image": "folder.png", "conversations": ask},
-        "unsupported_image": {"id": "s", "image": "b.gif", "conversations": ask},
+        "unsupported_image": {"id": "s", "image": "b.heic", "conversations": ask},
         "undecodable_image": {"id": "d", "image": "broken.png", "conversations": ask},
         "too_many_pixels": {"id": "p", "image": "large.png", "conversations": ask},
         "too_many_bytes": {"id": "b", "image": "long.jpg", "conversations": ask},

@@ -169,7 +169,7 @@ def _plan_indexes(tars: list[Path], pack_length: int) -> tuple[int, float, float
     """Samples, seconds of the catalog and of the plan, the process's peak, and what of it came after its start."""
     before = _reset_peak()
     started = time.perf_counter()
-    catalog = Catalog([DataSet(tuple(tars))], FINGERPRINT, ImageLayout("square", TOKENS_PER_IMAGE), MAX_IMAGE_PIXELS)
+    catalog = Catalog([DataSet(tuple(tars))], [FINGERPRINT], ImageLayout("square", TOKENS_PER_IMAGE), MAX_IMAGE_PIXELS)
     opened = time.perf_counter()
     plan = plan_epoch(catalog.sample_sets, 0, 0, Capacity(pack_length), SHUFFLE_SHARDS, PACK_WINDOW)
     planned = time.perf_counter()

@@ -19,8 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.schema import DataSection
+from mmtrain.data.samples.formats import LLAVA, SampleFormat, format_argument
 from mmtrain.data.shards.index import read_columns
 from mmtrain.data.shards.index_file import MAKE
 from mmtrain.data.stream.catalog import Catalog, DataSet
@@ -65,36 +67,51 @@ class Survey:
         return SampleSet(1.0, self.shard_sizes, lengths, self.images)
 
 
-def survey(tars: Sequence[Path], fingerprint: str | None = None, layout: str = "square") -> Survey:
+def survey(
+    tars: Sequence[Path], fingerprint: str | None = None, layout: str = "square", form: SampleFormat = LLAVA
+) -> Survey:
     """Read the index of every shard, as training does; raises what `read_columns` and `Catalog` raise.
 
     `fingerprint` says under which tokenizer and template; None: under the one that all shards were indexed for, if it
-    is exactly one. `layout`: as `layout_name` says; of a run without encoder it decides what samples with images are.
+    is exactly one, read in this format. `layout`: as `layout_name` says; of a run without encoder it decides what
+    samples with images are.
     Price: each index is read twice, 2 ms for 1,000 samples.
     """
     images: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
     shard_sizes: list[int] = []
-    tar_bytes = old = 0
+    tar_bytes = old = outdated = 0
     reasons: Counter[str] = Counter()
-    fingerprints: set[tuple[str, ...]] = set()
+    texts: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
     for tar in tars:
         index = read_columns(tar)
         tar_bytes += index.tar_bytes
         old += index.sideways is None
+        outdated += index.is_outdated
         shard_sizes.append(len(index.keys))
         images.append(np.diff(index.first_image))
         sizes.append(index.image_sizes[index.image_sizes.any(axis=1)])
-        reasons.update(reason for reason, _ in index.faults.values())
-        fingerprints.add(tuple(index.texts))
+        if (faults := index.faults.get(form.reading)) is None:
+            raise UserError(
+                f"{tar}: its index is of samples read as {', '.join(index.faults)}; make it: {MAKE} {tar}"
+                f"{format_argument(form)}"
+            )
+        reasons.update(reason for reason, _ in faults.values())
+        texts.add((tuple(index.texts), tuple(index.faults)))
     if old:
         shown = f"the sizes of their images are as stored, not as EXIF turns them; bring them up to date: {MAKE} SHARDS"
         _log.info(f"indexes of version 1: {old:,}; {shown}")
-    if fingerprint is None and len(fingerprints) == 1 and len(only := fingerprints.pop()) == 1:
-        fingerprint = only[0]
+    if outdated:
+        mend = f"bring them up to date: {MAKE} SHARDS"
+        _log.info(
+            f"indexes from before GIF, BMP and TIFF files were images: {outdated:,}, which are not counted; {mend}"
+        )
+    if fingerprint is None and len(texts) == 1 and list(map(len, only := texts.pop())) == [1, 1]:
+        fingerprint = only[0][0]
     text_lengths = None
     if fingerprint is not None:
-        catalog = Catalog([DataSet(tuple(tars))], fingerprint, ImageLayout(layout, 0), MAX_IMAGE_PIXELS)
+        sets = [DataSet(tuple(tars), form=form)]
+        catalog = Catalog(sets, [fingerprint], ImageLayout(layout, 0), MAX_IMAGE_PIXELS)
         text_lengths, reasons = catalog.lengths, Counter(fault.reason for fault in catalog.faults.values())
     return Survey(
         shard_sizes=np.array(shard_sizes),

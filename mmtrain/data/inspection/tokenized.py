@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
+from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IMAGE_POSITION, Document, Fault, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
@@ -61,6 +62,7 @@ def tokenize_samples(
     template: str,
     tokens_per_image: int | None,
     layout: str = "square",
+    form: SampleFormat = LLAVA,
 ) -> list[TokenizedSample]:
     """Every sample of this key in indexed shards, in their order; each is read as training reads it.
 
@@ -69,9 +71,9 @@ def tokenize_samples(
     """
     places = _find(tars, key)
     shards = tuple(dict.fromkeys(tar for tar, _ in places))
-    fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout)
+    fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout, form.wording)
     images = ImageLayout(layout, tokens_per_image or 0)
-    catalog = Catalog([DataSet(shards)], fingerprint, images, MAX_IMAGE_PIXELS)
+    catalog = Catalog([DataSet(shards, form=form)], [fingerprint], images, MAX_IMAGE_PIXELS)
     tokenizer = load_tokenizer(tokenizer_path)
     # No embedding is asked how many rows it has: this shows tokens, and training refuses those without one.
     write = make_template(template, tokenizer, images, sys.maxsize)

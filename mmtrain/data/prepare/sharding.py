@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from mmtrain.base.durable import leftovers, whole_file
 from mmtrain.base.errors import UserError
+from mmtrain.data.samples.formats import LLAVA
 from mmtrain.data.samples.records import (
     IMAGE_SUFFIXES,
     ImageLimits,
@@ -259,7 +260,8 @@ class _Shard:
         self.path = path
         self.stream = stream
         self.count = count
-        self.index = ShardIndex(tar_bytes=0, keys=[], members=[], image_sizes=[])
+        self.index = ShardIndex(tar_bytes=0, keys=[], members=[], image_sizes=[], faults={LLAVA.reading: {}})
+        self.faults = self.index.faults[LLAVA.reading]
         self.lengths = TextLengths([])
         if count is not None:
             self.index.texts[count.fingerprint] = self.lengths
@@ -278,11 +280,11 @@ class _Shard:
                 sizes.append(image_size(content))
             except Rejected as error:
                 sizes.append(UNKNOWN_SIZE)
-                index.faults.setdefault(place, (error.reason, f"{suffix}: {error.detail}"))
+                self.faults.setdefault(place, (error.reason, f"{suffix}: {error.detail}"))
         index.add(key, members, sizes)
         if self.count is not None:
             sample = Sample(key, str(self.path), parse_turns(record), (b"",) * len(files), members[0].offset)
-            self.lengths.add(None if place in index.faults else sample, self.count)
+            self.lengths.add(None if place in self.faults else sample, self.count)
 
     def _member(self, key: str, suffix: str, content: bytes) -> Member:
         header = tarfile.TarInfo(f"{key}.{suffix}")  # its defaults: time 0, owner 0 without a name, mode 0644

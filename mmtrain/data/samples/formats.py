@@ -15,12 +15,20 @@ no such sample is Rejected.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mmtrain.base.json_lines import compact_json
-from mmtrain.data.samples.records import IMAGE_MARK, Rejected, judged_turns, parse_turns, refuse_wrong_image_count
+from mmtrain.data.samples.records import (
+    IMAGE_MARK,
+    IMAGE_SUFFIXES,
+    Rejected,
+    judged_turns,
+    parse_turns,
+    refuse_wrong_image_count,
+)
 
 Turns = tuple[tuple[str, str], ...]
 
@@ -63,26 +71,44 @@ class SampleFormat:
 
 
 LLAVA = SampleFormat()
+NAMES = ("llava", "sharegpt", "caption")
+
+
+def format_argument(form: SampleFormat) -> str:
+    """What follows the other options of `mmtrain index` in a message that asks for this format's lengths."""
+    words = ["--format", form.name]
+    if form.name == "caption":
+        words += ["--caption-prompt", form.caption_prompt]
+        words += [] if form.caption_key is None else ["--caption-key", form.caption_key]
+    return f" {shlex.join(words)}"
+
+
+def text_suffix(reading: str, suffixes: Collection[str]) -> str:
+    """Which of a sample's members, by lower-case suffix, holds its text, as a format of this `reading` reads it."""
+    names = CAPTION_SUFFIXES if reading == "caption" else ()
+    return next((name for name in names if name in suffixes), "json")
 
 
 def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) -> Turns:
     """The turns of a sample with so many images, from its members, bytes by lower-case suffix; raises Rejected."""
-    if form.name == "caption":
-        return caption_turns(_caption(members, form.caption_key), images, form.caption_prompt)
-    record = _record(members)
+    record = None if form.name == "caption" else _record(members)
     try:
+        if form.name == "caption":
+            return caption_turns(_caption(members, form), images, form.caption_prompt)
         if form.name == "sharegpt":
             return sharegpt_turns(record, images)
         turns = parse_turns(record)
         refuse_wrong_image_count(turns, images)
         return turns
     except Rejected as error:
-        named = named_images(record)
-        if error.reason == "image_count" and named and not images:
-            raise Rejected(
-                "image_count", f"its record names {named} images, and the tar holds none beside it"
-            ) from None
-        raise
+        if error.reason != "image_count" or images:
+            raise
+        named, others = named_images(record), sorted(set(members) - set(TEXT_SUFFIXES))
+        detail = f"its record names {named} images, and the tar holds none beside it" if named else error.detail
+        if others:
+            known = f"KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})"
+            detail += f"; KEY.{', KEY.'.join(others)[:200]} are not read as images, which are {known}"
+        raise Rejected("image_count", detail) from None
 
 
 def sharegpt_turns(record: object, images: int) -> Turns:
@@ -97,6 +123,9 @@ def sharegpt_turns(record: object, images: int) -> Turns:
     system = fields.get("system")
     if isinstance(system, str) and system.strip() and turns[0][0] != "system":
         turns.insert(0, ("system", system))
+    named = named_images(fields)
+    if named not in (0, images) and not any(IMAGE_MARK in text for _, text in turns):
+        raise Rejected("image_count", f"its record names {named} images, and the sample has {images}")
     return _with_marks(turns, images)
 
 
@@ -128,16 +157,17 @@ def _record(members: Mapping[str, bytes]) -> object:
     try:
         return json.loads(members["json"])
     except (ValueError, RecursionError) as error:
-        raise Rejected("not_json", str(error)) from None
+        more = "; one value is needed, no JSON lines" if str(error).startswith("Extra data") else ""
+        raise Rejected("not_json", f"{error}{more}") from None
 
 
-def _caption(members: Mapping[str, bytes], key: str | None) -> object:
-    for suffix in CAPTION_SUFFIXES if key is None else ():
-        if suffix in members:
-            try:
-                return members[suffix].decode("utf-8-sig")
-            except UnicodeDecodeError as error:
-                raise Rejected("not_json", f"{suffix}: {error}") from None
+def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
+    key, suffix = form.caption_key, text_suffix(form.reading, members)
+    if suffix != "json":
+        try:
+            return members[suffix].decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise Rejected("not_json", f"{suffix}: {error}") from None
     if key is None and "json" not in members:
         raise Rejected("no_caption", f"it has {', '.join(sorted(members))}")
     record = _record(members)

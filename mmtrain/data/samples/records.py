@@ -28,10 +28,10 @@ from mmtrain.config.limits import MAX_IMAGE_PIXELS
 
 IMAGE_MARK = "<image>"  # LLaVA's DEFAULT_IMAGE_TOKEN, in the text of a turn
 ROLES = ("system", "human", "gpt")
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")  # that sample.read_sample takes for images
-# GIF and BMP come under the name .jpg in data sets that renamed what they downloaded (OCR-VQA). Pillow knows more
-# formats; EPS among them starts Ghostscript on the file's content.
+# What Pillow decodes and is read, under any of these suffixes: data sets that renamed what they downloaded have GIFs
+# under the name .jpg (OCR-VQA). Pillow knows more formats; EPS among them starts Ghostscript on the file's content.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+IMAGE_SUFFIXES = ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff")
 _SUFFIX_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif"}
 WEBP_WEIGHT = 2  # WebP's decoder takes 15 bytes a pixel where the others, with their RGB, take 8 (10,000 x 10,000)
 MAX_IMAGE_BYTES = 64 << 20
@@ -81,7 +81,7 @@ REASONS = {
     "outside_images": "an image path or link that leaves the images folder",
     "missing_image": "an image file that does not exist",
     "unreadable_image": "an image file that the system cannot read",
-    "unsupported_image": "an image file whose name does not end in jpg, jpeg, png or webp",
+    "unsupported_image": f"an image file whose name does not end in {', '.join(IMAGE_SUFFIXES)}",
     "undecodable_image": "an image file that Pillow cannot decode to its end",
     "too_many_pixels": "an image with more pixels than allowed, as its header says",
     "too_many_bytes": "a file larger than allowed",
@@ -149,8 +149,9 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
     """
     turns = record.get("conversations") if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        keys = ", ".join(map(str, record)) if isinstance(record, dict) else _short(record)
-        seen = _short(turns) if isinstance(record, dict) and "conversations" in record else f"its keys are {keys[:200]}"
+        seen = f"it is {_short(record)}"
+        if isinstance(record, dict):
+            seen = _short(turns) if "conversations" in record else f"its keys are {', '.join(map(str, record))[:200]}"
         raise Rejected("no_conversation", f"needed is a list `conversations` of {{from, value}}; {seen}")
     _refuse_many(turns)
     for number, turn in enumerate(turns):
@@ -244,10 +245,7 @@ def checked_image(name: str, content: memoryview, limits: ImageLimits = ImageLim
     _refuse_large(name, content.nbytes)
     sound = _sound(name, bytes(content), limits)
     with open_image(sound, sys.maxsize) as image:
-        suffix = _SUFFIX_OF[image.format]
-    if suffix not in IMAGE_SUFFIXES:
-        raise Rejected("unsupported_image", f"{name}: is a {suffix}; needed is {', '.join(IMAGE_SUFFIXES)}")
-    return suffix, sound
+        return _SUFFIX_OF[image.format], sound
 
 
 def _refuse_large(name: str, size: int) -> None:

@@ -87,7 +87,7 @@ def image_number(suffix: str) -> int | None:
 def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:
     """Those of a sample's suffixes that are images, in the order of their <image> marks; raises Rejected.
 
-    One image is KEY.jpg (jpeg, png, webp) or KEY.0.jpg, several are KEY.0.jpg, KEY.1.jpg, ... without a gap.
+    One image is KEY.jpg (or another of IMAGE_SUFFIXES) or KEY.0.jpg, several KEY.0.jpg, KEY.1.jpg, ... without a gap.
     """
     found = sorted((number, suffix) for suffix in suffixes if (number := image_number(suffix)) is not None)
     if [number for number, _ in found] != list(range(len(found))) or (

@@ -22,6 +22,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.config.templates import FILE, template_name
 from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
+from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample, without_images
 from mmtrain.pretrained.layouts import ImageLayout, marks_around
@@ -282,10 +283,11 @@ def _overlapping(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Sp
 class TextCounter:
     """Counts as training tokenizes: it is the same template that makes the document."""
 
-    def __init__(self, tokenizer_path: str, template: str, layout: str = "square") -> None:
+    def __init__(self, tokenizer_path: str, template: str, layout: str = "square", form: SampleFormat = LLAVA) -> None:
         """Raises UserError for a folder without tokenizer and for a template that the tokenizer does not fit."""
-        self.arguments = tokenizer_path, template, layout
-        self.fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout)
+        self.arguments = tokenizer_path, template, layout, form
+        self.form = form  # of the samples that are counted
+        self.fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout, form.wording)
         self.layout = ImageLayout(layout, 1)
         # The tokens' number depends on neither: any number of tokens an image, any size of the embedding.
         self.template = make_template(template, load_tokenizer(tokenizer_path), self.layout, sys.maxsize)
@@ -295,7 +297,7 @@ class TextCounter:
         input_ids = self.template(without_images(sample) if self.layout.strips else sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 
-    def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str, str, SampleFormat]]:
         return TextCounter, self.arguments  # a jinja2 template cannot be pickled
 
 

@@ -22,6 +22,7 @@ LONG_TYPES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 FILE_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 MAX_EXTENSION_BYTES = 1 << 20  # of a pax header or a long name: they are read into memory
 
+_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")  # as webdataset.tariterators.base_plus_ext, which imports torch
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ZEROS = bytes(1 << 16)
 
@@ -32,6 +33,18 @@ class ArchiveFile(NamedTuple):
     name: str
     offset: int  # of its content, in bytes
     size: int  # bytes
+
+
+def sample_name(name: str) -> tuple[str, str] | None:
+    """Key and lower-case suffix of a file's name; None where webdataset drops the file from its samples.
+
+    That is a name without a suffix or without anything before it, and some with a part that begins with two
+    underscores.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None or found[1].endswith("/") or any(part.startswith("__") for part in name.split("/")):
+        return None
+    return found[1], found[2].lower()
 
 
 def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:

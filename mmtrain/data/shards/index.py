@@ -2,17 +2,19 @@
 
 shard-000000.tar --scan, tokenizer--> ShardIndex --write_index--> shard-000000.tar.index --read_index--> ShardIndex
 
-Two lines of ASCII. The first is a JSON object: format, version, tar_bytes, samples, texts (the fingerprints), bytes (of
-the second line) and crc32 (of the first line without it, then of the second). The second is the content, JSON in
-columns; flat ones run over all members, or images, of one sample after the other:
+Two lines of ASCII. The first is a JSON object: format, version, tar_bytes, samples, texts (of each fingerprint how many
+samples can be trained on), bytes (of the second line) and crc32 (of the first line without it, then of the second). The
+second is the content, JSON in columns; flat ones run over all members, or images, of one sample after the other:
 
     {"keys": [...], "members": {"counts": [of each sample], "suffix": [...], "offset": [...], "size": [...], "crc32":
      [...]}, "images": {"counts": [...], "width": [...], "height": [...], "sideways": [[place, image], ...]},
-     "faults": {"llava": [[place, reason, detail], ...]}, "texts": {fingerprint: {"tokens": [...], "faults": [...]}}}
+     "faults": {reading: [[place, reason, detail], ...]}, "texts": {fingerprint: {"tokens": [...], "faults": [...]}}}
 
 A place is a sample's number in its shard, from 0. Sizes are those after turning by EXIF; `sideways` lists the images of
-which that exchanges width and height. Faults whatever the tokenizer are by the form of the records. The bytes are
-a function of the content. Version 1 has sizes as stored and no `sideways`, and a list of faults, those of LLaVA's form.
+which that exchanges width and height. Faults whatever the tokenizer are by the format in which samples were read
+(SampleFormat.reading: "llava", "caption", ...), those of a sample's files in each of them. The bytes are a function of
+the content. Earlier versions: 2 has in its first line the fingerprints alone, and its images are members whose names
+end in jpg, jpeg, png or webp; 1 besides has sizes as stored, no `sideways`, and a list of faults, LLaVA's.
 """
 
 from __future__ import annotations
@@ -30,13 +32,17 @@ from pydantic import BaseModel, Field, InstanceOf, Strict, ValidationError
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import compact_json
+from mmtrain.base.printing import harmless
+from mmtrain.data.samples.formats import LLAVA, TEXT_SUFFIXES, text_suffix
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, Rejected
 from mmtrain.data.samples.sample import Sample, image_number
 from mmtrain.data.shards.index_file import MEND, read_lines, write_lines
 from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 
 FORMAT = "mmtrain shard index"
-VERSION = 2
+VERSION = 3
+OUTDATED = 0  # stands for the version of one that must be made again: members of its tar are images only now
+_IMAGES_BEFORE_3 = ("jpg", "jpeg", "png", "webp")
 
 UNKNOWN_SIZE = (0, 0, False)  # of an image whose header does not tell: width, height, whether it lies sideways
 
@@ -81,9 +87,10 @@ class ShardIndex:
     keys: list[str]  # names up to the first dot after the last slash, as webdataset groups members
     members: list[tuple[Member, ...]]  # of each sample, in the tar's order
     image_sizes: list[tuple[tuple[int, int], ...]]  # (width, height) of a sample's images, 0 where not known
-    faults: Faults = field(default_factory=dict)  # samples that are unusable whatever the tokenizer
+    faults: dict[str, Faults]  # by SampleFormat.reading, at least one; unusable whatever the tokenizer
     texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
     sideways: list[tuple[int, int]] | None = field(default_factory=list)  # (place, image); None: not known, version 1
+    is_outdated: bool = False  # members are images that were none when it was written: its images and faults are wrong
 
     def add(self, key: str, members: Iterable[Member], images: Sequence[tuple[int, int, bool]]) -> None:
         """Append a sample; `images`: what `records.image_size` says of each, or UNKNOWN_SIZE."""
@@ -107,8 +114,9 @@ class IndexColumns:
     first_image: np.ndarray  # (samples + 1,) int64
     image_sizes: np.ndarray  # (images, 2) int64 width and height
     sideways: np.ndarray | None  # (N, 2) int64 place and image, as in ShardIndex
-    faults: Faults
+    faults: dict[str, Faults]
     texts: dict[str, TextLengths]
+    is_outdated: bool
 
 
 def read_columns(tar: Path, retry_seconds: float = RETRY_SECONDS) -> IndexColumns:
@@ -117,7 +125,10 @@ def read_columns(tar: Path, retry_seconds: float = RETRY_SECONDS) -> IndexColumn
     Raises MissingIndex, and UserError for one that is damaged, that another version wrote, or that is stale: of a tar
     of another size than this one.
     """
-    path, header, content = _read(tar, retry_seconds)
+    return _parsed(tar, *_read(tar, retry_seconds))
+
+
+def _parsed(tar: Path, path: Path, header: _Header, content: bytes) -> IndexColumns:
     try:
         return _from_columns(header, json.loads(content))
     except (ValueError, RecursionError) as error:
@@ -136,28 +147,32 @@ def read_index(tar: Path) -> ShardIndex:
         faults=columns.faults,
         texts=columns.texts,
         sideways=None if columns.sideways is None else list(map(tuple, columns.sideways.tolist())),
+        is_outdated=columns.is_outdated,
     )
 
 
-def indexed_texts(tar: Path, retry_seconds: float = RETRY_SECONDS) -> tuple[int, list[str]]:
-    """Version of a shard's index and fingerprints of its text lengths.
+def indexed_texts(tar: Path, retry_seconds: float = RETRY_SECONDS) -> tuple[int, dict[str, int]]:
+    """Version of a shard's index, or OUTDATED, and how many samples can be trained on, by text fingerprint.
 
-    Its bytes are checked, but one line only is parsed. Raises what `read_columns` raises.
+    Its bytes are checked, but of this version's one line only is parsed. Raises what `read_columns` raises.
     """
-    _, header, _ = _read(tar, retry_seconds)
-    return header.version, header.texts
+    path, header, content = _read(tar, retry_seconds)
+    if header.version == VERSION:
+        return VERSION, header.texts
+    columns = _parsed(tar, path, header, content)
+    return OUTDATED if columns.is_outdated else header.version, _usable(columns.texts)
 
 
 def write_index(tar: Path, index: ShardIndex) -> None:
     """Write a shard's index, which has its name only when it is complete; raises UserError if the disk refuses it."""
-    assert index.sideways is not None, "sizes as stored"
+    assert index.sideways is not None and not index.is_outdated, "of an earlier version"
     content = compact_json(_to_columns(index))
     header = {
         "format": FORMAT,
         "version": VERSION,
         "tar_bytes": index.tar_bytes,
         "samples": len(index.keys),
-        "texts": sorted(index.texts),
+        "texts": _usable(index.texts),
         "bytes": len(content),
     }
     header["crc32"] = _crc32(header, content)
@@ -170,9 +185,9 @@ def _read(tar: Path, retry_seconds: float) -> tuple[Path, _Header, bytes]:
     first, _, rest = lines.partition(b"\n")
     try:
         header = json.loads(first)
-        if header["format"] != FORMAT or header["version"] not in _CONTENTS:
+        if header["format"] != FORMAT or header["version"] not in _KINDS:
             raise UserError(
-                f"{path}: {header['format']}, version {header['version']}, is no {FORMAT} of version 1 or {VERSION}; "
+                f"{path}: {header['format']}, version {header['version']}, is no {FORMAT} of version 1 to {VERSION}; "
                 f"another release of mmtrain wrote it, or it is damaged. Make it again: {MEND} {tar}"
             )
         crc32 = header.pop("crc32")
@@ -181,7 +196,7 @@ def _read(tar: Path, retry_seconds: float) -> tuple[Path, _Header, bytes]:
             raise _corrupt(path, tar, "its checksum does not fit its bytes")
         if first != compact_json({**header, "crc32": crc32}):
             raise _corrupt(path, tar, "its first line is not as it was written")
-        checked = _of_kind(_Header, header)
+        checked = _of_kind(_KINDS[header["version"]][0], header)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise _corrupt(path, tar, f"{type(error).__name__}: {error}") from None
     if tar_bytes != checked.tar_bytes:
@@ -200,6 +215,11 @@ def _crc32(header: dict, content: bytes) -> int:
     return zlib.crc32(content, zlib.crc32(compact_json(header)))
 
 
+def _usable(texts: dict[str, TextLengths]) -> dict[str, int]:
+    """By fingerprint how many samples can be trained on: these have tokens, at least one that ends the answer."""
+    return {name: sum(map(bool, text.tokens)) for name, text in sorted(texts.items())}
+
+
 def _to_columns(index: ShardIndex) -> dict:
     per_sample = (index.members, index.image_sizes, *(text.tokens for text in index.texts.values()))
     assert {len(index.keys)} == set(map(len, (index.keys, *per_sample))), "not one entry a sample"
@@ -215,7 +235,7 @@ def _to_columns(index: ShardIndex) -> dict:
             "height": heights,
             "sideways": index.sideways,
         },
-        "faults": {"llava": _fault_rows(index.faults)},
+        "faults": {reading: _fault_rows(faults) for reading, faults in sorted(index.faults.items())},
         "texts": {
             name: {"tokens": text.tokens, "faults": _fault_rows(text.faults)}
             for name, text in sorted(index.texts.items())
@@ -234,6 +254,10 @@ class _Header(BaseModel, strict=True):
     version: int
     tar_bytes: _Bytes
     samples: _Count
+    texts: dict[str, int]
+
+
+class _HeaderBefore3(_Header):
     texts: list[str]
 
 
@@ -260,10 +284,6 @@ class _Texts(BaseModel, strict=True):
     faults: list[_FaultRow]
 
 
-class _Faults(BaseModel, strict=True):
-    llava: list[_FaultRow]
-
-
 class _Content1(BaseModel, strict=True):
     keys: list[_Name]
     members: _Members
@@ -272,12 +292,12 @@ class _Content1(BaseModel, strict=True):
     texts: dict[str, _Texts]
 
 
-class _Content2(_Content1):
+class _Content(_Content1):
     images: _Images2
-    faults: _Faults
+    faults: Annotated[dict[_Name, list[_FaultRow]], Field(min_length=1)]
 
 
-_CONTENTS = {1: _Content1, VERSION: _Content2}
+_KINDS = {1: (_HeaderBefore3, _Content1), 2: (_HeaderBefore3, _Content), VERSION: (_Header, _Content)}
 
 
 def _of_kind(kind: type[Checked], value: object) -> Checked:
@@ -286,12 +306,12 @@ def _of_kind(kind: type[Checked], value: object) -> Checked:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ValueError(harmless(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")) from None
 
 
 def _from_columns(header: _Header, value: object) -> IndexColumns:
     """The arrays of an index, checked: who makes one up gives it a right checksum. Raises ValueError naming a field."""
-    content = _of_kind(_CONTENTS[header.version], value)
+    content = _of_kind(_KINDS[header.version][1], value)
     members, images, texts = content.members, content.images, content.texts
     total, samples = len(members.suffix), header.samples
     lengths = {"keys": (content.keys, samples), "members.counts": (members.counts, samples)}
@@ -301,8 +321,9 @@ def _from_columns(header: _Header, value: object) -> IndexColumns:
     for name, (column, needed) in lengths.items():
         if len(column) != needed:
             raise ValueError(f"{name}: has {len(column):,} elements, {needed:,} are needed")
-    if header.texts != sorted(texts):
+    if sorted(header.texts) != sorted(texts):
         raise ValueError("texts: are others than the first line says")
+    faults = {LLAVA.reading: content.faults} if header.version == 1 else content.faults
     first_image = _firsts("images", images.counts, len(images.width))
     columns = IndexColumns(
         tar_bytes=header.tar_bytes,
@@ -315,12 +336,15 @@ def _from_columns(header: _Header, value: object) -> IndexColumns:
         first_image=first_image,
         image_sizes=np.array([images.width, images.height], np.int64).T,
         sideways=None if header.version == 1 else _sideways(images.sideways, first_image),
-        faults=_faults("", content.faults if header.version == 1 else content.faults.llava, samples),
+        faults={reading: _faults(f"faults.{reading}", rows, samples) for reading, rows in faults.items()},
         texts={
-            name: TextLengths(text.tokens, _faults(f"texts.{name}.", text.faults, samples))
+            name: TextLengths(text.tokens, _faults(f"texts.{name}.faults", text.faults, samples))
             for name, text in texts.items()
         },
+        is_outdated=header.version < VERSION and any(map(_is_image_only_now, set(members.suffix))),
     )
+    if header.version == VERSION and header.texts != _usable(columns.texts):
+        raise ValueError("texts: the first line counts other samples")
     for name, last in (("size", columns.size), ("offset", columns.offset + columns.size)):
         if (last > columns.tar_bytes).any():
             raise ValueError(f"members.{name}: ends at byte {last.max():,} of a tar of {columns.tar_bytes:,} bytes")
@@ -342,21 +366,30 @@ def _sideways(rows: list[tuple[int, int]], first_image: np.ndarray) -> np.ndarra
     return np.array(rows, np.int64).reshape(-1, 2)
 
 
-def _faults(before: str, rows: list[_FaultRow], samples: int) -> Faults:
+def _is_image_only_now(suffix: str) -> bool:
+    return image_number(suffix) is not None and suffix.rpartition(".")[2] not in _IMAGES_BEFORE_3
+
+
+def _faults(name: str, rows: list[_FaultRow], samples: int) -> Faults:
     faults = {place: (reason, detail) for place, reason, detail in rows}
     if len(faults) < len(rows) or not all(0 <= place < samples for place in faults):
-        raise ValueError(f"{before}faults: holds a place twice, or one of no sample")
+        raise ValueError(f"{name}: holds a place twice, or one of no sample")
     return faults
 
 
 def _refuse_large(columns: IndexColumns) -> None:
     """Raise ValueError for a member too large to be read into memory whose sample is not marked as unusable."""
-    for at in np.flatnonzero(columns.size > min(MAX_RECORD_BYTES, MAX_IMAGE_BYTES)).tolist():
+    large = (columns.size > min(MAX_RECORD_BYTES, MAX_IMAGE_BYTES)) & (not columns.is_outdated)  # else it knew fewer
+    for at in np.flatnonzero(large).tolist():
         suffix, size = columns.suffix[at], int(columns.size[at])
-        limit = MAX_RECORD_BYTES if suffix == "json" else MAX_IMAGE_BYTES if image_number(suffix) is not None else size
+        is_text = suffix in TEXT_SUFFIXES
+        limit = MAX_RECORD_BYTES if is_text else MAX_IMAGE_BYTES if image_number(suffix) is not None else size
         place = int(np.searchsorted(columns.first_member, at, side="right")) - 1
-        if size > limit and place not in columns.faults:
-            raise ValueError(f"members.size: {suffix} has {size:,} bytes; at most {limit:,} can be trained on")
+        own = columns.suffix[columns.first_member[place] : columns.first_member[place + 1]]
+        for reading, faults in columns.faults.items() if size > limit else ():
+            is_read = not is_text or suffix == text_suffix(reading, own)
+            if is_read and place not in faults:
+                raise ValueError(f"members.size: {suffix} has {size:,} bytes; at most {limit:,} can be trained on")
 
 
 def _split(values: list, firsts: np.ndarray) -> list[tuple]:

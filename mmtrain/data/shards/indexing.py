@@ -2,10 +2,12 @@
 
 tar without index --headers, contents, in one sequential read--> offset, size, CRC32 of every file
                   --neighbours of one key: samples, judged; TextCounter--> index with text lengths
-tar whose index lacks this tokenizer and template --json members at their offsets--> the same index, lengths added
+tar whose index lacks this format, tokenizer and template --members that hold the texts--> the same index, with them
 tar whose index is of version 1 --images at their offsets--> the same index of this version, sizes as they are turned
+tar with members that became images since its index was written --as without index--> the same checksums, or an error
 
-Tars are only read. What an index holds is a function of the tar, the tokenizer and the template, not of the workers.
+Tars are only read. What an index holds is a function of the tar, the formats, the tokenizers and the templates, not of
+the workers.
 Samples are formed as webdataset forms them. What makes one sample unusable is noted as its fault; what would make
 webdataset drop or mix up samples in silence is an error. Image headers are read, no pixel is decoded.
 """
@@ -28,12 +30,14 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TextIO
 from mmtrain.base.durable import lock
 from mmtrain.base.errors import UserError
 from mmtrain.base.progress import ProgressBar
+from mmtrain.data.samples.formats import LLAVA, TEXT_SUFFIXES, SampleFormat, text_suffix
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, Rejected, image_size
 from mmtrain.data.samples.sample import Sample, image_number, image_suffixes, read_sample
-from mmtrain.data.shards.archive import read_headers
+from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import (
+    OUTDATED,
     UNKNOWN_SIZE,
-    VERSION,
+    Faults,
     Member,
     ShardIndex,
     TextLengths,
@@ -41,7 +45,7 @@ from mmtrain.data.shards.index import (
     read_index,
     write_index,
 )
-from mmtrain.data.shards.index_file import MissingIndex
+from mmtrain.data.shards.index_file import MEND, MissingIndex
 from mmtrain.data.shards.retry import RETRY_SECONDS, UnreadableError
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
@@ -52,6 +56,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 FAILURES_SHOWN = 5
+TURNED = 2  # the version from which on sizes are those that EXIF turns images to
+_OF_FILES = ("duplicate_member", "image_names", "undecodable_image", "too_many_pixels")
 _CHUNK = 1 << 20  # bytes
 
 
@@ -60,22 +66,25 @@ def ensure_indexes(
     tokenizer_path: str,
     template: str,
     layout: str = "square",
+    form: SampleFormat = LLAVA,
     *,
     workers: int | None = None,
     stream: TextIO | None = None,
     retry_seconds: float = RETRY_SECONDS,
 ) -> None:
-    """Make or complete the indexes that a run with this tokenizer, template and layout needs; nothing if all are there.
+    """Make or complete the indexes that a run with this tokenizer, template, layout and format of samples needs.
 
     `workers` is the number of processes, None one for each core that this process may use. A `stream` that is a
-    terminal gets a progress bar. One of version 1 serves as it is, and is brought up to date if it is completed. Raises
-    UserError for indexes that are stale or damaged: they are never replaced unasked, for their checksums are the only
-    record of what the tars should hold.
+    terminal gets a progress bar. One of an earlier version serves as it is, unless members of its tar are images only
+    now; it is brought up to date if it is completed. Raises UserError for indexes that are stale or damaged: they are
+    never replaced unasked, for their checksums are the only record of what the tars should hold.
     """
-    missing = unready_shards(tars, text_fingerprint(model_folder(tokenizer_path), template, layout), retry_seconds)
+    fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout, form.wording)
+    missing = unready_shards(tars, fingerprint, retry_seconds)
     if missing:
         _log.info(f"indexing {len(missing):,} of {len(tars):,} shards (once; the indexes are kept beside them)")
-        build_indexes(missing, tokenizer_path, template, layout, workers=workers or usable_cores(), stream=stream)
+        text = tokenizer_path, template, layout, form
+        build_indexes(missing, *text, workers=workers or usable_cores(), stream=stream)
 
 
 def unready_shards(
@@ -83,18 +92,19 @@ def unready_shards(
 ) -> list[Path]:
     """Those without an index, of version `oldest` at least, that holds lengths under this fingerprint.
 
-    Says once how many are older. Raises UserError naming the indexes that are stale or damaged, or the first that the
-    storage fails to give.
+    Says once of how many images are read again. Raises UserError naming the indexes that are stale or damaged, or the
+    first that the storage fails to give.
     """
     missing: list[Path] = []
-    old = 0
+    old = outdated = 0
     failures: list[UserError] = []
     for tar in tars:
         try:
             version, texts = indexed_texts(tar, retry_seconds)
             if version < oldest or fingerprint not in texts:
                 missing.append(tar)
-                old += version < VERSION
+                old += OUTDATED < version < TURNED
+                outdated += version == OUTDATED
         except MissingIndex:
             missing.append(tar)
         except UnreadableError:
@@ -104,6 +114,8 @@ def unready_shards(
     _raise_all(failures, len(tars))
     if old:
         _log.info(f"indexes of version 1: {old:,}; their shards' images are read for the sizes that EXIF turns them to")
+    if outdated:
+        _log.info(f"indexes from before GIF, BMP and TIFF files were images: {outdated:,}; their shards are read again")
     return missing
 
 
@@ -112,22 +124,21 @@ def build_indexes(
     tokenizer_path: str,
     template: str,
     layout: str = "square",
+    form: SampleFormat = LLAVA,
     *,
     workers: int,
     rebuild: bool = False,
     stream: TextIO | None = None,
 ) -> None:
-    """Give each tar an index of this version with text lengths under this tokenizer, template and layout.
+    """Give each tar an index of this version with text lengths under this tokenizer, template, layout and format.
 
-    An index that is there is completed; with `rebuild` it is made anew from the tar, without the lengths of other
-    tokenizers. Raises UserError, after all others are done, for shards that cannot be indexed. Time: a shard is read
-    once, of one that has an index of this version only the json members; each worker takes one shard at a time.
+    An index that is there is completed; with `rebuild` it is made anew from the tar, without other formats and the
+    lengths of other tokenizers. Raises UserError, after all others are done, for shards that cannot be indexed. Time: a
+    shard is read once, of one that has an index only the members with texts; each worker takes one shard at a time.
     """
-    import webdataset.tariterators  # noqa: F401 - imports torch, as the next one does: once, before workers are forked
+    from mmtrain.data.samples.templates import TextCounter  # imports torch: once, before workers are forked
 
-    from mmtrain.data.samples.templates import TextCounter
-
-    index = functools.partial(_index_shard, TextCounter(tokenizer_path, template, layout), rebuild)
+    index = functools.partial(_index_shard, TextCounter(tokenizer_path, template, layout, form), rebuild)
     failures: list[UserError] = []
     done = samples = 0
 
@@ -148,17 +159,23 @@ def build_indexes(
 def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance) -> UserError | None:
     """Index one shard; what it cannot be indexed for is a value, so that the other shards go on."""
     try:
-        index = None
+        before = None
         with contextlib.suppress(MissingIndex):
-            index = None if rebuild else read_index(tar)
-        if index is None:
+            before = None if rebuild else read_index(tar)
+        index = before
+        if index is None or index.is_outdated:
             lengths = TextLengths([])
 
             def measure(sample: Sample | None) -> None:
                 lengths.add(sample, count)
                 advance(1)
 
-            index = scan_shard(tar, measure)
+            index = scan_shard(tar, measure, count.form)
+            if before is not None and (index.keys, index.members) != (before.keys, before.members):
+                raise UserError(
+                    f"{tar}: is not what was indexed: files have other checksums, or are others. Copy it again; if it "
+                    f"is right as it is: {MEND} {tar}"
+                )
         else:
             known = index.texts.get(count.fingerprint)
             if index.sideways is None:
@@ -204,15 +221,33 @@ def _turned_size(stream: BinaryIO, member: Member | None, size: tuple[int, int])
 
 
 def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, advance: Advance) -> TextLengths:
-    """Text lengths of an indexed shard, from its json members alone; `advance` is told of samples that went through."""
-    lengths = TextLengths([])
+    """Text lengths of an indexed shard, from the members with texts alone.
+
+    The index gets the faults of a format that is new to it. `advance` is told of samples that went through.
+    """
+    lengths, known = TextLengths([]), index.faults.get(count.form.reading)
+    faults = index.faults[count.form.reading] = _faults_of_files(index) if known is None else known
     try:
         with tar.open("rb") as stream:
-            for place in range(len(index.keys)):
+
+            def read(member: Member) -> bytes:
+                content = os.pread(stream.fileno(), member.size, member.offset)
+                if zlib.crc32(content) != member.crc32:
+                    detail = f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}"
+                    raise Rejected("checksum", detail)
+                return content
+
+            for place, members in enumerate(index.members):
+                sample = None
                 try:
-                    sample = None if place in index.faults else _without_images(tar, stream, index, place)
+                    if place not in faults:
+                        sample = _without_images(tar, index.keys[place], members, count.form, read)
                 except Rejected as error:
-                    lengths.reject(error)
+                    if known is None and error.reason != "checksum":
+                        faults[place] = (error.reason, error.detail)
+                        lengths.add(None, count)
+                    else:
+                        lengths.reject(error)
                 else:
                     lengths.add(sample, count)
                 advance(1)
@@ -221,15 +256,28 @@ def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, advance: Adv
     return lengths
 
 
-def _without_images(tar: Path, stream: BinaryIO, index: ShardIndex, place: int) -> Sample:
-    """A sample, its images as empty bytes; raises Rejected."""
-    members = index.members[place]
-    json = next(member for member in members if member.suffix == "json")
-    content = os.pread(stream.fileno(), json.size, json.offset)
-    if zlib.crc32(content) != json.crc32:
-        raise Rejected("checksum", f"json: {json.size:,} bytes whose CRC32 is not {json.crc32:08x}")
-    contents = {**dict.fromkeys((member.suffix for member in members), b""), "json": content}
-    return read_sample(index.keys[place], str(tar), contents, members[0].offset)
+def _faults_of_files(index: ShardIndex) -> Faults:
+    """Those of samples that no format can read, told by one whose faults are known."""
+    found, *_ = index.faults.values()
+    too_large = {
+        place
+        for place, members in enumerate(index.members)
+        if any(image_number(member.suffix) is not None and member.size > MAX_IMAGE_BYTES for member in members)
+    }
+    return {place: fault for place, fault in found.items() if fault[0] in _OF_FILES or place in too_large}
+
+
+def _without_images(
+    tar: Path, key: str, members: Sequence[Member], form: SampleFormat, read: Callable[[Member], bytes]
+) -> Sample:
+    """A sample, its images as empty bytes; of the others the member with its text is read. Raises Rejected."""
+    by_suffix = {member.suffix: member for member in members}
+    contents = dict.fromkeys(by_suffix, b"")
+    if (member := by_suffix.get(text_suffix(form.reading, by_suffix))) is not None:
+        if member.size > MAX_RECORD_BYTES:
+            raise Rejected("too_many_bytes", f"{member.suffix}: {member.size:,} bytes; at most {MAX_RECORD_BYTES:,}")
+        contents[member.suffix] = read(member)
+    return read_sample(key, str(tar), contents, members[0].offset, form)
 
 
 def write_merged(tar: Path, index: ShardIndex) -> None:
@@ -238,8 +286,9 @@ def write_merged(tar: Path, index: ShardIndex) -> None:
         lock(stream)
         with contextlib.suppress(UserError):  # none yet, or one that this one replaces
             written = read_index(tar)
-            if (written.keys, written.members) == (index.keys, index.members):
+            if (written.keys, written.members) == (index.keys, index.members) and not written.is_outdated:
                 index.texts = {**written.texts, **index.texts}
+                index.faults = {**written.faults, **index.faults}
         write_index(tar, index)
 
 
@@ -248,47 +297,45 @@ class _File(NamedTuple):
 
     key: str
     member: Member
-    json: bytes = b""
+    text: bytes = b""
     image_size: tuple[int, int, bool] = UNKNOWN_SIZE
     fault: tuple[str, str] | None = None
 
 
-def scan_shard(tar: Path, on_sample: Callable[[Sample | None], None]) -> ShardIndex:
-    """Read a tar once; its index, without text lengths.
+def scan_shard(tar: Path, on_sample: Callable[[Sample | None], None], form: SampleFormat = LLAVA) -> ShardIndex:
+    """Read a tar once; its index, without text lengths, its samples read in this format.
 
-    `on_sample` gets each sample, its images as empty bytes, or None for one with a fault. Memory is that of one member.
+    `on_sample` gets each sample, its images as empty bytes, or None for one with a fault. Memory is that of an image.
     Raises what `read_headers` raises, and UserError for names that webdataset forms no sample of: without a suffix, or
     with a part that begins with two underscores.
     """
     try:
         with tar.open("rb", buffering=_CHUNK) as stream, warnings.catch_warnings(action="ignore"):  # Pillow's
-            index = ShardIndex(tar_bytes=os.fstat(stream.fileno()).st_size, keys=[], members=[], image_sizes=[])
+            index = ShardIndex(os.fstat(stream.fileno()).st_size, [], [], [], {form.reading: {}})
             for key, files in itertools.groupby(_files(tar, stream), key=attrgetter("key")):
-                _add_sample(index, tar, key, list(files), on_sample)
+                on_sample(_add_sample(index, tar, key, list(files), form))
     except OSError as error:
         raise UserError(f"{tar}: cannot be read ({error.strerror or error})") from error
     return index
 
 
 def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
-    from webdataset.tariterators import base_plus_ext  # imports torch
-
     for file in read_headers(tar, stream):
-        key, suffix = base_plus_ext(file.name)
-        if key is None or key.endswith("/") or any(part.startswith("__") for part in file.name.split("/")):
+        named = sample_name(file.name)
+        if named is None:
             raise UserError(
                 f"{tar}: {file.name!r} belongs to no sample: webdataset passes over names without a suffix or without "
                 "anything before it, and over some that begin with two underscores; write the tar without it"
             )
-        suffix = suffix.lower()
+        key, suffix = named
         stream.seek(file.offset)
-        is_image = image_number(suffix) is not None
-        limit = MAX_IMAGE_BYTES if is_image else MAX_RECORD_BYTES if suffix == "json" else 0
+        is_image, is_text = image_number(suffix) is not None, suffix in TEXT_SUFFIXES
+        limit = MAX_IMAGE_BYTES if is_image else MAX_RECORD_BYTES if is_text else 0
         crc32, content = 0, b""
         for chunk in _chunks(stream, file.size, max(limit, _CHUNK)):
             crc32, content = zlib.crc32(chunk, crc32), chunk
         member = Member(suffix, file.offset, file.size, crc32)
-        if limit and file.size > limit:
+        if is_image and file.size > limit:
             yield _File(key, member, fault=("too_many_bytes", f"{suffix}: {file.size:,} bytes; at most {limit:,}"))
         elif is_image:
             try:
@@ -296,7 +343,7 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
             except Rejected as error:
                 yield _File(key, member, fault=(error.reason, f"{suffix}: {error.detail}"))
         else:
-            yield _File(key, member, json=content if suffix == "json" else b"")
+            yield _File(key, member, text=content if is_text and file.size <= limit else b"")
 
 
 def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
@@ -310,9 +357,8 @@ def _chunks(stream: BinaryIO, size: int, largest: int) -> Iterator[bytes]:
         yield chunk
 
 
-def _add_sample(
-    index: ShardIndex, tar: Path, key: str, files: list[_File], on_sample: Callable[[Sample | None], None]
-) -> None:
+def _add_sample(index: ShardIndex, tar: Path, key: str, files: list[_File], form: SampleFormat) -> Sample | None:
+    """Append a sample; without its images, or None for one with a fault."""
     place = len(index.keys)
     members = {file.member.suffix: file for file in files}
     sample, sizes = None, ()
@@ -324,12 +370,12 @@ def _add_sample(
         for file in files:
             if file.fault is not None:
                 raise Rejected(*file.fault)
-        contents = {suffix: file.json for suffix, file in members.items()}
-        sample = read_sample(key, str(tar), contents, files[0].member.offset)
+        in_order = [file.member for file in files]
+        sample = _without_images(tar, key, in_order, form, lambda member: members[member.suffix].text)
     except Rejected as error:
-        index.faults[place] = (error.reason, error.detail)
+        index.faults[form.reading][place] = (error.reason, error.detail)
     index.add(key, (file.member for file in files), sizes)
-    on_sample(sample)
+    return sample
 
 
 def _raise_all(failures: Sequence[UserError], tars: int) -> None:

@@ -1,6 +1,6 @@
 """Which tars a run reads, and whether there is anything in them.
 
-`data.shards` --paths, globs, brace ranges--> tar files
+`data.shards` --paths, folders, globs, brace ranges--> tar files
 `demo:train` --the demo's, in the user's cache--> tar files, which `demo.data` makes on first use
 `pipe:curl -sf https://host/shard-000000.tar` --run once, without a shell--> CACHE/pipe/<hash of the command>.tar
 
@@ -49,12 +49,12 @@ MAX_DIGITS = 18  # digits of a range's begin, end and step: what is longer is no
 def expand_shards(
     shards: str | Sequence[str], key: str = "data.shards", allow_pipe: Sequence[str] = ()
 ) -> tuple[Path, ...]:
-    """List the tar files that `shards` names: paths, globs (*, ?) and brace ranges ({00000..00099}), in order.
+    """List the tar files that `shards` names: paths, folders, globs (*, ?), brace ranges ({00000..00099}), in order.
 
-    A glob's files are sorted; braces mean what they mean to webdataset. `demo:train` and its like are the demo's,
-    which `demo.data` makes before; `pipe:` URLs are run if `allow_pipe` names their program. `key` is the
-    configuration's name for the list, for messages. Raises UserError for a pattern without files, a file named twice,
-    and other URLs.
+    A folder stands for its *.tar. These, and a glob's files, are sorted; braces mean what they mean to webdataset.
+    `demo:train` and its like are the demo's, which `demo.data` makes before; `pipe:` URLs are run if `allow_pipe` names
+    their program. `key` is the configuration's name for the list, for messages. Raises UserError for a pattern without
+    files, a file named twice, and other URLs.
     """
     patterns = (shards,) if isinstance(shards, str) else tuple(shards)
     found: list[Path] = []
@@ -94,16 +94,26 @@ def expand_shards(
             if not paths:
                 whence = f" (from {pattern})" if name != pattern else ""
                 raise UserError(f"{key}: no file {name}{whence}{variable_hint(pattern)}")
-            found += paths
+            found += (tar for path in paths for tar in _tars(path, key))
     if not found:
         raise UserError(f"{key}: the list is empty; name at least one webdataset tar")
     for path in found:
         if not path.is_file():
-            raise UserError(f"{key}: {path} is no file; name the tars in it, e.g. {path}/*.tar")
+            raise UserError(f"{key}: {path} is no regular file; name tars, or folders that hold them")
     if len(set(found)) < len(found):
         twice = next(path for number, path in enumerate(found) if path in found[:number])
         raise UserError(f"{key}: {twice} is named twice; every sample would count twice")
     return tuple(found)
+
+
+def _tars(path: Path, key: str) -> list[Path]:
+    """The tars of a folder; of what is none, itself."""
+    if not path.is_dir():
+        return [path]
+    tars = sorted(path.glob("*.tar"))
+    if not tars:
+        raise UserError(f"{key}: the folder {path} holds no file *.tar; name the tars, or the folder that holds them")
+    return tars
 
 
 def demo_shards(name: str) -> Path:
@@ -216,21 +226,8 @@ def _range_length(braced: str) -> float:
 
 
 def find_shards(names: Sequence[str]) -> tuple[Path, ...]:
-    """As `expand_shards`, for a tool's command line: a folder stands for the tars in it.
-
-    Raises UserError as that does, and for a folder without tars.
-    """
-    found: list[Path] = []
-    for name in names:
-        folder = Path(name).expanduser()
-        if folder.is_dir():
-            tars = sorted(folder.glob("*.tar"))
-            if not tars:
-                raise UserError(f"SHARDS: the folder {folder} holds no file *.tar")
-            found += tars
-        else:
-            found += expand_shards(name, "SHARDS")
-    return tuple(dict.fromkeys(found))
+    """As `expand_shards`, for a tool's command line, which may name a shard twice; raises UserError as that does."""
+    return tuple(dict.fromkeys(path for name in names for path in expand_shards(name, "SHARDS")))
 
 
 def refuse_unfinished_shards(paths: Sequence[Path], key: str) -> None:

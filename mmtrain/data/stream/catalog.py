@@ -19,7 +19,7 @@ import tarfile
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,9 +27,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.schema import DataSection, RunConfig
+from mmtrain.config.schema import DataSection, RunConfig, SampleFormatName, Shards
+from mmtrain.data.samples.formats import LLAVA, SampleFormat, format_argument, text_suffix
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import Fault, Sample, image_number, read_sample, without_images
+from mmtrain.data.shards.detection import sample_format
 from mmtrain.data.shards.index import IndexColumns, Member, read_columns
 from mmtrain.data.shards.index_file import MEND
 from mmtrain.data.shards.indexing import ensure_indexes
@@ -51,6 +53,7 @@ class DataSet:
     shards: tuple[Path, ...]
     weight: float = 1.0
     name: str = ""  # where there are several
+    form: SampleFormat = LLAVA
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Place:
     shard: Path
     name: str  # of its members, without their suffixes
     members: tuple[Member, ...]
+    form: SampleFormat
 
 
 class _Stored(NamedTuple):
@@ -75,13 +79,37 @@ class _Stored(NamedTuple):
 
 
 def data_sets(data: DataSection) -> list[DataSet]:
-    """The data sets that a configuration names, their shards listed; raises what `expand_shards` raises."""
+    """The data sets that a configuration names, their shards listed; raises what `_data_set` raises."""
     if data.sets is None:
-        return [DataSet(expand_shards(data.shards, allow_pipe=data.allow_pipe))]
+        return [_data_set(data, data.shards, "data.shards", data.format)]
     return [
-        DataSet(expand_shards(one.shards, f"data.sets.{number}.shards", data.allow_pipe), one.weight, one.name)
+        _data_set(data, one.shards, f"data.sets.{number}.shards", one.format or data.format, one.weight, one.name)
         for number, one in enumerate(data.sets)
     ]
+
+
+def evaluated_set(config: RunConfig) -> DataSet | None:
+    """The data set of `eval.shards`, where there is one; raises what `_data_set` raises."""
+    if config.eval.shards is None:
+        return None
+    return _data_set(config.data, config.eval.shards, "eval.shards", config.eval.format)
+
+
+def _data_set(
+    data: DataSection, shards: Shards, key: str, form: SampleFormatName, weight: float = 1.0, name: str = ""
+) -> DataSet:
+    """Raises what `expand_shards` and `sample_format` raise."""
+    tars = expand_shards(shards, key, data.allow_pipe)
+    found = sample_format(form, data.caption_key, data.caption_prompt, tars, key, data.io_retry_seconds)
+    return DataSet(tars, weight, name, found)
+
+
+def shards_by_form(sets: Iterable[DataSet]) -> dict[SampleFormat, list[Path]]:
+    """The shards of data sets by the format of their samples."""
+    found: dict[SampleFormat, list[Path]] = {}
+    for one in sets:
+        found.setdefault(one.form, []).extend(one.shards)
+    return found
 
 
 class Catalog:
@@ -94,23 +122,23 @@ class Catalog:
     def __init__(
         self,
         sets: Sequence[DataSet],
-        text_fingerprint: str,
+        text_fingerprints: Sequence[str],
         layout: ImageLayout,
         max_image_pixels: int,
         held_out_fraction: float | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """Read the index of every shard, as `read_columns` does; `text_fingerprint`: of which tokenizer and template.
+        """Read the index of every shard, as `read_columns` does; `text_fingerprints`, of each set: of which lengths.
 
-        Raises UserError for an index that is missing, damaged, stale, or without lengths for this fingerprint.
+        Raises UserError for an index that is missing, damaged, stale, or without these lengths.
         """
-        self.text_fingerprint = text_fingerprint
         self.layout = layout
         self.max_image_pixels = max_image_pixels
         self.held_out_fraction = held_out_fraction
         self.retry_seconds = retry_seconds
         self.shards = tuple(shard for one in sets for shard in one.shards)
         self.names = tuple(one.name for one in sets for _ in one.shards)  # of each shard's data set
+        self.forms = tuple(one.form for one in sets for _ in one.shards)
         self.firsts = [0]  # number of each shard's first sample
         self.held_out: list[int] = []
         """Numbers of the samples that are kept for evaluation."""
@@ -119,10 +147,10 @@ class Catalog:
         self.sample_sets: list[SampleSet] = []
         self._stored: list[_Stored] = []
         self._suffixes: dict[str, int] = {}
-        digest = hashlib.sha256(f"{text_fingerprint} {layout.positions_per_tile}".encode())
+        digest = hashlib.sha256(f"{' '.join(dict.fromkeys(text_fingerprints))} {layout.positions_per_tile}".encode())
         lengths = []
-        for one in sets:
-            read = (self._read_shard(one.name, shard, digest) for shard in one.shards)
+        for one, text in zip(sets, text_fingerprints, strict=True):
+            read = (self._read_shard(one, text, shard, digest) for shard in one.shards)
             lengths_of_shards, planned, images = zip(*read, strict=True)
             sizes = np.array(list(map(len, lengths_of_shards)))
             self.sample_sets.append(SampleSet(one.weight, sizes, np.concatenate(planned), np.concatenate(images)))
@@ -133,22 +161,25 @@ class Catalog:
         """Of everything that decides which samples there are and how they are planned; the shards' bytes included."""
         self._suffix_texts = list(self._suffixes)
 
-    def _read_shard(self, name: str, shard: Path, digest: hashlib._Hash) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _read_shard(
+        self, one: DataSet, text: str, shard: Path, digest: hashlib._Hash
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The next shard's lengths, the same or HELD_OUT, and images, (samples,) int32 each; notes what else is known.
 
         That is where they are stored, faults, held-out samples and the fingerprint.
         """
         index, first = read_columns(shard, self.retry_seconds), self.firsts[-1]
-        texts = index.texts.get(self.text_fingerprint)
-        if texts is None:
+        texts, unreadable = index.texts.get(text), index.faults.get(one.form.reading)
+        if texts is None or unreadable is None:
             raise UserError(
-                f"{shard}: its index has no token lengths for this tokenizer and template; make them: "
+                f"{shard}: its index has no token lengths for this format, tokenizer and template; make them: "
                 f"mmtrain index {shard} --tokenizer PATH --template NAME{layout_argument(self.layout.name)}"
+                f"{format_argument(one.form)}"
             )
         images = np.diff(index.first_image).astype(np.int32)
         exact = np.array(texts.tokens, np.int64) + self._positions(index)
         lengths = np.minimum(exact, np.iinfo(np.int32).max).astype(np.int32)  # what no pack holds stays what none does
-        faults = {**texts.faults, **index.faults}
+        faults = {**texts.faults, **unreadable}
         if not (self.layout.takes_images or self.layout.strips):
             for place in np.flatnonzero(images).tolist():
                 faults.setdefault(place, ("no_encoder", f"{images[place]} images"))
@@ -161,7 +192,9 @@ class Catalog:
         for place in sorted(faults):
             lengths[place] = UNUSABLE
             offset = int(index.offset[index.first_member[place]])
-            self.faults[first + place] = Fault(_full_key(name, index.keys[place]), str(shard), offset, *faults[place])
+            self.faults[first + place] = Fault(
+                _full_key(one.name, index.keys[place]), str(shard), offset, *faults[place]
+            )
         planned = lengths.copy()
         if self.held_out_fraction is not None:
             chosen = [is_held_out(key, self.held_out_fraction) for key in index.keys]
@@ -193,7 +226,7 @@ class Catalog:
         columns = (column[begin:end].tolist() for column in stored[2:])
         members = tuple(Member(self._suffix_texts[suffix], *rest) for suffix, *rest in zip(*columns, strict=True))
         name = stored.names[place].decode()
-        return Place(_full_key(self.names[shard], name), self.shards[shard], name, members)
+        return Place(_full_key(self.names[shard], name), self.shards[shard], name, members, self.forms[shard])
 
     def repeated_keys(self) -> int:
         """Samples whose key an earlier one of their data set has. Price: a second for a million samples."""
@@ -224,11 +257,12 @@ class Catalog:
 def load_catalog(config: RunConfig, sets: Sequence[DataSet], held_out_fraction: float | None = None) -> Catalog:
     """The catalog of data sets for a run's tokenizer, template and encoder; indexes that are missing are made."""
     data, llm, layout = config.data, config.model.llm.path, image_layout(config)
-    shards, seconds = [shard for one in sets for shard in one.shards], data.io_retry_seconds
+    folder, seconds = model_folder(llm), data.io_retry_seconds
     # The launcher has made them; a rank that has to, without one, shares its cores with others.
-    ensure_indexes(shards, llm, data.template, layout.name, workers=1, retry_seconds=seconds)
-    fingerprint = text_fingerprint(model_folder(llm), data.template, layout.name)
-    return Catalog(sets, fingerprint, layout, data.max_image_pixels, held_out_fraction, seconds)
+    for form, shards in shards_by_form(sets).items():
+        ensure_indexes(shards, llm, data.template, layout.name, form, workers=1, retry_seconds=seconds)
+    texts = [text_fingerprint(folder, data.template, layout.name, one.form.wording) for one in sets]
+    return Catalog(sets, texts, layout, data.max_image_pixels, held_out_fraction, seconds)
 
 
 def is_held_out(key: str, fraction: float) -> bool:
@@ -257,12 +291,13 @@ class Reader:
         place = self.catalog.find(number)
         members: dict[str, bytes] = {}
         strips = self.catalog.layout.strips
+        text = text_suffix(place.form.reading, [member.suffix for member in place.members])
         for member in place.members:
             is_image = image_number(member.suffix) is not None
             if is_image and strips:
                 members[member.suffix] = b""
                 continue
-            if member.suffix != "json" and not is_image:
+            if member.suffix != text and not is_image:
                 continue  # no part of the sample, and of any size
             content = self._read(place.shard, member)
             if zlib.crc32(content) != member.crc32:
@@ -272,7 +307,7 @@ class Reader:
             members[member.suffix] = content
         offset = place.members[0].offset
         try:
-            sample = read_sample(place.key, str(place.shard), members, offset)
+            sample = read_sample(place.key, str(place.shard), members, offset, place.form)
             return without_images(sample) if strips else sample
         except Rejected as error:
             return Fault(place.key, str(place.shard), offset, error.reason, error.detail)

@@ -18,6 +18,7 @@ import torch
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import template_name
+from mmtrain.data.samples.formats import format_argument
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Fault
 from mmtrain.data.samples.templates import load_tokenizer, make_template
@@ -110,6 +111,7 @@ class Processor:
                 "index was made by another version of the tokenizer's library; index the shard again: mmtrain "
                 f"index {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
                 f"--template {template_name(self.config.data.template)}{layout_argument(self.layout.name)}"
+                f"{format_argument(reader.catalog.find(number).form)}"
             )
         return document
 

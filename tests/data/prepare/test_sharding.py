@@ -69,7 +69,7 @@ def test_the_index_finds_every_member_by_its_bytes_and_is_that_of_a_scan(tmp_pat
     for shard in write_shards(MIXED, tmp_path, samples_per_shard=3):
         tar = tmp_path / shard.file
         content, index = tar.read_bytes(), read_index(tar)
-        assert index.tar_bytes == len(content) and index.faults == {} and index.texts == {}
+        assert index.tar_bytes == len(content) and index.faults == {"llava": {}} and index.texts == {}
         for key, members, sizes in zip(index.keys, index.members, index.image_sizes, strict=True):
             _, record, files = next(entry for entry in MIXED if entry[0] == key)
             found = {member.suffix: content[member.offset :][: member.size] for member in members}
@@ -84,7 +84,7 @@ def test_the_index_finds_every_member_by_its_bytes_and_is_that_of_a_scan(tmp_pat
 def test_an_index_says_what_a_scan_says_of_images_that_are_none(tmp_path):
     write_shard(tmp_path / "s.tar", [sample("a"), (*sample("b", images=2)[:2], [("png", b"text"), ("jpg", b"")])])
     index = read_index(tmp_path / "s.tar")
-    assert index.faults[1][0] == "undecodable_image" and index.faults.keys() == {1}
+    assert index.faults["llava"][1][0] == "undecodable_image" and index.faults["llava"].keys() == {1}
     assert index == scan_shard(tmp_path / "s.tar", lambda sample: None)
 
 

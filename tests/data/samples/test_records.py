@@ -228,7 +228,7 @@ BAD_IMAGES = {
     "a null byte": ("unreadable_image", "a\0.png"),
     "a name too long for any system": ("unreadable_image", "n" * 5000 + ".png"),
     "no suffix": ("unsupported_image", "plain"),
-    "a suffix that readers do not know": ("unsupported_image", "plain.gif"),
+    "a suffix that readers do not know": ("unsupported_image", "plain.heic"),
     "empty": ("undecodable_image", "empty.png"),
     "text": ("undecodable_image", "text.jpg"),
     "cut off": ("undecodable_image", "cut.jpg"),
@@ -248,7 +248,7 @@ def test_bad_images_are_rejected_by_their_reason(folder, case):
     (folder / "circle.png").symlink_to(folder / "circle.png")
     (folder / "folder.png").mkdir()
     os.mkfifo(folder / "pipe.png")
-    for name in ("plain", "plain.gif"):
+    for name in ("plain", "plain.heic"):
         (folder / name).write_bytes(encoded("GIF"))
     (folder / "empty.png").touch()
     (folder / "text.jpg").write_text("<html>404</html>")

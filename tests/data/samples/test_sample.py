@@ -65,7 +65,7 @@ def test_images_may_stand_in_any_turn_and_a_system_turn_may_come_first():
         ({"json": b"\xff\xfe\xfd"}, "not_json", "decode"),
         ({"json": b"[" * 100_000}, "not_json", "recursion"),
         ({"json": b'{"text": "hello"}'}, "no_conversation", "its keys are text"),
-        ({"json": b"[1, 2]"}, "no_conversation", "its keys are [1, 2]"),
+        ({"json": b"[1, 2]"}, "no_conversation", "it is [1, 2]"),
         ({"json": b'{"conversations": [{"role": "user"}]}'}, "unknown_role", "turn 0 is from None"),
         ({"json": conversation("Who?", " \n")}, "no_answer", "turn 1, from gpt, is empty"),
     ],
@@ -79,7 +79,17 @@ def test_a_sample_in_another_form_is_rejected_with_what_was_seen(members, reason
 
 @pytest.mark.parametrize(
     ("suffix", "number"),
-    [("jpg", 0), ("0.jpeg", 0), ("12.webp", 12), ("jpg.bak", None), ("x.jpg", None), ("-1.png", None), ("gif", None)],
+    [
+        ("jpg", 0),
+        ("0.jpeg", 0),
+        ("12.webp", 12),
+        ("jpg.bak", None),
+        ("x.jpg", None),
+        ("-1.png", None),
+        ("gif", 0),
+        ("3.tiff", 3),
+        ("heic", None),
+    ],
 )
 def test_a_suffix_says_which_image_it_is(suffix, number):
     assert image_number(suffix) == number

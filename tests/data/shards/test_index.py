@@ -57,7 +57,7 @@ def small_index() -> ShardIndex:
             (Member("json", 3584, 2, 1), Member("1.png", 4000, 2, 5), Member("0.png", 4010, 86, 9)),
         ],
         image_sizes=[((640, 480),), (), ((1, 2), (0, 0))],
-        faults={1: ("not_json", "Expecting value \u2028 \udce9")},
+        faults={"llava": {1: ("not_json", "Expecting value \u2028 \udce9")}, "caption": {}},
         texts={"f" * 16: TextLengths([12, 0, 300]), "0" * 16: TextLengths([9, 0, 0], {2: ("template", "why")})},
         sideways=[(0, 0), (2, 1)],
     )
@@ -84,7 +84,7 @@ def random_index(draw: random.Random) -> ShardIndex:
         suffix = draw.choice(["json", "jpg"])
         return tuple(Member(suffix, number(), number(), draw.getrandbits(32)) for _ in range(draw.randint(1, 4)))
 
-    index = ShardIndex(BYTES, [], [], [], faults())
+    index = ShardIndex(BYTES, [], [], [], {"llava": faults(), "sharegpt": faults()})
     for _ in range(samples):
         images = [(number(), number(), draw.random() < 0.5) for _ in range(draw.randint(0, 3))]
         index.add(f"{draw.random()}", members(), images)
@@ -116,7 +116,7 @@ def test_the_file_is_as_its_format_says(tar):
         "texts": {"feed": {"tokens": [12, 0], "faults": []}},
     }
     second = json.dumps(content, separators=(",", ":")).encode()
-    header = {"format": "mmtrain shard index", "version": 2, "tar_bytes": BYTES, "samples": 2, "texts": ["feed"]}
+    header = {"format": "mmtrain shard index", "version": 3, "tar_bytes": BYTES, "samples": 2, "texts": {"feed": 1}}
     header["bytes"] = len(second)
     header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
     file = json.dumps(header, separators=(",", ":")).encode() + b"\n" + second + b"\n"
@@ -127,7 +127,7 @@ def test_the_file_is_as_its_format_says(tar):
         ["a", "b"],
         [(Member("json", 512, 3, 7), Member("jpg", 1536, 700, 8)), (Member("json", 3072, 1, 9),)],
         [((640, 480),), ()],
-        {1: ("no_answer", "é")},
+        {"llava": {1: ("no_answer", "é")}},
         {"feed": TextLengths([12, 0])},
         [(0, 0)],
     )
@@ -137,11 +137,11 @@ def test_the_file_is_as_its_format_says(tar):
 
 def test_equal_indexes_are_equal_bytes_whatever_was_put_in_first(tar):
     index = small_index()
-    index.faults[0] = ("no_json", "x")
+    index.faults["llava"][0] = ("no_json", "x")
     write_index(tar, index)
     first = index_path(tar).read_bytes()
     index.texts = dict(reversed(index.texts.items()))
-    index.faults = dict(reversed(index.faults.items()))
+    index.faults = {name: dict(reversed(rows.items())) for name, rows in reversed(index.faults.items())}
     write_index(tar, index)
     assert index_path(tar).read_bytes() == first
 
@@ -176,7 +176,7 @@ def crafted(tar: Path, *changes: tuple[tuple[str | int, ...], object]) -> Path:
         "faults": {"llava": []},
         "texts": {"feed": {"tokens": [5, 6], "faults": []}},
     }
-    header = {"format": "mmtrain shard index", "version": 2, "tar_bytes": BYTES, "samples": 2, "texts": ["feed"]}
+    header = {"format": "mmtrain shard index", "version": 3, "tar_bytes": BYTES, "samples": 2, "texts": {"feed": 2}}
     for (*path, last), value in changes:
         place = header if path == ["header"] else content
         for name in path if path != ["header"] else ():
@@ -251,7 +251,8 @@ def nested(depth: int) -> list:
         (("images", "sideways"), [[0, 0], [0, 0]]),
         (("images",), {"counts": [1, 0], "width": [640], "height": [480]}),
         (("faults",), [[0, "not_json", ""]]),
-        (("faults",), {"other": []}),
+        (("faults",), {}),
+        (("faults",), {"\x1b": []}),
         (("faults", "llava"), {"0": "not_json"}),
         (("faults", "llava"), [[0]]),
         (("faults", "llava"), [[2, "not_json", ""]]),
@@ -271,7 +272,9 @@ def nested(depth: int) -> list:
         (("texts", "feed", "faults"), [[2, "template", ""]]),
         (("header", "texts"), "feed"),
         (("header", "texts"), [["feed"]]),
-        (("header", "texts"), ["beef"]),
+        (("header", "texts"), ["feed"]),
+        (("header", "texts"), {"beef": 2}),
+        (("header", "texts"), {"feed": 1}),
         (("header", "tar_bytes"), float(BYTES)),
         (("header", "samples"), 3),
     ],
@@ -288,7 +291,7 @@ def test_a_field_that_cannot_be_is_an_error_that_names_it_though_the_checksum_is
 def test_json_nested_without_end_is_an_error_that_names_the_file(tar):
     crafted(tar)
     second = b"[" * 200_000 + b"]" * 200_000
-    header = {"format": "mmtrain shard index", "version": 2, "tar_bytes": BYTES, "samples": 0, "texts": []}
+    header = {"format": "mmtrain shard index", "version": 3, "tar_bytes": BYTES, "samples": 0, "texts": {}}
     header["bytes"] = len(second)
     header["crc32"] = zlib.crc32(json.dumps(header, separators=(",", ":")).encode() + second)
     for first in (json.dumps(header, separators=(",", ":")).encode(), second):
@@ -318,9 +321,9 @@ def test_a_member_that_would_not_fit_into_memory_is_read_by_none(tar, suffix, fa
 
 def test_an_index_of_another_version_is_told_from_a_damaged_one(tar):
     write_index(tar, small_index())
-    content = index_path(tar).read_bytes().replace(b'"version":2', b'"version":3')
+    content = index_path(tar).read_bytes().replace(b'"version":3', b'"version":4')
     index_path(tar).write_bytes(content)
-    with pytest.raises(UserError, match="version 3, is no mmtrain shard index of version 1 or 2; another release"):
+    with pytest.raises(UserError, match="version 4, is no mmtrain shard index of version 1 to 3; another release"):
         read_index(tar)
 
 
@@ -340,7 +343,7 @@ def test_a_missing_index_and_missing_lengths_are_states_not_errors(tar):
     with pytest.raises(MissingIndex, match=r"mmtrain index --tokenizer PATH --template NAME .*\.tar$"):
         read_index(tar)
     write_index(tar, small_index())
-    assert indexed_texts(tar)[1] == ["0" * 16, "f" * 16]
+    assert indexed_texts(tar) == (3, {"0" * 16: 1, "f" * 16: 2})
 
 
 def test_a_tar_that_is_gone_is_an_error_that_names_it(tar):

@@ -50,7 +50,7 @@ def test_samples_are_those_of_webdataset_and_members_those_of_tarfile(tmp_path, 
         python = [(one.offset_data, one.size, zlib.crc32(tar.extractfile(one).read())) for one in tar]
     assert [member[1:] for members in index.members for member in members] == python
     assert index.tar_bytes == len(content)
-    assert index.faults == {}
+    assert index.faults["llava"] == {}
     assert index.texts == {}
     assert [(one.key, one.offset, one.shard) for one in samples] == [
         (key, members[0].offset, str(path)) for key, members in zip(index.keys, index.members, strict=True)
@@ -72,7 +72,7 @@ def test_image_sizes_come_in_the_order_of_the_marks_whatever_the_order_in_the_ta
     ]
     index, _ = scanned(write_tar(tmp_path / "s.tar", [*files, ("c.json", ONE_IMAGE)]))
     assert index.image_sizes == [tuple(sizes), (), ((7, 9),)]
-    assert index.faults == {}
+    assert index.faults["llava"] == {}
 
 
 def png_that_claims(width: int, height: int) -> bytes:
@@ -108,7 +108,7 @@ def test_a_sample_that_cannot_be_trained_on_is_noted_and_its_neighbours_are_not(
     path = write_tar(tmp_path / "s.tar", [*around[0], *((f"b.{end}", content) for end, content in files), *around[1]])
     index, samples = scanned(path)
     assert index.keys == ["a", "b", "c"]
-    assert {place: fault[0] for place, fault in index.faults.items()} == {1: reason}
+    assert {place: fault[0] for place, fault in index.faults["llava"].items()} == {1: reason}
     assert index.image_sizes == [(), sizes, ((3, 2),)]
     assert [sample and sample.key for sample in samples] == ["a", None, "c"]
     assert [member.crc32 for member in index.members[1]] == [zlib.crc32(content) for _, content in files]
@@ -118,7 +118,7 @@ def test_pixels_below_pillows_own_limit_are_for_the_run_to_judge(tmp_path):
     large = png_that_claims(13_000, 13_000)
     index, _ = scanned(write_tar(tmp_path / "s.tar", [("a.json", ONE_IMAGE), ("a.png", large)]))
     assert index.image_sizes == [((13_000, 13_000),)]
-    assert index.faults == {}
+    assert index.faults["llava"] == {}
 
 
 def test_members_over_the_limits_are_passed_over_in_pieces_and_others_may_have_any_size(tmp_path, monkeypatch):
@@ -131,8 +131,11 @@ def test_members_over_the_limits_are_passed_over_in_pieces_and_others_may_have_a
     files = [("a.json", ONE_IMAGE), ("a.png", just), ("b.json", ONE_IMAGE), ("b.png", more), ("c.json", long)]
     path = write_tar(tmp_path / "s.tar", [*files, ("d.json", TEXT), ("d.mp4", film)])
     index, _ = scanned(path)
-    assert {place: fault[0] for place, fault in index.faults.items()} == {1: "too_many_bytes", 2: "too_many_bytes"}
-    assert index.faults[1][1] == "png: 1,001 bytes; at most 1,000"
+    assert {place: fault[0] for place, fault in index.faults["llava"].items()} == {
+        1: "too_many_bytes",
+        2: "too_many_bytes",
+    }
+    assert index.faults["llava"][1][1] == "png: 1,001 bytes; at most 1,000"
     sums = [member.crc32 for members in index.members for member in members]
     assert sums == [zlib.crc32(content) for _, content in [*files, ("", TEXT), ("", film)]]
 
@@ -141,7 +144,7 @@ def test_members_of_a_sample_that_are_no_neighbours_make_two_samples_as_in_webda
     path = write_tar(tmp_path / "s.tar", [("a.json", ONE_IMAGE), ("b.json", TEXT), ("a.png", PNG)])
     index, _ = scanned(path)
     assert index.keys == ["a", "b", "a"]
-    assert {place: fault[0] for place, fault in index.faults.items()} == {0: "image_count", 2: "no_json"}
+    assert {place: fault[0] for place, fault in index.faults["llava"].items()} == {0: "image_count", 2: "no_json"}
 
 
 @pytest.mark.parametrize("name", ["README", "a.b/README", ".DS_Store", "a/._b.json", "__meta__/a.json", "a/__b.json"])
@@ -173,9 +176,9 @@ def test_random_damage_to_images_ends_in_a_size_or_a_named_fault(tmp_path):
         files += [(f"{number}.json", ONE_IMAGE), (f"{number}.png", bytes(content[:cut]))]
     index, _ = scanned(write_tar(tmp_path / "s.tar", files))
     assert len(index.keys) == 600
-    assert {reason for reason, _ in index.faults.values()} <= {"undecodable_image", "too_many_pixels"}
-    assert all(((0, 0) in sizes) == (place in index.faults) for place, sizes in enumerate(index.image_sizes))
-    assert 50 < len(index.faults) < 550
+    assert {reason for reason, _ in index.faults["llava"].values()} <= {"undecodable_image", "too_many_pixels"}
+    assert all(((0, 0) in sizes) == (place in index.faults["llava"]) for place, sizes in enumerate(index.image_sizes))
+    assert 50 < len(index.faults["llava"]) < 550
 
 
 def test_a_member_is_known_by_its_suffix_in_lower_case(tmp_path):

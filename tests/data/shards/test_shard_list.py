@@ -26,6 +26,7 @@ def test_paths_globs_brace_ranges_and_lists_expand_in_order(tmp_path):
     assert names(f"{tmp_path}/s-01.tar") == ["s-01.tar"]
     assert names(f"{tmp_path}/*.tar") == ["s-00.tar", "s-01.tar", "s-02.tar", "s-10.tar"]
     assert names(f"{tmp_path}/s-{{02..00}}.tar") == ["s-02.tar", "s-01.tar", "s-00.tar"]
+    assert names(f"{tmp_path}") == names(f"{tmp_path}/") == names(f"{tmp_path}/*.tar")
     assert names((f"{tmp_path}/s-10.tar", f"{tmp_path}/s-0?.tar")) == ["s-10.tar", "s-00.tar", "s-01.tar", "s-02.tar"]
 
 
@@ -36,7 +37,9 @@ def test_paths_globs_brace_ranges_and_lists_expand_in_order(tmp_path):
         ("{}/s-{{00..01}}.tar", r"no file .*s-01\.tar \(from "),
         ((), "the list is empty"),
         (("{}/s-00.tar", "{}/*.tar"), r"s-00\.tar is named twice"),
-        ("{}", "is no file; name the tars in it"),
+        ("{}/none", "the folder .*/none holds no file"),
+        ("/dev/null", "is no regular file; name tars, or folders"),
+        (("{}/s-00.tar", "{}"), r"s-00\.tar is named twice"),
         ("pipe:cat {}/s-00.tar", "would run a program"),
         ("https://example.org/s-{{00..01}}.tar", "is a URL; shards are read from local files"),
         ("{}/s-{{00..01.tar", "opens a brace that it does not close"),
@@ -53,6 +56,7 @@ def test_paths_globs_brace_ranges_and_lists_expand_in_order(tmp_path):
 )
 def test_shards_that_cannot_be_listed_are_refused(tmp_path, shards, message):
     (tmp_path / "s-00.tar").touch()
+    (tmp_path / "none").mkdir()
     fill = lambda pattern: pattern.format(tmp_path)  # noqa: E731
     with pytest.raises(UserError, match=message):
         expand_shards(fill(shards) if isinstance(shards, str) else tuple(map(fill, shards)))

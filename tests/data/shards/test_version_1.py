@@ -36,7 +36,7 @@ def tar(tmp_path, monkeypatch) -> Path:
 
 
 def fingerprint(tar: Path) -> str:
-    return Catalog([DataSet((tar,))], TEXT, ImageLayout("square", 16), 10**6, 0.5).fingerprint
+    return Catalog([DataSet((tar,))], [TEXT], ImageLayout("square", 16), 10**6, 0.5).fingerprint
 
 
 def test_a_run_takes_it_as_it_is_and_has_the_data_fingerprint_of_before(tar, logged):

@@ -25,13 +25,15 @@ def write_indexed(tar, files, text="any", tokens=5):
     """A shard and its index; each sample's text is `tokens` long under the fingerprint `text`."""
     write_tar(tar, files)
     index = scan_shard(tar, lambda sample: None)
-    index.texts[text] = TextLengths([0 if place in index.faults else tokens for place in range(len(index.keys))])
+    index.texts[text] = TextLengths(
+        [0 if place in index.faults["llava"] else tokens for place in range(len(index.keys))]
+    )
     write_index(tar, index)
     return tar
 
 
 def open_catalog(*tars, text="any", tokens_per_image=16, max_image_pixels=10**6, held_out=None):
-    return Catalog([DataSet(tars)], text, ImageLayout("square", tokens_per_image), max_image_pixels, held_out)
+    return Catalog([DataSet(tars)], [text], ImageLayout("square", tokens_per_image), max_image_pixels, held_out)
 
 
 def test_lengths_are_the_stock_tokenizers_and_the_encoders_in_shard_order(tiny):
@@ -79,7 +81,7 @@ def test_without_an_encoder_samples_with_images_are_faults_or_stripped_of_them(t
     def opened(layout):
         ensure_indexes([tar], str(tiny / "llm"), "llava_v1", layout)
         return Catalog(
-            [DataSet((tar,))], text_fingerprint(tiny / "llm", "llava_v1", layout), ImageLayout(layout, 0), 100
+            [DataSet((tar,))], [text_fingerprint(tiny / "llm", "llava_v1", layout)], ImageLayout(layout, 0), 100
         )
 
     refused = opened("require")
@@ -115,7 +117,7 @@ def test_held_out_samples_are_those_of_any_shard_or_set_that_can_be_used(tmp_pat
     for catalog in (
         open_catalog(whole, held_out=0.3),
         open_catalog(*halves, held_out=0.3),
-        Catalog(sets, "any", ImageLayout("square", 16), 10**6, 0.3),
+        Catalog(sets, ["any", "any"], ImageLayout("square", 16), 10**6, 0.3),
     ):
         assert catalog.held_out == expected
         planned = np.concatenate([one.lengths for one in catalog.sample_sets])
@@ -134,7 +136,7 @@ def test_numbers_run_over_all_sets_and_shards_and_names_stand_before_keys(tmp_pa
     config = load_config(tiny / "config.yaml", ["data.shards=null", f"data.sets={listed}"])
     sets = data_sets(config.data)
     assert [(one.name, one.weight, len(one.shards)) for one in sets] == [("cats", 1.0, 2), ("dogs", 0.5, 2)]
-    catalog = Catalog(sets, "any", ImageLayout("square", 16), 10**6)
+    catalog = Catalog(sets, ["any", "any"], ImageLayout("square", 16), 10**6)
     found = [catalog.find(number) for number in range(len(catalog))]
     assert [place.key for place in found] == ["cats/x", "cats/y", "cats/z", "dogs/x", "dogs/w", "dogs/x"]
     assert [str(place.shard)[-7:] for place in found] == ["a/0.tar"] * 3 + ["b/0.tar"] + ["b/1.tar"] * 2

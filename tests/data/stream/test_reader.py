@@ -25,7 +25,7 @@ def open_reader(*tars: Path, retry_seconds: float = 0) -> Reader:
         index = scan_shard(tar, lambda sample: None)
         index.texts["any"] = TextLengths([1] * len(index.keys))
         write_index(tar, index)
-    return Reader(Catalog([DataSet(tars)], "any", ImageLayout("square", 1), 10**6), retry_seconds)
+    return Reader(Catalog([DataSet(tars)], ["any"], ImageLayout("square", 1), 10**6), retry_seconds)
 
 
 def captions(folder: Path, shards: int, samples: int = 3) -> list[Path]:

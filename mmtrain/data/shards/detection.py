@@ -1,0 +1,166 @@
+"""Which format the samples of a data set have, told by its first ones, and whether it reads any in each shard.
+
+shards --headers, and texts of the first SEEN samples--> how many of these each format reads --> SampleFormat
+indexed shards --> those in which no sample can be trained on
+
+A function of the shards alone: processes that read the same data come to the same answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
+from mmtrain.config.schema import DataSection, SampleFormatName
+from mmtrain.data.samples.formats import NAMES, TEXT_SUFFIXES, SampleFormat, text_suffix
+from mmtrain.data.samples.records import MAX_RECORD_BYTES, REASONS, Rejected
+from mmtrain.data.samples.sample import read_sample
+from mmtrain.data.shards.archive import read_headers, sample_name
+from mmtrain.data.shards.index import indexed_texts, read_columns
+from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
+from mmtrain.data.shards.shard_list import refuse_empty_shards
+
+_log = logging.getLogger(__name__)
+AUTO = "auto"
+SEEN = 100  # samples that are looked at
+ENOUGH = 0.9  # share of them that a format must read to be the one, though another may read more
+
+_Members = dict[str, bytes]  # of a sample, by suffix; contents of texts alone
+
+
+def sample_format(
+    name: SampleFormatName,
+    caption_key: str | None,
+    caption_prompt: str,
+    shards: Sequence[Path],
+    key: str,
+    retry_seconds: float = RETRY_SECONDS,
+) -> SampleFormat:
+    """The format of this name; for `auto` the one that the first samples of the shards have, which is said.
+
+    That is the first of NAMES that reads ENOUGH of them, or else the one that reads most. `key` is the configuration's
+    name for the shards. Raises UserError where no format reads any, and for shards without samples.
+    """
+    if name != AUTO:
+        return SampleFormat(name, caption_key, caption_prompt)
+    first = _first_samples(shards, key, retry_seconds)
+    read: dict[SampleFormat, int] = {}
+    reasons = []
+    for form in (SampleFormat(known, caption_key, caption_prompt) for known in NAMES):
+        faults = [fault for members in first if (fault := _fault(members, form)) is not None]
+        read[form] = len(first) - len(faults)
+        for reason, count in Counter(fault.reason for fault in faults).most_common(1):
+            example = next(fault.detail for fault in faults if fault.reason == reason)
+            reasons.append(f"{form.name}: {count} {reason}: {harmless(example)}")
+    form = next((form for form, count in read.items() if count >= ENOUGH * len(first)), None)
+    form = form or max(read, key=lambda one: read[one])  # of equals the first
+    if not read[form]:
+        none = f"{key}: none of the first {len(first)} samples of {shards[0]} can be read in a format that is known:"
+        mend = "captions under another key of KEY.json need data.caption_key; mmtrain shard makes shards of other data"
+        raise UserError("\n  ".join([none, *reasons, mend]))
+    (suffix, _), *_ = Counter(text_suffix(form.reading, members) for members in first).most_common()
+    _log.info(f"{key}: {form.name} (KEY.{suffix}), as {read[form]} of the first {len(first)} samples are")
+    return form
+
+
+def add_format_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a command that takes shards without a configuration: what `sample_format` asks for."""
+    parser.add_argument(
+        "--format", default=AUTO, choices=(AUTO, *NAMES), help=f"as data.format, how samples are written ({AUTO})"
+    )
+    parser.add_argument("--caption-key", metavar="KEY", help="as the key in data, of captions in KEY.json")
+    parser.add_argument(
+        "--caption-prompt",
+        default=DataSection.model_fields["caption_prompt"].default,
+        metavar="TEXT",
+        help="as the key in data, the question that captions answer (%(default)s)",
+    )
+
+
+def format_of_arguments(options: argparse.Namespace, tars: Sequence[Path]) -> SampleFormat:
+    """The format that these options ask for; raises what `sample_format` raises."""
+    return sample_format(options.format, options.caption_key, options.caption_prompt, tars, "SHARDS")
+
+
+def refuse_useless_shards(
+    shards: Sequence[Path], fingerprint: str, form: SampleFormat, key: str, retry_seconds: float = RETRY_SECONDS
+) -> None:
+    """Raise UserError if no sample of indexed shards can be trained on; a shard of which that is true is said.
+
+    `fingerprint` says with which tokenizer and template. Raises what `indexed_texts` raises.
+    """
+    useless = [shard for shard in shards if not indexed_texts(shard, retry_seconds)[1].get(fingerprint)]
+    if not useless:
+        return
+    reasons: Counter[str] = Counter()
+    for shard in useless:
+        index = read_columns(shard, retry_seconds)
+        faults = {**index.texts[fingerprint].faults, **index.faults[form.reading]}
+        reasons.update(reason for reason, _ in faults.values())
+    why = "; ".join(f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common()) or "none there"
+    if len(useless) == len(shards):
+        raise UserError(
+            f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} ({why}); mend them, or "
+            f"say what they are: {', '.join(NAMES)}, and of a caption its key in KEY.json"
+        )
+    _log.warning(
+        f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on, the first is "
+        f"{useless[0]} ({why})"
+    )
+
+
+def _fault(members: _Members, form: SampleFormat) -> Rejected | None:
+    try:
+        read_sample("", "", members, form=form)
+    except Rejected as error:
+        return error
+    return None
+
+
+def _first_samples(shards: Sequence[Path], key: str, retry_seconds: float) -> list[_Members]:
+    found: list[_Members] = []
+    errors: list[UserError] = []
+    for shard in shards:
+        try:
+            read = functools.partial(_samples_of, shard, SEEN - len(found))
+            samples, error = read_again(read, shard, retry_seconds)
+        except OSError as error:
+            raise UserError(f"{key}: {shard} cannot be read ({error.strerror})") from error
+        found += samples
+        errors += [error] if error is not None else []
+        if len(found) == SEEN:
+            break
+    if not found:
+        refuse_empty_shards(shards, key)
+        raise errors[0] if errors else UserError(f"{key}: {shards[0]} holds no file KEY.json, KEY.txt, KEY.jpg, ...")
+    return found
+
+
+def _samples_of(shard: Path, most: int) -> tuple[list[_Members], UserError | None]:
+    """The first samples of a shard, as far as the damage that is met, of which indexing will tell."""
+    samples: list[_Members] = []
+    last = None
+    try:
+        with shard.open("rb") as stream:
+            for file in read_headers(shard, stream):
+                if (named := sample_name(file.name)) is None:
+                    continue
+                key, suffix = named
+                if key != last and len(samples) == most:
+                    break
+                if key != last:
+                    samples.append({})
+                last, content = key, b""
+                if suffix in TEXT_SUFFIXES and file.size <= MAX_RECORD_BYTES:
+                    stream.seek(file.offset)
+                    content = stream.read(file.size)
+                samples[-1][suffix] = content
+    except UserError as error:
+        return samples, error
+    return samples, None

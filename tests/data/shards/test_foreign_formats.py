@@ -1,0 +1,241 @@
+"""Shards that others wrote, by webdataset's own writer, are found to be what they are, indexed and read as LLaVA's."""
+
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import webdataset
+from archives import conversation, picture, write_tar
+from PIL import Image
+
+from mmtrain.__main__ import main
+from mmtrain.base.errors import UserError
+from mmtrain.data.samples.formats import LLAVA, SampleFormat
+from mmtrain.data.samples.records import IMAGE_SUFFIXES, image_size
+from mmtrain.data.shards import indexing
+from mmtrain.data.shards.detection import AUTO, sample_format
+from mmtrain.data.shards.index import read_index
+from mmtrain.data.shards.index_file import index_path
+from mmtrain.data.shards.indexing import build_indexes, unready_shards
+from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
+from mmtrain.data.stream.images import decode_image
+from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.tokenizer_files import text_fingerprint
+
+LLM = "demo:llm"
+PROMPT = "What is it?"
+JPEG = picture(6, 4, "JPEG")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def answer(number: int) -> str:
+    return f"A red door, number {number}, " + "and more " * (number % 5)
+
+
+def llava(number: int) -> dict:
+    asked = conversation(f"<image>\n{PROMPT}", answer(number).strip())
+    return {"jpg": JPEG, "json": asked, "txt": "another text"}
+
+
+def messages(number: int) -> dict:
+    parts = [{"type": "image"}, {"type": "text", "text": PROMPT}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer(number).strip()}]
+    return {"0.png": JPEG, "json": {"messages": turns}}
+
+
+def unmarked(number: int) -> dict:
+    turns = [{"from": "human", "value": PROMPT}, {"from": "gpt", "value": answer(number).strip()}]
+    return {"jpg": JPEG, "json": {"conversations": turns, "image": "somewhere/a.jpg"}}
+
+
+WRITERS = {
+    "llava": (llava, LLAVA),
+    "sharegpt, messages": (messages, SampleFormat("sharegpt")),
+    "sharegpt, no marks": (unmarked, SampleFormat("sharegpt")),
+    "caption, txt": (
+        lambda number: {"jpg": JPEG, "txt": answer(number), "json": {"url": "a"}, "npy": np.ones(2)},
+        SampleFormat("caption", caption_prompt=PROMPT),
+    ),
+    "caption, json": (
+        lambda number: {"gif": picture(6, 4, "GIF"), "json": {"caption": answer(number), "width": 6}},
+        SampleFormat("caption", caption_prompt=PROMPT),
+    ),
+    "caption, key": (
+        lambda number: {"jpg": JPEG, "txt": "an alt text", "json": {"title": answer(number)}},
+        SampleFormat("caption", "title", PROMPT),
+    ),
+}
+
+
+def write(folder, make, count: int = 30):
+    """Shards of 20 samples by webdataset's ShardWriter."""
+    folder.mkdir(exist_ok=True)
+    with webdataset.ShardWriter(f"{folder}/%05d.tar", maxcount=20, verbose=0) as writer:
+        for number in range(count):
+            writer.write({"__key__": f"{number:06d}", **make(number)})
+    return sorted(folder.glob("*.tar"))
+
+
+def found(tars, key: str | None = None, prompt: str = PROMPT) -> SampleFormat:
+    return sample_format(AUTO, key, prompt, tars, "data.shards")
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_each_is_found_and_trains_on_what_the_same_conversations_as_llavas_would(tmp_path, kind, logged):
+    make, form = WRITERS[kind]
+    tars, ours = write(tmp_path / "theirs", make), write(tmp_path / "ours", llava)
+    assert found(tars, form.caption_key) == SampleFormat(form.name, form.caption_key, PROMPT)
+    suffix = "txt" if kind == "caption, txt" else "json"
+    assert logged == [f"data.shards: {form.name} (KEY.{suffix}), as 30 of the first 30 samples are"]
+    read = []
+    for shards, one in ((tars, form), (ours, LLAVA)):
+        build_indexes(shards, LLM, "chat", form=one, workers=1)
+        text = text_fingerprint(model_folder(LLM), "chat", wording=one.wording)
+        catalog = Catalog([DataSet(tuple(shards), form=one)], [text], ImageLayout("square", 4), 10**6)
+        assert catalog.faults == {} and len(catalog) == 30
+        reader = Reader(catalog, 0)
+        samples = [reader.read(number) for number in range(30)]
+        read.append((catalog.lengths.tolist(), [(sample.key, sample.turns) for sample in samples]))
+        assert {len(sample.images) for sample in samples} == {1}
+    assert read[0] == read[1]
+    assert unready_shards(tars, text_fingerprint(model_folder(LLM), "chat")) == ([] if form == LLAVA else list(tars))
+
+
+def test_a_format_is_found_by_the_first_hundred_samples_and_nine_in_ten_of_them(tmp_path):
+    def mostly(first, share, other):
+        return lambda number: first(number) if number % 100 < share else other(number)
+
+    caption = WRITERS["caption, txt"][0]
+    assert found(write(tmp_path / "a", mostly(caption, 90, messages), 100)).name == "caption"
+    assert found(write(tmp_path / "b", mostly(caption, 60, llava), 100)).name == "caption"
+    assert found(write(tmp_path / "c", mostly(llava, 90, unmarked), 100)).name == "llava", "sharegpt reads all of them"
+    assert found(write(tmp_path / "d", mostly(llava, 50, unmarked), 100)).name == "sharegpt"
+    assert found(write(tmp_path / "e", lambda n: (llava if n < 100 else caption)(n), 300)).name == "llava"
+
+
+def test_what_no_format_reads_says_why_for_each(tmp_path, capsys):
+    tars = write(tmp_path / "a", lambda number: {"jpg": JPEG, "json": {"alt": "\x1b[2J a door"}, "cls": 3}, 12)
+    with pytest.raises(UserError) as refused:
+        found(tars)
+    first, *others = str(refused.value).split("\n  ")
+    assert first.startswith(f"data.shards: none of the first 12 samples of {tars[0]} can be read")
+    assert [other[:28] for other in others[:2]] == ["llava: 12 no_conversation: n", "sharegpt: 12 no_conversation"]
+    assert others[2] == "caption: 12 no_caption: its json has no key caption or text; its keys are alt"
+    assert "data.caption_key" in others[3] and found(tars, "alt").name == "caption"
+    command = ["index", str(tars[0].parent), "--tokenizer", LLM, "--template", "plain", "--workers", "1"]
+    assert main(command) == 2 and main([*command, "--caption-key", "alt"]) == 0
+    assert "SHARDS: caption (KEY.json), as 12 of the first 12 samples are" in capsys.readouterr().out
+
+
+def test_damage_behind_the_first_samples_is_for_the_index_to_tell(tmp_path):
+    tars = write(tmp_path / "a", llava, 40)
+    content = bytearray(tars[0].read_bytes())
+    content[8 * 1024 : 9 * 1024] = bytes(range(256)) * 4
+    tars[0].write_bytes(content)
+    assert found(tars).name == "llava"
+    with pytest.raises(UserError, match="damaged tar header at byte"):
+        found(write_damaged(tmp_path / "b.tar"))
+    mac = write_tar(tmp_path / "mac.tar", [("./._a.json", b"x"), ("__MACOSX/a", b""), ("./a.json", llava(0)["json"])])
+    with pytest.raises(UserError, match="can be read in a format"):
+        found([mac])
+
+
+def write_damaged(tar):
+    write_tar(tar, [("a.json", b"{}")])
+    tar.write_bytes(b"x" + tar.read_bytes()[1:])
+    return [tar]
+
+
+def test_a_format_that_an_index_lacks_is_added_by_its_texts_alone(tmp_path):
+    def make(number):
+        spoiled = {3: {"jpg": b"no picture"}, 5: {"1.jpg": JPEG}, 7: {"txt": b""}, 8: {"json": {}}}
+        return {**llava(number), "txt": answer(number), **spoiled.get(number, {})}
+
+    (tar,) = write(tmp_path / "a", make, 20)
+    form = SampleFormat("caption", caption_prompt=PROMPT)
+    for one in (form, LLAVA):
+        build_indexes([tar], LLM, "plain", form=one, workers=1)
+    other_way = index_path(tar).read_bytes()
+    build_indexes([tar], LLM, "plain", workers=1, rebuild=True)
+    content, kept = bytearray(tar.read_bytes()), set()
+    for members in read_index(tar).members:
+        kept |= {at for m in members if m.suffix in ("txt", "json") for at in range(m.offset, m.offset + m.size)}
+    for at in set(range(len(content))) - kept:
+        content[at] = 0xAA  # headers and images: whoever read them would notice
+    tar.write_bytes(content)
+    build_indexes([tar], LLM, "plain", form=form, workers=1)
+    assert index_path(tar).read_bytes() == other_way
+    faults = read_index(tar).faults
+    of_files = {3: "undecodable_image", 5: "image_names"}
+    assert {place: reason for place, (reason, _) in faults["llava"].items()} == of_files | {8: "no_conversation"}
+    assert {place: reason for place, (reason, _) in faults["caption"].items()} == of_files | {7: "no_answer"}
+
+
+def test_a_caption_larger_than_a_record_may_be_is_a_fault_of_captions_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexing, "MAX_RECORD_BYTES", 1000)
+    files = [("a.jpg", JPEG), ("a.json", llava(0)["json"]), ("a.txt", b"x" * 1001), ("b.jpg", JPEG), ("b.txt", b"Cat.")]
+    first, second = (write_tar(tmp_path / f"{name}.tar", files) for name in "xy")
+    form = SampleFormat("caption", caption_prompt=PROMPT)
+    for tar, forms in ((first, (LLAVA, form)), (second, (form, LLAVA))):
+        for one in forms:
+            build_indexes([tar], LLM, "plain", form=one, workers=1)
+        index = read_index(tar)
+        assert index.faults["caption"] == {0: ("too_many_bytes", "txt: 1,001 bytes; at most 1,000")}
+        assert set(index.faults["llava"]) == {1}
+
+
+@pytest.mark.parametrize("suffix", IMAGE_SUFFIXES)
+def test_every_suffix_of_an_image_is_read_in_any_case_and_its_first_picture(tmp_path, suffix):
+    kind = {"jpg": "JPEG", "jpeg": "JPEG", "jpe": "JPEG", "jfif": "JPEG", "tif": "TIFF", "tiff": "TIFF"}
+    kind = kind.get(suffix, suffix.upper())
+    stream, more = io.BytesIO(), {"save_all": True, "append_images": [Image.new("RGB", (9, 5), "blue")]}
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    more = more if kind in ("GIF", "WEBP", "TIFF", "PNG") else {}
+    more |= {"exif": exif} if kind in ("JPEG", "TIFF", "WEBP", "PNG") else {}
+    Image.new("RGB", (9, 5), "red").save(stream, kind, **more)
+    content = stream.getvalue()
+    width, height, _ = image_size(content)
+    decoded = decode_image(content)
+    assert decoded.size == (width, height) == ((5, 9) if "exif" in more else (9, 5))
+    assert decoded.getpixel((2, 2))[0] > 200 > 60 > decoded.getpixel((2, 2))[2]
+    tar = write_tar(tmp_path / "s.tar", [(f"a.{suffix.upper()}", content), ("a.JSON", llava(0)["json"])])
+    build_indexes([tar], LLM, "plain", workers=1)
+    index = read_index(tar)
+    assert (index.faults, index.image_sizes) == ({"llava": {}}, [((width, height),)])
+
+
+def test_a_shard_without_a_sample_that_can_be_trained_on_is_said_and_all_such_are_an_error(tmp_path, capsys):
+    good, bad = write(tmp_path / "good", llava, 5), write(tmp_path / "bad", lambda n: {"json": llava(n)["json"]}, 5)
+    command = ["--tokenizer", LLM, "--template", "plain", "--workers", "1", "--format", "llava"]
+    assert main(["index", str(good[0].parent), str(bad[0].parent), *command]) == 0
+    said = f"SHARDS: 1 of 2 shards hold no sample that can be trained on, the first is {bad[0]} (5 image_count: "
+    assert said in capsys.readouterr().out
+    assert main(["index", str(bad[0].parent), *command]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: SHARDS: no sample in 1 shards can be trained on, read as llava (5 image")
+    assert "samples that cannot be trained on: 5" in captured.out and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("members", "form", "seen"),
+    [
+        ({"heic": b"", "json": llava(0)["json"]}, LLAVA, r"1 <image> marks.*; KEY\.heic are not read as images, which"),
+        ({"image.jpg": JPEG, "txt": b"Cat."}, SampleFormat("caption"), r"without an image.*; KEY\.image\.jpg are not"),
+        ({"json": json.dumps([1]).encode()}, LLAVA, r"a list `conversations` of \{from, value\}; it is \[1\]"),
+        ({"json": b'{"a": 1}\n{"a": 2}'}, LLAVA, "Extra data: .*; one value is needed, no JSON lines"),
+        ({"json": json.dumps(unmarked(0)["json"]).encode()}, SampleFormat("sharegpt"), "names 1 images, and the tar"),
+    ],
+)  # fmt: skip
+def test_what_was_meant_otherwise_is_named(tmp_path, members, form, seen):
+    tar = write_tar(tmp_path / "s.tar", [(f"k.{suffix}", content) for suffix, content in members.items()])
+    build_indexes([tar], LLM, "chat", form=form, workers=1)
+    ((_, detail),) = read_index(tar).faults[form.reading].values()
+    assert re.search(seen, detail), detail
