@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -25,16 +26,29 @@ class _Stretch:
     """Neighbouring points of a curve."""
 
     count: int
-    middle: float  # x of the point in its middle, or near
-    total: float
+    x_sum: float
+    y_sum: float
     lowest: Point
     highest: Point
 
+    def add(self, x: float, y: float) -> None:
+        self.count += 1
+        self.x_sum += x
+        self.y_sum += y
+        if y < self.lowest.y:
+            self.lowest = Point(x, y)
+        elif y > self.highest.y:
+            self.highest = Point(x, y)
+
     def join(self, later: _Stretch) -> _Stretch:
-        lowest = min(self.lowest, later.lowest, key=lambda point: point.y)
-        highest = max(self.highest, later.highest, key=lambda point: point.y)
-        middle = (self.middle * self.count + later.middle * later.count) / (self.count + later.count)
-        return _Stretch(self.count + later.count, middle, self.total + later.total, lowest, highest)
+        lowest = self.lowest if self.lowest.y <= later.lowest.y else later.lowest
+        highest = self.highest if self.highest.y >= later.highest.y else later.highest
+        sums = self.x_sum + later.x_sum, self.y_sum + later.y_sum
+        return _Stretch(self.count + later.count, *sums, lowest, highest)
+
+    @property
+    def mean(self) -> Point:
+        return Point(self.x_sum / self.count, self.y_sum / self.count)
 
 
 class Curve:
@@ -46,21 +60,17 @@ class Curve:
         self._stretches: list[_Stretch] = []
         self.count = 0
         """Points that were added."""
-        self.first: Point | None = None
-        self.last: Point | None = None
 
     def add(self, x: float, y: float | None) -> None:
         """Add a point; what is no finite number leaves none."""
         if y is None or not math.isfinite(y) or not math.isfinite(x):
             return
-        self.last = point = Point(x, y)
-        self.first = self.first or point
         self.count += 1
-        new = _Stretch(1, x, y, point, point)
         if self._stretches and self._stretches[-1].count < self._width:
-            self._stretches[-1] = self._stretches[-1].join(new)
+            self._stretches[-1].add(x, y)
             return
-        self._stretches.append(new)
+        point = Point(x, y)
+        self._stretches.append(_Stretch(1, x, y, point, point))
         while len(self._stretches) * min(self._width, 2) > self._most:
             pairs = itertools.zip_longest(self._stretches[::2], self._stretches[1::2])
             self._stretches = [one if other is None else one.join(other) for one, other in pairs]
@@ -78,10 +88,5 @@ class Curve:
     def means(self, count: int) -> list[Point]:
         """The mean of each of about `count` stretches, at its middle."""
         each = max(1, math.ceil(len(self._stretches) / count))
-        means = []
-        for first in range(0, len(self._stretches), each):
-            joined, *others = self._stretches[first : first + each]
-            for other in others:
-                joined = joined.join(other)
-            means.append(Point(joined.middle, joined.total / joined.count))
-        return means
+        groups = (self._stretches[first : first + each] for first in range(0, len(self._stretches), each))
+        return [functools.reduce(_Stretch.join, group).mean for group in groups]

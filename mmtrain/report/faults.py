@@ -101,8 +101,8 @@ def _timeline(run: RunRecord) -> LineChart:
         )
         if points:
             series.append(Series(kind, points, look, colour))
-    last = run.progress.last
-    about = f"{counted(run.steps_done, 'step')} after {duration(last.x if last else None)}; " + (
+    last = run.progress.points()[-1].x
+    about = f"{counted(run.steps_done, 'step')} after {duration(last)}; " + (
         first_few([f"{event.kind} at step {event.step:,}" for event in run.events], 8) or "nothing else happened"
     )
     name = "time since the run began" if run.begun is not None else "time that steps and evaluations took"

@@ -84,7 +84,7 @@ def test_a_line_that_is_still_being_written_is_none_yet(run):
 def test_numbers_that_are_none_leave_gaps(run):
     append(run / "metrics.jsonl", {"kind": "train", "step": 50, "loss": "nan", "grad_norm": "inf", "no_update": "NaN"})
     read = read_run(run)
-    assert read.steps_done == 51 and read.curve("loss").last.x < 51
+    assert read.steps_done == 51 and read.curve("loss").points()[-1].x < 51
     assert [(event.kind, event.step) for event in read.events if event.kind == "no update"] == [("no update", 51)]
     make_page([run])
 
