@@ -94,7 +94,7 @@ def faults(run: RunRecord) -> Section:
 def _timeline(run: RunRecord) -> LineChart:
     series = [Series("steps made", tuple(run.progress.points()))]
     if run.lost_work.count:
-        series.append(Series("made, discarded after a fault", tuple(run.lost_work.points()), "dots", 7))
+        series.append(Series("made, discarded after a fault", tuple(run.lost_work.points()), "dots", 6))
     for kind, (colour, look) in LOOKS.items():
         points = tuple(
             Point(event.at, event.step) for event in run.events if event.kind == kind and event.at is not None

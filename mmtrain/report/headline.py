@@ -189,9 +189,8 @@ def _wrong(run: RunRecord) -> Finding:
         found.append(f"{counted(lost, 'step')} made twice")
     texts = []
     if run.reasons:
-        texts.append(
-            f"Quarantined: {listed(f'{count:,} {reason}' for reason, count in run.reasons.most_common(SHOWN))}."
-        )
+        reasons = listed(f"{count:,} {reason}" for reason, count in run.reasons.most_common(SHOWN))
+        texts.append(f"Reasons of quarantine: {reasons}.")
     if run.problems:
         texts.append(f"Of the records themselves: {'; '.join(run.problems)}.")
     if not found and not run.problems:

@@ -293,7 +293,7 @@ def _add_step(run: RunRecord, line: Train, clock: _Clock, *, counts: bool) -> No
     if line.no_update is not None:
         _add_event(run, Event("no update", done, clock.now, line.no_update))
     if line.quarantined:
-        _add_event(run, Event("quarantine", done, clock.now, f"{line.quarantined:,} quarantined"))
+        _add_event(run, Event("quarantine", done, clock.now, f"samples: {line.quarantined:,}"))
     _add_times(run, line, counts=counts)
 
 

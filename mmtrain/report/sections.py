@@ -143,9 +143,7 @@ def answers(run: RunRecord) -> Section:
         for when, given in (("before training", before), ("after it", after))
         if given
     ]
-    says = (
-        f"Held-out questions, answered one token at a time: {listed(counts)}. An answer is right if it is the true one."
-    )
+    says = f"Held-out questions, answered one token at a time: {listed(counts)}. One is right if all its tokens are."
     return Section("answers", title, (says,), questions=shown_questions(run))
 
 

@@ -23,7 +23,10 @@ from mmtrain.report.page import MOST_BYTES
 Axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="the test extra is not installed").Axe
 sync_api = pytest.importorskip("playwright.sync_api", reason="the test extra's playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+    pytest.mark.timeout(600),  # the run that all share is made within the first test
+]
 
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 24, 4
@@ -130,7 +133,7 @@ def life(tiny, browser, tmp_path_factory) -> Life:
     command.append(f"data.shards={folder}/shards/*.tar")
     with running(command, folder) as started:
         begun = lambda: (run / "metrics.jsonl").exists()  # noqa: E731
-        wait_for(lambda: begun() and len(lines(run, "metrics.jsonl", "train")) > SAVED + 1, 90, "steps")
+        wait_for(lambda: begun() and len(lines(run, "metrics.jsonl", "train")) > SAVED + 1, 150, "steps")
         started.kill()
     shutil.copytree(run, killed)
     (run / "report.html").mkdir()
@@ -145,7 +148,7 @@ def life(tiny, browser, tmp_path_factory) -> Life:
         page.locator("#table-loss summary").click()
         page.evaluate("scrollTo({top: 700, behavior: 'instant'})")
         with running(command, folder) as ended:
-            ended.wait(120)
+            ended.wait(200)
         page.locator("#status", has_text="Finished").wait_for(timeout=20_000)
         watched["loss"] = page.locator("#table-loss tbody tr").count()
         watched["top"] = page.evaluate("scrollY")
