@@ -62,21 +62,22 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
         show_logs(run.console.line)
     run.take_up_checkpoint()
     run.open_records(trace_steps)
-    with run.saver:
-        run.begin_steps()
-        steps = run.make_steps()
-        # The result first: nothing that can fail from here on may cost the trained weights.
-        run.save(steps)
-        run.saver.finish()
-    if steps < run.max_steps:
-        return run.leave(f"stopped after step {steps} of {run.max_steps}; it is saved")
-    run.prove()
-    if run.evaluations is not None and not run.evaluations.make_last(steps):
-        return run.leave("stopped in the last evaluation, after all steps; they are saved")
-    if rank.rank == 0 and (best := run.saver.best) is not None:
-        run.console.line(f"best checkpoint by {config.checkpoint.keep_best}: step {best[0]}, {best[1]:.4f}")
-    run.records.write("end", step=steps)
-    return run.leave()
+    with run.trackers:
+        with run.saver:
+            run.begin_steps()
+            steps = run.make_steps()
+            # The result first: nothing that can fail from here on may cost the trained weights.
+            run.save(steps)
+            run.saver.finish()
+        if steps < run.max_steps:
+            return run.leave(f"stopped after step {steps} of {run.max_steps}; it is saved")
+        run.prove()
+        if run.evaluations is not None and not run.evaluations.make_last(steps):
+            return run.leave("stopped in the last evaluation, after all steps; they are saved")
+        if rank.rank == 0 and (best := run.saver.best) is not None:
+            run.console.line(f"best checkpoint by {config.checkpoint.keep_best}: step {best[0]}, {best[1]:.4f}")
+        run.records.write("end", step=steps)
+        return run.leave()
 
 
 class _Run:

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import harmless
@@ -48,7 +48,8 @@ def numbers(record: Record) -> dict[str, float | None]:
         return {}
     found = {f"train/{name}": record.get(name) for name in OF_A_STEP}
     found[f"train/{PEAK_MEMORY}"] = max(record.get(PEAK_MEMORY) or [None])
-    return found | {f"train/lr/{group}": rate for group, rate in record.get("lr_groups", {}).items()}
+    found |= {f"train/lr/{group}": rate for group, rate in record.get("lr_groups", {}).items()}
+    return {name: float(value) if isinstance(value, str) else value for name, value in found.items()}  # JSON's "nan"
 
 
 class Trackers:
@@ -58,7 +59,7 @@ class Trackers:
         self, names: Sequence[str], folder: Path, config: RunConfig, first_step: int, say: Callable[[str], None]
     ) -> None:
         self._say = say
-        self._threads = [_Thread(name, TRACKERS[name], folder, config, first_step) for name in dict.fromkeys(names)]
+        self._threads = [_Thread(name, folder, config, first_step) for name in dict.fromkeys(names)]
         for thread in self._threads:
             thread.start()
         for thread in self._threads:  # a loader's worker that is forked in an import could never make that import
@@ -76,13 +77,23 @@ class Trackers:
             thread.put(None)
         deadline = time.monotonic() + SECONDS_TO_END
         for thread in self._threads:
-            thread.join(SECONDS_UNSAID)
+            if not thread.is_left_out:
+                thread.join(SECONDS_UNSAID)
             if thread.is_alive() and not thread.is_left_out:
                 self._say(f"waiting until {thread.name} has taken everything, {SECONDS_TO_END:.0f} s at most")
                 thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                thread.leave_out(f"it has not taken everything within {SECONDS_TO_END:.0f} s")
+                if thread.is_alive():
+                    thread.leave_out(f"it has not taken everything within {SECONDS_TO_END:.0f} s")
             self._say_of(thread)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        """A run that fails lets them end while its process still may: nobody waits for them."""
+        if kind is not None:
+            for thread in self._threads:
+                thread.put(None)
 
     def _say_of(self, thread: _Thread) -> None:
         while not thread.said.empty():
@@ -92,9 +103,11 @@ class Trackers:
 class _Tracker(Protocol):
     """What a tracker must do, all of it on its own thread; it may raise anything."""
 
+    url: str | None  # where the user finds it, once it is open
+
     def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None: ...  # imports its library
 
-    def open(self) -> str | None: ...  # what the user should know
+    def open(self) -> int: ...  # the first step that it has no records of yet
 
     def write(self, record: Record) -> None: ...
 
@@ -104,9 +117,9 @@ class _Tracker(Protocol):
 class _Thread(threading.Thread):
     """A tracker at work."""
 
-    def __init__(self, name: str, tracker: type[_Tracker], *arguments: Any) -> None:
+    def __init__(self, name: str, folder: Path, config: RunConfig, first_step: int) -> None:
         super().__init__(name=name, daemon=True)
-        self._tracker, self._arguments = tracker, arguments
+        self._folder, self._config, self._first_step = folder, config, first_step
         self._records: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
         self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.imported = threading.Event()
@@ -128,10 +141,14 @@ class _Thread(threading.Thread):
 
     def run(self) -> None:
         try:
-            tracker = self._tracker(*self._arguments)
+            tracker = TRACKERS[self.name](self._folder, self._config, self._first_step)
             self.imported.set()
-            if (known := tracker.open()) is not None:
-                self.said.put(known)
+            lacks = tracker.open()
+            if tracker.url is not None:
+                self.said.put(f"{self.name}: {tracker.url}")
+            for record in recorded(self._folder / METRICS, "train", *SCORED):
+                if lacks <= record["step"] < self._first_step:  # those of later steps come by the queue
+                    tracker.write(record)
             while (record := self._records.get()) is not None:
                 tracker.write(record)
             tracker.close()
@@ -146,20 +163,24 @@ class _Thread(threading.Thread):
 class _TensorBoard:
     """RUN/tensorboard, by PyTorch's writer: numbers as float32; what was written of steps made again is purged."""
 
+    url = None
+
     def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._make = SummaryWriter
         self._folder, self._config, self._first_step = folder / "tensorboard", config, first_step
 
-    def open(self) -> None:
+    def open(self) -> int:
+        lacks = self._first_step if self._folder.exists() else 0
         self._writer = self._make(str(self._folder), purge_step=self._first_step)
         self._writer.add_text("configuration", _preformatted(dump_config(self._config)), self._first_step)
+        return lacks
 
     def write(self, record: Record) -> None:
         for name, value in numbers(record).items():
             if value is not None:
-                self._writer.add_scalar(name, value, record["step"])
+                self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
         if record["kind"] == "answers":
             said = "\n\n".join(
                 "\n".join(f"{name:<9} {harmless(str(answer[name]))}" for name in ANSWERED)
@@ -184,15 +205,16 @@ class _WandB:
         import wandb
 
         self._wandb, self._folder, self._config = wandb, folder, config
+        self._is_at_the_end = False
 
-    def open(self) -> str | None:
+    def open(self) -> int:
         folders = (re.fullmatch(r"(?:offline-)?run-\d+_\d+-(.+)", path.name) for path in self._folder.glob("wandb/*"))
         earlier = next((found[1] for found in folders if found), None)
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "mmtrain"),
             name=self._config.run.name,
             id=earlier,
-            resume=None if earlier is None else "allow",  # steps that it has it does not take again
+            resume=None if earlier is None else "allow",
             dir=str(self._folder),
             config=self._config.model_dump(mode="json"),
             allow_val_change=True,
@@ -203,7 +225,8 @@ class _WandB:
                 finish_timeout_raises=True,
             ),
         )
-        return None if self._run.url is None else f"wandb: {self._run.url}"
+        self.url = self._run.url
+        return self._run.step  # offline always 0: each folder of a run then has all of its steps
 
     def write(self, record: Record) -> None:
         found = {name: value for name, value in numbers(record).items() if value is not None}
@@ -212,28 +235,29 @@ class _WandB:
             found = {"answers": self._wandb.Table(columns=["step", *ANSWERED], data=rows)}
         if found:
             self._run.log(found, step=record["step"])
+        self._is_at_the_end |= record["kind"] == "end"
 
     def close(self) -> None:
-        self._run.finish()
+        self._run.finish(exit_code=0 if self._is_at_the_end else 1)  # what it shows of a run that may go on
 
 
 class _Csv:
     """RUN/metrics.csv: a row a step, with the scores of before it; at each start made again from metrics.jsonl."""
 
+    url = None
+
     def __init__(self, folder: Path, config: RunConfig, first_step: int) -> None:
-        self._folder, self._first_step = folder, first_step
+        self._path = folder / "metrics.csv"
         groups = {", ".join(group.match): 0.0 for group in config.optimizer.groups}
         kinds = ({"kind": "train", "lr_groups": groups}, *({"kind": kind} for kind in SCORED))
         self._columns = ["step", "time", *(name for record in kinds for name in numbers(record))]
 
-    def open(self) -> None:
+    def open(self) -> int:
         self._row: dict[str, Any] = {}
-        self._file = (self._folder / "metrics.csv").open("w", newline="", encoding="utf-8")
+        self._file = self._path.open("w", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._file, self._columns, extrasaction="ignore", lineterminator="\n")
         self._writer.writeheader()
-        for record in recorded(self._folder / METRICS, "train", *SCORED):
-            if record["step"] < self._first_step:  # later ones, if there are any already, come by the queue
-                self.write(record)
+        return 0
 
     def write(self, record: Record) -> None:
         if found := numbers(record):

@@ -342,15 +342,16 @@ def signalled(started: Command, ready: Callable[[], object], send: Callable[[], 
 
 @pytest.mark.timeout(900)
 def test_a_run_that_is_stopped_by_every_kind_of_signal_in_turn_ends_as_undisturbed(tiny, undisturbed, tmp_path):
-    folder, arguments = tmp_path / "tiny", command(tiny, tmp_path)
+    folder, arguments = tmp_path / "tiny", command(tiny, tmp_path, "eval.show_answers=2")
 
-    # SIGTERM to the launcher while weights are loaded: the evaluation before the first step is broken off
-    with running([*LAUNCH, *arguments], tmp_path) as started:
-        signalled(started, lambda: "loading weights" in started.stdout, lambda: started.process.terminate())
+    # SIGTERM to the launcher while questions are answered before the first step: that is broken off
+    with running([*LAUNCH, *arguments, "eval.show_answers=100"], tmp_path) as started:
+        signalled(started, lambda: "answering held-out" in started.stdout, lambda: started.process.terminate())
         assert started.wait() == 3 and started.stderr == ""
         assert "SIGTERM: the run saves after the step it is in, and ends" in started.stdout
         assert f"stopped after step 0 of {LAST}; it is saved" in started.stdout
     assert saved_steps(folder) == [0] and steps_done(folder) == [] and records(folder, "eval") == []
+    assert (folder / "answers.jsonl").read_text() == ""
 
     # to every process of the job at once, as Slurm does, in a step
     done = 0
@@ -385,6 +386,8 @@ def test_a_run_that_is_stopped_by_every_kind_of_signal_in_turn_ends_as_undisturb
     with running([*LAUNCH, *arguments], tmp_path) as started:
         assert started.wait(150) == 0, started.stderr
     assert_ended_alike(folder, undisturbed)
+    answers = map(json.loads, (folder / "answers.jsonl").read_text().splitlines())
+    assert [answer["step"] for answer in answers] == [0, 0, LAST, LAST]
     assert (folder / "audit.json").exists()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
 import shutil
 import socket
 import struct
@@ -14,11 +17,13 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
+from processes import running, wait_for
 from rank_runs import Run, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import JsonLines, recorded
 from mmtrain.config.load import load_config
 from mmtrain.launching.machine import refuse_missing_trackers
 from mmtrain.training import trackers
@@ -43,12 +48,6 @@ def reported(tiny, tmp_path_factory) -> Run:
         return train(
             tiny / "config.yaml", *RUN, ALL, "eval.show_answers=2", f"run.dir={tmp_path_factory.mktemp('runs')}"
         )
-
-
-@pytest.fixture(scope="module")
-def silent(tiny, tmp_path_factory) -> Run:
-    """The same run, which reports to nothing and is asked nothing."""
-    return train(tiny / "config.yaml", *RUN, "eval.show_answers=0", f"run.dir={tmp_path_factory.mktemp('silent')}")
 
 
 def expected(run: Run) -> dict[str, dict[int, float]]:
@@ -148,13 +147,6 @@ def test_answers_and_the_configuration_are_there_as_text(reported):
     assert sorted(rows) == sorted([answer[name] for name in names] for answer in answers)
 
 
-def test_no_loss_differs_by_a_bit_from_those_of_a_run_that_reports_to_nothing_and_is_asked_nothing(reported, silent):
-    assert reported.losses() == silent.losses()
-    assert reported.lines("metrics.jsonl", "eval")[-1]["loss"] == silent.lines("metrics.jsonl", "eval")[-1]["loss"]
-    left = {path.name for path in silent.folder.iterdir()}
-    assert not left & {"tensorboard", "wandb", "metrics.csv", "answers.jsonl", "answers"}
-
-
 def test_a_run_that_goes_on_has_each_step_once(tiny, reported, tmp_path, monkeypatch):
     for name, value in OFFLINE.items():
         monkeypatch.setenv(name, value)
@@ -171,28 +163,112 @@ def test_a_run_that_goes_on_has_each_step_once(tiny, reported, tmp_path, monkeyp
     assert table.set_index("step")["train/tokens_per_second"].dropna().to_dict() == told["train/tokens_per_second"]
     first, second = sorted(again.folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert first.name == second.name, "one run of wandb"
-    assert sorted(in_wandb(second)[0]["train/loss"]) == [3, 4]
+    history = in_wandb(second)[0]
+    assert {name: history[name] for name in told} == told, "and all of it, from the first step on"
     assert [line["step"] for line in again.lines("answers.jsonl")] == [0, 0, STEPS, STEPS]
 
 
 def test_those_that_fail_or_hang_are_said_once_and_left_out_and_the_run_ends_as_it_would(
-    tiny, silent, tmp_path, monkeypatch
+    tiny, reported, tmp_path, monkeypatch
 ):
     """A file where TensorBoard's folder goes, a table on a full disk, a server that never answers."""
     for name in ("SECONDS_TO_BEGIN", "SECONDS_TO_UPLOAD", "SECONDS_TO_END", "SECONDS_UNSAID"):
         monkeypatch.setattr(trackers, name, 0.5)
-    folder = shutil.copytree(silent.folder, tmp_path / "tiny")
+    folder = shutil.copytree(reported.folder, tmp_path / "tiny", symlinks=True)
+    shutil.rmtree(folder / "tensorboard")
     (folder / "tensorboard").write_text("")
+    (folder / "metrics.csv").unlink()
     (folder / "metrics.csv").symlink_to("/dev/full")
     here = (ALL, "eval.show_answers=0", f"run.dir={tmp_path}")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         run = train(tiny / "config.yaml", *RUN, *here, resume=folder / "checkpoints" / "step-00000003")
-    assert run.losses() == silent.losses()
+    assert run.losses() == reported.losses()
     for name, why in (("tensorboard", "FileExistsError"), ("csv", "No space left on device"), ("wandb", "within 0 s")):
         (said,) = (line for line in run.printed.splitlines() if line.startswith(f"{name} is left out from here"))
         assert why in said and said.endswith("metrics.jsonl has everything")
+
+
+ALONE = """
+import ctypes, fcntl, os, socket, struct, sys
+if ctypes.CDLL(None, use_errno=True).unshare(0x10000000 | 0x40000000):  # CLONE_NEWUSER, CLONE_NEWNET
+    sys.exit(f"no network of its own: {os.strerror(ctypes.get_errno())}")
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any:
+    fcntl.ioctl(any, 0x8914, struct.pack("16sh14x", b"lo", 0x41))  # SIOCSIFFLAGS: up, running
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.nightly
+def test_without_a_network_a_run_that_is_killed_and_goes_on_reports_each_step_once(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = tmp_path / "tiny"
+    keys = (*RUN, ALL, "train.max_steps=60", "checkpoint.every_steps=4", "parallel.pipeline=2", f"run.dir={tmp_path}")
+    command = ["-c", ALONE, "-m", "mmtrain.launch", tiny / "config.yaml", *keys]
+    with running(command, tmp_path) as started:
+        wait_for(lambda: len(steps(folder)) > 9 or started.process.poll() is not None, 120, "ten steps")
+        if "no network of its own" in started.stderr:
+            pytest.skip(started.stderr)
+        assert started.process.poll() is None, started.stderr
+        started.kill()
+    killed_at = len(steps(folder))
+    with running(command, tmp_path) as started:
+        assert started.wait(200) == 0, started.stderr
+        assert "left out" not in started.stdout
+        begun = int(re.search(r"going on after step (\d+) of 60", started.stdout)[1])
+    told = expected(Run(folder, ""))["train/tokens_per_second"]
+    assert 0 < begun <= killed_at and list(told) == list(range(60))
+    shown = scalars(folder)["train/tokens_per_second"]
+    assert shown == {step: float(np.float32(value)) for step, value in told.items()}
+    table = pandas.read_csv(folder / "metrics.csv")
+    assert table["step"].tolist() == list(range(61))
+    assert table["train/tokens_per_second"].dropna().tolist() == list(told.values())
+    first, second = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    assert first.name == second.name
+    assert in_wandb(second)[0]["train/tokens_per_second"] == told
+
+
+def steps(folder: Path) -> list[int]:
+    return [record["step"] for record in recorded(folder / "metrics.jsonl", "train")]
+
+
+def train_record(step: int, loss: float | str) -> dict[str, Any]:
+    return {"kind": "train", "step": step, "time": 1.8e9 + step, "peak_memory_bytes": [5, 7], "loss": loss}
+
+
+def rows(folder: Path) -> list[str]:
+    return (folder / "metrics.csv").read_text().splitlines()[1:]
+
+
+def test_a_run_that_fails_lets_its_trackers_end_and_a_loss_that_is_not_finite_is_told(tiny, tmp_path):
+    config, said = load_config(tiny / "config.yaml"), []
+    with JsonLines(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(**train_record(0, 1.5))
+        metrics.write(**train_record(1, math.nan))
+    with pytest.raises(KeyError), trackers.Trackers(("csv", "tensorboard"), tmp_path, config, 2, said.append) as told:
+        told.take(train_record(2, math.inf))
+        told.take({"kind": "eval", "step": 3, "time": 0.0, "loss": 0.25})
+        raise KeyError
+    wait_for(lambda: len(rows(tmp_path)) == 4, 20, "the last row, which waited for a step that never came")
+    assert pandas.read_csv(tmp_path / "metrics.csv")["train/loss"].tolist() == pytest.approx(
+        [1.5, math.nan, math.inf, math.nan], nan_ok=True
+    )
+    wait_for(lambda: "eval/loss" in scalars(tmp_path), 20, "the same in TensorBoard")
+    assert list(scalars(tmp_path)["train/loss"].values()) == pytest.approx([1.5, math.nan, math.inf], nan_ok=True)
+    assert said == []
+
+
+def test_a_tracker_that_takes_nothing_is_left_out_before_its_records_fill_the_memory(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "MOST_WAITING", 3)
+    monkeypatch.setattr(trackers, "SECONDS_UNSAID", 0.1)
+    os.mkfifo(tmp_path / "metrics.csv")  # whose reader never comes
+    said: list[str] = []
+    told = trackers.Trackers(("csv",), tmp_path, load_config(tiny / "config.yaml"), 0, said.append)
+    for step in range(9):
+        told.take(train_record(step, 1.0))
+    told.close()
+    assert said == ["csv is left out from here: 3 records wait for it; metrics.jsonl has everything"]
 
 
 def test_a_library_that_is_not_there_is_refused_with_how_to_get_it(tiny, tmp_path, monkeypatch):
