@@ -181,7 +181,7 @@ def test_updates_verified_on_each_device_name_one_trained_rank_and_three_explici
         assert audited["reason"] and all(t["moved"] and t["had_gradient"] for t in audited["trainable"])
     for said in ("audit passed: 4 of 4 trainable tensors moved", f"step {STEPS}/{STEPS}", "saved "):
         assert said in printed
-    assert len(printed.splitlines()) < 50, "library chatter belongs into log.txt"
+    assert len(printed.splitlines()) < 60, "library chatter belongs into log.txt"
 
 
 def test_deterministic_algorithms_are_set_with_the_workspace_that_cublas_needs_for_them(monkeypatch):
