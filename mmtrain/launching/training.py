@@ -130,9 +130,9 @@ def _start(target: Train, try_family: Callable[[], None], job: Job, how_to_go_on
 
 def _leave_page(folder: Path) -> None:
     """Make the page of a run that has made a step, whatever its end was, which this does not change."""
-    if next(recorded(folder / METRICS, "train"), None) is None:
-        return
     try:
+        if next(recorded(folder / METRICS, "train"), None) is None:
+            return
         say(f"report: {write_page([folder], folder / REPORT)}")
     except Exception as error:  # whatever it is, the run is over, and its exit code says how
         note(f"the run's page was not made: {harmless(str(error) or repr(error))}; mmtrain report {folder} makes it")

@@ -96,7 +96,7 @@ def _curves(runs: Sequence[RunRecord], names: Sequence[str]) -> Section:
             curve = run.curve(key)
             points = tuple(curve.means(SHOWN_MEANS) if curve.count >= LONG else curve.points())
             if points:
-                series.append(Series(name, points, colour=place))
+                series.append(Series(name, points, colour=place, dash=place % 3))
         if series:
             ends = listed(f"{one.name} ends at {number(one.points[-1].y)}" for one in series)
             charts.append(LineChart(key, title, f"{title}: {ends}.", tuple(series), y_name, y_unit=unit, log=log))

@@ -9,12 +9,14 @@ of another site cannot: a request that does not name this very address is refuse
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN
@@ -76,9 +78,16 @@ def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
         page = watched
 
     try:
-        return ThreadingHTTPServer((HOST, port), Handler)
+        return _Server((HOST, port), Handler)
     except OSError as error:
         raise UserError(f"--port {port}: {error.strerror}; choose another one, or 0 for a free one") from error
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that has left is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
