@@ -38,11 +38,16 @@ def test_pictures_are_small_turned_as_in_training_and_called_after_what_they_sho
         Answer("a/2", "And now?", "red", "red", True, (red,)),
         Answer("a/3", "No picture?", "", "none", False),
     ]
-    records, began = Records(tmp_path, config), time.time()
+    told: list[dict] = []
+    records, began = Records(tmp_path, config, told.append), time.time()
     records.answers(0, answers)
     records.answers(8, answers[1:2])
     records.close()
     lines = list(recorded(tmp_path / "answers.jsonl"))
+    assert told == [
+        {"kind": "answers", "step": 0, "answers": lines[:3]},
+        {"kind": "answers", "step": 8, "answers": lines[3:]},
+    ]
     fields = "step", "key", "question", "given", "truth", "right"
     said = [(answer.key, answer.question, answer.given, answer.truth, answer.right) for answer in answers]
     assert [tuple(line[name] for name in fields) for line in lines] == [*((0, *one) for one in said), (8, *said[1])]
@@ -59,7 +64,7 @@ def test_pictures_are_small_turned_as_in_training_and_called_after_what_they_sho
 
 def test_pictures_are_bounded_in_number(tmp_path, config):
     image = photograph((8, 8), ("red", "green"))
-    records = Records(tmp_path, config)
+    records = Records(tmp_path, config, [].append)
     records.answers(0, [Answer("k", "?", "", "", False, (image,) * 20)] * 30)
     records.close()
     counts = [len(json.loads(line)["pictures"]) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
@@ -68,9 +73,11 @@ def test_pictures_are_bounded_in_number(tmp_path, config):
 
 def test_other_ranks_and_runs_that_ask_nothing_write_no_answers(tmp_path, tiny, config):
     (tmp_path / "none").mkdir()
+    told: list[dict] = []
     for folder, asks in ((None, config), (tmp_path / "none", load_config(tiny / "config.yaml"))):
-        records = Records(folder, asks)
+        records = Records(folder, asks, told.append)
         records.write("end", step=1)
         records.answers(0, [])
         records.close()
+    assert [record["kind"] for record in told] == ["end", "end"]
     assert [file.name for file in (tmp_path / "none").iterdir()] == ["metrics.jsonl"]
