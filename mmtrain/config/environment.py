@@ -20,7 +20,8 @@ from mmtrain.config.keys import ELEMENT, NamesFiles, Path, marked
 LONGEST_PATH = 4096  # characters of a path with variables, before and after: Linux opens no longer one
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*)((?:[:=?+-][^{}]*)?)\}", re.ASCII)  # and what a shell does where it is not set
 _UNBRACED = re.compile(r"(\$([A-Za-z_]\w*)|%([A-Za-z_]\w*)%)[^/]*", re.ASCII)  # and the rest of that file's name
-_SECRET = {"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "PAT", "CREDENTIAL", "CREDENTIALS"}
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|APIKEY|(^|_)(KEY|PASS|PAT)(_|$)")  # in a name, in capitals
+_LOGIN = re.compile(r"://[^/\s]*@")  # user:password@ of an address
 
 
 def fill_in_paths(model: type[BaseModel], content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -63,8 +64,10 @@ def _filled(text: str) -> str:
         (name, otherwise), shown = found.groups(), shortened(found[0], 60)
         if otherwise:
             raise UserError(f"{shown} has a default, which only a shell knows; leave it out, and set the variable")
-        if _SECRET & set(name.upper().split("_")):
+        if _SECRET.search(name.upper()):
             raise UserError(f"{shown} is a secret by its name, and paths are shown; give the variable another name")
+        if _LOGIN.search(os.environ.get(name, "")):
+            raise UserError(f"{shown} holds an address with a login, and paths are shown; name a path without one")
         if not os.environ.get(name):
             empty = "empty" if name in os.environ else "not set"
             raise UserError(f"the environment variable of {shown} is {empty}; set it, or write the path out")

@@ -25,10 +25,8 @@ _NOUNS = {int: "an integer", float: "a number", str: "text", bool: "true or fals
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
 MOST_EXPLAINED = 20  # problems; finding the nearest key takes milliseconds each, and nobody reads on
 LONGEST_KEY = 60  # characters of an unknown key that are compared and shown
-_ALIKE, _ALMOST_EQUAL = (
-    0.76,
-    0.9,
-)  # of names within a section, and anywhere; tests hold which slips and strangers they part
+_ALIKE = 0.76  # of names within a section; tests hold which slips and strangers it parts
+_ALMOST_EQUAL = 0.9  # of names of other sections
 _VAGUE = {"name", "type", "path", "dir", "format", "from"}  # such a key of another section is no answer
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -174,6 +172,8 @@ def _allowed(annotation: Any, metadata: Sequence[Any]) -> str:
         empty = "non-empty " if any(getattr(item, "min_length", None) for item in _flat(metadata)) else ""
         if (section := section_of(inner)) is not None:
             return f"a {empty}list of sections with the keys {', '.join(section.model_fields)}"
+        if typing.get_origin(inner) is Literal:
+            return f"a {empty}list of {', '.join(map(str, typing.get_args(inner)))}"
         return f"a {empty}list of {count}{_PLURALS[inner]}{element_limits}"
     return _NOUNS[annotation] + limits
 

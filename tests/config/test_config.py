@@ -310,6 +310,11 @@ def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
             "parallel.data=true",
             "parallel.data: true is not allowed; needs an integer >= 1 and <= 10,000 (data-parallel",
         ),
+        (
+            "run.report_to=tensorboard",
+            "run.report_to: 'tensorboard' is not allowed; needs a list of tensorboard, wandb, csv; write [tensorboard]",
+        ),
+        ("run.report_to=[none]", "run.report_to: ['none'] is not allowed; needs a list of tensorboard, wandb, csv ("),
         ("optimizer.lr=fast", "optimizer.lr: 'fast' is not allowed; needs a number >= 0 (peak learning rate)"),
         ("optimizer.lr=.inf", "optimizer.lr: inf is not allowed; needs a number >= 0"),
         ("optimizer.warmup_fraction=2", "optimizer.warmup_fraction: 2 is not allowed; needs a number >= 0 and <= 1 ("),
