@@ -54,10 +54,8 @@ from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import say
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.config.schema import DataSection
 from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
 from mmtrain.data.prepare.intake import Intake
-from mmtrain.data.prepare.rows import FORMATS
 from mmtrain.data.prepare.shard_resume import (
     STATE,
     SUMMARY,
@@ -71,6 +69,7 @@ from mmtrain.data.prepare.sources import Source, llava_source, open_sources, sto
 from mmtrain.data.prepare.tally import Tally, by_reason, write_summary
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import REASONS, ImageLimits, reason_lines
+from mmtrain.data.shards.detection import add_format_arguments
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import usable_cores
@@ -262,11 +261,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     whence = "files and folders, each in one of the forms above"
     given.add_argument("--from", type=path, nargs="+", dest="paths", metavar="PATH", help=whence)
     given.add_argument("--json", type=path, nargs="+", metavar="FILE", help="LLaVA JSON or JSONL files")
-    add("--format", default="auto", choices=("auto", *FORMATS), help="of --from: how records are written (auto)")
-    add("--image-key", metavar="KEY", help="of --from: column or key of images (image, images, image_path, ...)")
-    add("--caption-key", metavar="KEY", help="of --from: column or key of captions (caption, text, title)")
-    prompt = DataSection.model_fields["caption_prompt"].default
-    add("--caption-prompt", default=prompt, metavar="TEXT", help="of --from: what captions answer (%(default)s)")
+    of_from = parser.add_argument_group("of --from alone")
+    add_format_arguments(of_from)
+    of_from.add_argument("--image-key", metavar="KEY", help="key or column of images (images, image, image_path, ...)")
     add("--images", type=path, metavar="DIR", help="folder that image names start from; none for text alone")
     add("--out", type=path, required=True, metavar="DIR", help="folder for the shards, without any yet")
     add("--samples-per-shard", type=positive(int), metavar="N", help="records with sound text in a tar (1000)")

@@ -18,7 +18,6 @@ from mmtrain.data.samples.records import Record, Rejected, parse_record, parse_t
 
 IMAGE_KEYS = (*formats.IMAGE_KEYS, "image_path", "filepath", "file_path", "file_name", "filename")
 CAPTION_KEYS = (*formats.CAPTION_KEYS, "title")
-FORMATS = ("llava", "sharegpt", "caption")
 _LONGEST_NAME = 4096  # characters; Linux opens no longer one
 
 

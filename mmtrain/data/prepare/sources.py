@@ -17,13 +17,12 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import first_few, harmless
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
 from mmtrain.data.prepare import arrow_files, json_files, tables
-from mmtrain.data.prepare.rows import FORMATS, Adapted, Adapter
+from mmtrain.data.prepare.rows import Adapted, Adapter
 from mmtrain.data.prepare.sharding import Candidate
-from mmtrain.data.samples.formats import LLAVA, SampleFormat
+from mmtrain.data.samples.formats import LLAVA, NAMES, SampleFormat
 from mmtrain.data.samples.records import Rejected
+from mmtrain.data.shards.detection import AUTO, ENOUGH, SEEN
 
-LOOKED_AT = 100  # rows of a source, where nobody says of which form they are
-_FITS = 0.9  # share of them, from which on the first form that has it is the one
 _JSON = (".json", ".jsonl", ".ndjson")
 _SUFFIXES = (*_JSON, *tables.SEPARATORS, *arrow_files.SUFFIXES)
 _URL = re.compile(r"(https?|s3|gs)://", re.IGNORECASE)
@@ -87,12 +86,12 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     is_coco = [_is_json(file) and json_files.holds_coco(file) for _, file in files]
     any_way = Adapter(form, image_key)
     sources = [Source(file, name, any_way, is_coco=coco) for (name, file), coco in zip(files, is_coco, strict=True)]
-    rows = itertools.islice(itertools.chain.from_iterable(source.rows() for source in sources), LOOKED_AT)
+    rows = itertools.islice(itertools.chain.from_iterable(source.rows() for source in sources), SEEN)
     rows = [_without_contents(row) for row in rows]
     if not rows:
         raise UserError(f"{path}: holds no record")
     as_it_is = all(map(_is_json, (file for _, file in files))) and image_key is None
-    names = FORMATS if form.name == "auto" else (form.name,)
+    names = NAMES if form.name == AUTO else (form.name,)
     ways = [replace(any_way, form=replace(form, name=name), as_it_is=as_it_is and name == "llava") for name in names]
     adapter, found = _fitting(path, rows, ways, sources[0].keys(rows))
     return [replace(source, adapter=adapter).counted() for source in sources], found
@@ -142,7 +141,7 @@ def _fitting(path: Path, rows: Sequence[object], ways: Sequence[Adapter], keys: 
         if key is not None and key not in keys:
             raise UserError(f"{path}: {option} {key}: nothing is called so; there is {_named(keys)}")
     trials = [(way, *_tried(way, rows)) for way in ways]
-    enough = [trial for trial in trials if len(trial[1]) >= _FITS * len(rows)]
+    enough = [trial for trial in trials if len(trial[1]) >= ENOUGH * len(rows)]
     way, taken, _ = enough[0] if enough else max(trials, key=lambda trial: len(trial[1]))
     if not taken and len(ways) > 1:
         seen = "; ".join(f"as {way.form.name} {max(faults, key=len)[0]}" for way, _, faults in trials)

@@ -69,12 +69,12 @@ def sample_format(
     return form
 
 
-def add_format_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a command that takes shards without a configuration: what `sample_format` asks for."""
+def add_format_arguments(parser: argparse._ActionsContainer) -> None:
+    """The options of a command that reads samples without a configuration: what `sample_format` asks for."""
     parser.add_argument(
         "--format", default=AUTO, choices=(AUTO, *NAMES), help=f"as data.format, how samples are written ({AUTO})"
     )
-    parser.add_argument("--caption-key", metavar="KEY", help="as the key in data, of captions in KEY.json")
+    parser.add_argument("--caption-key", metavar="KEY", help="as the key in data, where captions are (caption, text)")
     parser.add_argument(
         "--caption-prompt",
         default=DataSection.model_fields["caption_prompt"].default,
