@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MOST_POINTS = 2000
+LARGEST = 1e30  # beyond it a record is damaged, and sums of its numbers would be infinite
 
 
 class Point(NamedTuple):
@@ -62,8 +63,8 @@ class Curve:
         """Points that were added."""
 
     def add(self, x: float, y: float | None) -> None:
-        """Add a point; what is no finite number leaves none."""
-        if y is None or not math.isfinite(y) or not math.isfinite(x):
+        """Add a point; what is no number, or no sane one, leaves none."""
+        if y is None or not (abs(y) <= LARGEST and abs(x) <= LARGEST):  # NaN is neither
             return
         self.count += 1
         if self._stretches and self._stretches[-1].count < self._width:

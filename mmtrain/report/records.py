@@ -269,7 +269,7 @@ class _Clock:
             took = line.seconds or 0.0
             run.seconds += took
         if self._is_first and line.time is not None:
-            run.begun = line.time - took
+            run.begun = max(0.0, line.time - took)
         self._is_first = False
         if run.begun is None:
             self.now = run.seconds

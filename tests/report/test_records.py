@@ -89,6 +89,29 @@ def test_numbers_that_are_none_leave_gaps(run):
     make_page([run])
 
 
+def test_numbers_that_no_run_has_break_no_page(run):
+    huge = {
+        "kind": "train",
+        "loss": 1e308,
+        "grad_norm": -1e308,
+        "lr": 1e-320,
+        "tokens_per_second": 1e30,
+        "seconds": 1e30,
+    }
+    ranks = dict.fromkeys(("compute_seconds", "communication_seconds", "data_seconds", "peak_memory_bytes"), [1e30] * 3)
+    steps = [{**huge, **ranks, "idle_fraction": [1 - 2**-53] * 3, "step": 2**53 - i, "time": 1e11} for i in range(99)]
+    (run / "metrics.jsonl").write_text("")
+    append(run / "metrics.jsonl", *steps, {"kind": "eval", "step": 2**53, "loss": "inf", "seconds": 1e30})
+    append(
+        run / "discarded.jsonl",
+        {"file": "metrics.jsonl", "back_to_step": 0, "record": {"kind": "train", "time": -1e308}},
+    )
+    append(run / "bad_steps.jsonl", {"step": 2**53, "loss_sum": "nan"})
+    assert read_run(run).problems == []
+    make_page([run])
+    make_page([run, run])
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [("plan.json", "{}"), ("plan.json", "[" * 9999), ("audit.json", '{"passed": 3}'), ("config.yaml", "a: [&a *a]")],
