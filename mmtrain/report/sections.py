@@ -84,7 +84,7 @@ def learning(run: RunRecord) -> Section:
     utilization = run.curve("model_flops_utilization").means(1)
     if utilization:
         says.append(f"{percent(utilization[0].y)} of the devices' arithmetic went into what any training must compute.")
-    return Section("learning", "Loss and speed", tuple(says), charts)
+    return Section("learning", "Loss and speed", tuple(says), tuple(chart for chart in charts if chart.series))
 
 
 def evaluations(run: RunRecord) -> Section:
@@ -174,7 +174,7 @@ def _ranges(layers: Sequence[str]) -> list[str]:
 
 def _rates(run: RunRecord) -> list[tuple[int, tuple[str, Curve]]]:
     main = {("lr" if not run.rates else "what is in no group"): run.curve("lr")}
-    return list(enumerate((main | run.rates).items()))
+    return list(enumerate((name, curve) for name, curve in (main | run.rates).items() if curve.count))
 
 
 def _one_line(id: str, title: str, curve: Curve, y_name: str, *, log: bool = False) -> LineChart:
