@@ -23,6 +23,7 @@ from bench_timing import Spread, spread
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.schema import DataSection
 from mmtrain.data.prepare.sharding import shard_name, tar_bytes
+from mmtrain.data.samples.formats import LLAVA
 from mmtrain.data.shards.index import Member, ShardIndex, TextLengths, write_index
 from mmtrain.data.stream.catalog import Catalog, DataSet
 from mmtrain.data.stream.order import Capacity, SampleSet, pack_best_fit, plan_epoch
@@ -139,6 +140,7 @@ def write_indexes(folder: Path, samples: int, shards: int) -> None:
                 for sample in zip(*columns, strict=True)
             ],
             image_sizes=[((640, 480),)] * size,
+            faults={LLAVA.reading: {}},
             texts={FINGERPRINT: TextLengths((one.lengths[first : first + size] - TOKENS_PER_IMAGE).tolist())},
         )
         tar = folder / shard_name(number)
