@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
+from mmtrain.config.disclosed import disclosed
 from mmtrain.config.environment import fill_in_paths
 from mmtrain.config.foreign_keys import answer_to, whole_file_of
 from mmtrain.config.keys import BeforeItCame, InsteadOf, RenamedFrom, all_fields, is_optional, marked, section_of
@@ -101,12 +102,13 @@ def with_new_names(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-def dump_config(config: RunConfig) -> str:
+def dump_config(config: RunConfig, *, for_others: bool = False) -> str:
     """YAML text of a configuration with every default written out; loading it gives an equal configuration.
 
-    But for `data.allow_pipe`, which only a command line says.
+    But for `data.allow_pipe`, which only a command line says; and `for_others` without secrets: see `disclosed`.
     """
     content = config.model_dump(mode="json", exclude={"data": {"allow_pipe"}})
+    content = disclosed(content) if for_others else content
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

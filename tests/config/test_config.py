@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from mmtrain.base.errors import UserError
+from mmtrain.config.disclosed import disclosed
 from mmtrain.config.keys import InsteadOf, OnResume, all_fields, marked
 from mmtrain.config.load import dump_config, load_config, restore_config
 from mmtrain.config.problems import nearest_key
@@ -543,3 +544,26 @@ def test_a_key_given_twice_beside_a_merge_is_refused(tmp_path):
 def test_of_very_many_problems_the_first_are_said(tmp_path):
     said = problems(written(tmp_path, MINIMAL + "".join(f"key{i}: 1\n" for i in range(5000))))
     assert len(said) < 30 and said[-1] == "and more; mend these first"
+
+
+def test_others_see_no_arguments_of_pipe_urls_and_no_logins(minimal):
+    secret = "pipe:curl -sf -H 'Authorization: Bearer hf_SECRET' https://user:SECRET@host/a.tar"
+    config = load_config(minimal, [f'data.shards=["{secret}", /d/a.tar]', "data.allow_pipe=[curl]"])
+    assert yaml.safe_load(dump_config(config))["data"]["shards"] == [secret, "/d/a.tar"]
+    shown = dump_config(config, for_others=True)
+    assert yaml.safe_load(shown)["data"]["shards"] == ["pipe:curl ...", "/d/a.tar"]
+    assert "SECRET" not in shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("https://user:p@w@host/a@b?c@d", "https://host/a@b?c@d"),
+        ({"s3://key:x@bucket": ["pipe: 'my curl' -H x", 3, None]}, {"s3://bucket": ["pipe: 'my ...", 3, None]}),
+        ("data.shards: pipe:curl\n-H x -> pipe:curl -H y", "data.shards: pipe:curl ..."),
+        ("broken pipe: its reader ended", "broken pipe: its reader ended"),
+        ("you@host: https://host/pipe:curl", "you@host: https://host/pipe:curl"),
+    ],
+)
+def test_what_is_disclosed_has_no_logins(value, shown):
+    assert disclosed(value) == shown
