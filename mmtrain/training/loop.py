@@ -201,7 +201,7 @@ class _Run:
         device = gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
         trackers = config.run.report_to if rank.rank == 0 else ()
         self.trackers = Trackers(trackers, rank.folder, config, self.first_step, console.line)
-        self.records = Records(rank.folder if rank.rank == 0 else None, config, self.trackers.take)
+        self.records = Records(rank.folder if rank.rank == 0 else None, config, self.trackers.take, console.line)
         versions = self.about["versions"]
         self.records.write("begin", step=self.first_step, versions=versions, device=device.name, ranks=rank.world_size)
         self.account: ReadAccount | None = None

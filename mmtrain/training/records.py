@@ -29,13 +29,20 @@ PICTURE_SIDE = 384  # pixels, at most
 class Records:
     """The records of a run; `folder` is None on ranks that write none. Raises what JsonLines does.
 
-    `also` then gets each record of metrics.jsonl, and the answers of a step as one of the kind `answers`.
+    `also` then gets each record of metrics.jsonl, and the answers of a step as one of the kind `answers`. `say` tells
+    the user that pictures cannot be written: they are left out from there.
     """
 
-    def __init__(self, folder: Path | None, config: RunConfig, also: Callable[[Mapping[str, Any]], None]) -> None:
-        self._folder = folder
-        self._also = also
-        self._config = config
+    def __init__(
+        self,
+        folder: Path | None,
+        config: RunConfig,
+        also: Callable[[Mapping[str, Any]], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._folder, self._config = folder, config
+        self._also, self._say = also, say
+        self._keeps_pictures = True
         self._metrics = JsonLines(None if folder is None else folder / METRICS)
         asks = folder is not None and config.eval.is_on and config.eval.show_answers
         self._answers = JsonLines(folder / ANSWERS if asks else None)
@@ -63,13 +70,22 @@ class Records:
             return
         lines = []
         for number, answer in enumerate(answers):
-            shown = answer.images[:PICTURES_OF_A_QUESTION] if number < PICTURED_QUESTIONS else ()
-            pictures = [self._picture(image) for image in shown]
+            pictures = self._pictures(answer.images[:PICTURES_OF_A_QUESTION]) if number < PICTURED_QUESTIONS else []
             said = {name: value for name, value in vars(answer).items() if name != "images"}
             lines.append({"step": step, "time": time.time(), **said, "pictures": pictures})
             self._answers.write(**lines[-1])
         if lines:
             self._also({"kind": "answers", "step": step, "answers": lines})
+
+    def _pictures(self, images: Sequence[bytes]) -> list[str]:
+        """Write the images of a question; their paths, none once one could not be written."""
+        try:
+            return [self._picture(image) for image in images] if self._keeps_pictures else []
+        except OSError as error:
+            self._keeps_pictures = False
+            why = f"cannot write into {self._folder / PICTURES} ({error.strerror or error})"
+            self._say(f"pictures are left out from here: {why}; {ANSWERS} has the questions and answers")
+            return []
 
     def _picture(self, image: bytes) -> str:
         """Write an image as training sees it, but smaller; the path in the run's folder.

@@ -33,7 +33,7 @@ OF_AN_EVALUATION = ("loss", "token_accuracy", "exact_match")
 ANSWERED = ("key", "question", "given", "truth", "right")
 
 MOST_WAITING = 10_000  # records, for a tracker that takes none
-SECONDS_TO_IMPORT = 60.0
+SECONDS_TO_IMPORT = 60.0  # all of them; less where the other ranks would not wait that long
 SECONDS_TO_BEGIN, SECONDS_TO_UPLOAD = 30.0, 30.0  # of wandb
 SECONDS_TO_END = 40.0  # of each tracker: more than wandb is given
 SECONDS_UNSAID = 2.0
@@ -62,8 +62,9 @@ class Trackers:
         self._threads = [_Thread(name, folder, config, first_step) for name in dict.fromkeys(names)]
         for thread in self._threads:
             thread.start()
+        deadline = time.monotonic() + min(SECONDS_TO_IMPORT, config.parallel.timeout_seconds / 2)
         for thread in self._threads:  # a loader's worker that is forked in an import could never make that import
-            thread.imported.wait(SECONDS_TO_IMPORT)
+            thread.imported.wait(max(0.0, deadline - time.monotonic()))
 
     def take(self, record: Record) -> None:
         """Hand on a record of metrics.jsonl, or one of the kind `answers` with those of a step; returns at once."""
@@ -180,7 +181,7 @@ class _TensorBoard:
     def write(self, record: Record) -> None:
         for name, value in numbers(record).items():
             if value is not None:
-                self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
+                self._writer.add_scalar(name, value, record["step"], walltime=record.get("time"))
         if record["kind"] == "answers":
             said = "\n\n".join(
                 "\n".join(f"{name:<9} {harmless(str(answer[name]))}" for name in ANSWERED)

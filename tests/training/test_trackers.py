@@ -10,6 +10,8 @@ import shutil
 import socket
 import struct
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -257,6 +259,37 @@ def test_a_run_that_fails_lets_its_trackers_end_and_a_loss_that_is_not_finite_is
     wait_for(lambda: "eval/loss" in scalars(tmp_path), 20, "the same in TensorBoard")
     assert list(scalars(tmp_path)["train/loss"].values()) == pytest.approx([1.5, math.nan, math.inf], nan_ok=True)
     assert said == []
+
+
+def test_a_run_of_a_version_without_times_is_told_from_its_first_step(tiny, tmp_path):
+    earlier = Path(__file__).parents[1] / "checkpoint" / "earlier_run" / "run" / "metrics.jsonl"
+    shutil.copy(earlier, tmp_path)
+    said: list[str] = []
+    trackers.Trackers(("tensorboard", "csv"), tmp_path, load_config(tiny / "config.yaml"), 4, said.append).close()
+    losses = {record["step"]: record["loss"] for record in recorded(earlier, "train")}
+    assert scalars(tmp_path)["train/loss"] == pytest.approx(losses) and len(losses) == 4
+    table = pandas.read_csv(tmp_path / "metrics.csv").set_index("step")
+    assert table["train/loss"].dropna().to_dict() == losses and table["time"].isna().all()
+    assert said == []
+
+
+def test_libraries_that_hang_keep_no_rank_waiting_longer_than_the_others_wait_for_it(tiny, tmp_path, monkeypatch):
+    ends = threading.Event()
+
+    class Hanging:
+        def __init__(self, *_: Any) -> None:
+            ends.wait(60)
+            raise ImportError("at last")
+
+    for name in trackers.TRACKERS:
+        monkeypatch.setitem(trackers.TRACKERS, name, Hanging)
+    config = load_config(tiny / "config.yaml", ["parallel.timeout_seconds=1"])
+    began = time.monotonic()
+    told = trackers.Trackers(tuple(trackers.TRACKERS), tmp_path, config, 0, [].append)
+    waited = time.monotonic() - began
+    ends.set()
+    told.close()
+    assert waited < config.parallel.timeout_seconds
 
 
 def test_a_tracker_that_takes_nothing_is_left_out_before_its_records_fill_the_memory(tiny, tmp_path, monkeypatch):
