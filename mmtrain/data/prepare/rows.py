@@ -14,10 +14,10 @@ from typing import Any
 
 from mmtrain.data.samples import formats
 from mmtrain.data.samples.formats import SampleFormat, caption_turns, sharegpt_turns
-from mmtrain.data.samples.records import Record, Rejected, parse_record, parse_turns
+from mmtrain.data.samples.records import IMAGE_SUFFIXES, Record, Rejected, parse_record, parse_turns
 
-IMAGE_KEYS = (*formats.IMAGE_KEYS, "image_path", "filepath", "file_path", "file_name", "filename")
-CAPTION_KEYS = (*formats.CAPTION_KEYS, "title")
+IMAGE_COLUMNS = (*formats.IMAGE_KEYS, "image_path", "filepath", "file_path", "file_name", "filename")
+CAPTION_COLUMNS = (*formats.CAPTION_KEYS, "title")
 _LONGEST_NAME = 4096  # characters; Linux opens no longer one
 
 
@@ -50,37 +50,49 @@ class Adapter:
     """How the rows of a source are read."""
 
     form: SampleFormat
-    image_key: str | None = None  # None: IMAGE_KEYS
+    image_key: str | None = None  # None: IMAGE_COLUMNS
     as_it_is: bool = False  # LLaVA's own files: each row is its record already, with whatever else it has
 
     @property
     def image_keys(self) -> tuple[str, ...]:
         """Where the images may be: what stands under the first that a row has."""
-        return IMAGE_KEYS if self.image_key is None else (self.image_key,)
+        return IMAGE_COLUMNS if self.image_key is None else (self.image_key,)
 
     @property
     def caption_keys(self) -> tuple[str, ...]:
         """Where the caption may be, likewise."""
-        return CAPTION_KEYS if self.form.caption_key is None else (self.form.caption_key,)
+        return CAPTION_COLUMNS if self.form.caption_key is None else (self.form.caption_key,)
 
     @property
     def columns(self) -> frozenset[str]:
         """Every key that may count."""
         return frozenset({"id", "system", *formats.CONVERSATION_KEYS, *self.image_keys, *self.caption_keys})
 
-    def found(self, rows: Sequence[object]) -> str:
+    @property
+    def found(self) -> str:
         """What rows are, for people."""
         if self.form.name != "caption":
             return {"llava": "LLaVA's conversations", "sharegpt": "ShareGPT's messages"}[self.form.name]
-        keys = [
-            next((key for row in rows if isinstance(row, dict) and (key := _first(row, of))), "none")
-            for of in (self.image_keys, self.caption_keys)
-        ]
-        return f"captions (image: {keys[0]}, caption: {keys[1]})"
+        return f"captions (image: {self.image_key or 'none'}, caption: {self.form.caption_key or 'none'})"
+
+    def settled(self, rows: Sequence[object]) -> Adapter:
+        """The same; of captions the first key alone under which any of these rows has one, likewise of their images.
+
+        A row that is empty there would else become a sample of another column: a title, a text found in the image.
+        """
+        if self.form.name != "caption":
+            return self
+        fields = [row for row in rows if isinstance(row, dict)]
+        image, caption = (
+            next((key for key in keys if any(row.get(key) for row in fields)), None)
+            for keys in (self.image_keys, self.caption_keys)
+        )
+        return replace(self, image_key=image, form=replace(self.form, caption_key=caption))
 
     def adapt(self, row: object) -> Adapted:
         """A row as a record; raises Rejected."""
         if self.as_it_is:
+            _refuse_unread_images(row)
             record = parse_record(row)
             return Adapted(record, tuple(map(RowImage, record.images)))
         if not isinstance(row, dict):
@@ -105,7 +117,12 @@ class Adapter:
             if not images:
                 seen = f"nothing under {' or '.join(self.image_keys)}; its keys are {_keys(row)}"
                 raise Rejected("image_count", f"a caption without an image: {seen}")
+            if isinstance(row[key], memoryview):
+                raise Rejected("non_text_value", f"the caption, under {key}, is bytes, no text")
             return caption_turns(row[key], images, self.form.caption_prompt)
+        if _first(row, formats.CONVERSATION_KEYS) is None:
+            seen = f"nothing under {' or '.join(formats.CONVERSATION_KEYS)}; its keys are {_keys(row)}"
+            raise Rejected("no_conversation", seen)
         keys = ("system", *formats.CONVERSATION_KEYS)
         conversation = {key: _unpacked(row[key]) for key in row if key in keys}
         return sharegpt_turns(conversation, images) if self.form.name == "sharegpt" else parse_turns(conversation)
@@ -117,6 +134,17 @@ class Adapter:
         if found is None and self.form.name == "sharegpt":
             found = list(_images_in_parts(row))
         return tuple(map(_image, found if isinstance(found, list) else [] if found is None else [found]))
+
+
+def _refuse_unread_images(row: object) -> None:
+    """Raise Rejected for a record of LLaVA's that names images, and none under `image`: it would be text alone."""
+    if not isinstance(row, dict) or row.get("image") or not row.get("conversations"):
+        return
+    for key in IMAGE_COLUMNS:
+        # Text alone may name the file that it comes from.
+        if row.get(key) and ("image" in key or str(row[key]).lower().endswith(IMAGE_SUFFIXES)):
+            seen = f"it names images under {key} and none under image, where LLaVA's are"
+            raise Rejected("image_count", f"{seen}; --from with --format sharegpt reads them")
 
 
 def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
@@ -165,4 +193,4 @@ def _keys(row: dict[str, Any]) -> str:
 
 
 def _short(value: object) -> str:
-    return repr(value)[:200]
+    return "bytes" if isinstance(value, memoryview) else repr(value)[:200]

@@ -29,7 +29,8 @@ _URL = re.compile(r"(https?|s3|gs)://", re.IGNORECASE)
 _DOWNLOAD = (
     "mmtrain downloads nothing: `img2dataset --output_format webdataset` does, and data.shards reads what it writes"
 )
-_SPLIT_FILE = re.compile(r"(.+)-\d+-of-\d+.*\.parquet")  # datasets' own names: train-00000-of-00002.parquet
+# As datasets and its hub name them: train-00000-of-00002.parquet, validation.parquet.
+_SPLIT_FILE = re.compile(r"(.+)-\d+-of-\d+.*\.parquet|(train|test|val|valid|validation|dev)\.parquet", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     as_it_is = all(map(_is_json, (file for _, file in files))) and image_key is None
     names = NAMES if form.name == AUTO else (form.name,)
     ways = [replace(any_way, form=replace(form, name=name), as_it_is=as_it_is and name == "llava") for name in names]
-    adapter, found = _fitting(path, rows, ways, sources[0].keys(rows))
-    return [replace(source, adapter=adapter).counted() for source in sources], found
+    adapter = _fitting(path, rows, ways, sources[0].keys(rows))
+    return [replace(source, adapter=adapter).counted() for source in sources], adapter.found
 
 
 def place(sources: Sequence[Source], number: int) -> tuple[Source, int]:
@@ -135,12 +136,12 @@ def _without_contents(value: object) -> object:
     return [_without_contents(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _fitting(path: Path, rows: Sequence[object], ways: Sequence[Adapter], keys: list[str]) -> tuple[Adapter, str]:
-    """The way that takes the rows, of several that take nearly all of them the first; and what they are, for people."""
+def _fitting(path: Path, rows: Sequence[object], ways: Sequence[Adapter], keys: list[str]) -> Adapter:
+    """The way that takes the rows, of several that take nearly all of them the first."""
     for option, key in (("--image-key", ways[0].image_key), ("--caption-key", ways[0].form.caption_key)):
         if key is not None and key not in keys:
             raise UserError(f"{path}: {option} {key}: nothing is called so; there is {_named(keys)}")
-    trials = [(way, *_tried(way, rows)) for way in ways]
+    trials = [(way, *_tried(way, rows)) for way in (way.settled(rows) for way in ways)]
     enough = [trial for trial in trials if len(trial[1]) >= ENOUGH * len(rows)]
     way, taken, _ = enough[0] if enough else max(trials, key=lambda trial: len(trial[1]))
     if not taken and len(ways) > 1:
@@ -149,7 +150,7 @@ def _fitting(path: Path, rows: Sequence[object], ways: Sequence[Adapter], keys: 
     names = (image.name for adapted in taken for image in adapted.images if image.content is None and image.name)
     if _URL.match(name := next(names, "")):
         raise UserError(f"{path}: its images are addresses ({harmless(name)}). {_DOWNLOAD}")
-    return way, way.found(rows)
+    return way
 
 
 def _tried(way: Adapter, rows: Sequence[object]) -> tuple[list[Adapted], list[list[str]]]:
@@ -170,6 +171,8 @@ def _remedy(path: Path, keys: list[str]) -> str:
     of_table = ""
     if path.suffix.lower() in tables.SEPARATORS:
         of_table = f"; the names of columns stand in the first line, which is {_named(keys)}"
+    elif not _is_json(path):
+        of_table = f"; its columns are {_named(keys)}"
     return f"--image-key and --caption-key say what holds them{of_table}"
 
 
@@ -194,15 +197,17 @@ def _files(path: Path) -> list[tuple[str, Path]]:
         splits = sorted(folder.parent.name for folder in path.glob("*/state.json"))
         raise UserError(f"{path}: holds splits; name one or several: {' '.join(str(path / split) for split in splits)}")
     names = _saved_files(path) if (path / "state.json").is_file() else sorted(f.name for f in path.glob("*.parquet"))
+    if not names and any(path.glob("*.tar")):
+        raise UserError(f"{path}: holds shards already: data.shards={path} trains on them")
     if not names:
         inner = sorted({str(file.parent) for file in path.glob("*/*.parquet")})
         seen = f"; {first_few(inner, 3)} has some" if inner else ""
         raise UserError(f"{path}: holds no *.parquet and no state.json of datasets' save_to_disk{seen}. Name files")
-    splits = sorted({found[1] for name in names if (found := _SPLIT_FILE.fullmatch(name))})
+    found = [match for name in names if (match := _SPLIT_FILE.fullmatch(name))]
+    splits = {match[1] or match[2]: f"{match[1]}-*.parquet" if match[1] else match[0] for match in found}
     if len(splits) > 1:
-        raise UserError(
-            f"{path}: holds splits ({', '.join(splits)}); name the files of one: {path}/{splits[0]}-*.parquet"
-        )
+        one = next((file for split, file in splits.items() if split.lower() == "train"), found[0][0])
+        raise UserError(f"{path}: holds splits ({', '.join(splits)}); name the files of one: --from {path}/{one}")
     return [(f"{path.name}/{name}", path / name) for name in names]
 
 

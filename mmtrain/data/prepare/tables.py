@@ -37,20 +37,29 @@ def table_rows(path: Path) -> Iterator[object]:
 def _lines(path: Path) -> Iterator[list[str]]:
     """The fields of each line that has any; the first are the columns' names."""
     csv.field_size_limit(MAX_RECORD_BYTES)
+    separator = SEPARATORS[path.suffix.lower()]
     with opened_text(path, "a table") as stream:
-        reader = csv.reader(_bounded(stream, path), delimiter=SEPARATORS[path.suffix.lower()], strict=True)
+        reader = csv.reader(_bounded(stream, path), delimiter=separator, strict=True)
         columns: list[str] = []
+        first = 1  # line of the row that is read
         try:
             for row in reader:
+                if separator == "\t" and any("\t" in field and ("\n" in field or "\r" in field) for field in row):
+                    raise UserError(
+                        f"{path}: line {first:,} begins a row of which one field holds a tab and a line break, so "
+                        "most likely its first quote has no end and took in the rows that follow. Save it as JSON "
+                        'lines or parquet, or put that field in quotes and double its own ("")'
+                    )
                 if row and not columns:
                     columns = row = [name.strip() for name in row]
                     if len(set(columns)) < len(columns):
                         raise UserError(f"{path}: its first line names a column twice: {harmless(', '.join(columns))}")
                 if row:
                     yield row
+                first = reader.line_num + 1
         except csv.Error as error:
             raise UserError(
-                f"{path}: line {reader.line_num:,} is none of a table ({error}). A field that holds a separator, a "
+                f"{path}: line {first:,} is none of a table ({error}). A field that holds a separator, a "
                 'quote or a line break stands in quotes, and quotes in it are doubled ("")'
             ) from None
         if not columns:

@@ -1,9 +1,12 @@
 """sources.py: whose files hold what is seen from their first rows, and what is none of them is refused in one line."""
 
+import functools
 import json
 import pickle
 import struct
 import zlib
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -12,14 +15,16 @@ from pyarrow import parquet
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.data.prepare.sources import open_sources
+from mmtrain.data.prepare.sources import Source, llava_source, open_sources
 from mmtrain.data.samples import records
 from mmtrain.data.samples.formats import SampleFormat
+from mmtrain.data.samples.records import Rejected
 
 AUTO = SampleFormat("auto", caption_prompt="What?")
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
 TOLD = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}]
 GIF = b"GIF89a" + bytes(60)
+CAPTIONED = "captions (image: image, caption: text)"
 
 
 def opened(path: Path, content: bytes | str | list, form=AUTO, image_key=None):
@@ -48,6 +53,9 @@ def lines(*rows: object) -> str:
         ("a.csv", f'messages\n"{json.dumps(ASKED).replace(chr(34), chr(34) * 2)}"', "ShareGPT's messages"),
         ("a.parquet", [{"image": GIF, "text": "A."}], "captions (image: image, caption: text)"),
         ("a.parquet", [{"images": ["a.jpg"], "messages": ASKED, "x": 1.5}], "ShareGPT's messages"),
+        ("a.json", lines({"images": ["a.jpg"], "conversations": TOLD}), "ShareGPT's messages"),
+        ("a.jsonl", lines({"image_path": "a.jpg", "conversations": TOLD}), "ShareGPT's messages"),
+        ("a.jsonl", lines({"image": "a.jpg", "text": ""}, {"image": "b.jpg", "title": "B.", "text": "b"}), CAPTIONED),
     ],
 )
 def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
@@ -83,6 +91,11 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
         ("a.arrow", pickle.dumps(print), "cannot be read"),
         ("a.arrow", b"ARROW1\0\0" + bytes(40), "cannot be read"),
         ("a.parquet", [{"image": 5, "caption": "x"}], r"bad_image_field: an image is 5"),
+        ("a.parquet", [{"image": GIF, "text": b"A."}], "non_text_value: the caption, under text, is bytes"),
+        ("a.parquet", [{"image": GIF, "query": "x"}], "no_conversation: .* its columns are image, query"),
+        ("a.json", lines({"image": "a.jpg", "query": "x"}), "no_conversation: .* its keys are image, query"),
+        ("a.tsv", 'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC"\nd.jpg\tD.\n', "line 3 .* tab and a line break"),
+        ("a.tsv", 'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC\n', "line 3 is none of a table"),
     ],
 )
 def test_what_is_no_data_is_refused_with_what_was_seen_and_the_remedy(tmp_path, name, content, message):
@@ -125,8 +138,79 @@ def test_folders_say_which_of_their_files_are_meant(tmp_path):
         data.to_parquet(tmp_path / "p" / "data" / f"{split}-00000-of-00001-a1b2.parquet")
     with pytest.raises(UserError, match=r"holds no \*.parquet .* \S+/p/data has some"):
         open_sources(tmp_path / "p", AUTO, None)
-    with pytest.raises(UserError, match=r"holds splits \(test, train\); name the files of one: \S+/test-\*.parquet"):
+    with pytest.raises(
+        UserError, match=r"holds splits \(test, train\); name the files of one: --from \S+/train-\*.parquet"
+    ):
         open_sources(tmp_path / "p" / "data", AUTO, None)
+
+
+@pytest.mark.parametrize("names", [("train", "test"), ("Train-00000-of-00001", "validation"), ("val", "train", "dev")])
+def test_a_folder_of_several_splits_is_refused_with_the_command_for_one(tmp_path, names):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    table = pyarrow.table({"image": ["a.jpg"], "caption": ["A."]})
+    for name in names:
+        parquet.write_table(table, folder / f"{name}.parquet")
+    with pytest.raises(
+        UserError, match=r"/d: holds splits \(.*\); name the files of one: --from \S+/d/[Tt]rain"
+    ) as error:
+        open_sources(folder, AUTO, None)
+    named = Path(str(error.value).rsplit(" ", 1)[1])
+    (file,) = named.parent.glob(named.name)
+    assert sum(source.records for source in open_sources(file, AUTO, None)[0]) == 1
+    for file in folder.glob("[!Tt]*"):
+        file.unlink()
+    parquet.write_table(table, folder / "more.parquet")
+    if "test" not in names:
+        assert len(open_sources(folder, AUTO, None)[0]) == 2
+
+
+def test_a_folder_of_tars_needs_no_sharding(tmp_path):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "00000.tar").touch()
+    with pytest.raises(UserError, match=r"/t: holds shards already: data.shards=\S+/t trains on them"):
+        open_sources(tmp_path / "t", AUTO, None)
+
+
+def test_the_caption_is_of_one_column_whatever_rows_lack(tmp_path):
+    rows = [
+        {"image": "a.jpg", "caption": "" if number % 50 else "A.", "text": "B.", "images": None}
+        for number in range(200)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (source,), said = open_sources(tmp_path / "a.parquet", AUTO, None)
+    assert said == "captions (image: image, caption: caption)"
+    outcomes = Counter(map(functools.partial(outcome, source), source.rows()))
+    assert outcomes == {"A.": 4, "no_caption": 196}
+
+
+def outcome(source: Source, row: object) -> str:
+    """The answer that a row becomes, or why it is none."""
+    try:
+        return source.adapter.adapt(row).record.content["conversations"][-1]["value"]
+    except Rejected as error:
+        return error.reason
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"images": ["0.jpg"]},
+        {"image_path": "0.jpg"},
+    ],
+)
+@pytest.mark.parametrize("form", ["auto", "llava"])
+def test_images_that_the_first_rows_lack_are_not_lost_later(tmp_path, more, form):
+    (source,), said = opened(
+        tmp_path / "a.jsonl",
+        lines(*[{"conversations": TOLD}] * 150, {"conversations": TOLD} | more),
+        replace(AUTO, name=form),
+    )
+    assert said == "LLaVA's conversations"
+    (*_, last) = source.rows()
+    with pytest.raises(Rejected, match=str(next(iter(more)))):
+        source.adapter.adapt(last)
+    assert outcome(llava_source(tmp_path / "a.jsonl"), last) == outcome(source, last)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
