@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import harmless
 from mmtrain.checkpoint.run_folder import METRICS
+from mmtrain.config.disclosed import disclosed
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 
@@ -175,7 +176,8 @@ class _TensorBoard:
     def open(self) -> int:
         lacks = self._first_step if self._folder.exists() else 0
         self._writer = self._make(str(self._folder), purge_step=self._first_step)
-        self._writer.add_text("configuration", _preformatted(dump_config(self._config)), self._first_step)
+        said = dump_config(self._config, for_others=True)
+        self._writer.add_text("configuration", _preformatted(said), self._first_step)
         return lacks
 
     def write(self, record: Record) -> None:
@@ -217,10 +219,11 @@ class _WandB:
             id=earlier,
             resume=None if earlier is None else "allow",
             dir=str(self._folder),
-            config=self._config.model_dump(mode="json"),
+            config=disclosed(self._config.model_dump(mode="json")),
             allow_val_change=True,
             settings=self._wandb.Settings(
                 console="off",
+                x_disable_meta=True,  # the command line is part of it: arguments of `pipe:` URLs, logins
                 init_timeout=SECONDS_TO_BEGIN,
                 finish_timeout=SECONDS_TO_UPLOAD,
                 finish_timeout_raises=True,

@@ -33,7 +33,12 @@ from mmtrain.training import trackers
 STEPS = 5
 ALL = "run.report_to=[tensorboard,wandb,csv]"
 RUN = (f"train.max_steps={STEPS}", "parallel.threads_per_rank=1", "eval.fraction=0.2", "eval.every_steps=2")
-RUN += ("optimizer.groups=[{match: [projector.linear_1], lr: 1e-4}]", "checkpoint.every_steps=3", "data.workers=1")
+RUN += (
+    "data.caption_prompt=https://me:hunter2@host/",
+    "optimizer.groups=[{match: [projector.linear_1], lr: 1e-4}]",
+    "checkpoint.every_steps=3",
+    "data.workers=1",
+)
 OFFLINE = {"WANDB_MODE": "offline"} | dict.fromkeys(
     ("HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL"), "http://127.0.0.1:9"
 )
@@ -47,6 +52,7 @@ def reported(tiny, tmp_path_factory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in OFFLINE.items():
             patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["train", "data.shards=pipe:curl -H hunter2 https://host/"])
         return train(
             tiny / "config.yaml", *RUN, ALL, "eval.show_answers=2", f"run.dir={tmp_path_factory.mktemp('runs')}"
         )
@@ -133,6 +139,13 @@ def test_each_of_them_has_what_metrics_jsonl_has(reported):
     history, config = in_wandb(file)
     assert {name: history[name] for name in told} == told
     assert config["train"]["max_steps"] == STEPS and config["run"]["name"] == "tiny"
+
+
+def test_no_login_of_the_configuration_nor_of_the_command_line_is_there(reported):
+    files = [file for name in ("tensorboard", "wandb") for file in (reported.folder / name).rglob("*")]
+    contents = [file.read_bytes() for file in files if file.is_file()]
+    assert sum(b"https://host/" in content for content in contents) >= 2, "each has the address without the login"
+    assert not any(b"hunter2" in content for content in contents)
 
 
 def test_answers_and_the_configuration_are_there_as_text(reported):
