@@ -18,6 +18,7 @@ from mmtrain.data.samples.records import IMAGE_SUFFIXES, Record, Rejected, parse
 
 IMAGE_COLUMNS = (*formats.IMAGE_KEYS, "image_path", "filepath", "file_path", "file_name", "filename")
 CAPTION_COLUMNS = (*formats.CAPTION_KEYS, "title")
+UNREAD_KEYS = ("videos", "video", "audios", "audio")  # of conversations
 _LONGEST_NAME = 4096  # characters; Linux opens no longer one
 
 
@@ -66,7 +67,9 @@ class Adapter:
     @property
     def columns(self) -> frozenset[str]:
         """Every key that may count."""
-        return frozenset({"id", "system", *formats.CONVERSATION_KEYS, *self.image_keys, *self.caption_keys})
+        return frozenset(
+            {"id", "system", *UNREAD_KEYS, *formats.CONVERSATION_KEYS, *self.image_keys, *self.caption_keys}
+        )
 
     @property
     def found(self) -> str:
@@ -91,6 +94,8 @@ class Adapter:
 
     def adapt(self, row: object) -> Adapted:
         """A row as a record; raises Rejected."""
+        if isinstance(row, dict) and self.form.name != "caption" and (key := _first(row, UNREAD_KEYS)):
+            raise Rejected("image_count", f"it has {key}, and of what conversations are about images alone are read")
         if self.as_it_is:
             _refuse_unread_images(row)
             record = parse_record(row)

@@ -197,6 +197,9 @@ def outcome(source: Source, row: object) -> str:
     [
         {"images": ["0.jpg"]},
         {"image_path": "0.jpg"},
+        {"video": "0.mp4"},
+        {"videos": ["0.mp4"]},
+        {"audios": ["0.wav"]},
     ],
 )
 @pytest.mark.parametrize("form", ["auto", "llava"])
