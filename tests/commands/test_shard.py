@@ -231,7 +231,12 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
         "too_many_pixels": {"id": "p", "image": "large.png", "conversations": ask},
         "too_many_bytes": {"id": "b", "image": "long.jpg", "conversations": ask},
     }
-    assert set(bad) == set(shard_command.REASONS) - {"no_caption", *shard_command.NOT_OF_RECORDS}
+    assert set(bad) == set(shard_command.REASONS) - {
+        "no_caption",
+        "masked_answer",
+        "unread_media",
+        *shard_command.NOT_OF_RECORDS,
+    }
     (folder / "a.json").write_text(json.dumps([good[0], *bad.values(), good[1]]))
     assert shard(folder, "--max-reject-rate", "1", "--max-pixels", "1199") == 0
     lines = rejections(folder / "out")

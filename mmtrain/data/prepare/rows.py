@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmtrain.data.samples import formats
-from mmtrain.data.samples.formats import SampleFormat, caption_turns, sharegpt_turns
-from mmtrain.data.samples.records import IMAGE_SUFFIXES, Record, Rejected, parse_record, parse_turns
+from mmtrain.data.samples.formats import SampleFormat, caption_turns, llava_turns, sharegpt_turns
+from mmtrain.data.samples.records import IMAGE_SUFFIXES, Record, Rejected, parse_record
 
-IMAGE_COLUMNS = (*formats.IMAGE_KEYS, "image_path", "filepath", "file_path", "file_name", "filename")
+IMAGE_COLUMNS = (*formats.IMAGE_KEYS, "filepath", "file_path", "file_name", "filename")
 CAPTION_COLUMNS = (*formats.CAPTION_KEYS, "title")
-UNREAD_KEYS = ("videos", "video", "audios", "audio")  # of conversations
+_CONVERSATION = ("system", *formats.CONVERSATION_KEYS, *formats.UNREAD_KEYS)
 _LONGEST_NAME = 4096  # characters; Linux opens no longer one
 
 
@@ -67,9 +67,7 @@ class Adapter:
     @property
     def columns(self) -> frozenset[str]:
         """Every key that may count."""
-        return frozenset(
-            {"id", "system", *UNREAD_KEYS, *formats.CONVERSATION_KEYS, *self.image_keys, *self.caption_keys}
-        )
+        return frozenset({"id", *_CONVERSATION, *self.image_keys, *self.caption_keys})
 
     @property
     def found(self) -> str:
@@ -94,8 +92,8 @@ class Adapter:
 
     def adapt(self, row: object) -> Adapted:
         """A row as a record; raises Rejected."""
-        if isinstance(row, dict) and self.form.name != "caption" and (key := _first(row, UNREAD_KEYS)):
-            raise Rejected("image_count", f"it has {key}, and of what conversations are about images alone are read")
+        if self.form.name != "caption":
+            formats.refuse_unread_media(row)
         if self.as_it_is:
             _refuse_unread_images(row)
             record = parse_record(row)
@@ -128,9 +126,9 @@ class Adapter:
         if _first(row, formats.CONVERSATION_KEYS) is None:
             seen = f"nothing under {' or '.join(formats.CONVERSATION_KEYS)}; its keys are {_keys(row)}"
             raise Rejected("no_conversation", seen)
-        keys = ("system", *formats.CONVERSATION_KEYS)
-        conversation = {key: _unpacked(row[key]) for key in row if key in keys}
-        return sharegpt_turns(conversation, images) if self.form.name == "sharegpt" else parse_turns(conversation)
+        conversation = {key: _unpacked(row[key]) for key in row if key in _CONVERSATION}
+        read = sharegpt_turns if self.form.name == "sharegpt" else llava_turns
+        return read(conversation, images)
 
     def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
         """The images of a row, in their order; raises Rejected."""

@@ -19,9 +19,9 @@ from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
 from mmtrain.data.prepare import arrow_files, json_files, tables
 from mmtrain.data.prepare.rows import Adapted, Adapter
 from mmtrain.data.prepare.sharding import Candidate
-from mmtrain.data.samples.formats import LLAVA, NAMES, SampleFormat
+from mmtrain.data.samples.formats import LLAVA, SEEN, SampleFormat, best, candidates
 from mmtrain.data.samples.records import Rejected
-from mmtrain.data.shards.detection import AUTO, ENOUGH, SEEN
+from mmtrain.data.shards.detection import AUTO
 
 _JSON = (".json", ".jsonl", ".ndjson")
 _SUFFIXES = (*_JSON, *tables.SEPARATORS, *arrow_files.SUFFIXES)
@@ -92,7 +92,7 @@ def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple
     if not rows:
         raise UserError(f"{path}: holds no record")
     as_it_is = all(map(_is_json, (file for _, file in files))) and image_key is None
-    names = NAMES if form.name == AUTO else (form.name,)
+    names = candidates(rows) if form.name == AUTO else (form.name,)
     ways = [replace(any_way, form=replace(form, name=name), as_it_is=as_it_is and name == "llava") for name in names]
     adapter = _fitting(path, rows, ways, sources[0].keys(rows))
     return [replace(source, adapter=adapter).counted() for source in sources], adapter.found
@@ -142,8 +142,7 @@ def _fitting(path: Path, rows: Sequence[object], ways: Sequence[Adapter], keys: 
         if key is not None and key not in keys:
             raise UserError(f"{path}: {option} {key}: nothing is called so; there is {_named(keys)}")
     trials = [(way, *_tried(way, rows)) for way in (way.settled(rows) for way in ways)]
-    enough = [trial for trial in trials if len(trial[1]) >= ENOUGH * len(rows)]
-    way, taken, _ = enough[0] if enough else max(trials, key=lambda trial: len(trial[1]))
+    way, taken, _ = trials[best([len(taken) for _, taken, _ in trials], len(rows))]
     if not taken and len(ways) > 1:
         seen = "; ".join(f"as {way.form.name} {max(faults, key=len)[0]}" for way, _, faults in trials)
         raise UserError(f"{path}: none of its first {len(rows):,} records is a sample: {seen}. {_remedy(path, keys)}")

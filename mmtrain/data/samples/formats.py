@@ -15,12 +15,14 @@ no such sample is Rejected.
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from mmtrain.base.json_lines import compact_json
+from mmtrain.config.schema import SampleFormatName
 from mmtrain.data.samples.records import (
     IMAGE_MARK,
     IMAGE_SUFFIXES,
@@ -44,7 +46,13 @@ SPEAKERS = {
 }
 IMAGE_PARTS = ("image", "image_url", "input_image")  # types of a content's parts
 TEXT_PARTS = ("text", "input_text", "output_text")
-IMAGE_KEYS = ("images", "image")  # of a record: names of files, or what a table holds of them
+IMAGE_KEYS = ("images", "image", "image_path", "image_paths")  # of a record: file names, or what a table holds of them
+UNREAD_KEYS = ("videos", "video", "audios", "audio")
+MASK_KEYS = ("weight", "loss", "train")  # of a turn: with 0 or false OpenAI, ms-swift, axolotl do not train on it
+_UNREAD_MEDIA = re.compile(  # suffixes of pictures, videos and sound
+    rf"(.*\.)?({'|'.join(IMAGE_SUFFIXES)}|hei[cf]|avif|jxl|jp2|j2k|svg|p[pgbn]m|ico|tga|psd|exr|dng|"
+    "mp4|m4v|mov|avi|mkv|webm|mpe?g|wmv|flv|wav|mp3|flac|ogg|opus|m4a)"
+)
 CAPTION_KEYS = ("caption", "text")  # of KEY.json, where no key is named
 
 
@@ -71,7 +79,26 @@ class SampleFormat:
 
 
 LLAVA = SampleFormat()
-NAMES = ("llava", "sharegpt", "caption")
+NAMES = tuple(name for name in get_args(SampleFormatName) if name != "auto")
+SEEN = 100  # samples that are looked at where the format is to be found
+ENOUGH = 0.99  # share of them that a format must read to be the one: data.max_quarantine_rate lets no more pass
+
+
+def candidates(records: Iterable[object]) -> tuple[str, ...]:
+    """Formats to try on the first records: not llava where it would pass over in silence what one of them says.
+
+    That is a system prompt beside the turns, or an answer that is not to be supervised.
+    """
+    return NAMES[1:] if any(map(_says_more_than_llava, records)) else NAMES
+
+
+def best(read: Sequence[int], seen: int) -> int:
+    """Which of several formats it is, by how many of the `seen` samples each reads: the first that reads ENOUGH.
+
+    Else the one that reads most, of equals the first.
+    """
+    enough = (place for place, count in enumerate(read) if count >= ENOUGH * seen)
+    return next(enough, max(range(len(read)), key=read.__getitem__))
 
 
 def format_argument(form: SampleFormat) -> str:
@@ -92,23 +119,53 @@ def text_suffix(reading: str, suffixes: Collection[str]) -> str:
 def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) -> Turns:
     """The turns of a sample with so many images, from its members, bytes by lower-case suffix; raises Rejected."""
     record = None if form.name == "caption" else _record(members)
+    others = sorted(set(members) - set(TEXT_SUFFIXES))
     try:
         if form.name == "caption":
             return caption_turns(_caption(members, form), images, form.caption_prompt)
-        if form.name == "sharegpt":
-            return sharegpt_turns(record, images)
-        turns = parse_turns(record)
-        refuse_wrong_image_count(turns, images)
+        turns = sharegpt_turns(record, images) if form.name == "sharegpt" else llava_turns(record, images)
+        if not images and any(map(_UNREAD_MEDIA.fullmatch, others)):
+            raise Rejected("image_count", "no image is read")
         return turns
     except Rejected as error:
         if error.reason != "image_count" or images:
             raise
-        named, others = named_images(record), sorted(set(members) - set(TEXT_SUFFIXES))
+        named = named_images(record)
         detail = f"its record names {named} images, and the tar holds none beside it" if named else error.detail
         if others:
             known = f"KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})"
             detail += f"; KEY.{', KEY.'.join(others)[:200]} are not read as images, which are {known}"
         raise Rejected("image_count", detail) from None
+
+
+def llava_turns(record: object, images: int) -> Turns:
+    """The turns of a record of LLaVA's own form, which has so many images; raises Rejected."""
+    turns = parse_turns(record)
+    try:
+        refuse_wrong_image_count(turns, images)
+    except Rejected as error:
+        if any(IMAGE_MARK in text for _, text in turns):
+            raise
+        mend = "data.format=sharegpt (--format sharegpt) puts marks where there are none"
+        raise Rejected(error.reason, f"{error.detail}; {mend}") from None
+    refuse_what_would_be_lost(record, turns, images)
+    return turns
+
+
+def refuse_what_would_be_lost(record: object, turns: Sequence[tuple[str, str]], images: int) -> None:
+    """Raise Rejected for a record that names other images than its sample has, and no marks say which; or videos."""
+    refuse_unread_media(record)
+    named = named_images(record)
+    if named not in (0, images) and not any(IMAGE_MARK in text for _, text in turns):
+        raise Rejected("image_count", f"its record names {named} images, and the sample has {images}")
+
+
+def refuse_unread_media(record: object) -> None:
+    """Raise Rejected for a record that names videos or sound."""
+    fields = record if isinstance(record, dict) else {}
+    unread = [key for key in UNREAD_KEYS if fields.get(key)]
+    if unread:
+        raise Rejected("unread_media", f"it has {' and '.join(unread)}: {repr(fields[unread[0]])[:120]}")
 
 
 def sharegpt_turns(record: object, images: int) -> Turns:
@@ -120,12 +177,9 @@ def sharegpt_turns(record: object, images: int) -> Turns:
         needed = f"needed is a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}"
         raise Rejected("no_conversation", f"{needed}; {seen[:200]}")
     turns = [_turn(number, message) for number, message in enumerate(messages)]
-    system = fields.get("system")
-    if isinstance(system, str) and system.strip() and turns[0][0] != "system":
+    if (system := _system_beside(fields)) and turns[0][0] != "system":
         turns.insert(0, ("system", system))
-    named = named_images(fields)
-    if named not in (0, images) and not any(IMAGE_MARK in text for _, text in turns):
-        raise Rejected("image_count", f"its record names {named} images, and the sample has {images}")
+    refuse_what_would_be_lost(fields, turns, images)
     return _with_marks(turns, images)
 
 
@@ -148,7 +202,33 @@ def named_images(record: object) -> int:
     """How many images a record names, whether or not they can be had."""
     fields = record if isinstance(record, dict) else {}
     found: Any = next((fields[key] for key in IMAGE_KEYS if fields.get(key)), [])
-    return len(found) if isinstance(found, list) else 1
+    return sum(map(bool, found)) if isinstance(found, list) else 1
+
+
+def _says_more_than_llava(record: object) -> bool:
+    fields = record if isinstance(record, dict) else {}
+    found = fields.get("conversations")
+    turns = [turn for turn in found if isinstance(turn, dict)] if isinstance(found, list) else []
+    has_own_system = bool(turns) and turns[0].get("from") == "system"
+    return (bool(_system_beside(fields)) and not has_own_system) or any(map(_masks, turns))
+
+
+def _system_beside(fields: dict) -> str:
+    system = fields.get("system")
+    return system if isinstance(system, str) and system.strip() else ""
+
+
+def _masks(turn: dict) -> list[str]:
+    """Keys of a turn that say not to supervise it."""
+    return [key for key in MASK_KEYS if isinstance(turn.get(key), int | float) and not turn[key]]
+
+
+def json_record(members: Mapping[str, bytes]) -> object:
+    """What KEY.json of a sample holds; None where there is none that can be read."""
+    try:
+        return _record(members)
+    except Rejected:
+        return None
 
 
 def _record(members: Mapping[str, bytes]) -> object:
@@ -185,6 +265,8 @@ def _turn(number: int, message: dict) -> tuple[str, str]:
     speaker = SPEAKERS.get(role.lower()) if isinstance(role, str) else None
     if speaker is None or (speaker == "system" and number > 0):
         raise Rejected("unknown_role", f"turn {number} is from {repr(role)[:120]}")
+    if speaker == "gpt" and (masks := _masks(message)):
+        raise Rejected("masked_answer", f"turn {number}, an answer, has {masks[0]}: {message[masks[0]]}")
     content = next((message[key] for key in CONTENT_KEYS if key in message), None)
     return speaker, _text(number, content)
 

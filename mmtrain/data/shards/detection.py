@@ -18,7 +18,16 @@ from pathlib import Path
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.config.schema import DataSection, SampleFormatName
-from mmtrain.data.samples.formats import NAMES, TEXT_SUFFIXES, SampleFormat, text_suffix
+from mmtrain.data.samples.formats import (
+    NAMES,
+    SEEN,
+    TEXT_SUFFIXES,
+    SampleFormat,
+    best,
+    candidates,
+    json_record,
+    text_suffix,
+)
 from mmtrain.data.samples.records import MAX_RECORD_BYTES, REASONS, Rejected
 from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
@@ -28,8 +37,6 @@ from mmtrain.data.shards.shard_list import refuse_empty_shards
 
 _log = logging.getLogger(__name__)
 AUTO = "auto"
-SEEN = 100  # samples that are looked at
-ENOUGH = 0.9  # share of them that a format must read to be the one, though another may read more
 
 _Members = dict[str, bytes]  # of a sample, by suffix; contents of texts alone
 
@@ -44,28 +51,29 @@ def sample_format(
 ) -> SampleFormat:
     """The format of this name; for `auto` the one that the first samples of the shards have, which is said.
 
-    That is the first of NAMES that reads ENOUGH of them, or else the one that reads most. `key` is the configuration's
+    That is the `best` of its `candidates`. `key` is the configuration's
     name for the shards. Raises UserError where no format reads any, and for shards without samples.
     """
     if name != AUTO:
         return SampleFormat(name, caption_key, caption_prompt)
     first = _first_samples(shards, key, retry_seconds)
-    read: dict[SampleFormat, int] = {}
+    forms = [SampleFormat(known, caption_key, caption_prompt) for known in candidates(map(json_record, first))]
+    read: list[int] = []
     reasons = []
-    for form in (SampleFormat(known, caption_key, caption_prompt) for known in NAMES):
+    for form in forms:
         faults = [fault for members in first if (fault := _fault(members, form)) is not None]
-        read[form] = len(first) - len(faults)
+        read.append(len(first) - len(faults))
         for reason, count in Counter(fault.reason for fault in faults).most_common(1):
             example = next(fault.detail for fault in faults if fault.reason == reason)
             reasons.append(f"{form.name}: {count} {reason}: {harmless(example)}")
-    form = next((form for form, count in read.items() if count >= ENOUGH * len(first)), None)
-    form = form or max(read, key=lambda one: read[one])  # of equals the first
-    if not read[form]:
+    place = best(read, len(first))
+    form = forms[place]
+    if not read[place]:
         none = f"{key}: none of the first {len(first)} samples of {shards[0]} can be read in a format that is known:"
         mend = "captions under another key of KEY.json need data.caption_key; mmtrain shard makes shards of other data"
         raise UserError("\n  ".join([none, *reasons, mend]))
     (suffix, _), *_ = Counter(text_suffix(form.reading, members) for members in first).most_common()
-    _log.info(f"{key}: {form.name} (KEY.{suffix}), as {read[form]} of the first {len(first)} samples are")
+    _log.info(f"{key}: {form.name} (KEY.{suffix}), as {read[place]} of the first {len(first)} samples are")
     return form
 
 

@@ -43,7 +43,7 @@ def lines(*rows: object) -> str:
     ("name", "content", "found"),
     [
         ("a.json", lines({"conversations": TOLD}), "LLaVA's conversations"),
-        ("a.jsonl", lines(*[{"conversations": TOLD}] * 95, *[{"messages": ASKED}] * 5), "LLaVA's conversations"),
+        ("a.jsonl", lines(*[{"conversations": TOLD}] * 99, {"messages": ASKED}), "LLaVA's conversations"),
         ("a.jsonl", lines(*[{"conversations": TOLD}] * 50, *[{"messages": ASKED}] * 50), "ShareGPT's messages"),
         ("a.ndjson", lines({"messages": ASKED}), "ShareGPT's messages"),
         ("a.jsonl", lines({"file_name": "a.jpg", "text": "A."}), "captions (image: file_name, caption: text)"),

@@ -13,6 +13,7 @@ CAPTION = SampleFormat("caption", caption_prompt="What is it?")
 ASKED = (("human", "<image>\nWhat is it?"), ("gpt", "A cat."))
 PLAIN = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}]
 MARKED = [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant", "content": "A cat."}]
+TEXT = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "x"}]
 LLAVA_TURNS = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "x"}]
 
 
@@ -94,6 +95,17 @@ def test_a_caption_is_found_where_it_stands():
         (SHAREGPT, 2, messages(*MARKED), "image_count", "1 <image> marks in the conversation, 2 images"),
         (SHAREGPT, 0, messages(*MARKED, images=["a"]), "image_count", "names 1 images, and the tar holds"),
         (LLAVA, 0, {"json": {"conversations": LLAVA_TURNS, "image": "a"}}, "image_count", "names 1 images"),
+        (LLAVA, 0, {"json": {"conversations": TEXT, "images": ["a", "b"]}}, "image_count", "names 2 images"),
+        (LLAVA, 0, {"json": {"conversations": TEXT, "image_path": "a.jpg"}}, "image_count", "names 1 images"),
+        (LLAVA, 1, {"json": {"conversations": TEXT}}, "image_count", "0 .* marks .*, 1 images; data.format=sharegpt"),
+        (LLAVA, 0, {"json": {"conversations": TEXT}, "heic": b""}, "image_count", "KEY.heic are not read as images"),
+        (LLAVA, 0, {"json": {"conversations": TEXT}, "input.jpg": b""}, "image_count", "KEY.input.jpg are not read"),
+        (SHAREGPT, 0, {"json": {"messages": PLAIN}, "mp4": b""}, "image_count", "KEY.mp4 are not read as images"),
+        (SHAREGPT, 1, messages(*PLAIN, videos=["a.mp4"]), "unread_media", r"it has videos: \['a.mp4'\]"),
+        (LLAVA, 0, {"json": {"conversations": TEXT, "audio": "a.wav"}}, "unread_media", "it has audio"),
+        (SHAREGPT, 1, messages(PLAIN[0], {**PLAIN[1], "weight": 0}), "masked_answer", "turn 1, .* has weight: 0"),
+        (SHAREGPT, 1, messages(PLAIN[0], {**PLAIN[1], "loss": False}), "masked_answer", "has loss: False"),
+        (SHAREGPT, 1, messages(PLAIN[0], {**PLAIN[1], "train": False}), "masked_answer", "has train: False"),
         (CAPTION, 1, {"txt": b"\xff"}, "not_json", "txt: 'utf-8'"),
         (CAPTION, 1, {"txt": b" <image> "}, "no_answer", "empty"),
         (CAPTION, 0, {"txt": b"A cat."}, "image_count", "a caption without an image"),
@@ -106,6 +118,15 @@ def test_what_is_no_sample_says_what_was_seen(form, images, texts, reason, seen)
     with pytest.raises(Rejected, match=seen) as caught:
         read(form, images, **texts)
     assert caught.value.reason == reason
+
+
+def test_what_says_more_is_read_and_what_names_no_image_is_text():
+    answer = {**PLAIN[1], "weight": 1, "loss": True, "train": None}
+    assert read(SHAREGPT, json={"messages": [{**PLAIN[0], "train": False}, answer], "videos": []}) == ASKED
+    for none in ({}, {"images": []}, {"image": None}, {"image_path": ""}, {"images": [None]}, {"system": "x"}):
+        assert read(LLAVA, 0, json={"conversations": TEXT, **none}) == (("human", "Why?"), ("gpt", "x"))
+    assert read(LLAVA, 0, json={"conversations": TEXT}, npy=b"", cls=b"1") == (("human", "Why?"), ("gpt", "x"))
+    assert read(LLAVA, 1, json={"conversations": LLAVA_TURNS, "image": "a"}, **{"mask.png": b""})[0][1] == "<image>"
 
 
 def test_names_hold_what_an_index_and_a_fingerprint_depend_on():

@@ -55,6 +55,16 @@ def unmarked(number: int) -> dict:
     return {"jpg": JPEG, "json": {"conversations": turns, "image": "somewhere/a.jpg"}}
 
 
+def with_system(number: int) -> dict:
+    made = llava(number)
+    return {**made, "json": {**json.loads(made["json"]), "system": "Be brief."}}
+
+
+def masked(number: int) -> dict:
+    turns = [{"from": "human", "value": f"<image>{PROMPT}"}, {"from": "gpt", "value": "No.", "weight": 0}]
+    return {"jpg": JPEG, "json": {"conversations": turns}}
+
+
 WRITERS = {
     "llava": (llava, LLAVA),
     "sharegpt, messages": (messages, SampleFormat("sharegpt")),
@@ -108,15 +118,17 @@ def test_each_is_found_and_trains_on_what_the_same_conversations_as_llavas_would
     assert unready_shards(tars, text_fingerprint(model_folder(LLM), "chat")) == ([] if form == LLAVA else list(tars))
 
 
-def test_a_format_is_found_by_the_first_hundred_samples_and_nine_in_ten_of_them(tmp_path):
+def test_a_format_is_found_by_the_first_hundred_samples_and_a_share_that_no_quarantine_stops(tmp_path):
     def mostly(first, share, other):
         return lambda number: first(number) if number % 100 < share else other(number)
 
     caption = WRITERS["caption, txt"][0]
     assert found(write(tmp_path / "a", mostly(caption, 90, messages), 100)).name == "caption"
     assert found(write(tmp_path / "b", mostly(caption, 60, llava), 100)).name == "caption"
-    assert found(write(tmp_path / "c", mostly(llava, 90, unmarked), 100)).name == "llava", "sharegpt reads all of them"
-    assert found(write(tmp_path / "d", mostly(llava, 50, unmarked), 100)).name == "sharegpt"
+    assert found(write(tmp_path / "c", mostly(llava, 99, unmarked), 100)).name == "llava", "sharegpt reads all of them"
+    assert found(write(tmp_path / "d", mostly(llava, 98, unmarked), 100)).name == "sharegpt"
+    assert found(write(tmp_path / "f", mostly(llava, 99, with_system), 100)).name == "sharegpt", "llava would drop it"
+    assert found(write(tmp_path / "g", mostly(llava, 99, masked), 100)).name == "sharegpt", "llava would train on it"
     assert found(write(tmp_path / "e", lambda n: (llava if n < 100 else caption)(n), 300)).name == "llava"
 
 
