@@ -70,7 +70,8 @@ def sample_format(
     form = forms[place]
     if not read[place]:
         none = f"{key}: none of the first {len(first)} samples of {shards[0]} can be read in a format that is known:"
-        mend = "captions under another key of KEY.json need data.caption_key; mmtrain shard makes shards of other data"
+        option = "--caption-key" if key == "SHARDS" else "data.caption_key"
+        mend = f"captions under another key of KEY.json need {option}; mmtrain shard makes shards of other data"
         raise UserError("\n  ".join([none, *reasons, mend]))
     (suffix, _), *_ = Counter(text_suffix(form.reading, members) for members in first).most_common()
     _log.info(f"{key}: {form.name} (KEY.{suffix}), as {read[place]} of the first {len(first)} samples are")
@@ -113,9 +114,11 @@ def refuse_useless_shards(
         reasons.update(reason for reason, _ in faults.values())
     why = "; ".join(f"{count:,} {reason}: {REASONS[reason]}" for reason, count in reasons.most_common()) or "none there"
     if len(useless) == len(shards):
+        of_command, of_eval = key == "SHARDS", key.startswith("eval.")
+        option = "--format" if of_command else "eval.format" if of_eval else "data.format or data.sets.N.format"
         raise UserError(
             f"{key}: no sample in {len(shards):,} shards can be trained on, read as {form.name} ({why}); mend them, or "
-            f"say what they are: {', '.join(NAMES)}, and of a caption its key in KEY.json"
+            f"say with {option} what they are: {', '.join(NAMES)}"
         )
     _log.warning(
         f"{key}: {len(useless):,} of {len(shards):,} shards hold no sample that can be trained on, the first is "
