@@ -7,11 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from mmtrain.base.printing import shortened
 from mmtrain.report.curves import Curve, Point
 
 LONG = 60  # points from which on a line is shown with its means
 SHOWN_MEANS = 80
 NOT_YET = "No step is recorded yet."
+SHOWN_RANKS, SHOWN_NAMES = 64, 12  # in a table, in a cell
+LONGEST_CELL = 1000  # characters
 DIGITS = 6  # of the numbers of charts and of the tables behind them
 
 Cell = str | int | float | None
@@ -141,9 +144,10 @@ class Finding:
     tone: Tone = "plain"
 
 
-def short(value: float) -> float:
-    """The same with six significant digits."""
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else value
+def short(value: float) -> float | None:
+    """The same with six significant digits; None, a gap, for what is not finite."""
+    rounded = float(f"{value:.{DIGITS}g}")
+    return rounded if math.isfinite(rounded) else None
 
 
 def lines_of(name: str, curve: Curve, colour: int = 0) -> tuple[Series, ...]:
@@ -196,5 +200,7 @@ def listed(names: Iterable[str]) -> str:
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, folded: bool = False) -> Table:
     """Cells as text; numbers as `number` shows them."""
-    shown = (tuple(cell if isinstance(cell, str) else number(cell) for cell in row) for row in rows)
+    shown = (
+        tuple(shortened(cell, LONGEST_CELL) if isinstance(cell, str) else number(cell) for cell in row) for row in rows
+    )
     return Table(caption, tuple(columns), tuple(shown), folded)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 from mmtrain.base.printing import first_few
 from mmtrain.report.curves import Point
-from mmtrain.report.elements import NOT_YET, LineChart, Look, Section, Series, counted, duration, listed, number, table
+from mmtrain.report.elements import (
+    NOT_YET,
+    SHOWN_NAMES,
+    LineChart,
+    Look,
+    Section,
+    Series,
+    counted,
+    duration,
+    listed,
+    number,
+    table,
+)
+from mmtrain.report.parts import Event
 from mmtrain.report.records import LISTED, RunRecord
 
-SHOWN_NAMES = 12
 LOOKS: dict[str, tuple[int, Look]] = {  # of an event on the time axis: colour and mark
     "begin": (2, "dots"),
     "resume": (2, "triangles"),
@@ -70,7 +84,7 @@ def faults(run: RunRecord) -> Section:
     failed = [event for event in run.events if event.kind not in ("begin", "end")]
     if not failed:
         says.append("No resume, no bad step, no quarantined sample and no failed checkpoint is recorded.")
-    rows = [(duration(event.at), event.step, event.kind, event.text) for event in run.events]
+    rows = [(duration(event.at), _steps(event), event.kind, _more(event)) for event in run.events]
     if rows:
         more = ", the first of each kind" if any(run.counts[event.kind] > LISTED for event in run.events) else ""
         tables.append(table(f"What happened{more}", (">time", ">step", "what", "more"), rows))
@@ -91,8 +105,18 @@ def faults(run: RunRecord) -> Section:
     return Section("faults", "Faults and resumes", tuple(says), charts, tuple(tables))
 
 
+def _steps(event: Event) -> str:
+    return f"{event.step:,}" if event.last in (None, event.step) else f"{event.step:,}-{event.last:,}"
+
+
+def _more(event: Event) -> str:
+    return f"samples: {event.samples:,}" if event.samples else event.text
+
+
 def _timeline(run: RunRecord) -> LineChart:
-    series = [Series("steps made", tuple(run.progress.points()))]
+    gaps = [Point(at, math.nan) for at in run.starts]  # no line over a pause
+    made = sorted([*run.progress.points(), *gaps], key=lambda point: point.x)
+    series = [Series("steps made", tuple(made))]
     if run.lost_work.count:
         series.append(Series("made, discarded after a fault", tuple(run.lost_work.points()), "dots", 6))
     for kind, (colour, look) in LOOKS.items():

@@ -94,11 +94,14 @@ def _took(run: RunRecord) -> Finding:
     question, speed = "How long did it take?", run.curve("tokens_per_second").means(1)
     if not speed:
         return Finding(question, "not known", "No step is recorded yet.")
+    busy = "" if run.begun is None else f"{duration(run.seconds)} of it are steps and evaluations. "
     began = "" if run.begun is None else f" Begun {moment(run.begun)}."
     device = f" on {run.begins[-1].device}" if run.begins and run.begins[-1].device else ""
     ranks = f"{counted(len(run.ranks), 'rank')}{device}"
-    text = f"{ranks}; {number(speed[0].y)} tokens a second while it trains.{began}"
-    return Finding(question, f"{duration(run.seconds)} of steps and evaluations", text)
+    text = f"{busy}{ranks}; {number(speed[0].y)} tokens a second while it trains.{began}"
+    if run.begun is None:
+        return Finding(question, f"{duration(run.seconds)} of steps and evaluations", text)
+    return Finding(question, f"{duration(run.lasted)} from begin to end", text)
 
 
 def _worked(run: RunRecord) -> Finding:
@@ -107,7 +110,7 @@ def _worked(run: RunRecord) -> Finding:
         return _worked_in_training(run)
     if first is last:
         return Finding(question, "one evaluation so far", f"After step {last.step:,}: {_scores(last)}.", "plain")
-    better = _compare(last, first)
+    better, by_loss = _compare(last, first)
     changes = []
     for name, what in (("exact_match", "exact answers"), ("token_accuracy", "right tokens")):
         before, after = getattr(first, name), getattr(last, name)
@@ -116,9 +119,9 @@ def _worked(run: RunRecord) -> Finding:
     if first.loss is not None and last.loss is not None:
         changes.append(f"loss {number(first.loss)} → {number(last.loss)}")
     verdicts: dict[int, tuple[str, Tone]] = {
-        1: ("better", "good"),
+        1: ("lower loss" if by_loss else "better", "mixed" if _few(first, last) else "good"),
         0: ("no clear change", "mixed"),
-        -1: ("worse", "bad"),
+        -1: ("higher loss" if by_loss else "worse", "bad"),
     }
     answer, tone = verdicts[better]
     span = f"On {counted(last.samples, 'held-out sample')}, from step {first.step:,} to step {last.step:,}"
@@ -129,7 +132,7 @@ def _worked_in_training(run: RunRecord) -> Finding:
     question = "Did it work?"
     ends = run.curve("loss").means(10)
     why = "Nothing was held out to tell: set eval.shards or eval.fraction."
-    if run.config.get("eval.shards", "null") != "null" or run.config.get("eval.fraction", "null") != "null":
+    if run.is_evaluated:
         why = "No evaluation is recorded yet."
     if len(ends) < 2:
         return Finding(question, "not known", why)
@@ -149,8 +152,12 @@ def _looked(run: RunRecord) -> Finding:
     kept = max(0, control.samples - control.permuted_samples)
     text = f"With other samples' images: {_scores(control)}; with their own: {_scores(last)}."
     text += f" {counted(kept, 'sample')} kept {'its' if kept == 1 else 'their'} own images." if kept else ""
-    if _compare(last, control) > 0:
-        return Finding(question, "yes: with wrong images it does worse", text, "good")
+    better, by_loss = _compare(last, control)
+    if better > 0:
+        said = "yes, by the loss: with wrong images it is higher" if by_loss else "yes: with wrong images it does worse"
+        return Finding(question, said, text, "good")
+    if _few(last, control):
+        return Finding(question, "it answers too little to tell", text, "mixed")
     return Finding(question, "no sign of it", f"{text} The questions can be answered as well without looking.", "bad")
 
 
@@ -159,18 +166,23 @@ def _scores(scores: Evaluation) -> str:
     return f"{exact}loss {number(scores.loss)}"
 
 
-def _compare(one: Evaluation, other: Evaluation) -> int:
-    """1: `one` is better, -1: worse, 0: not clearly either. By exact answers, or by loss where few are exact."""
+def _few(*scores: Evaluation) -> bool:
+    """Whether too few answers are exact to say anything."""
+    return max(one.exact_match or 0.0 for one in scores) < FEW_EXACT
+
+
+def _compare(one: Evaluation, other: Evaluation) -> tuple[int, bool]:
+    """1: `one` is better, -1: worse, 0: not clearly either; by exact answers, or (True) by loss."""
     shares = [scores.exact_match or 0.0 for scores in (one, other)]
-    if max(shares) >= FEW_EXACT:
+    if not _few(one, other):
         variances = (p * (1 - p) / max(1, s.answers) for p, s in zip(shares, (one, other), strict=True))
         if abs(shares[0] - shares[1]) > SIGNIFICANT * math.sqrt(sum(variances)):
-            return 1 if shares[0] > shares[1] else -1
-    if one.loss is None or other.loss is None:
-        return 0
+            return (1 if shares[0] > shares[1] else -1), False
+    if one.loss is None or other.loss is None or not math.isfinite(one.loss - other.loss):
+        return 0, True
     if abs(one.loss - other.loss) <= LEAST_LOSS * max(abs(one.loss), abs(other.loss)):
-        return 0
-    return 1 if one.loss < other.loss else -1
+        return 0, True
+    return (1 if one.loss < other.loss else -1), True
 
 
 def _wrong(run: RunRecord) -> Finding:

@@ -6,16 +6,30 @@ Checked where it enters: types, ranges and lengths; text is made printable and c
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from mmtrain.base.printing import harmless, shortened
+from mmtrain.config.disclosed import disclosed
+from mmtrain.report.curves import LARGEST
 
 LONGEST_WORDS = 2000
 MOST_RANKS = 4096
 
-Name = Annotated[str, AfterValidator(harmless)]
+
+def shown(text: str) -> str:
+    """Text of a record as one line of a page, without secrets that a configuration may hold."""
+    return harmless(disclosed(text))
+
+
+def _sane(value: float) -> float:
+    return value if not abs(value) > LARGEST else math.copysign(math.inf, value)
+
+
+Name = Annotated[str, AfterValidator(shown)]
+Number = Annotated[float, AfterValidator(_sane)]  # NaN and infinity are some
 Words = Annotated[str, AfterValidator(lambda text: shortened(text, LONGEST_WORDS))]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -40,32 +54,32 @@ class Train(_Metrics):
     """A step; counted from 0. "nan" and "inf" are numbers here: a bad step's."""
 
     kind: Literal["train"]
-    loss: float | None = None
-    grad_norm: float | None = None
-    lr: float | None = None
-    lr_groups: Annotated[dict[Name, float], Field(max_length=1000)] = {}
+    loss: Number | None = None
+    grad_norm: Number | None = None
+    lr: Number | None = None
+    lr_groups: Annotated[dict[Name, Number], Field(max_length=1000)] = {}
     samples: Count = 0
     images: Count = 0
     tokens: Count = 0
     supervised_tokens: Count = 0
     quarantined: Count = 0
     no_update: Name | None = None
-    pack_fill: float | None = None
+    pack_fill: Number | None = None
     seconds: Measure | None = None
-    tokens_per_second: float | None = None
+    tokens_per_second: Number | None = None
     idle_fraction: OfRanks = []
     compute_seconds: OfRanks = []
     communication_seconds: OfRanks = []
     data_seconds: OfRanks = []
     peak_memory_bytes: OfRanks = []
-    model_flops_utilization: float | None = None
+    model_flops_utilization: Number | None = None
 
 
 class Evaluation(_Metrics):
     """Scores on held-out samples after `step` updates; of the control with permuted images, too."""
 
     kind: Literal["eval", "eval_permuted"]
-    loss: float | None = None
+    loss: Number | None = None
     token_accuracy: Share | None = None
     exact_match: Share | None = None
     answers: Count = 0
@@ -148,7 +162,7 @@ class Quarantined(_Checked):
 
 
 class _Microbatch(_Checked):
-    loss: float | None = None
+    loss: Number | None = None
     keys: Names = []
 
 
@@ -156,8 +170,8 @@ class BadStep(_Checked):
     """A step without an update: NaN or infinity."""
 
     step: Count
-    loss_sum: float | None = None
-    squared_gradient_norm: float | None = None
+    loss_sum: Number | None = None
+    squared_gradient_norm: Number | None = None
     ranks: Annotated[list[Count], Field(max_length=MOST_RANKS)] = []
     parameters: Names = []
     microbatches: Annotated[list[_Microbatch], Field(max_length=100_000)] = []
@@ -168,7 +182,7 @@ class Lost(_Checked):
 
     kind: Name | None = None
     step: Count = 0
-    time: float | None = None
+    time: Number | None = None
 
 
 class Discarded(_Checked):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from mmtrain.base.printing import bytes_text
-from mmtrain.report.elements import NOT_YET, Bar, BarChart, Section, counted, number, percent, table
+from mmtrain.report.elements import NOT_YET, SHOWN_RANKS, Bar, BarChart, Section, counted, number, percent, table
 from mmtrain.report.records import RunRecord
 
-SHOWN_RANKS = 64
 TIMES = {"compute": 0, "communication": 1, "data": 4, "idle": 6}  # kinds of a rank's time, and their colours
 PARTS = {  # of a rank's memory as planned, and their colours
     "weight_bytes": ("weights", 0),

@@ -53,16 +53,17 @@
   }
 
   function linesOption(chart, log) {
+    const isSmall = chart.series.every(one => one.points.every(([, y]) => y < 0.2));
     const isMark = one => !["line", "faint"].includes(one.look);
     return {
       ...frame(),
       tooltip: { trigger: "axis", axisPointer: { label: { formatter: ({ value }) => shown(value, chart.x_unit) } }, ...tip(chart.y_unit) },
       xAxis: axis(chart.x_unit, chart.x_name, { type: "value", nameGap: 28, min: "dataMin", max: "dataMax", axisPointer: { snap: true }, splitLine: { show: false } }),
-      yAxis: axis(chart.y_unit, "", { type: log ? "log" : "value", scale: true, ...(chart.y_unit === "share" ? { min: 0, max: 1 } : {}) }),
+      yAxis: axis(chart.y_unit, "", { type: log ? "log" : "value", scale: true, ...(chart.y_unit === "share" ? { min: 0, ...(isSmall ? {} : { max: 1 }) } : {}) }),
       series: chart.series.map(one => ({
         name: one.name, type: isMark(one) ? "scatter" : "line", data: one.points,
         symbol: MARKS[one.look], symbolSize: isMark(one) ? 10 : 5, showSymbol: one.points.length < 40,
-        itemStyle: { color: colour(one.colour) }, z: isMark(one) ? 4 : 3, sampling: undefined,
+        itemStyle: { color: colour(one.colour) }, z: isMark(one) ? 4 : 3,
         lineStyle: { color: colour(one.colour), type: DASHES[one.dash % 3], width: one.look === "faint" ? 1 : 2, opacity: one.look === "faint" ? 0.4 : 1 },
       })),
     };
@@ -128,8 +129,8 @@
 
   function rowsOf(chart) {
     const columns = chart.series.filter(one => !one.derived);
-    const values = columns.map(one => new Map(one.points));
-    const places = [...new Set(columns.flatMap(one => one.points.map(([x]) => x)))].sort((a, b) => a - b);
+    const values = columns.map(one => new Map(one.points.filter(([, y]) => y !== null)));
+    const places = [...new Set(values.flatMap(of => [...of.keys()]))].sort((a, b) => a - b);
     return [[chart.x_name, ...columns.map(one => one.name)], places.map(x => [x, ...values.map(of => of.get(x) ?? "")])];
   }
 
@@ -168,7 +169,8 @@
         location.reload();
         return;
       }
-      said.textContent = "This page follows the run.";
+      said.textContent = answer.status === 304 ? "This page follows the run."
+        : `This page is not made any more: ${(await answer.text()).trim()}`;
       setTimeout(() => ask(said), 1000);
     } catch {
       said.textContent = "The server of this page has ended: reload it when mmtrain report --watch runs again.";

@@ -24,6 +24,7 @@ from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.report.comparison import compared
 from mmtrain.report.elements import Finding, Section
+from mmtrain.report.fitting import HALVINGS, cut, with_pictures
 from mmtrain.report.headline import headline, status
 from mmtrain.report.records import read_run
 from mmtrain.report.sections import sections
@@ -40,11 +41,11 @@ def make_page(folders: Sequence[Path], *, tag: str | None = None) -> str:
     """
     if len(folders) == 1:
         run = read_run(folders[0])
-        return _render(run.name, status(run), headline(run), sections(run), tag)
+        return _fitted(run.name, status(run), headline(run), sections(run), tag)
     if len(folders) > MOST_RUNS:
         raise UserError(f"{len(folders)} runs: at most {MOST_RUNS} fit on a page; give fewer")
     title, says, parts = compared(folders)
-    return _render(title, says, (), parts, tag)
+    return _fitted(title, says, (), parts, tag)
 
 
 def write_page(folders: Sequence[Path], file: Path) -> Path:
@@ -55,6 +56,19 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}; --out FILE says where it goes") from error
     return file
+
+
+def _fitted(title: str, says: str, findings: Sequence[Finding], parts: Sequence[Section], tag: str | None) -> str:
+    """The page of these sections, cut until it is at most MOST_BYTES; pictures get what is left."""
+    for halvings in range(HALVINGS + 1):
+        smaller = [cut(part, halvings) for part in parts]
+        page = _render(title, says, findings, [with_pictures(part, 0) for part in smaller], tag)
+        left = MOST_BYTES - len(page.encode())
+        if left >= 0:
+            break
+    if not any(picture.source for part in smaller for asked in part.questions for picture in asked.pictures):
+        return page
+    return _render(title, says, findings, [with_pictures(part, left) for part in smaller], tag)
 
 
 def _render(title: str, says: str, findings: Sequence[Finding], parts: Sequence[Section], tag: str | None) -> str:

@@ -13,7 +13,9 @@ from PIL import Image
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import read_limited
 from mmtrain.report.elements import Asked, Picture
-from mmtrain.report.records import Question, RunRecord
+from mmtrain.report.fitting import LEFT_OUT
+from mmtrain.report.parts import Question
+from mmtrain.report.records import RunRecord, inside
 
 PATH = re.compile(r"answers/[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.jpg")
 LARGEST = 300_000  # bytes of a picture
@@ -30,7 +32,7 @@ def shown_questions(run: RunRecord) -> tuple[Asked, ...]:
             picture = read_picture(run.folder, name)
             size = len(picture.source or "")
             if size > left:
-                picture = Picture(None, 0, 0, "left out, so that the page stays small")
+                picture = LEFT_OUT
             else:
                 left -= size
             pictures.append(picture)
@@ -40,11 +42,10 @@ def shown_questions(run: RunRecord) -> tuple[Asked, ...]:
 
 def read_picture(folder: Path, name: str) -> Picture:
     """A picture of the run's folder by its name in answers.jsonl; of a stranger's record that may be any text."""
-    inside = folder.resolve()
-    if not PATH.fullmatch(name) or not (inside / name).resolve().is_relative_to(inside):
+    if not PATH.fullmatch(name):
         return Picture(None, 0, 0, "not a picture of the run's folder")
     try:
-        content = read_limited(folder / name, LARGEST, "a small JPEG")
+        content = read_limited(inside(folder, name), LARGEST, "a small JPEG")
         with warnings.catch_warnings(), Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
             warnings.simplefilter("ignore")
             width, height = image.size

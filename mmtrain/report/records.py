@@ -8,11 +8,12 @@ Memory does not grow with the run: curves keep extremes, lists their first entri
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, read_limited
 from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN
+from mmtrain.config.disclosed import disclosed
 from mmtrain.config.strict_yaml import read_yaml
 from mmtrain.report.curves import MOST_POINTS, Curve
 from mmtrain.report.lines import (
@@ -41,54 +43,15 @@ from mmtrain.report.lines import (
     Quarantined,
     Resume,
     Train,
+    shown,
 )
+from mmtrain.report.parts import Event, Question, RankTime
 
 LISTED = 50  # of each kind of what can be many
 MOST_KEYS = 1000  # of a configuration
 MOST_QUESTIONS = 100
 LONGEST_LINE = MAX_JSON_BYTES
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened in a run, after `step` updates; `at` is in seconds from its begin, None: unknown."""
-
-    kind: str  # begin, resume, checkpoint not saved, bad step, no update, quarantine, end
-    step: int
-    at: float | None
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Question:
-    """A held-out question, answered before training and after it; None: not asked then."""
-
-    before: Answer | None
-    after: Answer | None
-
-    @property
-    def asked(self) -> Answer:
-        """What both have: key, question, true answer, pictures."""
-        answer = self.after or self.before
-        assert answer is not None
-        return answer
-
-
-@dataclass
-class RankTime:
-    """Seconds of one rank, over the steps that count, and its peak of memory over all steps."""
-
-    compute: float = 0.0
-    communication: float = 0.0
-    data: float = 0.0
-    idle: float = 0.0
-    peak_bytes: float = 0.0
-
-    @property
-    def window(self) -> float:
-        """All of them."""
-        return self.compute + self.communication + self.data + self.idle
 
 
 @dataclass
@@ -122,6 +85,8 @@ class RunRecord:
     discarded: Counter[int] = field(default_factory=Counter)  # steps made twice, by the step gone back to
     lost_work: Curve = field(default_factory=Curve)  # (seconds from the begin, step) of those
     progress: Curve = field(default_factory=Curve)  # (seconds from the begin, steps done)
+    lasted: float = 0.0  # seconds from the begin to the last record
+    starts: list[float] = field(default_factory=list)  # of processes after the first, in seconds from the begin
     begun: float | None = None  # Unix seconds; None: the records have no times, and `progress` adds up seconds
     events: list[Event] = field(default_factory=list)  # the first of each kind
     counts: Counter[str] = field(default_factory=Counter)  # of what is listed in part
@@ -133,6 +98,11 @@ class RunRecord:
         """Steps that it is to make, if the folder says so."""
         configured = self.config.get("train.max_steps", "")
         return int(configured) if configured.isdecimal() else None if self.end is None else self.end.step
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether its configuration holds samples out."""
+        return any(self.config.get(key, "null") != "null" for key in ("eval.shards", "eval.fraction"))
 
     @property
     def steps_done(self) -> int:
@@ -162,13 +132,25 @@ def read_run(folder: Path, most_points: int = MOST_POINTS) -> RunRecord:
 # ---- files
 
 
+def inside(folder: Path, name: str) -> Path:
+    """A file of a run's folder; raises UserError for a link out of it, whose content is nobody's to show."""
+    folder = folder.resolve()
+    try:
+        file = (folder / name).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{name}: cannot be read ({error})") from error
+    if not file.is_relative_to(folder):
+        raise UserError(f"{name}: a link out of the run's folder, which is not followed; put the file itself there")
+    return file
+
+
 def _read_config(run: RunRecord) -> None:
     try:
-        content = read_yaml(run.folder / CONFIG)
+        content = read_yaml(inside(run.folder, CONFIG))
     except UserError as error:
-        run.problems.append(harmless(str(error)))
+        run.problems.append(shown(str(error)))
         return
-    run.config = dict(list(_flat("", content))[:MOST_KEYS])
+    run.config = dict(itertools.islice(_flat("", disclosed(content)), MOST_KEYS))
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -181,13 +163,13 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _read_whole(run: RunRecord, name: str, kind: type[T]) -> T | None:
-    file = run.folder / name
     try:
+        file = inside(run.folder, name)
         return TypeAdapter(kind).validate_json(read_limited(file, MAX_JSON_BYTES, f"the {name} of a run"))
     except FileNotFoundError:
         return None
     except UserError as error:
-        run.problems.append(harmless(str(error)))
+        run.problems.append(shown(str(error)))
     except ValidationError as error:
         run.problems.append(f"{name} is not understood: {_first_problem(error)}")
     return None
@@ -198,7 +180,7 @@ def _read_lines(run: RunRecord, name: str, kind: Any) -> Iterator[Any]:
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     wrong, first = 0, ""
     try:
-        with open_file(run.folder / name) as stream:
+        with open_file(inside(run.folder, name)) as stream:
             while line := stream.readline(LONGEST_LINE):
                 try:
                     yield adapter.validate_json(line)
@@ -209,7 +191,7 @@ def _read_lines(run: RunRecord, name: str, kind: Any) -> Iterator[Any]:
     except FileNotFoundError:
         return
     except (OSError, UserError) as error:
-        run.problems.append(harmless(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"))
+        run.problems.append(shown(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"))
     if wrong:
         run.problems.append(f"{name}: {wrong:,} {'lines are' if wrong > 1 else 'line is'} not understood ({first})")
 
@@ -217,7 +199,7 @@ def _read_lines(run: RunRecord, name: str, kind: Any) -> Iterator[Any]:
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(map(str, problem["loc"]))
-    return harmless(f"{where}: {problem['msg']}" if where else problem["msg"])
+    return shown(f"{where}: {problem['msg']}" if where else problem["msg"])
 
 
 # ---- metrics
@@ -240,6 +222,8 @@ def _read_metrics(run: RunRecord) -> None:
                 _list(run, run.epochs, line, "epochs")
             case Begin() | Resume():
                 warm_up = True
+                if clock.now is not None and run.steps and len(run.starts) < LISTED:
+                    run.starts.append(clock.now)
                 if isinstance(line, Begin):
                     _list(run, run.begins, line, "begins")
                 else:
@@ -275,6 +259,7 @@ class _Clock:
             self.now = run.seconds
         else:
             self.now = None if line.time is None else max(0.0, line.time - run.begun)
+        run.lasted = max(run.lasted, self.now or 0.0)
 
 
 def _add_step(run: RunRecord, line: Train, clock: _Clock, *, counts: bool) -> None:
@@ -282,10 +267,10 @@ def _add_step(run: RunRecord, line: Train, clock: _Clock, *, counts: bool) -> No
     run.last_step = line
     done = line.step + 1
     for name in ("loss", "grad_norm", "lr", "tokens_per_second", "pack_fill", "model_flops_utilization"):
-        run.curves.setdefault(name, Curve(run.most_points)).add(done, getattr(line, name))
+        _curve(run, run.curves, name).add(done, getattr(line, name))
     for patterns, rate in line.lr_groups.items():
         if patterns in run.rates or len(run.rates) < LISTED:
-            run.rates.setdefault(patterns, Curve(run.most_points)).add(done, rate)
+            _curve(run, run.rates, patterns).add(done, rate)
     if clock.now is not None:
         run.progress.add(clock.now, done)
     run.totals.update({name: getattr(line, name) for name in ("samples", "images", "tokens", "supervised_tokens")})
@@ -293,7 +278,7 @@ def _add_step(run: RunRecord, line: Train, clock: _Clock, *, counts: bool) -> No
     if line.no_update is not None:
         _add_event(run, Event("no update", done, clock.now, line.no_update))
     if line.quarantined:
-        _add_event(run, Event("quarantine", done, clock.now, f"samples: {line.quarantined:,}"))
+        _add_quarantine(run, done, clock.now, line.quarantined)
     _add_times(run, line, counts=counts)
 
 
@@ -323,7 +308,7 @@ def _add_evaluation(run: RunRecord, line: Evaluation) -> None:
     run.first_evaluation = run.first_evaluation or line
     run.last_evaluation = line
     for name in ("loss", "exact_match", "token_accuracy"):
-        run.curves.setdefault(f"eval_{name}", Curve(run.most_points)).add(line.step, getattr(line, name))
+        _curve(run, run.curves, f"eval_{name}").add(line.step, getattr(line, name))
 
 
 # ---- other records
@@ -363,6 +348,24 @@ def _add_event(run: RunRecord, event: Event) -> None:
     run.counts[event.kind] += 1
     if run.counts[event.kind] <= LISTED:
         run.events.append(event)
+
+
+def _add_quarantine(run: RunRecord, step: int, at: float | None, samples: int) -> None:
+    """One event for a stretch of consecutive steps."""
+    for place in reversed(range(len(run.events))):
+        event = run.events[place]
+        if event.kind == "quarantine":
+            if event.last == step - 1:
+                run.events[place] = replace(event, last=step, samples=event.samples + samples)
+                return
+            break
+    _add_event(run, Event("quarantine", step, at, last=step, samples=samples))
+
+
+def _curve(run: RunRecord, curves: dict[str, Curve], name: str) -> Curve:
+    if name not in curves:
+        curves[name] = Curve(run.most_points)
+    return curves[name]
 
 
 def _list(run: RunRecord, known: list[T], new: T, name: str) -> None:

@@ -8,6 +8,8 @@ from mmtrain.base.printing import first_few
 from mmtrain.report.curves import Curve
 from mmtrain.report.elements import (
     NOT_YET,
+    SHOWN_NAMES,
+    SHOWN_RANKS,
     LineChart,
     Section,
     Series,
@@ -25,13 +27,27 @@ from mmtrain.report.machine import memory, rank_times
 from mmtrain.report.pictures import shown_questions
 from mmtrain.report.records import RunRecord
 
-SHOWN_RANKS = 64
-SHOWN_NAMES = 12
+WORDS = (
+    ("sample", "one conversation with its images"),
+    ("pack", "a token sequence of fixed length, which holds samples one after another"),
+    ("micro-batch", "what one pipeline forward handles: one or several packs"),
+    ("step", "one optimizer step, a global number that no layout changes"),
+    ("front", "encoder, connector and embedding, on stage 0; of a text run the embedding"),
+    ("layer", "the front, a decoder layer or the head"),
+    ("stage", "a position in the pipeline, whose contents run as one call"),
+    ("rank", "one process, which holds one or several stages"),
+    ("NoOp", "the optimizer of a rank that holds nothing trainable: it has nothing to do at a step"),
+    ("nats", "the unit of the loss, by natural logarithms: 0 where every supervised token is certain"),
+    ("right tokens", "the share of supervised tokens that are the likeliest one after the true ones before them"),
+    ("exact answers", "the share of answers of which every token, end mark included, is right in that sense"),
+    ("control", "an evaluation whose images are permuted among the questions: what it scores needs no looking"),
+    ("quarantined", "a sample that could not be read or used; it is left out, and the run goes on"),
+)
 
 
 def sections(run: RunRecord) -> tuple[Section, ...]:
     """All of them, in the order of the page."""
-    makers = (trained, learning, evaluations, answers, rank_times, memory, samples, faults, configuration)
+    makers = (trained, learning, evaluations, answers, rank_times, memory, samples, faults, configuration, words)
     return tuple(make(run) for make in makers)
 
 
@@ -92,11 +108,8 @@ def evaluations(run: RunRecord) -> Section:
     title = "Evaluations and control"
     last, control = run.last_evaluation, run.control
     if last is None:
-        is_set = any(run.config.get(key, "null") != "null" for key in ("eval.shards", "eval.fraction"))
-        missing = (
-            "No evaluation is recorded yet." if is_set else "Nothing is held out: set eval.shards, or eval.fraction."
-        )
-        return Section("evaluations", title, (missing,))
+        why = "Nothing is held out: set eval.shards, or eval.fraction."
+        return Section("evaluations", title, ("No evaluation is recorded yet." if run.is_evaluated else why,))
     curves = {"exact answers": "eval_exact_match", "right tokens": "eval_token_accuracy"}
     shown = [Series(name, tuple(run.curve(key).points()), colour=i) for i, (name, key) in enumerate(curves.items())]
     rows = [] if run.first_evaluation in (None, last) else [_score_row("first", run.first_evaluation)]
@@ -156,6 +169,11 @@ def configuration(run: RunRecord) -> Section:
         tables.append(table("Versions", ("library", "version"), run.begins[-1].versions.items(), folded=True))
     says = () if run.config else ("config.yaml could not be read.",)
     return Section("configuration", "Configuration", says, tables=tuple(tables))
+
+
+def words(run: RunRecord) -> Section:
+    """What the page's words mean, whatever the run."""
+    return Section("words", "Words", tables=(table("What the words mean", ("word", "meaning"), WORDS, folded=True),))
 
 
 # ---- parts

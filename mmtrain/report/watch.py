@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import message
 from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN
 from mmtrain.report.page import make_page
 
@@ -37,25 +38,29 @@ class Watched:
         self._folders = folders
         self._lock = threading.Lock()
         self._rests_until = 0.0
-        self._tag, self._page = self._seen(), b""
-        self._make()
+        self._tag, self._page, self._problem = "", b"", ""
+        self._make(self._seen())
 
-    def page(self) -> tuple[str, bytes]:
-        """The tag, and the page in UTF-8; one that cannot be made any more stays as it was."""
+    def newest(self) -> tuple[str, bytes]:
+        """The tag, and the page in UTF-8; raises UserError while none can be made."""
         with self._lock:
-            if time.monotonic() >= self._rests_until and (tag := self._seen()) != self._tag:
-                self._tag = tag
-                try:
-                    self._make()
-                except UserError:
-                    return self._tag, self._page
+            if time.monotonic() >= self._rests_until and ((tag := self._seen()) != self._tag or self._problem):
+                self._make(tag)
+            elif self._problem:
+                raise UserError(self._problem)
             return self._tag, self._page
 
-    def _make(self) -> None:
+    def _make(self, tag: str) -> None:
         begin = time.monotonic()
-        self._page = make_page(self._folders, tag=self._tag).encode()
-        end = time.monotonic()
-        self._rests_until = end + max(LEAST_SECONDS, (end - begin) / SHARE_OF_TIME)
+        try:
+            page = make_page(self._folders, tag=tag).encode()
+            self._tag, self._page, self._problem = tag, page, ""
+        except UserError as error:
+            self._problem = str(error)
+            raise
+        finally:
+            end = time.monotonic()
+            self._rests_until = end + max(LEAST_SECONDS, (end - begin) / SHARE_OF_TIME)
 
     def _seen(self) -> str:
         """Another one whenever a record has grown, or is another file."""
@@ -72,10 +77,10 @@ class Watched:
 
 def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
     """A server of the runs' page that listens, port 0: on a free one. Raises UserError."""
-    watched = Watched(folders)
+    runs = Watched(folders)
 
     class Handler(_Handler):
-        page = watched
+        watched = runs
 
     try:
         return _Server((HOST, port), Handler)
@@ -91,7 +96,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    page: Watched
+    watched: Watched
     timeout = PATIENCE
     server_version, sys_version = "mmtrain", ""
 
@@ -102,7 +107,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path != "/":
             self._answer(HTTPStatus.NOT_FOUND, b"There is nothing but /.\n")
         else:
-            tag, page = self.page.page()
+            try:
+                tag, page = self.watched.newest()
+            except UserError as error:
+                self._answer(HTTPStatus.SERVICE_UNAVAILABLE, message(f"{error}\n").encode())
+                return
             is_known = self.headers.get("If-None-Match") == tag
             self._answer(HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK, page, tag)
 

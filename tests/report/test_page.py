@@ -29,11 +29,11 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-STEPS, SAVED = 24, 4
+STEPS, SAVED = 12, 4
 SETTINGS = (
     *("parallel.data=2", "parallel.pipeline=1", "parallel.threads_per_rank=1", f"train.max_steps={STEPS}"),
     *(f"checkpoint.every_steps={SAVED}", "checkpoint.every_minutes=null", "data.max_quarantine_rate=0.3"),
-    *("eval.fraction=0.2", "eval.every_steps=8", "eval.show_answers=3", "run.name=resumed"),
+    *("eval.fraction=0.2", "eval.every_steps=4", "eval.show_answers=3", "run.name=resumed"),
 )
 HOSTILE = "</script><script>window.pwned=1</script><img src=x onerror=window.pwned=1>{{7*7}}\u202e&amp;\"'`${1}"
 
@@ -180,15 +180,21 @@ def ask(address: str, method: str, path: str, host: str, _: int) -> int:
 def other(tiny, tmp_path_factory) -> Path:
     """A run like that one, with another rate, on one rank, with adapters' rates apart."""
     folder = tmp_path_factory.mktemp("runs")
-    overrides = [*SETTINGS, "parallel.data=1", "optimizer.lr=3e-3", "train.max_steps=8", "run.name=other"]
+    overrides = [*SETTINGS, "parallel.data=1", "optimizer.lr=3e-3", "train.max_steps=4", "run.name=other"]
     return train(tiny / "config.yaml", *overrides, "eval.show_answers=0", f"run.dir={folder}").folder
 
 
 # ---- the whole page
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (390, "light"),
+        (1280, "dark"),
+        *(pytest.param(*of, marks=pytest.mark.nightly) for of in ((390, "dark"), (1280, "light"))),
+    ],
+)
 def test_it_opens_without_errors_or_requests_fits_the_screen_and_keeps_nobody_out(life, show, width, scheme):
     file = life.folder / "report.html"
     assert file.stat().st_size < MOST_BYTES

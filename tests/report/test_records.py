@@ -11,7 +11,9 @@ from PIL import Image
 
 from mmtrain.__main__ import main
 from mmtrain.report.curves import Curve
-from mmtrain.report.page import make_page
+from mmtrain.report.faults import faults
+from mmtrain.report.headline import headline
+from mmtrain.report.page import MOST_BYTES, make_page
 from mmtrain.report.records import read_run
 
 EARLIER = Path(__file__).parents[1] / "checkpoint" / "earlier_run" / "run"  # of a version without times and answers
@@ -154,3 +156,121 @@ def test_the_command_says_in_a_line_what_is_no_run(tmp_path, capsys, run):
     assert sorted(file.name for file in run.iterdir()) == ["config.yaml", "metrics.jsonl", "plan.json"]
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"report: {run / 'report.html'}\n"
+
+
+def test_no_number_is_too_large_for_a_page(run):
+    steps = [{"kind": "train", "step": 100 + i, "loss": 1.7e308, "lr_groups": {"a": 1.7e308}} for i in range(200)]
+    evaluations = [{"kind": "eval", "step": step, "loss": 1.7e308, "exact_match": 0.0} for step in (0, 300)]
+    append(run / "metrics.jsonl", *steps, *evaluations, {**evaluations[1], "kind": "eval_permuted"})
+    make_page([run])
+    make_page([run, run])
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "plan.json", "metrics.jsonl", "answers.jsonl", "quarantine.jsonl"])
+def test_no_link_out_of_the_folder_is_followed(run, name):
+    secret = run.parent / "secret"
+    fault = {
+        "key": "SECRET",
+        "reason": "SECRET",
+        "question": "SECRET",
+        "given": "",
+        "truth": "",
+        "right": False,
+        "step": 1,
+    }
+    secret.write_text(json.dumps({"step": 1, **fault}) + "\n" if name.endswith("jsonl") else '{"aws": "SECRET"}')
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(secret)
+    assert f"{name}: a link out of" in read_run(run).problems[0].replace(" cannot be read", "")
+    assert "SECRET" not in make_page([run]).replace("AWS_SECRET", "")
+
+
+def test_a_page_shows_no_logins_and_no_arguments_of_programs(run):
+    url = "pipe:curl -H 'Authorization: SECRET' https://u:SECRET@host/a.tar"
+    (run / "config.yaml").write_text(json.dumps({"data": {"shards": [url], "sets": "https://u:SECRET@host/"}}))
+    append(run / "metrics.jsonl", {"kind": "resume", "step": 1, "changed": [f"data.shards: {url}"]})
+    append(run / "quarantine.jsonl", {"reason": "broken", "shard": url})
+    page = make_page([run])
+    assert "SECRET" not in page and "pipe:curl ..." in page and "https://host/" in page
+
+
+def long_questions(run: Path) -> None:
+    (run / "answers").mkdir()
+    pixels = Image.effect_noise((384, 384), 90)
+    pixels.convert("RGB").save(run / "answers" / "a.jpg", quality=60)
+    text = "<&'\u202e" * 400
+    for step in (0, 9):
+        answers = [
+            {"key": f"{text[:50]}{n}", "question": f"{n} {text}", "given": text, "truth": text} for n in range(100)
+        ]
+        more = {"step": step, "right": False, "pictures": ["answers/a.jpg"]}
+        append(run / "answers.jsonl", *({**answer, **more} for answer in answers))
+
+
+def many_stages(run: Path) -> None:
+    plan = json.loads((run / "plan.json").read_text())
+    rank = plan["ranks"][0]
+    stage = {"stage": 0, "layers": [f"<{n}{'y' * 290}" for n in range(12)]}
+    plan["ranks"] = [{**rank, "rank": n, "stages": [stage] * 60, "reason": "<" * 300} for n in range(64)]
+    (run / "plan.json").write_text(json.dumps(plan))
+
+
+def many_groups(run: Path) -> None:
+    groups = {f"{'<' * 200}{g}": g * 1.23456e-20 for g in range(50)}
+    steps = [
+        {"kind": "train", "step": 100 + n, "lr_groups": {k: v * (n + 1) for k, v in groups.items()}}
+        for n in range(2500)
+    ]
+    append(run / "metrics.jsonl", *steps)
+
+
+def many_keys(run: Path) -> None:
+    (run / "config.yaml").write_text(json.dumps({f"k{n}": "<" * 400 for n in range(1500)}))
+
+
+@pytest.mark.parametrize(
+    "grow", [long_questions, many_stages, many_keys, pytest.param(many_groups, marks=pytest.mark.nightly)]
+)
+def test_a_page_is_small_whatever_the_records_are_and_says_what_it_leaves_out(run, grow):
+    grow(run)
+    page = make_page([run])
+    assert len(page.encode()) <= MOST_BYTES
+    said = {long_questions: "so that the page stays small", many_stages: "long texts are cut", many_keys: "the first "}
+    assert said.get(grow, "") in page
+    assert grow in (many_groups, many_stages) or len(make_page([run] * 8).encode()) <= MOST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "control", "worked", "looked"),
+    [
+        ((3.0, 0.0), (2.0, 0.0), (2.0, 0.0), ("lower loss", "mixed"), ("it answers too little to tell", "mixed")),
+        ((3.0, 0.0), (2.0, 0.0), (3.0, 0.0), ("lower loss", "mixed"), ("yes, by the loss", "good")),
+        ((3.0, 0.0), (2.0, 0.9), (3.0, 0.2), ("better", "good"), ("yes: with wrong images", "good")),
+        ((3.0, 0.9), (3.0, 0.2), (3.0, 0.2), ("worse", "bad"), ("no sign of it", "bad")),
+    ],
+)
+def test_the_headline_is_as_sure_as_the_scores_are(run, before, after, control, worked, looked):
+    kinds = (("eval", 0, before), ("eval", 9, after), ("eval_permuted", 9, control))
+    for kind, step, (loss, exact) in kinds:
+        record = {"kind": kind, "step": step, "loss": loss, "exact_match": exact, "answers": 100, "samples": 100}
+        append(run / "metrics.jsonl", record)
+    findings = {finding.question: finding for finding in headline(read_run(run))}
+    for question, (answer, tone) in {"Did it work?": worked, "Did it look at the images?": looked}.items():
+        assert findings[question].answer.startswith(answer) and findings[question].tone == tone
+
+
+def test_time_is_from_begin_to_end_and_a_pause_is_no_line_and_a_stretch_of_quarantine_one_row(run):
+    step = {"kind": "train", "seconds": 1, "loss": 1, "tokens_per_second": 1}
+    steps = [{**step, "step": n, "time": 1e9 + n + 500 * (n > 4)} for n in range(10)]
+    faulty = [{**step, "quarantined": 2 * (step["step"] in (2, 3, 4, 8))} for step in steps]
+    (run / "metrics.jsonl").write_text("")
+    begin = {"kind": "begin", "step": 0, "time": 1e9}
+    append(run / "metrics.jsonl", begin, *faulty[:5], {**begin, "step": 5, "time": 1e9 + 500}, *faulty[5:])
+    read = read_run(run)
+    took = next(finding for finding in headline(read) if finding.question.startswith("How long"))
+    assert took.answer == "8 min 29 s from begin to end" and took.text.startswith("10 s of it are steps")
+    section = faults(read)
+    made = section.charts[0].data()["series"][0]["points"]
+    assert [y for _, y in made] == [1, 2, 3, 4, 5, None, 6, 7, 8, 9, 10]
+    rows = [row[1:] for row in section.tables[0].rows if row[2] == "quarantine"]
+    assert rows == [("3-5", "quarantine", "samples: 6"), ("9", "quarantine", "samples: 2")]
