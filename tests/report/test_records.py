@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from mmtrain.report.faults import faults
 from mmtrain.report.headline import headline
 from mmtrain.report.page import MOST_BYTES, make_page
 from mmtrain.report.records import read_run
+from mmtrain.report.watch import server
 
 EARLIER = Path(__file__).parents[1] / "checkpoint" / "earlier_run" / "run"  # of a version without times and answers
 
@@ -274,3 +277,28 @@ def test_time_is_from_begin_to_end_and_a_pause_is_no_line_and_a_stretch_of_quara
     assert [y for _, y in made] == [1, 2, 3, 4, 5, None, 6, 7, 8, 9, 10]
     rows = [row[1:] for row in section.tables[0].rows if row[2] == "quarantine"]
     assert rows == [("3-5", "quarantine", "samples: 6"), ("9", "quarantine", "samples: 2")]
+
+
+def test_a_server_whose_run_is_gone_answers_with_a_line_and_the_same_page_when_it_is_back(run, monkeypatch):
+    monkeypatch.setattr("mmtrain.report.watch.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("mmtrain.report.watch.SHARE_OF_TIME", 1e9)
+    with server([run], 0) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+
+        def get(tag: str = "") -> tuple[int, str, bytes]:
+            connection = HTTPConnection("127.0.0.1", serving.server_port, timeout=10)
+            connection.request("GET", "/", headers={"If-None-Match": tag})
+            answer = connection.getresponse()
+            return answer.status, answer.getheader("ETag"), answer.read()
+
+        status, tag, page = get()
+        assert status == 200 and json.dumps(tag).encode() in page and get(tag)[0] == 304
+        run.rename(run.parent / "moved")
+        for _ in range(3):
+            status, _, said = get(tag)
+            assert status == 503 and b"config.yaml" in said and said.count(b"\n") == 1
+        (run.parent / "moved").rename(run)
+        assert get(tag)[0] == 304
+        append(run / "metrics.jsonl", {"kind": "end", "step": 9})
+        assert get(tag)[0] == 200
+        serving.shutdown()
