@@ -24,13 +24,14 @@ from mmtrain.plan.plan import Plan
 _log = logging.getLogger(__name__)
 CONFIG, PLAN = "config.yaml", "plan.json"
 METRICS, ANSWERS, BAD_STEPS = "metrics.jsonl", "answers.jsonl", "bad_steps.jsonl"
-RECORDS = (METRICS, ANSWERS, "samples.jsonl", "quarantine.jsonl", BAD_STEPS)
+QUARANTINE = "quarantine.jsonl"  # written by data/stream/account, which lies below
+RECORDS = (METRICS, ANSWERS, "samples.jsonl", QUARANTINE, BAD_STEPS)
 DISCARDED = "discarded.jsonl"
 AUDIT = "audit.json"
 REPORT = "report.html"
 # What a start that fails may leave.
 BEFORE_THE_FIRST_STEP = (
-    *("log*.txt", "quarantine.jsonl", REPORT, *map(leftovers, (CONFIG, PLAN, REPORT))),
+    *("log*.txt", QUARANTINE, REPORT, *map(leftovers, (CONFIG, PLAN, REPORT))),
     *(leftovers(name).removeprefix(".") for name in (CONFIG, PLAN)),  # as earlier versions called them
 )
 

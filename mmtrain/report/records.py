@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, read_limited
-from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN
+from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN, QUARANTINE
 from mmtrain.config.disclosed import disclosed
 from mmtrain.config.strict_yaml import read_yaml
 from mmtrain.report.curves import MOST_POINTS, Curve
@@ -315,7 +315,7 @@ def _add_evaluation(run: RunRecord, line: Evaluation) -> None:
 
 
 def _read_faults(run: RunRecord) -> None:
-    for fault in _read_lines(run, "quarantine.jsonl", Quarantined):
+    for fault in _read_lines(run, QUARANTINE, Quarantined):
         _list(run, run.quarantined, fault, "quarantined")
         if fault.reason in run.reasons or len(run.reasons) < LISTED:
             run.reasons[fault.reason] += 1

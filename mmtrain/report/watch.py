@@ -20,11 +20,11 @@ from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import message
-from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN
+from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN, QUARANTINE
 from mmtrain.report.page import make_page
 
 HOST = "127.0.0.1"
-FILES = (CONFIG, PLAN, AUDIT, METRICS, BAD_STEPS, DISCARDED, "quarantine.jsonl", ANSWERS)
+FILES = (CONFIG, PLAN, AUDIT, METRICS, BAD_STEPS, DISCARDED, QUARANTINE, ANSWERS)
 LEAST_SECONDS = 1.0  # between two pages
 SHARE_OF_TIME = 0.1  # at most, that goes into making pages: of a very long run one takes seconds
 PATIENCE = 10.0  # seconds for a request that does not come
