@@ -32,8 +32,8 @@ class Unhashable:
     __eq__ = lambda self, other: True  # noqa: E731
 
 
-# What libraries have set up when they are imported; dill's is the first one, of which the stream cannot be set.
-logging.getLogger("dill").addHandler(logging._StderrHandler(logging.WARNING))
+# What libraries have set up when they are imported; dill's is as the first one, of which the stream cannot be set.
+logging.getLogger("like dill").addHandler(logging._StderrHandler(logging.WARNING))
 logging.getLogger("plain").addHandler(logging.StreamHandler())
 logging.getLogger("odd").addHandler(logging.StreamHandler(Unhashable()))
 
@@ -51,7 +51,7 @@ def work(how: str, rank: Rank) -> None:
     warnings.warn("warned", stacklevel=1)
     logging.getLogger("library").error("logged")
     logging.getLogger("mmtrain.data").info("shown")
-    logging.getLogger("dill").error("logged by dill")
+    logging.getLogger("like dill").error("logged by dill")
     logging.getLogger("plain").error("logged by a handler on stderr")
     os.system("echo said by another program")
     for step in range(LAST_STEP + 1):

@@ -427,7 +427,9 @@ def test_a_disk_too_full_for_a_checkpoint_keeps_the_one_before_and_with_more_roo
         failed = records(folder, "checkpoint_failed")
         assert [record["step"] for record in failed] == [saved[-1] + 4, saved[-1] + 8]
         assert "No space left" in failed[0]["error"] and f"not saved: {failed[0]['error']}" in ended.stdout
-        assert ended.stderr.startswith("error: 2 save(s) in a row have failed (checkpoint.max_failures)")
+        no_page, _, error = ended.stderr.partition("\n")
+        assert no_page.startswith("the run's page was not made: ") and "No space left" in no_page
+        assert error.startswith("error: 2 save(s) in a row have failed (checkpoint.max_failures)")
         assert "No space left" in ended.stderr and f"newest whole one is {step_path(folder, saved[-1])}" in ended.stderr
         enlarge(disk)
         assert f"going on after step {saved[-1]} of {LAST}" in resumed(tiny, disk, "checkpoint.max_failures=2")
