@@ -55,7 +55,7 @@ class SoundSet:
 
 def open_epoch(tiny: Path, folder: Path, *overrides: str) -> PackedBatches:
     options = [f"data.shards={folder}/*.tar", f"data.pack_length={PACK}", "data.workers=0", "data.io_retry_seconds=0"]
-    one = ["train.packs_per_step=1", "train.packs_per_microbatch=1"]
+    one = ["train.packs_per_step=1", "train.packs_per_microbatch=1", "data.format=llava"]  # auto may read more
     return PackedBatches(load_config(tiny / "config.yaml", [*options, *one, *overrides]), 0, 1)
 
 

@@ -37,7 +37,7 @@ def test_one_image_may_have_a_number_or_none(name):
 
 
 def test_a_sample_may_have_no_image_and_members_of_other_kinds():
-    members = {"json": conversation("Who?"), "txt": b"a note", "seg.png": b"no image of the conversation"}
+    members = {"json": conversation("Who?"), "txt": b"a note", "seg.npy": b"no image of the conversation"}
     assert read_sample("k7", "s.tar", members).images == ()
 
 
