@@ -139,7 +139,7 @@ def test_what_stands_in_for_scores_and_answers_here_has_their_names():
     from mmtrain.evaluation.evaluator import Scores
 
     assert {field.name for field in fields(Scores)} == {*vars(scores()), "seconds"}
-    assert {field.name for field in fields(Answer)} == set(vars(ANSWERS[0]))
+    assert {field.name for field in fields(Answer)} == {*vars(ANSWERS[0]), "images"}
 
 
 def test_answers_are_readable_lines_that_say_right_or_wrong():
