@@ -149,7 +149,7 @@ def life(tiny, browser, tmp_path_factory) -> Life:
         page.evaluate("scrollTo({top: 700, behavior: 'instant'})")
         with running(command, folder) as ended:
             ended.wait(200)
-        page.locator("#status", has_text="Finished").wait_for(timeout=20_000)
+        page.locator("#status", has_text="Finished").wait_for(timeout=120_000)
         watched["loss"] = page.locator("#table-loss tbody tr").count()
         watched["top"] = page.evaluate("scrollY")
         watched["answers"] = [ask(watched["address"], *request) for request in REQUESTS]
