@@ -174,7 +174,7 @@ def as_batch(microbatch: Microbatch, pack_length: int) -> PackedBatch:
         input_ids=torch.tensor(ids),
         position_ids=torch.tensor(positions),
         labels=torch.tensor(labels),
-        images=torch.cat(images) if images else None,
+        tiles=torch.cat(images) if images else None,
         keys=tuple(str(i) for i in range(len(documents))),
         tokens=sum(len(d.ids) for d in documents),
         epochs=(0,) * len(microbatch),

@@ -126,7 +126,7 @@ def check_rows(batch: PackedBatch, sound: SoundSet, padding: int) -> None:
         assert torch.equal(ids, expected.input_ids) and torch.equal(labels, expected.labels)
         images += expected.images
     assert next(keys, None) is None
-    assert torch.equal(batch.images, torch.stack(images)) if images else batch.images is None
+    assert torch.equal(batch.tiles, torch.stack(images)) if images else batch.tiles is None
 
 
 def blanked(batch: PackedBatch, lost: set[str], sound: SoundSet, padding: int) -> PackedBatch:

@@ -190,7 +190,8 @@ class Calibrator:
         of_ranks = of_all_ranks((medians, self._bytes()))
         seconds = mean_of_ranks([medians for medians, _ in of_ranks])
         # The ranks have measured whole images, one a sample, and an update of what trains in one layer of each kind.
-        seconds[ENCODE] *= self._costs.work.images / self._host_batch.samples
+        tiles = self._host_batch.tiles
+        seconds[ENCODE] *= 1.0 if tiles is None else self._costs.work.tiles / len(tiles)
         seconds[UPDATE] *= max(rank.trainable for rank in self._plan.ranks) / self._end.elements
         layers, call_seconds = solve_layers(seconds, of_ranks[0][1], self._kinds, self._window)
         send, receive, transfer = solve_messages(seconds)

@@ -34,7 +34,7 @@ from mmtrain.data.shards.index import read_columns
 from mmtrain.data.shards.indexing import TURNED, build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
-from mmtrain.pretrained.layouts import add_layout_arguments
+from mmtrain.pretrained.layouts import add_layout_arguments, layout_of_arguments
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import usable_cores
@@ -60,15 +60,19 @@ def run(options: argparse.Namespace) -> None:
     """Index the shards and print what they hold; raises UserError."""
     make_demo_shards(options.shards, "SHARDS")
     tars = find_shards(options.shards)
-    folder, form = model_folder(options.tokenizer), format_of_arguments(options, tars)
-    fingerprint = text_fingerprint(folder, options.template, options.layout, form.wording)
+    folder, form, layout = (
+        model_folder(options.tokenizer),
+        format_of_arguments(options, tars),
+        layout_of_arguments(options),
+    )
+    fingerprint = text_fingerprint(folder, options.template, layout.texts, form.wording)
     todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint, oldest=TURNED)
     if len(todo) < len(tars):
         tell(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
     if todo:
-        text = options.tokenizer, options.template, options.layout, form
+        text = options.tokenizer, options.template, layout, form
         build_indexes(todo, *text, workers=options.workers, rebuild=options.rebuild, stream=sys.stdout)
-    found = survey(tars, fingerprint, options.layout, form)
+    found = survey(tars, fingerprint, layout, form)
     assert found.text_lengths is not None  # a fingerprint was given
     tell(f"{len(tars):,} shards, {len(found.images):,} samples, {found.images.sum():,} images")
     longest, where = int(found.text_lengths.max(initial=0)), "none"

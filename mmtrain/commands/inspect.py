@@ -41,7 +41,7 @@ from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import Damage, verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.demo.data import make_demo_shards
-from mmtrain.pretrained.layouts import TEXT_ALONE, add_layout_arguments
+from mmtrain.pretrained.layouts import TEXT_ALONE, ImageLayout, add_layout_arguments, layout_of_arguments
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.shapes import vision_shape
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
@@ -105,19 +105,19 @@ def run(options: argparse.Namespace) -> int:
     tars = find_shards(options.shards)
     if options.verify:
         return _verify(tars, stream, options.json)
-    fingerprint, form = None, format_of_arguments(options, tars)
+    fingerprint, form, layout = None, format_of_arguments(options, tars), layout_of_arguments(options)
     if options.tokenizer is not None:
-        text = options.template, options.layout
-        ensure_indexes(tars, options.tokenizer, *text, form, stream=stream)
-        fingerprint = text_fingerprint(model_folder(options.tokenizer), *text, form.wording)
+        ensure_indexes(tars, options.tokenizer, options.template, layout, form, stream=stream)
+        folder = model_folder(options.tokenizer)
+        fingerprint = text_fingerprint(folder, options.template, layout.texts, form.wording)
     tokens_per_image = 0 if options.layout in TEXT_ALONE else options.tokens_per_image
     if options.vision is not None:
         tokens_per_image = vision_shape(options.vision, -1).patches_per_image
     if options.show is not None:
-        _show(tars, tokens_per_image, options, form)
+        _show(tars, tokens_per_image, options, layout, form)
         return 0
     try:
-        found = survey(tars, fingerprint, options.layout, form)
+        found = survey(tars, fingerprint, layout, form)
     except MissingIndex as error:
         raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here") from None
     report = _report(found, tokens_per_image, options)
@@ -143,7 +143,7 @@ def _report(found: Survey, tokens_per_image: int | None, options: argparse.Names
     if not missing:
         sets = [found.sample_set(tokens_per_image or 0)]
         for length in options.pack_length or PACK_LENGTHS:
-            capacity = Capacity(length, options.max_images_per_pack)
+            capacity = Capacity(length, options.max_tiles_per_pack)
             fills.append((epoch_fill(sets, capacity), best_nearby(sets, capacity)))
     return Report(found, tokens_per_image, fills, missing)
 
@@ -225,12 +225,16 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
     return EXIT_DAMAGED if damages else 0
 
 
-def _show(tars: Sequence[Path], tokens_per_image: int | None, options: argparse.Namespace, form: SampleFormat) -> None:
+def _show(
+    tars: Sequence[Path],
+    tokens_per_image: int | None,
+    options: argparse.Namespace,
+    layout: ImageLayout,
+    form: SampleFormat,
+) -> None:
     from mmtrain.data.inspection.tokenized import tokenize_samples  # transformers, which takes seconds
 
-    samples = tokenize_samples(
-        tars, options.show, options.tokenizer, options.template, tokens_per_image, options.layout, form
-    )
+    samples = tokenize_samples(tars, options.show, options.tokenizer, options.template, tokens_per_image, layout, form)
     if options.json:
         found = [asdict(sample) | {"members": [member._asdict() for member in sample.members]} for sample in samples]
         tell(json.dumps({"samples": found}))
@@ -303,15 +307,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="TOKENS",
         help=f"as data.pack_length, one or several ({' '.join(map(str, PACK_LENGTHS))})",
     )
-    parser.add_argument("--max-images-per-pack", type=positive(int), metavar="N", help="as the key in data (none)")
+    parser.add_argument("--max-tiles-per-pack", type=positive(int), metavar="N", help="as the key in data (none)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     options = parser.parse_args(arguments)
     if (options.tokenizer is None) != (options.template is None):
         parser.error("--tokenizer and --template go together: lengths depend on both")
     if options.show is not None and options.tokenizer is None:
         parser.error("--show needs --tokenizer PATH and --template NAME: tokens depend on both")
-    if options.layout in TEXT_ALONE and (options.vision or options.tokens_per_image or options.max_images_per_pack):
-        parser.error("--images: a run without encoder has no --vision, --tokens-per-image or --max-images-per-pack")
+    if options.layout in TEXT_ALONE and (options.vision or options.tokens_per_image or options.max_tiles_per_pack):
+        parser.error("--images: a run without encoder has no --vision, --tokens-per-image or --max-tiles-per-pack")
     if options.plot is not None and options.plot.suffix.lower() != ".png":
         parser.error(f"--plot {options.plot}: charts are written as PNG; name a file that ends in .png")
     options.ending["logs"] = note if options.json else tell  # with it stdout is one JSON value

@@ -66,10 +66,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def validated(content: dict[str, Any], source: str, heading: str = "") -> RunConfig:
     """The configuration with this content; raises UserError, which names the source, for all its problems."""
     try:
-        return RunConfig.model_validate(content)
+        return _with_fit(RunConfig.model_validate(content))
     except ValidationError as error:
         problems = explain(RunConfig, error.errors(include_url=False), content)
     raise _several(source, problems, heading)
+
+
+def _with_fit(config: RunConfig) -> RunConfig:
+    """With what a null data.image_fit stands for, so that what a run did is written down; model.from says it later."""
+    is_cut = config.model.vision is not None and config.model.vision.cuts_images
+    if config.data.image_fit is not None or is_cut or getattr(config.model, "from") is not None:
+        return config
+    return config.changed({"data.image_fit": "pad"})
 
 
 def _several(source: str, problems: Sequence[str], heading: str = "") -> UserError:

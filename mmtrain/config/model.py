@@ -10,6 +10,7 @@ from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured, NamesFiles, 
 from mmtrain.config.section import Float, Section, wrong_together
 
 Dtype = Literal["float32", "bfloat16"]
+Pinpoint = tuple[Annotated[int, Field(ge=1, le=100_000)], Annotated[int, Field(ge=1, le=100_000)]]
 
 
 class LlmSection(Section):
@@ -28,11 +29,23 @@ class VisionSection(Section):
     final_norm: Kept[bool] = False
     """true: features are taken after the encoder's own last norm, as Idefics3, SmolVLM and PerceptionLM do; false:
     before it, as LLaVA and AyaVision do, and where it has none. An exported model cannot change it"""
-    layout: Kept[Literal["square", "idefics3"]] = "square"
-    """what stands for an image among the text's tokens. square: the positions of one square; idefics3: the same between
-    the texts that Idefics3's and SmolVLM's processors write around them"""
+    layout: Kept[Literal["square", "idefics3", "tiles", "anyres", "anyres_max_9"]] = "square"
+    """what an image becomes among the text's tokens. square: the positions of one square; idefics3: the same between
+    the texts that Idefics3's and SmolVLM's processors write around them; tiles: those of up to max_tiles squares and of
+    one of the whole image, as AyaVision has it; anyres: of the whole, then lines of a grid of squares, each with a
+    trained newline (LLaVA-NeXT); anyres_max_9: the same, at most 9 squares' (LLaVA-OneVision)"""
+    max_tiles: Kept[Annotated[int, Field(ge=1, le=100)] | None] = None
+    """squares that layout tiles cuts an image into at most, the one of the whole not counted; null: 12"""
+    pinpoints: Kept[Annotated[tuple[Pinpoint, ...], Field(min_length=1, max_length=400)] | None] = None
+    """grids that anyres and anyres_max_9 choose from, as (height, width) in pixels, e.g. [[384, 768], [768, 384]]:
+    image_grid_pinpoints of LLaVA's config.json; null: LLaVA-NeXT's 5, LLaVA-OneVision's 36"""
     dtype: Kept[Dtype | None] = None
     """storage and compute type of the encoder; null: that of the LLM"""
+
+    @property
+    def cuts_images(self) -> bool:
+        """Whether the layout cuts images into tiles, by their sizes."""
+        return self.layout in ("tiles", "anyres", "anyres_max_9")
 
     @model_validator(mode="after")
     def _last_norm_is_behind_the_last_block(self) -> Self:
@@ -41,6 +54,16 @@ class VisionSection(Section):
                 f"model.vision.final_norm: the norm stands behind the last block, and model.vision.select_layer is "
                 f"{self.select_layer}; set it to -1, or leave final_norm out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _numbers_belong_to_their_layout(self) -> Self:
+        for key, layouts in (("max_tiles", ("tiles",)), ("pinpoints", ("anyres", "anyres_max_9"))):
+            if getattr(self, key) is not None and self.layout not in layouts:
+                raise wrong_together(
+                    f"model.vision.{key}: the layout {self.layout} asks for none; leave it out, or set "
+                    f"model.vision.layout={' or '.join(layouts)}"
+                )
         return self
 
 

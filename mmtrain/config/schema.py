@@ -150,8 +150,11 @@ class DataSection(Section):
     command line may say it"""
     pack_length: Kept[Measured[int]] = Field(2048, ge=1, le=10_000_000)
     """tokens in a pack"""
-    max_images_per_pack: Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None] = None
-    """images in a pack, to bound the encoder's memory; null: as many as its tokens hold"""
+    max_tiles_per_pack: Annotated[
+        Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None], RenamedFrom("max_images_per_pack")
+    ] = None
+    """squares for the encoder in a pack, to bound its memory: an image is one, or as many as its layout
+    (model.vision.layout) cuts it into; null: as many as the pack's tokens hold"""
     template: Annotated[Kept[TemplateName | TemplateText], NamesFiles(is_template_file)] = "plain"
     """how a conversation becomes tokens. plain (LLaVA's stage 1): images, then the one answer, the question dropped.
     All others take all turns and supervise every answer; chat: the model's own chat template; llava_v1 (Vicuna),
@@ -161,9 +164,10 @@ class DataSection(Section):
     quarantined; strip: their text is trained on, without its <image> marks"""
     overlong: Kept[Literal["skip", "refuse"]] = "skip"
     """what to do with a sample that does not fit into a pack; skipped ones are counted"""
-    image_fit: Kept[Literal["pad", "resize", "center_crop"]] = "pad"
-    """how an image becomes the encoder's square. pad (LLaVA-1.5): whole, on the mean colour; resize: whole, stretched;
-    center_crop: its middle (CLIP)"""
+    image_fit: Kept[Literal["pad", "resize", "center_crop"] | None] = None
+    """how an image becomes the encoder's one square. pad (LLaVA-1.5): whole, on the mean colour; resize: whole,
+    stretched; center_crop: its middle (CLIP); null: pad, and nothing where model.vision.layout cuts images into tiles,
+    by a rule of its own"""
     ignore_exif: Annotated[Kept[bool], BeforeItCame(True)] = False
     """true: pictures stay as they are stored, as all did before mmtrain had this key, and as a run that began then
     keeps them; false: they are turned as their EXIF orientation says"""
@@ -184,6 +188,11 @@ class DataSection(Section):
     """write samples.jsonl: for each step the keys of its samples in pack order"""
     expected_text_tokens: Free[Measured[int]] = Field(80, ge=1, le=10_000_000)
     """text tokens of a typical sample; only the planner's estimates use it"""
+    expected_image_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=10_000)] | None]] = None
+    """squares that the encoder sees of a typical image; only the planner's estimates use it, and mmtrain inspect prints
+    it; null: of one of 640 x 480 pixels"""
+    expected_image_positions: Free[Measured[Annotated[Float, Field(ge=1, le=10_000_000)] | None]] = None
+    """positions of the LLM that a typical image takes; as expected_image_tiles"""
     expected_supervised_fraction: Free[Measured[Float]] = Field(0.12, gt=0, le=1)
     """share of a pack's tokens that carry a label; only the planner's estimates use it"""
 
@@ -328,6 +337,24 @@ class RunConfig(Section):
             raise wrong_together(
                 "data.template: plain is for captions: it drops questions, which images stand for, and model.vision is "
                 "null; set data.template=chat"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tiles_have_a_rule_of_their_own(self) -> Self:
+        if self.model.vision is None or not self.model.vision.cuts_images:
+            return self
+        layout = self.model.vision.layout
+        if self.data.image_fit is not None:
+            raise wrong_together(
+                f"data.image_fit: {self.data.image_fit} is how an image becomes one square, and model.vision.layout "
+                f"{layout} cuts it into tiles; leave it out (data.image_fit=null takes it out of a file's), or set "
+                "model.vision.layout=square"
+            )
+        if self.data.ignore_exif:
+            raise wrong_together(
+                f"data.ignore_exif: with model.vision.layout {layout} the sizes of images count, which are those that "
+                "EXIF turns them to; leave it out, or set model.vision.layout=square"
             )
         return self
 

@@ -42,7 +42,7 @@ from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule, i
 
 
 class _Input(NamedTuple):
-    """A micro-batch that stage 0 has read, and features (N, T, W) of its images once they are encoded."""
+    """A micro-batch that stage 0 has read, and features (N, T, W) of its tiles once they are encoded."""
 
     batch: PackedBatch  # on the device, but for position ids and labels
     features: torch.Tensor | None = None
@@ -233,8 +233,9 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         """What was read and encoded for a micro-batch of this step, which from now on counts as used."""
         taken = self._inputs.pop(microbatch)
         batch = taken.batch
-        images = 0 if batch.images is None else len(batch.images)
-        self._sums.add(tokens=batch.tokens, samples=batch.samples, images=images, quarantined=len(batch.faults))
+        counts = {"tokens": batch.tokens, "samples": batch.samples, "quarantined": len(batch.faults)}
+        tiles = 0 if batch.tiles is None else len(batch.tiles)
+        self._sums.add(**counts, images=len(batch.tilings), tiles=tiles)
         if self.global_rank == self.plan.data - 1:  # the last replica's share ends with the step's last pack
             self._epoch = batch.epochs[-1]
         self._keys[microbatch] = batch.keys
@@ -354,6 +355,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
             lr_groups={name: rate for name, rate in rates.items() if name != REST},
             samples=int(sums.samples),
             images=int(sums.images),
+            tiles=int(sums.tiles),
             tokens=int(sums.tokens),
             supervised_tokens=int(sums.supervised_tokens),
             quarantined=int(sums.quarantined),

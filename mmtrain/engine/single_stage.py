@@ -19,43 +19,48 @@ from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.optimizer import MasterWeights, make_optimizer
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Stage
-from mmtrain.plan.costs import Models, workload
+from mmtrain.plan.costs import Models
 from mmtrain.plan.planner import models_of
+from mmtrain.plan.workload import typical_tiling, workload
 
 
 def expected_batch(config: RunConfig, models: Models, seed: int = 0) -> PackedBatch:
     """A micro-batch on the CPU as the planner expects it: whole documents of one image, if any, and text, then padding.
 
     Labels stand at the end of each document, as many as `data.expected_supervised_fraction` says of the whole pack, at
-    least one. It holds a whole number of images, one of them at least, where the planner may expect part of one.
+    least one. It holds a whole number of images, one of them at least, where the planner may expect part of one; of
+    images that are cut into tiles, all are of the size that comes nearest to what it expects.
     """
     packs, length = config.train.packs_per_microbatch, config.data.pack_length
-    work = workload(config, models.layout)
-    image_tokens = models.layout.positions_per_tile
-    per_pack = max(1, length // work.document)
+    work, tiling = workload(config, models.layout), typical_tiling(config, models.layout)
+    image_tokens = 0 if tiling is None else tiling.positions
+    document_tokens = min(length, image_tokens + config.data.expected_text_tokens)
+    per_pack = max(1, length // document_tokens)
     supervised = max(1, round(work.supervised / (packs * per_pack)))
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(0, models.llm.vocab_size, (packs, length), generator=generator)
     labels = torch.full((packs, length), IGNORE)
     position_ids = torch.empty((packs, length), dtype=torch.int64)
     for document in range(per_pack):
-        begin, end = document * work.document, (document + 1) * work.document
-        input_ids[:, begin : begin + min(image_tokens, work.document)] = IMAGE_POSITION
-        position_ids[:, begin:end] = torch.arange(work.document)
+        begin, end = document * document_tokens, (document + 1) * document_tokens
+        input_ids[:, begin : begin + min(image_tokens, document_tokens)] = IMAGE_POSITION
+        position_ids[:, begin:end] = torch.arange(document_tokens)
         last = end - 1  # predicts nothing
         labels[:, max(begin, last - supervised) : last] = 1
-    position_ids[:, per_pack * work.document :] = torch.arange(length - per_pack * work.document)
-    size = models.vision.image_size
-    images = None
-    if work.images:
-        images = torch.randint(0, 256, (packs * per_pack, 3, size, size), dtype=torch.uint8, generator=generator)
+    position_ids[:, per_pack * document_tokens :] = torch.arange(length - per_pack * document_tokens)
+    tilings = () if tiling is None else (tiling,) * (packs * per_pack)
+    tiles, size = None, models.vision.image_size
+    if tilings:
+        shape = sum(one.tiles for one in tilings), 3, size, size
+        tiles = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     return PackedBatch(
         input_ids,
         position_ids,
         labels,
-        images,
+        tiles,
         keys=tuple(map(str, range(packs * per_pack))),
-        tokens=packs * per_pack * work.document,
+        tilings=tilings,
+        tokens=packs * per_pack * document_tokens,
         epochs=(0,) * packs,
         samples_of_packs=(per_pack,) * packs,
     )

@@ -36,6 +36,7 @@ class StepResult:
     lr_groups: Mapping[str, float]
     samples: int
     images: int
+    tiles: int  # squares that the encoder saw
     tokens: int
     supervised_tokens: int
     quarantined: int
@@ -60,6 +61,7 @@ class Statistics(NamedTuple):
     tokens: float
     samples: float
     images: float
+    tiles: float
     quarantined: float
     epoch: float  # of the last pack: only the rank that reads it adds one
     save: float  # ranks that were asked to save

@@ -38,7 +38,7 @@ def needed_flops(step: StepResult, models: Models, trainable: tuple[str, ...]) -
     """
     if step.tokens == 0:  # every sample of it was damaged
         return 0.0
-    work = Workload(step.tokens, step.tokens / step.samples, step.images, step.supervised_tokens)
+    work = Workload(step.tokens, step.tokens / step.samples, step.tiles, 0, step.supervised_tokens)
     return float(minimal_flops(models, trainable, work).total)
 
 

@@ -15,7 +15,6 @@ from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document
 from mmtrain.evaluation.evaluator import Evaluator
 from mmtrain.evaluation.held_out import pack_documents
-from mmtrain.pretrained.layouts import ImageLayout
 
 TOKENS_BEYOND_THE_TRUTH = 16  # of an answer that does not end by itself
 LONGEST_ANSWER = 64  # tokens that are written of an answer: each costs a forward
@@ -49,7 +48,7 @@ def write_answers(evaluator: Evaluator, count: int) -> list[Answer]:
     if held_out is not None:
         source = held_out.packed.processor
         chosen = held_out.spread(count)
-        answers = [_Writing(document, source.layout, source.tokenizer.eos_token_id) for document in chosen]
+        answers = [_Writing(document, source.tokenizer.eos_token_id) for document in chosen]
     while True:
         batches, microbatches, asked = None, None, []
         if held_out is not None:
@@ -74,7 +73,6 @@ class _Writing:
     """An answer while it is being written, after the prompt of a document up to its first supervised token."""
 
     source: Document
-    layout: ImageLayout
     eos: int | None
     given: list[int] = field(default_factory=list)
     asked: Document | None = None  # the document whose last position says the next token
@@ -86,8 +84,10 @@ class _Writing:
         self.truth = list(itertools.takewhile(lambda label: label != IGNORE, labels[begin:]))
         sample = self.source.sample
         # The answer itself and later turns may bring more images.
-        shown = self.layout.images(self.prompt.count(IMAGE_POSITION))
-        self.sample = replace(sample, images=sample.images[:shown])
+        ends = itertools.accumulate(tiling.positions for tiling in self.source.tilings)
+        seen = self.prompt.count(IMAGE_POSITION)
+        shown = sum(end <= seen for end in ends)
+        self.sample, self.tilings = replace(sample, images=sample.images[:shown]), self.source.tilings[:shown]
         before = itertools.takewhile(lambda turn: turn[0] != "gpt", sample.turns)
         questions = [text.replace(IMAGE_MARK, "").strip() for speaker, text in before if speaker == "human"]
         self.question = " ".join(questions)
@@ -100,7 +100,7 @@ class _Writing:
     def ask(self) -> Document:
         """Prompt and what was said so far; only the last position is supervised, by any token: its arg max counts."""
         ids = (*self.prompt, *self.given)
-        self.asked = Document(self.sample, ids, (*[IGNORE] * (len(ids) - 1), 0))
+        self.asked = Document(self.sample, ids, (*[IGNORE] * (len(ids) - 1), 0), self.tilings)
         return self.asked
 
     def finished(self, tokenizer: PreTrainedTokenizerBase) -> Answer:

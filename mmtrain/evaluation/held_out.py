@@ -71,12 +71,11 @@ class HeldOut:
             reader.close()
             if config.data.overlong == "refuse":
                 catalog.refuse_overlong(self.capacity)
-            most = self.capacity.images
+            most = self.capacity.tiles
             self.documents = [
                 document
                 for document in found
-                if len(document.input_ids) <= self.capacity.tokens
-                and (most is None or len(document.sample.images) <= most)
+                if len(document.input_ids) <= self.capacity.tokens and (most is None or _tiles(document) <= most)
             ]
             if not self.documents:
                 raise UserError(
@@ -166,11 +165,15 @@ def _naming_the_source(config: RunConfig) -> Iterator[None]:
         raise UserError(str(error) if str(error).startswith(key) else f"{key}: {error}") from error
 
 
+def _tiles(document: Document) -> int:
+    return sum(tiling.tiles for tiling in document.tilings)
+
+
 def pack_documents(documents: Sequence[Document], capacity: Capacity) -> list[Pack]:
     """Documents, each of which fits a pack, in packs, best-fit decreasing."""
     lengths = np.array([len(document.input_ids) for document in documents], np.int64)
-    images = np.array([len(document.sample.images) for document in documents], np.int64)
-    packs = pack_best_fit(lengths, capacity, images)
+    tiles = np.array([_tiles(document) for document in documents], np.int64)
+    packs = pack_best_fit(lengths, capacity, tiles)
     return [Pack(tuple(documents[place] for place in pack)) for pack in packs]
 
 
@@ -178,7 +181,8 @@ def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
     """The same packs with images permuted among samples that have as many, and how many samples got other images.
 
     Each sample gets those of the one a fixed number of places further on in its group: half the group, unless another
-    shift gives more samples other images (a data set may list its pictures twice). Texts, labels and places stay.
+    shift gives more samples other images (a data set may list its pictures twice). Texts, labels and places stay: where
+    positions depend on an image's size, the other image is stretched to it.
     """
     images = [document.sample.images for pack in packs for document in pack.entries]
     groups: dict[int, list[int]] = defaultdict(list)
@@ -195,6 +199,10 @@ def permute_images(packs: Sequence[Pack]) -> tuple[list[Pack], int]:
     following = iter(given)
     permuted = []
     for pack in packs:
-        documents = (replace(d, sample=replace(d.sample, images=next(following))) for d in pack.entries)
+        samples = (replace(document.sample, images=next(following)) for document in pack.entries)
+        documents = (
+            replace(document, sample=sample, is_control=True)
+            for document, sample in zip(pack.entries, samples, strict=True)
+        )
         permuted.append(replace(pack, entries=tuple(documents)))
     return permuted, sum(new != own for new, own in zip(given, images, strict=True))

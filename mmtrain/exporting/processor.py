@@ -37,7 +37,6 @@ from mmtrain.exporting.chat_template import documents_of, exported_chat_template
 from mmtrain.exporting.doors import StockDoor
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.pretrained.connectors import image_layout
-from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.parts import llm_config
 from mmtrain.pretrained.shapes import llm_shape
@@ -75,8 +74,9 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
     """
     path = config.model.llm.path
     source = load_tokenizer(path)
-    template = make_template(config.data.template, source, ImageLayout(config.model.vision.layout, 1), sys.maxsize)
-    probe = template(Sample("probe", "probe", PROBE, (b"",)))
+    layout = image_layout(config)
+    template = make_template(config.data.template, source, layout, sys.maxsize)
+    probe = template(Sample("probe", "probe", PROBE, (b"",), sizes=((1, 1),)))
     end = [label for label in probe.labels if label != IGNORE][-1]  # the token that ends an answer in training
     tokenizer = _tokenizer_for_prompts(door, source, template, end)
     image_id = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
@@ -91,7 +91,7 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
 
     transform = image_transform(config.model.vision.name, config.data.image_fit)
     assert transform.image_size == encoder.image_size, f"{transform.image_size} pixels, encoder {encoder.image_size}"
-    length = image_layout(config).positions_per_tile
+    length = layout.positions_per_tile
     dropped = 1 if encoder.select_strategy == "default" else 0
     assert encoder.prefix_tokens == dropped, f"{encoder.prefix_tokens} prefix tokens, {dropped} dropped"
     _write_json(folder / "preprocessor_config.json", door.image_settings(transform))
@@ -225,9 +225,7 @@ def check_processor(config: RunConfig, exported: ExportedProcessor, folder: Path
         raise _differs(folder, f"pixel values differ by {difference:g}")
 
     tokenizer = load_tokenizer(config.model.llm.path)
-    template = make_template(
-        config.data.template, tokenizer, ImageLayout(config.model.vision.layout, exported.image_seq_length), sys.maxsize
-    )
+    template = make_template(config.data.template, tokenizer, image_layout(config), sys.maxsize)
     for turns, document in documents_of(template, CONVERSATIONS):
         begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1
         asked = config.data.template == "plain"

@@ -96,9 +96,9 @@ def compare_logits(
     tokens = agreeing = 0
     for batch, own in zip(batches, expected, strict=True):
         ids, pixels = batch.input_ids, {}
-        if batch.images is not None:
+        if batch.tiles is not None:
             ids = ids.masked_fill(ids == IMAGE_POSITION, model.config.image_token_id)
-            pixels["pixel_values"] = stock.pixels(batch.images)
+            pixels["pixel_values"] = stock.pixels(batch.tiles)
         with torch.no_grad():
             found = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
         found = found[batch.labels != IGNORE]

@@ -10,11 +10,12 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import template_name
 from mmtrain.data.samples.formats import format_argument
 from mmtrain.data.shards.detection import AUTO, refuse_useless_shards
-from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
+from mmtrain.data.shards.indexing import TURNED, ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.data.stream.catalog import data_sets, evaluated_set, shards_by_form
 from mmtrain.demo.data import make_demo_data
-from mmtrain.pretrained.layouts import layout_argument, layout_name
+from mmtrain.pretrained.connectors import image_layout
+from mmtrain.pretrained.layouts import layout_argument
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import refuse_missing_chat_template, text_fingerprint
 
@@ -64,12 +65,12 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
             f"eval.shards: {min(both)} is in data.shards too; scores on samples that are trained on say nothing of "
             "others; leave some shards out of data.shards, or set eval.fraction instead"
         )
-    template, llm, layout = config.data.template, config.model.llm.path, layout_name(config)
+    template, llm, layout = config.data.template, config.model.llm.path, image_layout(config)
     folder, seconds = model_folder(llm), config.data.io_retry_seconds
     by_form = shards_by_form(found.values())
-    texts = {form: text_fingerprint(folder, template, layout, form.wording) for form in by_form}
+    texts = {form: text_fingerprint(folder, template, layout.texts, form.wording) for form in by_form}
     for form, shards in by_form.items() if others_wait else ():
-        missing = unready_shards(shards, texts[form], seconds)
+        missing = unready_shards(shards, texts[form], seconds, TURNED if layout.is_sized else 1)
         if sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT:
             raise UserError(
                 f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and "

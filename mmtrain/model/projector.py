@@ -84,8 +84,12 @@ class Projector(nn.Sequential):
     """
 
     def __init__(self, operations: Sequence[connectors.Operation]) -> None:
-        super().__init__(OrderedDict(_module(place, operation) for place, operation in enumerate(operations)))
+        mapping = [operation for operation in operations if not isinstance(operation, connectors.Newline)]
+        super().__init__(OrderedDict(_module(place, operation) for place, operation in enumerate(mapping)))
         self.factor = connectors.factor_of(operations)
+        self.image_newline = next(
+            (nn.Parameter(torch.empty(one.width)) for one in operations if isinstance(one, connectors.Newline)), None
+        )  # (D,), which `arranged` puts between the positions that the projector makes
 
 
 def _module(place: int, operation: connectors.Operation) -> tuple[str, nn.Module]:
@@ -104,36 +108,50 @@ def _module(place: int, operation: connectors.Operation) -> tuple[str, nn.Module
             return f"swiglu_{place}", Swiglu()
 
 
-def make_projector(section: ProjectorSection, vision_width: int, llm_width: int, seed: int) -> Projector:
+def make_projector(
+    section: ProjectorSection, vision_width: int, llm_width: int, seed: int, newline: bool = False
+) -> Projector:
     """Build a projector in fp32: linear layers with nn.Linear's default distribution, norms 1 and 0.
+
+    A `newline` is drawn as LLaVA-NeXT draws it, from a normal distribution of the deviation 1 / sqrt(llm_width).
 
     Every tensor is drawn from its own generator, a function of (seed, parameter name) alone: the same weights whatever
     the layout, and whatever was drawn before. Raises what `connectors.connector` raises.
     """
     with torch.device("meta"):
-        projector = Projector(connectors.connector(section, vision_width, llm_width))
+        projector = Projector(connectors.connector(section, vision_width, llm_width, newline))
     for module_name, module in projector.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             value = torch.full(parameter.shape, float(name == "weight"), dtype=torch.float32)
+            path = f"{module_name}.{name}".lstrip(".")
+            digest = hashlib.sha256(f"{seed}/projector/{path}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             if isinstance(module, nn.Linear):
-                digest = hashlib.sha256(f"{seed}/projector/{module_name}.{name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                 bound = 1 / math.sqrt(module.in_features)
                 value.uniform_(-bound, bound, generator=generator)
+            elif path == connectors.NEWLINE:
+                value.normal_(std=1 / math.sqrt(llm_width), generator=generator)
             setattr(module, name, nn.Parameter(value))
     return projector
 
 
 def starting_projector(
-    section: ProjectorSection, vision_width: int, llm_width: int, seed: int, after: Collection[Path] = ()
+    section: ProjectorSection,
+    vision_width: int,
+    llm_width: int,
+    seed: int,
+    newline: bool = False,
+    after: Collection[Path] = (),
 ) -> Projector:
     """The projector that a run begins with: what `init_from` names, else drawn; `after` as `read_projector` has it.
 
-    Raises what `make_projector` and `read_projector` raise.
+    A `newline` that the projector to begin with does not have is drawn. Raises what `make_projector` and
+    `read_projector` raise.
     """
-    projector = make_projector(section, vision_width, llm_width, seed)
+    projector = make_projector(section, vision_width, llm_width, seed, newline)
     if section.init_from is not None:
-        projector.load_state_dict(read_projector(section.init_from, section, vision_width, llm_width, after))
+        read = read_projector(section.init_from, section, vision_width, llm_width, newline, after)
+        projector.load_state_dict({**projector.state_dict(), **read})
     return projector
 
 
@@ -156,7 +174,9 @@ def whole_projector(checkpoint: StepFolder, after: Collection[Path] = ()) -> dic
         raise UserError(f"{KEY}: the run of {path} begins with a projector that begins with its own")
     widths = projector_widths(checkpoint.config)
     section = checkpoint.config.model.projector
-    begun = starting_projector(section, *widths, checkpoint.config.run.seed, (*after, path))
+    begun = starting_projector(
+        section, *widths, checkpoint.config.run.seed, connectors.has_newline(checkpoint.config), (*after, path)
+    )
     tensors = {name: tensors.get(name, tensor) for name, tensor in begun.state_dict().items()}
     for name, was in checkpoint.state.get("frozen_projector", {}).items():
         if name not in untrained or fingerprint(tensors[name.removeprefix(PROJECTOR)]) != was:
@@ -178,15 +198,23 @@ def unchecked_start(checkpoint: StepFolder) -> str | None:
 
 def _untrained(checkpoint: StepFolder) -> set[str]:
     """Global names of the projector's tensors that a checkpoint does not hold."""
-    operations = connectors.connector(checkpoint.config.model.projector, 1, 2)
+    newline = connectors.has_newline(checkpoint.config)
+    operations = connectors.connector(checkpoint.config.model.projector, 1, 2, newline)
     needed = {one.name for one in connectors.connector_parameters(operations)}
     return needed - read_header(checkpoint.tensors_file).keys()
 
 
 def read_projector(
-    path: str, section: ProjectorSection, vision_width: int, llm_width: int, after: Collection[Path] = ()
+    path: str,
+    section: ProjectorSection,
+    vision_width: int,
+    llm_width: int,
+    newline: bool = False,
+    after: Collection[Path] = (),
 ) -> dict[str, torch.Tensor]:
     """The projector of `section` from `path`, in fp32, by the names of `make_projector`'s module.
+
+    newline: whether the run has one, which `path` may lack.
 
     path: what `find_projector` takes. vision_width: features of a patch. llm_width: the LLM's hidden size. after: the
     checkpoints whose projectors begin with this one. Nothing but the projector is read, pickles without running them.
@@ -197,7 +225,7 @@ def read_projector(
     stored = _read(files, after)
     names = local_names(stored, files.source)
     shapes = {local: tuple(stored[name].shape) for local, name in names.items()}
-    refuse_unfit(shapes, section, vision_width, llm_width, files.source)
+    refuse_unfit(shapes, section, vision_width, llm_width, files.source, newline)
     tensors: dict[str, torch.Tensor] = {}
     for local, name in names.items():
         tensor = stored[name]

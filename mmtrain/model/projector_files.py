@@ -8,6 +8,7 @@ path --what it is--> files --names and shapes, where headers tell them--> fits t
 | projector.safetensors, or an export with it  | the same                                                  |
 | LLaVA's mm_projector.bin, or a folder of it  | model.mm_projector.0.weight; of a linear one .weight      |
 | stock model's folder, or cached hub id       | multi_modal_projector.linear_1.weight, also below model.; |
+|                                              | of LlavaNext and LlavaOnevision image_newline besides;    |
 |                                              | of Idefics3 and SmolVLM connector.modality_projection.    |
 
 LLaVA's names: `build_vision_projector` in llava/model/multimodal_projector/builder.py, whose reader takes any prefix.
@@ -29,12 +30,15 @@ from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.connectors import (
     CONNECTORS,
+    NEWLINE,
     Swiglu,
     connector,
     connector_parameters,
+    has_newline,
     reduction,
     refuse_other_settings,
 )
+from mmtrain.pretrained.layouts import WITH_NEWLINES
 from mmtrain.pretrained.model_files import Shape, find_model_folder, read_header, read_json, tensor_shapes
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
@@ -45,6 +49,7 @@ PICKLED = {".bin", ".pt", ".pth"}
 DISK_NAME = re.compile(
     r"projector\.(?P<ours>.+)|(?:.+\.)?mm_projector\.(?P<llava>.+)"
     r"|(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.(?P<hf>.+)"
+    r"|(?:model\.)?(?P<newline>image_newline)"
 )
 LLAVA_LAYERS = {"0": "linear_1", "2": "linear_2"}  # of its nn.Sequential, with the GELU between them
 NEEDED = (
@@ -110,13 +115,26 @@ def local_names(disk_names: Iterable[str], source: str | Path) -> dict[str, str]
 
 
 def refuse_unfit(
-    shapes: Mapping[str, Shape], section: ProjectorSection, vision_width: int, llm_width: int, source: str | Path
+    shapes: Mapping[str, Shape],
+    section: ProjectorSection,
+    vision_width: int,
+    llm_width: int,
+    source: str | Path,
+    newline: bool = False,
 ) -> None:
-    """Raises UserError unless `shapes`, by our module's names, are those of this projector between these widths."""
-    kind, needed = section.type, _shapes_of(section, vision_width, llm_width)
+    """Raises UserError unless `shapes`, by our module's names, are those of this projector between these widths.
+
+    newline: whether the run has one. `shapes` may lack it: a projector that was trained on squares goes on with tiles.
+    """
+    if NEWLINE in shapes and not newline:
+        raise UserError(
+            f"{KEY}: {source}: holds {NEWLINE}, which ends the lines of model.vision.layout "
+            f"{' and '.join(WITH_NEWLINES)}; set that layout, or choose another file"
+        )
+    kind, needed = section.type, _shapes_of(section, vision_width, llm_width, NEWLINE in shapes)
     if shapes.keys() != needed.keys():
         for other in CONNECTORS:
-            if shapes.keys() == _shapes_of(ProjectorSection(type=other), 1, 2).keys():
+            if shapes.keys() == _shapes_of(ProjectorSection(type=other), 1, 2, NEWLINE in shapes).keys():
                 raise UserError(
                     f"{KEY}: {source}: holds a {other} projector, and model.projector.type is {kind}; set "
                     f"model.projector.type={other}, or choose another file"
@@ -162,7 +180,7 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
     if files.shapes:
         names = local_names(files.shapes, files.source)
         shapes = {local: files.shapes[name] for local, name in names.items()}
-        refuse_unfit(shapes, config.model.projector, *projector_widths(config), files.source)
+        refuse_unfit(shapes, config.model.projector, *projector_widths(config), files.source, has_newline(config))
 
 
 def projector_widths(config: RunConfig) -> tuple[int, int]:
@@ -186,7 +204,8 @@ def _in_checkpoint(checkpoint: StepFolder) -> ProjectorFiles:
     file = checkpoint.tensors_file
     if not checkpoint.state.get("frozen_projector"):
         return ProjectorFiles(file, _projector_alone(read_header(file), file), checkpoint)
-    shapes = _shapes_of(checkpoint.config.model.projector, *projector_widths(checkpoint.config))
+    config = checkpoint.config
+    shapes = _shapes_of(config.model.projector, *projector_widths(config), has_newline(config))
     return ProjectorFiles(
         file, {f"projector.{name}": shape for name, shape in shapes.items()}, checkpoint, is_part=True
     )
@@ -202,13 +221,13 @@ def _local_name(name: str) -> str | None:
     if match is None:
         return None
     if match["llava"] is None:
-        return match["ours"] or match["hf"]
+        return match["ours"] or match["hf"] or match["newline"]
     if match["llava"] in ("weight", "bias"):
         return f"linear_1.{match['llava']}"
     layer, _, rest = match["llava"].partition(".")
     return f"{LLAVA_LAYERS.get(layer, layer)}.{rest}"
 
 
-def _shapes_of(section: ProjectorSection, vision_width: int, llm_width: int) -> dict[str, Shape]:
-    parameters = connector_parameters(connector(section, vision_width, llm_width))
+def _shapes_of(section: ProjectorSection, vision_width: int, llm_width: int, newline: bool = False) -> dict[str, Shape]:
+    parameters = connector_parameters(connector(section, vision_width, llm_width, newline))
     return {parameter.name.removeprefix("projector."): parameter.shape for parameter in parameters}

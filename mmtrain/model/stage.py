@@ -1,6 +1,6 @@
 """What one pipeline stage holds, with one boundary contract.
 
-stage 0       PackedBatch --encode--> features (N, T, W) --project; embed, fuse--> hidden (B, L, D)
+stage 0       PackedBatch --encode--> features of tiles (N, T, W) --project, arrange; embed, fuse--> hidden (B, L, D)
               without an encoder: PackedBatch --embed--> hidden (B, L, D)
 every stage   hidden (B, L, D), position_ids (B, L) --decoder layers--> hidden (B, L, D)
 last stage    hidden (B, L, D), position_ids, labels (B, L) --decoder layers, norm, head--> loss sum, supervised tokens
@@ -12,8 +12,8 @@ GPU no call waits for the device: what depends on data, masks and supervised pla
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -31,14 +31,17 @@ from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import Projector, starting_projector
 from mmtrain.model.vision import VisionTower, load_vision
 from mmtrain.plan.plan import StagePlan
+from mmtrain.plan.workload import TILES_PER_CALL
+from mmtrain.pretrained.connectors import has_newline
 from mmtrain.pretrained.families import global_name
 from mmtrain.pretrained.shapes import matches
+from mmtrain.pretrained.tiling import Tiling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Front(nn.Module):
-    """Vision encoder and projector: images (N, 3, S, S) -> image embeddings (N, P, D), always on stage 0.
+    """Vision encoder and projector: tiles of images (N, 3, S, S) -> image embeddings (P, D), always on stage 0.
 
     `transform` tells how uint8 pixels are normalised; it is asked when the first ones come.
     """
@@ -54,32 +57,40 @@ class Front(nn.Module):
         """Whether nothing of the encoder trains: then its features may be prefetched."""
         return not any(p.requires_grad for p in self.vision.parameters())
 
-    def encode(self, images: torch.Tensor | None) -> torch.Tensor | None:
-        """Images, uint8 or normalised float32, to features (N, T, W), without a graph if the encoder is frozen.
+    def encode(self, tiles: torch.Tensor | None) -> torch.Tensor | None:
+        """Tiles, uint8 or normalised float32, to features (N, T, W), without a graph if the encoder is frozen.
 
-        Without images: None, or the features of a black one where the encoder trains.
+        A frozen encoder takes TILES_PER_CALL at a time, which bounds the memory of its inner results. Without tiles:
+        None, or the features of a black one where the encoder trains.
         """
-        if images is None:
+        if tiles is None:
             if self.encoder_is_frozen:
                 return None
             size = self.vision.image_size
-            images = torch.zeros(1, 3, size, size, device=next(self.projector.parameters()).device)
-        elif images.dtype == torch.uint8:
-            images = self.transform().normalise(images)
-        with torch.no_grad() if self.encoder_is_frozen else contextlib.nullcontext():
-            return self.vision(images)
+            tiles = torch.zeros(1, 3, size, size, device=next(self.projector.parameters()).device)
+        if not self.encoder_is_frozen:
+            return self.vision(self._normalised(tiles))
+        with torch.no_grad():
+            found = [self.vision(self._normalised(part)) for part in tiles.split(TILES_PER_CALL)]
+            return found[0] if len(found) == 1 else torch.cat(found)
 
-    def forward(self, features: torch.Tensor | None) -> torch.Tensor:
-        """Project features (N, T, W); None stands for one position of zeros, so that the projector is in the graph.
+    def _normalised(self, tiles: torch.Tensor) -> torch.Tensor:
+        return self.transform().normalise(tiles) if tiles.dtype == torch.uint8 else tiles
 
-        Without it a replica whose micro-batches hold no image would have no gradient to reduce while its peers wait for
-        one.
+    def forward(self, features: torch.Tensor | None, tilings: Sequence[Tiling] = ()) -> torch.Tensor:
+        """Image embeddings (P, D) of the features (N, T, W) of the tiles that these images were cut into.
+
+        Without features one position of zeros is projected, so that the projector is in the graph: without it a replica
+        whose micro-batches hold no image would have no gradient to reduce while its peers wait for one.
         """
+        newline = self.projector.image_newline
         if features is None:
-            features = torch.zeros(
-                1, self.projector.factor**2, self.vision.width, device=next(self.projector.parameters()).device
-            )
-        return self.projector(features.float())
+            device = next(self.projector.parameters()).device
+            features = torch.zeros(1, self.projector.factor**2, self.vision.width, device=device)
+        projected = self.projector(features.float())
+        if newline is None:
+            return projected.flatten(0, 1)
+        return arranged(projected, newline, tilings) if tilings else torch.cat([projected.flatten(0, 1), newline[None]])
 
 
 class Stage(nn.Module):
@@ -105,18 +116,18 @@ class Stage(nn.Module):
         return self.front is None or self.front.encoder_is_frozen
 
     def encode(self, batch: PackedBatch) -> torch.Tensor | None:
-        """Stage 0: features (N, T, W) of a micro-batch's images; None where there is nothing to encode."""
-        return None if self.front is None else self.front.encode(batch.images)
+        """Stage 0: features (N, T, W) of a micro-batch's tiles; None where there is nothing to encode."""
+        return None if self.front is None else self.front.encode(batch.tiles)
 
     def start(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
-        """Stage 0: token ids of a micro-batch and features of its images (by default `encode`s) -> hidden (B, L, D)."""
+        """Stage 0: token ids of a micro-batch and features of its tiles (by default `encode`s) -> hidden (B, L, D)."""
         if self.front is None:
             return self.language.embed(batch.input_ids)
         if features is None:
             features = self.encode(batch)
         embeddings = self.language.embed(batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, 0))
-        image_embeddings = self.front(features)
-        if batch.images is None:
+        image_embeddings = self.front(features, batch.tilings)
+        if batch.tiles is None:
             hidden = fuse(embeddings, batch.image_places, None)
             return hidden + 0.0 * image_embeddings.sum().to(hidden.dtype)
         return fuse(embeddings, batch.image_places, image_embeddings)
@@ -175,23 +186,44 @@ class Stage(nn.Module):
         return rows.to(self.dtype), copied(labels.flatten()[places], hidden.device)
 
 
-def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings: torch.Tensor | None) -> torch.Tensor:
-    """Put image embeddings (N, P, D), in order, into the positions `image_places` (M,) int64 of rows laid end to end.
+def arranged(projected: torch.Tensor, newline: torch.Tensor, tilings: Sequence[Tiling]) -> torch.Tensor:
+    """Embeddings (N, P, D) of the tiles of images, one after the other, as the positions (M, D) that the images become.
 
-    Returns (B, L, D) in the dtype of `embeddings`. Raises ValueError when M is not N * P: a shorter or longer scatter
-    would shift every later image's features against its text without an error.
+    Of a grid those that show the picture, interpolated where `Shown` says so, each line ended by `newline` (D,).
+    Source: `pack_image_features` of LlavaNext and LlavaOnevision in transformers.
     """
-    positions = len(image_places)
-    supplied = 0 if image_embeddings is None else image_embeddings.shape[0] * image_embeddings.shape[1]
+    side, width = math.isqrt(projected.shape[1]), projected.shape[2]
+    found: list[torch.Tensor] = []
+    for tiles, tiling in zip(projected.split([one.tiles for one in tilings]), tilings, strict=True):
+        shown = tiling.shown
+        if shown is None:
+            found += [tiles.flatten(0, 1), newline.expand(tiling.newlines, width)]
+            continue
+        grid = tiles[1:].view(tiling.rows, tiling.columns, side, side, width).permute(4, 0, 2, 1, 3)
+        grid = grid.reshape(width, tiling.rows * side, tiling.columns * side)
+        grid = grid[:, shown.top : shown.top + shown.height, shown.left : shown.left + shown.width]
+        if (shown.lines, shown.columns) != (shown.height, shown.width):
+            grid = nn.functional.interpolate(grid[None], (shown.lines, shown.columns), mode="bilinear")[0]
+        ends = newline[:, None, None].expand(width, shown.lines, 1)
+        found += [tiles[0], torch.cat([grid, ends], dim=2).flatten(1).T]
+    return torch.cat(found)
+
+
+def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings: torch.Tensor | None) -> torch.Tensor:
+    """Put image embeddings (P, D), in order, into the positions `image_places` (M,) int64 of rows laid end to end.
+
+    Returns (B, L, D) in the dtype of `embeddings`. Raises ValueError when M is not P: a shorter or longer scatter would
+    shift every later image's features against its text without an error.
+    """
+    positions, supplied = len(image_places), 0 if image_embeddings is None else len(image_embeddings)
     if positions != supplied:
-        shape = None if image_embeddings is None else tuple(image_embeddings.shape)
         raise ValueError(
-            f"{positions} image positions in the batch, but {supplied} image embeddings (shape {shape}): "
-            "each image needs as many positions as the projector gives embeddings"
+            f"{positions} image positions in the batch, but {supplied} image embeddings: each image needs as many "
+            "positions as its tiles give embeddings"
         )
     if image_embeddings is None:
         return embeddings
-    rows = image_embeddings.flatten(0, 1).to(embeddings.dtype)
+    rows = image_embeddings.to(embeddings.dtype)
     return embeddings.flatten(0, 1).index_copy(0, image_places, rows).view_as(embeddings)
 
 
@@ -213,7 +245,8 @@ def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | s
         vision_dtype = DTYPES[config.model.vision_dtype]
         vision = load_vision(chosen.name, chosen.select_layer, vision_dtype, device, final_norm=chosen.final_norm)
         add_adapters(vision.model, config.model.lora, vision.global_name, config.run.seed)
-        projector = starting_projector(config.model.projector, vision.width, language.hidden_size, config.run.seed)
+        widths = vision.width, language.hidden_size
+        projector = starting_projector(config.model.projector, *widths, config.run.seed, has_newline(config))
         transform = functools.partial(image_transform, chosen.name)
         front = Front(vision, projector.to(device), transform)
     module = Stage(language, front, dtype).eval()

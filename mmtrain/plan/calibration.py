@@ -63,6 +63,8 @@ class Key:
     expected_text_tokens: int
     expected_supervised_fraction: float
     versions: tuple[str, ...]  # of PACKAGES, as "name version"
+    expected_image_tiles: float | None = None
+    expected_image_positions: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
+from mmtrain.plan.workload import Workload, workload
 from mmtrain.pretrained.connectors import (
     Gelu,
     LayerNorm,
@@ -56,16 +57,6 @@ class Models:
         for layer in self.llm.decoder:
             yield from layer
         yield from self.llm.head
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What is computed on: a micro-batch in expectation, or a whole step as it came."""
-
-    tokens: float  # positions of all its packs; of a step that is measured those that documents fill
-    document: float  # tokens of a typical document; of several their squares' sum over their sum
-    images: float
-    supervised: float  # tokens with a label
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +126,6 @@ class RunCosts:
     kinds: tuple[LayerKind, ...]
 
 
-def workload(config: RunConfig, layout: ImageLayout) -> Workload:
-    """Expected contents of a micro-batch: documents of one image, or none, and the expected text, without padding."""
-    tokens = config.train.packs_per_microbatch * config.data.pack_length
-    document = min(config.data.pack_length, layout.positions_per_tile + config.data.expected_text_tokens)
-    images = tokens / document if layout.takes_images else 0.0
-    return Workload(tokens, document, images, tokens * config.data.expected_supervised_fraction)
-
-
 def run_costs(config: RunConfig, models: Models) -> RunCosts:
     """Costs of a micro-batch of the expected contents."""
     llm, vision = config.model.llm.dtype, config.model.vision_dtype
@@ -172,7 +155,7 @@ class _LayerCosts:
         self.models, self.work = models, work
         self.llm_size, self.vision_size = llm_size, vision_size
         self.trained = frozenset(p.name for p in models.parameters if matches(p.name, trainable))
-        self.patches = work.images * models.vision.patches_per_image
+        self.patches = work.tiles * models.vision.patches_per_image
         self.decoder: dict[tuple, tuple[LayerKind, LayerCost]] = {}  # every kind of decoder layer, with its cost
 
     def costs(self, *, rows_alone: bool = False) -> RunCosts:
@@ -277,7 +260,7 @@ class _LayerCosts:
         """The encoder's forward; and the front: the encoder's backward if it trains, projector, embedding (0 FLOPs)."""
         llm, vision, work = self.models.llm, self.models.vision, self.work
         size, patches = self.vision_size, self.patches
-        tokens = work.images * (vision.patches_per_image + vision.prefix_tokens)
+        tokens = work.tiles * (vision.patches_per_image + vision.prefix_tokens)
         encoder, kept, upstream = Flops(), 0, False
         for parts in self.encoder_parts(tokens):
             flops, kept_here = total(parts, upstream)
@@ -294,11 +277,11 @@ class _LayerCosts:
             ],
             False,
         )
-        pixels = round(3 * vision.image_size**2 * work.images)
+        pixels = round(3 * vision.image_size**2 * work.tiles)
         # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width (4x) twice.
         block_working = round(14 * vision.width * tokens) * size
         # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they are put in.
-        hidden = round(work.images * self.models.layout.positions_per_tile * llm.hidden_size)
+        hidden = round(work.image_positions * llm.hidden_size)
         fused = hidden * (FP32 + self.llm_size) + round(2 * work.tokens * llm.hidden_size) * self.llm_size
         widest = max((rows * one.outputs for one, rows in self.connector_rows() if isinstance(one, Linear)), default=0)
         # Gradients of linear layers' results.

@@ -21,7 +21,7 @@ from mmtrain.plan.refusals import check_layout, check_prefetch, check_trainable,
 from mmtrain.plan.search import Layout, Search
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
 from mmtrain.pretrained.adapters import with_adapters
-from mmtrain.pretrained.connectors import connector, image_layout
+from mmtrain.pretrained.connectors import connector, has_newline, image_layout
 from mmtrain.pretrained.doors import check_export_format
 from mmtrain.pretrained.shapes import NO_VISION, llm_shape, matches, vision_shape
 from mmtrain.pretrained.tokenizer_files import refuse_missing_marks
@@ -35,7 +35,7 @@ def models_of(config: RunConfig) -> Models:
     vision, operations = NO_VISION, ()
     if (chosen := config.model.vision) is not None:
         vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
-        operations = connector(config.model.projector, vision.width, llm.hidden_size)
+        operations = connector(config.model.projector, vision.width, llm.hidden_size, has_newline(config))
     return Models(*with_adapters(llm, vision, config.model.lora), operations, image_layout(config))
 
 

@@ -11,6 +11,8 @@ features (N, T, W) of T = n x n patches --operations, in fp32--> image embedding
 | shuffle_mlp2x_gelu | InternVL                    | shuffle, LayerNorm, linear, GELU, linear          |
 | mlp2x_gelu_pool    | PerceptionLM                | linear, GELU, linear, mean of factor x factor     |
 
+Layouts whose lines end with a trained newline (LlavaNext, LlavaOnevision) add `image_newline` (D,) to any of them.
+
 From them follow the torch module, its parameters, what they cost and where an export puts them. Parameters have the
 names of the stock class. A connector is a function here and its name in `ProjectorSection.type`.
 """
@@ -26,10 +28,17 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
-from mmtrain.pretrained.layouts import ImageLayout, layout_name
+from mmtrain.pretrained.layouts import (
+    DEFAULT_MAX_TILES,
+    WITH_NEWLINES,
+    ImageLayout,
+    default_pinpoints,
+    layout_name,
+)
 from mmtrain.pretrained.shapes import ParameterShape, vision_shape
 
 STOCK_SETTINGS = {"projector_hidden_act": "gelu", "adapter_layer_norm_eps": 1e-6, "multimodal_projector_bias": True}
+NEWLINE = "image_newline"
 DEFAULT_FACTOR = 2  # of the stock classes that shuffle
 
 
@@ -76,7 +85,16 @@ class Swiglu:
     """Of 2 F features the first F, times SiLU of the others."""
 
 
-Operation = Shuffle | Pool | LayerNorm | Linear | Gelu | Swiglu
+@dataclass(frozen=True, slots=True)
+class Newline:
+    """An embedding of its own behind each line of an image's positions: it maps nothing, and is put where it belongs
+    when the tiles' positions are."""
+
+    name: str
+    width: int
+
+
+Operation = Shuffle | Pool | LayerNorm | Linear | Gelu | Swiglu | Newline
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +161,13 @@ CONNECTORS: dict[str, Callable[[Sizes], tuple[Operation, ...]]] = {
 }
 
 
-def connector(section: ProjectorSection, vision_width: int, llm_width: int) -> tuple[Operation, ...]:
+def connector(
+    section: ProjectorSection, vision_width: int, llm_width: int, newline: bool = False
+) -> tuple[Operation, ...]:
     """The operations of the connector that `section` (`model.projector`) names, in the order in which they run.
 
-    Raises UserError for a factor or an inner width that its type does not have.
+    newline: whether the run's layout has trained newlines (`has_newline`). Raises UserError for a factor or an inner
+    width that its type does not have.
     """
     sizes = Sizes(vision_width, llm_width, section.factor or DEFAULT_FACTOR, section.width)
     operations = CONNECTORS[section.type](sizes)
@@ -166,7 +187,12 @@ def connector(section: ProjectorSection, vision_width: int, llm_width: int) -> t
             f"model.projector.width: {sizes.width or llm_width} cannot be halved into values and their gates; set an "
             "even number"
         )
-    return operations
+    return (*operations, Newline(NEWLINE, llm_width)) if newline else operations
+
+
+def has_newline(config: RunConfig) -> bool:
+    """Whether a trained newline ends the lines of an image's positions."""
+    return layout_name(config) in WITH_NEWLINES
 
 
 def refuse_other_settings(config_json: Mapping[str, Any], source: str) -> None:
@@ -196,6 +222,8 @@ def connector_parameters(operations: Sequence[Operation]) -> Iterator[ParameterS
             yield ParameterShape(f"projector.{operation.name}.weight", (operation.outputs, operation.inputs))
             if operation.has_bias:
                 yield ParameterShape(f"projector.{operation.name}.bias", (operation.outputs,))
+        elif isinstance(operation, Newline):
+            yield ParameterShape(f"projector.{operation.name}", (operation.width,))
 
 
 def _types_with(*kinds: type[Operation]) -> str:
@@ -206,8 +234,8 @@ def _types_with(*kinds: type[Operation]) -> str:
 def image_layout(config: RunConfig) -> ImageLayout:
     """The layout of a run's images; without an encoder they take no position.
 
-    Raises UserError for an encoder whose grid of patches the connector's factor does not divide, and what
-    `vision_shape` raises.
+    Raises UserError for an encoder whose grid of patches the connector's factor does not divide, for grids of other
+    tiles than its squares, and what `vision_shape` raises.
     """
     model, name = config.model, layout_name(config)
     if model.vision is None:
@@ -222,4 +250,12 @@ def image_layout(config: RunConfig) -> ImageLayout:
             f"patches ({vision.image_size} pixels in patches of {vision.patch_size}); {remedy}"
             + ("" if fitting else ": take another encoder, or model.projector.type=mlp2x_gelu")
         )
-    return ImageLayout(name, vision.patches_per_image // factor**2)
+    size, chosen = vision.image_size, model.vision
+    if wrong := [pair for pair in chosen.pinpoints or () if any(pixels % size for pixels in pair)]:
+        raise UserError(
+            f"model.vision.pinpoints: {list(wrong[0])} are no multiples of {size}, the side of a tile of {chosen.name} "
+            f"in pixels; leave them out for {name}'s own"
+        )
+    pinpoints = chosen.pinpoints or default_pinpoints(name, size)
+    positions, max_tiles = vision.patches_per_image // factor**2, chosen.max_tiles or DEFAULT_MAX_TILES
+    return ImageLayout(name, positions, size, max_tiles, pinpoints)

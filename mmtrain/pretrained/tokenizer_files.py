@@ -24,7 +24,7 @@ from mmtrain.config.limits import MAX_TOKENIZER_BYTES
 from mmtrain.config.model import ModelSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import jinja_of, template_name
-from mmtrain.pretrained.layouts import STRIP, WRAPPERS, layout_name, marks_around
+from mmtrain.pretrained.layouts import REQUIRE, SQUARE, WRAPPERS, layout_name, marks_around
 from mmtrain.pretrained.model_files import find_model_folder, read_json
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -160,7 +160,7 @@ def lacking_marks(model: ModelSection, layout: str) -> list[str]:
 
     Says nothing about a model that is not there, or has no such file: loading the tokenizer settles those.
     """
-    marks = [mark for text in marks_around(layout) for mark in text]
+    marks = marks_around(layout)
     folder = find_model_folder(model.llm.path)
     if not marks or folder is None or not (folder / "tokenizer.json").is_file():
         return []
@@ -201,8 +201,9 @@ def missing_chat_template(folder: str | Path) -> UserError:
 def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "square", wording: str = "") -> str:
     """What text lengths depend on, as 16 hex digits of a SHA-256: tokenizer files, template, rules of segmentation.
 
-    `template` is what `data.template` holds; one written in Jinja counts with its text, and a `layout` counts too that
-    writes texts around images, or takes their marks out. `wording` is the samples' format's (SampleFormat.wording).
+    `template` is what `data.template` holds; one written in Jinja counts with its text, and a `layout`
+    (ImageLayout.texts) counts too that writes texts around images, or takes their marks out. `wording` is the samples'
+    format's (SampleFormat.wording).
 
     A tokenizer that another release of its library reads otherwise is found when a sample's length differs from its
     index. Raises UserError for a folder without a tokenizer, and for a file larger than MAX_TOKENIZER_BYTES.
@@ -213,7 +214,7 @@ def text_fingerprint(tokenizer_folder: Path, template: str, layout: str = "squar
     config = tokenizer_folder / "config.json"
     # AutoTokenizer chooses the class by it where tokenizer_config.json names none.
     model_type = read_json(config).get("model_type") if config.is_file() else None
-    around = [layout, *WRAPPERS[layout]] if any(WRAPPERS[layout]) or layout == STRIP else []
+    around = [] if layout in (SQUARE, REQUIRE) else [layout, *WRAPPERS.get(layout, ())]
     jinja = jinja_of(template)
     said = template if jinja is None else f"{template_name(template)} {hashlib.sha256(jinja.encode()).hexdigest()}"
     digest = hashlib.sha256(compact_json([TEXT_RULES_VERSION, said, model_type, *around, *filter(None, [wording])]))

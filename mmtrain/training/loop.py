@@ -37,7 +37,7 @@ from mmtrain.plan.plan import Plan
 from mmtrain.plan.rates import parameter_groups
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import Instruction
-from mmtrain.pretrained.connectors import connector, connector_parameters
+from mmtrain.pretrained.connectors import connector, connector_parameters, has_newline
 from mmtrain.pretrained.shapes import matches
 from mmtrain.processes.rank import Rank
 from mmtrain.training.evaluations import Evaluations
@@ -354,7 +354,7 @@ def use_algorithms(deterministic: bool) -> None:
 
 def _without_init_from(config: RunConfig) -> RunConfig:
     """For a run that goes on: what its projector began with need not be there any more, unless part of it is frozen."""
-    parameters = connector_parameters(connector(config.model.projector, 1, 2))
+    parameters = connector_parameters(connector(config.model.projector, 1, 2, has_newline(config)))
     if not all(matches(parameter.name, config.model.trainable) for parameter in parameters):
         return config
     return config.changed({"model.projector.init_from": None})

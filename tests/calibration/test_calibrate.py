@@ -143,7 +143,7 @@ def test_the_measured_micro_batch_is_the_expected_one(tiny):
     batch = expected_batch(config, models)
     documents = int((batch.position_ids == 0).sum())
     whole = config.data.pack_length // work.document * config.train.packs_per_microbatch
-    assert len(batch.images) == whole and batch.samples == whole
+    assert len(batch.tiles) == whole and batch.samples == whole
     assert documents in (whole, whole + config.train.packs_per_microbatch), "whole documents, and padding in each pack"
     assert int((batch.input_ids == IMAGE_POSITION).sum()) == whole * models.layout.positions_per_tile
     assert int((batch.labels != IGNORE).sum()) == pytest.approx(work.supervised, abs=whole)

@@ -71,12 +71,12 @@ def test_of_many_ranks_the_summary_names_the_extremes_and_of_one_none(config):
 
 def test_utilisation_is_the_needed_flops_over_what_all_ranks_could_have_computed_in_the_window(config):
     models = models_of(config)
-    needed = minimal_flops(models, config.model.trainable, Workload(400, 80, 6, 40)).total
+    needed = minimal_flops(models, config.model.trainable, Workload(400, 80, 6, 0, 40)).total
     use = Utilization(config, 1e9)
     first = use.add(step(BUSY, IDLE))["model_flops_utilization"]
     assert first == pytest.approx(needed / (2.0 * 2 * 1e9))
     assert use.summary().endswith(f", utilisation {first:.0%}")
-    twice = use.add(step(BUSY, IDLE, tokens=800, samples=10, images=12, supervised_tokens=80))[
+    twice = use.add(step(BUSY, IDLE, tokens=800, samples=10, images=12, tiles=12, supervised_tokens=80))[
         "model_flops_utilization"
     ]
     assert twice == pytest.approx(2 * first), "documents as long, twice as many"

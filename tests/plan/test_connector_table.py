@@ -29,13 +29,13 @@ def test_positions_and_work_are_the_planners(projector, positions, tflop, _):
     config, models = models_with(projector)
     work = workload(config, models.layout)
     assert int(positions) == models.layout.positions_per_tile
-    exact = minimal_flops(models, ("projector",), work).total / work.images / 1e12
+    exact = minimal_flops(models, ("projector",), work).total / work.tiles / 1e12
     assert float(tflop) == pytest.approx(exact, abs=0.005)
 
 
 def planned_seconds(projector: str) -> float:
     config, models = models_with(projector)
-    images = workload(config, models.layout).images  # of a pack
+    images = workload(config, models.layout).tiles  # of a pack
     config = config.changed({"train.packs_per_step": round(SAMPLES / images)})
     search = Search(stage_costs(config, models, 14 * 2**30, None), config.parallel.encoder_prefetch)
     return search.find("auto")[0].simulation.seconds / (config.train.packs_per_step * images)

@@ -342,7 +342,7 @@ def test_an_encoders_forward_is_what_torch_counts(kind: str, tmp_path: Path) -> 
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
         tower(torch.zeros(3, 3, tower.image_size, tower.image_size))
     costs = costs_of(model__vision__name=str(tmp_path))
-    assert costs.encoder.forward / costs.work.images == pytest.approx(counted.get_total_flops() / 3, rel=1e-6)
+    assert costs.encoder.forward / costs.work.tiles == pytest.approx(counted.get_total_flops() / 3, rel=1e-6)
 
 
 def test_training_the_norm_behind_the_encoders_blocks_costs_no_gradient_in_them(tmp_path: Path) -> None:
@@ -486,7 +486,7 @@ CONNECTORS += [(f"shuffle_{kind}", 2) for kind in ("swiglu", "mlp2x_gelu", "line
 def test_a_connector_costs_the_flops_and_bytes_that_torch_counts(kind: str, factor: int | None, trained: str) -> None:
     demo = {"model__llm__path": "demo:llm", "model__vision": {"name": "demo:vision", "select_layer": -1}}
     demo["model__projector"] = {"type": kind, "factor": factor}
-    front, images = layers_of(**demo, model__trainable=(trained,))[0], costs_of(**demo).work.images
+    front, images = layers_of(**demo, model__trainable=(trained,))[0], costs_of(**demo).work.tiles
     projector = make_projector(ProjectorSection(type=kind, factor=factor), 128, 128, seed=0)
     for name, parameter in projector.named_parameters():
         parameter.requires_grad_(matches(f"projector.{name}", (trained,)))
@@ -591,7 +591,7 @@ def test_minimal_flops_are_the_sum_of_what_cannot_be_left_out() -> None:
     models = models_of(make_config())
     lengths, supervised = (656, 700, 600), 240
     tokens = sum(lengths)
-    work = Workload(tokens, sum(n * n for n in lengths) / tokens, 3, supervised)
+    work = Workload(tokens, sum(n * n for n in lengths) / tokens, 3, 0, supervised)
     matrices = 4 * 4096 * 4096 + 3 * 4096 * 11008
     scores = sum(4 * 4096 * n * (n + 1) / 2 for n in lengths)
     layer = 2 * matrices * tokens + scores, 2 * matrices * tokens + 2 * scores
@@ -710,7 +710,7 @@ def test_sizes_follow_pack_length_packs_per_microbatch_and_dtype() -> None:
 def test_the_expected_contents_of_a_microbatch() -> None:
     config = make_config(data__pack_length=6560, train__packs_per_microbatch=2)
     work = workload(config, models_of(config).layout)
-    assert (work.tokens, work.document, work.images) == (13120, 656, 20.0)
+    assert (work.tokens, work.document, work.tiles) == (13120, 656, 20.0)
     assert work.supervised == pytest.approx(13120 * 0.12)
 
 

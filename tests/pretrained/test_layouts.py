@@ -5,7 +5,6 @@ import pytest
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.connectors import image_layout
-from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
@@ -33,8 +32,8 @@ def config(vision: str, **projector: object) -> RunConfig:
 )
 def test_an_image_of_any_size_takes_a_square_of_positions(vision, projector, positions):
     layout = image_layout(config(vision, **projector))
-    assert layout == ImageLayout("square", positions)
-    assert layout.positions(640, 480) == layout.positions(1, 2000) == positions
+    assert (layout.name, layout.positions_per_tile) == ("square", positions)
+    assert layout.tiling(640, 480).positions == layout.tiling(1, 2000).positions == positions
 
 
 @pytest.mark.parametrize("factor", [2, 4])

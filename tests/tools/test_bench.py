@@ -66,7 +66,7 @@ def test_packs_and_padded_batches_of_a_step_hold_the_same_samples_and_images(dra
         ours = [sample for batch in packs for sample in samples_of_pack(batch)]
         theirs = [sample for batch in batches for sample in samples_of_padded(batch)]
         assert sorted(ours) == sorted(theirs) and len(set(ours)) == len(ours) >= 6
-        pixels = TRANSFORM.normalise(torch.cat([batch.images for batch in packs]))
+        pixels = TRANSFORM.normalise(torch.cat([batch.tiles for batch in packs]))
         one_by_one = dict(zip(theirs, torch.cat([batch.pixel_values for batch in batches]), strict=True))
         assert all(torch.equal(one_by_one[sample], image) for sample, image in zip(ours, pixels, strict=True))
         assert sum(batch.supervised for batch in batches) == sum(

@@ -20,10 +20,10 @@ def least_flops(models: Models, trainable: Sequence[str], step: Step) -> int:
     """FLOPs that every exact way of making this step computes, matrix products only, 2 for a multiply-add."""
     documents = [entry for pack in step for entry in pack.entries]
     lengths = [len(document.input_ids) for document in documents]
-    images = sum(len(document.sample.images) for document in documents)
+    tiles = sum(tiling.tiles for document in documents for tiling in document.tilings)
     supervised = sum(label != IGNORE for document in documents for label in document.labels)
     document = sum(n * n for n in lengths) / max(1, sum(lengths))  # as the attention of all of them asks
-    work = Workload(sum(lengths), document, images, supervised)
+    work = Workload(sum(lengths), document, tiles, 0, supervised)
     return minimal_flops(models, trainable, work).total
 
 

@@ -169,7 +169,7 @@ def check_equal_work(folder: Path, pack_length: int) -> None:
 def _digests(batch: Any) -> Iterator[tuple[str, bytes]]:
     """Key and digest of each sample of a pack: its tokens, labels and pixels."""
     starts = [*(batch.position_ids[0] == 0).nonzero().flatten().tolist(), batch.position_ids.shape[1]]
-    for key, image, start, end in zip(batch.keys, batch.images, starts, starts[1:], strict=False):
+    for key, image, start, end in zip(batch.keys, batch.tiles, starts, starts[1:], strict=False):
         parts = (batch.input_ids[0, start:end], batch.labels[0, start:end], image)
         yield key, hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).digest()
 

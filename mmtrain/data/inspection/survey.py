@@ -27,7 +27,7 @@ from mmtrain.data.shards.index import read_columns
 from mmtrain.data.shards.index_file import MAKE
 from mmtrain.data.stream.catalog import Catalog, DataSet
 from mmtrain.data.stream.order import UNUSABLE, Capacity, SampleSet, plan_epoch
-from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.pretrained.layouts import ONE_SQUARE, ImageLayout
 
 _log = logging.getLogger(__name__)
 TAIL = 0.99  # what is above this quantile shares one bin, so that a few giants do not squeeze all others into one
@@ -68,13 +68,12 @@ class Survey:
 
 
 def survey(
-    tars: Sequence[Path], fingerprint: str | None = None, layout: str = "square", form: SampleFormat = LLAVA
+    tars: Sequence[Path], fingerprint: str | None = None, layout: ImageLayout = ONE_SQUARE, form: SampleFormat = LLAVA
 ) -> Survey:
     """Read the index of every shard, as training does; raises what `read_columns` and `Catalog` raise.
 
     `fingerprint` says under which tokenizer and template; None: under the one that all shards were indexed for, if it
-    is exactly one, read in this format. `layout`: as `layout_name` says; of a run without encoder it decides what
-    samples with images are.
+    is exactly one, read in this format. `layout`: of a run without encoder it decides what samples with images are.
     Price: each index is read twice, 2 ms for 1,000 samples.
     """
     images: list[np.ndarray] = []
@@ -111,7 +110,7 @@ def survey(
     text_lengths = None
     if fingerprint is not None:
         sets = [DataSet(tuple(tars), form=form)]
-        catalog = Catalog(sets, [fingerprint], ImageLayout(layout, 0), MAX_IMAGE_PIXELS)
+        catalog = Catalog(sets, [fingerprint], replace(layout.of_texts, positions_per_tile=0), MAX_IMAGE_PIXELS)
         text_lengths, reasons = catalog.lengths, Counter(fault.reason for fault in catalog.faults.values())
     return Survey(
         shard_sizes=np.array(shard_sizes),
@@ -200,5 +199,5 @@ def _some(sets: Sequence[SampleSet]) -> list[SampleSet]:
     some = []
     for one, size in zip(sets, sizes, strict=True):
         kept = draw.permutation(size)[: round(share * size)]
-        some.append(SampleSet(one.weight, np.array([len(kept)]), one.lengths[kept], one.images[kept]))
+        some.append(SampleSet(one.weight, np.array([len(kept)]), one.lengths[kept], one.tiles[kept]))
     return some

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ from mmtrain.data.samples.sample import IMAGE_POSITION, Document, Fault, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import Member, read_index
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
-from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.pretrained.layouts import ONE_SQUARE, ImageLayout
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 
@@ -61,7 +61,7 @@ def tokenize_samples(
     tokenizer_path: str,
     template: str,
     tokens_per_image: int | None,
-    layout: str = "square",
+    layout: ImageLayout = ONE_SQUARE,
     form: SampleFormat = LLAVA,
 ) -> list[TokenizedSample]:
     """Every sample of this key in indexed shards, in their order; each is read as training reads it.
@@ -71,8 +71,8 @@ def tokenize_samples(
     """
     places = _find(tars, key)
     shards = tuple(dict.fromkeys(tar for tar, _ in places))
-    fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout, form.wording)
-    images = ImageLayout(layout, tokens_per_image or 0)
+    fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout.texts, form.wording)
+    images = replace(layout, positions_per_tile=tokens_per_image or 0)
     catalog = Catalog([DataSet(shards, form=form)], [fingerprint], images, MAX_IMAGE_PIXELS)
     tokenizer = load_tokenizer(tokenizer_path)
     # No embedding is asked how many rows it has: this shows tokens, and training refuses those without one.

@@ -87,6 +87,7 @@ REASONS = {
     "undecodable_image": "an image file that Pillow cannot decode to its end",
     "too_many_pixels": "an image with more pixels than allowed, as its header says",
     "too_many_bytes": "a file larger than allowed",
+    "unfit_shape": "an image too long and thin to be cut into tiles (model.vision.layout)",
     "no_json": "a sample without KEY.json (a key ends at the first dot; a sample's files are neighbours in the tar)",
     "image_names": "images that are not KEY.jpg alone, or KEY.0.jpg, KEY.1.jpg, ... without a gap",
     "duplicate_member": "a member that comes twice in a sample",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from mmtrain.base.printing import harmless
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, conversation
 from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, Rejected
+from mmtrain.pretrained.tiling import Tiling
 
 IMAGE_POSITION = -200  # LLaVA's IMAGE_TOKEN_INDEX: input_ids hold it where an image feature goes
 IGNORE = -100  # torch's cross-entropy ignore_index: positions that predict nothing
@@ -29,6 +30,7 @@ class Sample:
     turns: tuple[tuple[str, str], ...]  # ("system" | "human" | "gpt", text)
     images: tuple[bytes, ...]  # encoded files, in the order of their <image> marks
     offset: int = 0  # of its first member's content in the shard, in bytes
+    sizes: tuple[tuple[int, int], ...] = ()  # (width, height) of the images, as they are turned; where a layout asks
 
     @property
     def where(self) -> str:
@@ -46,7 +48,7 @@ def without_images(sample: Sample) -> Sample:
     )
     if any(who == "gpt" and not text for who, text in turns):
         raise Rejected("no_answer", f"without its {IMAGE_MARK} marks an answer is empty")
-    return replace(sample, turns=turns, images=())
+    return replace(sample, turns=turns, images=(), sizes=())
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Document:
     sample: Sample
     input_ids: tuple[int, ...]  # IMAGE_POSITION at image positions
     labels: tuple[int, ...]  # shifted: labels[t] is the token after position t, IGNORE where it is not supervised
+    tilings: tuple[Tiling, ...] = ()  # of each of the sample's images
+    is_control: bool = False  # the images are another sample's, and take the sizes of its own
 
 
 @dataclass(frozen=True)

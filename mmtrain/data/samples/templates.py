@@ -2,14 +2,15 @@
 
 Sample (turns, images) --template--> Document: input_ids (T,), labels (T,) shifted
 
-A template counts a sample's images and does not look at them, so text lengths are known without decoding
-(`TextCounter`). A sample that it cannot hold raises Rejected; a tokenizer or template that no sample could mend raises
-UserError.
+A template asks for the number and sizes of a sample's images and does not look at them, so text lengths are known
+without decoding (`TextCounter`). A sample that it cannot hold raises Rejected; a tokenizer or template that no sample
+could mend raises UserError.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import sys
 from bisect import bisect_left, bisect_right
@@ -25,8 +26,9 @@ from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample, without_images
-from mmtrain.pretrained.layouts import ImageLayout, marks_around
+from mmtrain.pretrained.layouts import ONE_SQUARE, ImageLayout, marks_around
 from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
+from mmtrain.pretrained.tiling import Tiling, UnfitImage
 from mmtrain.pretrained.tokenizer_files import missing_marks, panics_told, refuse_growing_rules, text_fingerprint
 
 CHATML = ("<|im_start|>", "<|im_end|>")
@@ -54,9 +56,11 @@ class PlainTemplate:
         with panics_told(tokenizer.name_or_path):
             self.prefix = [bos] if tokenizer("a").input_ids[:1] == [bos] and bos is not None else []
         self.special_texts = any_of(tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer))))
-        self.wrapped = _tokens_around(tokenizer, layout)
+        _refuse_missing_marks(tokenizer, layout)
         is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
         self.backend = _own_copy(tokenizer).backend_tokenizer if is_fast else None
+        self.with_marks = with_image_token(tokenizer)
+        self.image_id = self.with_marks.convert_tokens_to_ids(IMAGE_MARK)
 
     def __call__(self, sample: Sample) -> Document:
         """Tokenize a sample; raises Rejected if it is not one question and one answer of mere text."""
@@ -74,10 +78,19 @@ class PlainTemplate:
             else:
                 ids = self.tokenizer(caption, add_special_tokens=False).input_ids
         supervised = [*ids, self.tokenizer.eos_token_id]
-        before, after = self.wrapped
-        image = before + [IMAGE_POSITION] * self.layout.positions_per_tile + after
-        context = self.prefix + image * len(sample.images)
-        return _document(sample, context + supervised, [IGNORE] * len(context) + supervised, self)
+        tilings = tilings_of(sample, self.layout)
+        context = self.prefix + self._images(tilings)
+        return _document(sample, tilings, context + supervised, [IGNORE] * len(context) + supervised, self)
+
+    def _images(self, tilings: Sequence[Tiling]) -> list[int]:
+        """Tokens of all images with the texts around them, which are tokenized together, as stock processors do."""
+        text, runs = _text_and_runs(self.layout, tilings)
+        if text == IMAGE_MARK * len(runs):
+            return [IMAGE_POSITION] * sum(runs)
+        with panics_told(self.tokenizer.name_or_path):
+            ids = self.with_marks(text, add_special_tokens=False).input_ids
+        left = iter(runs)
+        return [one for token in ids for one in ([IMAGE_POSITION] * next(left) if token == self.image_id else [token])]
 
 
 class ChatTemplate:
@@ -110,7 +123,7 @@ class ChatTemplate:
         self.layout = layout
         self.vocab_size = vocab_size
         self.image_id = self.tokenizer.convert_tokens_to_ids(IMAGE_MARK)
-        _tokens_around(tokenizer, layout)
+        _refuse_missing_marks(tokenizer, layout)
         if template == "chatml" and (lacking := [m for m in CHATML if m not in tokenizer.added_tokens_encoder]):
             raise UserError(
                 f"data.template: chatml writes {' and '.join(lacking)}, and the tokenizer of {self.name} has no such "
@@ -126,7 +139,7 @@ class ChatTemplate:
         self.special_texts = any_of(self.tokenizer.convert_ids_to_tokens(sorted(special)))
         try:
             self.chat = ChatText(self.tokenizer, self.tokenizer.convert_ids_to_tokens(sorted(self.end_marks)), template)
-            self._tokens(PROBE, images=1)
+            self._tokens(PROBE, (layout.tiling(1, 1),))
         except Rejected as error:
             remedy = "mend it" if called == FILE else "put another tokenizer into the model's folder"
             if template == "chat":
@@ -140,31 +153,39 @@ class ChatTemplate:
     def __call__(self, sample: Sample) -> Document:
         """Tokenize a sample; raises Rejected for turns that cannot be written and masked faithfully."""
         _refuse_special(self.special_texts, sample.turns, self.name)
-        ids, supervised = self._tokens(sample.turns, len(sample.images))
+        tilings = tilings_of(sample, self.layout)
+        ids, supervised, runs = self._tokens(sample.turns, tilings)
         input_ids: list[int] = []
         labels: list[int] = []
+        left = iter(runs)
         for token, learnt in zip(ids, supervised, strict=True):
             if token == self.image_id:
-                input_ids += [IMAGE_POSITION] * self.layout.positions_per_tile
-                labels += [IGNORE] * self.layout.positions_per_tile
+                positions = next(left)
+                input_ids += [IMAGE_POSITION] * positions
+                labels += [IGNORE] * positions
             else:
                 input_ids.append(token)
                 labels.append(token if learnt else IGNORE)
-        return _document(sample, input_ids, labels, self)
+        return _document(sample, tilings, input_ids, labels, self)
 
-    def _tokens(self, turns: Turns, images: int) -> tuple[list[int], list[bool]]:
-        """Token ids of the conversation's text, <image> as one token, and which of them belong to answers."""
+    def _tokens(self, turns: Turns, tilings: Sequence[Tiling]) -> tuple[list[int], list[bool], list[int]]:
+        """Token ids of the conversation's text, which of them belong to answers, and what its <image> tokens stand for.
+
+        The latter are positions, of one <image> after the other.
+        """
         text, spans = self.chat.write(turns)
-        text, spans, around = _wrapped(text, spans, self.layout)
+        images = [_text_and_runs(self.layout, (tiling,)) for tiling in tilings]
+        text, spans, around = _wrapped(text, spans, [written for written, _ in images])
+        positions = list(itertools.chain.from_iterable(runs for _, runs in images))
         with panics_told(self.name):
             encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         ids = encoding.ids
-        if ids.count(self.image_id) != images:
+        if (read := ids.count(self.image_id)) != len(positions):
             raise Rejected(
                 "template",
-                f"{images} images, but the tokenizer of {self.name} reads {ids.count(self.image_id)} {IMAGE_MARK} "
-                f"tokens in the conversation; {IMAGE_MARK} must be an added token with normalized: false and "
-                "single_word: false",
+                f"{len(positions)} images or tiles, but the tokenizer of {self.name} reads {read} {IMAGE_MARK} tokens "
+                f"in the conversation; {IMAGE_MARK} must be an added token with normalized: false and single_word: "
+                "false",
             )
         in_answer = _overlapping(ids, encoding.offsets, spans, self.added_ids)
         last = [token for token, now, after in zip(ids, in_answer, [*in_answer[1:], False], strict=True) if now > after]
@@ -184,7 +205,7 @@ class ChatTemplate:
         if around:
             wrapping = _overlapping(ids, encoding.offsets, around, self.added_ids)
             in_answer = [now and not wraps for now, wraps in zip(in_answer, wrapping, strict=True)]
-        return ids, in_answer
+        return ids, in_answer, positions
 
 
 Template = PlainTemplate | ChatTemplate
@@ -197,14 +218,33 @@ def make_template(template: str, tokenizer: PreTrainedTokenizerBase, layout: Ima
     return ChatTemplate(tokenizer, layout, vocab_size, template)
 
 
-def _document(sample: Sample, input_ids: list[int], labels: list[int], template: Template) -> Document:
+def tilings_of(sample: Sample, layout: ImageLayout) -> tuple[Tiling, ...]:
+    """What each of a sample's images becomes; raises Rejected for one that cannot be cut."""
+    images = len(sample.images)
+    assert len(sample.sizes) == images or not layout.is_sized, f"{sample.where}: {images} images, sizes {sample.sizes}"
+    try:
+        return tuple(layout.tiling(*size, images) for size in sample.sizes or ((0, 0),) * images)
+    except UnfitImage as error:
+        raise Rejected("unfit_shape", str(error)) from None
+
+
+def _text_and_runs(layout: ImageLayout, tilings: Sequence[Tiling]) -> tuple[str, list[int]]:
+    """The text of images, <image> for each run of positions, and how long these are."""
+    pieces = [piece for tiling in tilings for piece in layout.pieces(tiling)]
+    runs = [piece for piece in pieces if isinstance(piece, int)]
+    return "".join(IMAGE_MARK if isinstance(piece, int) else piece for piece in pieces), runs
+
+
+def _document(
+    sample: Sample, tilings: tuple[Tiling, ...], input_ids: list[int], labels: list[int], template: Template
+) -> Document:
     """The document of tokens and labels that are not shifted yet; raises UserError for ids without an embedding."""
     if max(input_ids) >= template.vocab_size:
         raise UserError(
             f"{sample.where}: the tokenizer of {template.tokenizer.name_or_path} makes token {max(input_ids)}, but "
             f"the model's embedding has {template.vocab_size} rows: the two do not belong together"
         )
-    return Document(sample, tuple(input_ids), (*labels[1:], IGNORE))
+    return Document(sample, tuple(input_ids), (*labels[1:], IGNORE), tilings)
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -223,26 +263,26 @@ def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str
             )
 
 
-def _tokens_around(tokenizer: PreTrainedTokenizerBase, layout: ImageLayout) -> tuple[list[int], list[int]]:
-    """Tokens of the texts that the layout writes before and behind an image; raises `missing_marks`."""
-    marks = marks_around(layout.name)
-    if lacking := [mark for text in marks for mark in text if mark not in tokenizer.added_tokens_encoder]:
+def _refuse_missing_marks(tokenizer: PreTrainedTokenizerBase, layout: ImageLayout) -> None:
+    """Raise `missing_marks` for tokens around an image that the tokenizer does not have."""
+    lacking = [mark for mark in marks_around(layout.name) if mark not in tokenizer.added_tokens_encoder]
+    if lacking:
         raise missing_marks(layout.name, lacking, tokenizer.name_or_path)
-    before, after = (tokenizer.convert_tokens_to_ids(text) for text in marks)
-    return before, after
 
 
-def _wrapped(text: str, spans: list[Span], layout: ImageLayout) -> tuple[str, list[Span], list[Span]]:
-    """The text with the layout's own around each <image>, the same spans in it, and where that stands."""
-    before, after = layout.wrapper
-    if not before and not after:
-        return text, spans, []
+def _wrapped(text: str, spans: list[Span], images: Sequence[str]) -> tuple[str, list[Span], list[Span]]:
+    """The text with those of images for its <image> marks, the same spans in it, and where they stand.
+
+    Where there are more marks than images, or fewer, what follows counts them.
+    """
     marks = [found.start() for found in re.finditer(re.escape(IMAGE_MARK), text)]
-    grown = len(before) + len(after)
-    moved = [tuple(at + grown * bisect_left(marks, at) for at in span) for span in spans]
-    whole = len(IMAGE_MARK) + grown
-    around = [(mark + grown * number, mark + grown * number + whole) for number, mark in enumerate(marks)]
-    return text.replace(IMAGE_MARK, before + IMAGE_MARK + after), moved, around
+    if len(marks) != len(images) or all(image == IMAGE_MARK for image in images):
+        return text, spans, []
+    grown = [0, *itertools.accumulate(len(image) - len(IMAGE_MARK) for image in images)]
+    moved = [tuple(at + grown[bisect_left(marks, at)] for at in span) for span in spans]
+    around = [(at + grown[n], at + grown[n] + len(images[n])) for n, at in enumerate(marks)]
+    texts = iter(images)
+    return re.sub(re.escape(IMAGE_MARK), lambda _: next(texts), text), moved, around
 
 
 def with_image_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -283,13 +323,15 @@ def _overlapping(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Sp
 class TextCounter:
     """Counts as training tokenizes: it is the same template that makes the document."""
 
-    def __init__(self, tokenizer_path: str, template: str, layout: str = "square", form: SampleFormat = LLAVA) -> None:
+    def __init__(
+        self, tokenizer_path: str, template: str, layout: ImageLayout = ONE_SQUARE, form: SampleFormat = LLAVA
+    ) -> None:
         """Raises UserError for a folder without tokenizer and for a template that the tokenizer does not fit."""
         self.arguments = tokenizer_path, template, layout, form
         self.form = form  # of the samples that are counted
-        self.fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout, form.wording)
-        self.layout = ImageLayout(layout, 1)
-        # The tokens' number depends on neither: any number of tokens an image, any size of the embedding.
+        self.fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout.texts, form.wording)
+        self.layout = layout.of_texts
+        # The tokens' number does not depend on the size of the embedding.
         self.template = make_template(template, load_tokenizer(tokenizer_path), self.layout, sys.maxsize)
 
     def __call__(self, sample: Sample) -> int:
@@ -297,7 +339,7 @@ class TextCounter:
         input_ids = self.template(without_images(sample) if self.layout.strips else sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 
-    def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str, str, SampleFormat]]:
+    def __reduce__(self) -> tuple[type[TextCounter], tuple[str, str, ImageLayout, SampleFormat]]:
         return TextCounter, self.arguments  # a jinja2 template cannot be pickled
 
 

@@ -47,6 +47,7 @@ from mmtrain.data.shards.index import (
 )
 from mmtrain.data.shards.index_file import MEND, MissingIndex
 from mmtrain.data.shards.retry import RETRY_SECONDS, UnreadableError
+from mmtrain.pretrained.layouts import ONE_SQUARE, ImageLayout
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import Advance, usable_cores, worker_pool
@@ -65,7 +66,7 @@ def ensure_indexes(
     tars: Sequence[Path],
     tokenizer_path: str,
     template: str,
-    layout: str = "square",
+    layout: ImageLayout = ONE_SQUARE,
     form: SampleFormat = LLAVA,
     *,
     workers: int | None = None,
@@ -79,8 +80,8 @@ def ensure_indexes(
     now; it is brought up to date if it is completed. Raises UserError for indexes that are stale or damaged: they are
     never replaced unasked, for their checksums are the only record of what the tars should hold.
     """
-    fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout, form.wording)
-    missing = unready_shards(tars, fingerprint, retry_seconds)
+    fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout.texts, form.wording)
+    missing = unready_shards(tars, fingerprint, retry_seconds, TURNED if layout.is_sized else 1)
     if missing:
         _log.info(f"indexing {len(missing):,} of {len(tars):,} shards (once; the indexes are kept beside them)")
         text = tokenizer_path, template, layout, form
@@ -123,7 +124,7 @@ def build_indexes(
     tars: Sequence[Path],
     tokenizer_path: str,
     template: str,
-    layout: str = "square",
+    layout: ImageLayout = ONE_SQUARE,
     form: SampleFormat = LLAVA,
     *,
     workers: int,
@@ -238,10 +239,10 @@ def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, advance: Adv
                 return content
 
             for place, members in enumerate(index.members):
-                sample = None
+                sample, sizes = None, index.image_sizes[place]
                 try:
                     if place not in faults:
-                        sample = _without_images(tar, index.keys[place], members, count.form, read)
+                        sample = _without_images(tar, index.keys[place], members, sizes, count.form, read)
                 except Rejected as error:
                     if known is None and error.reason != "checksum":
                         faults[place] = (error.reason, error.detail)
@@ -268,7 +269,12 @@ def _faults_of_files(index: ShardIndex) -> Faults:
 
 
 def _without_images(
-    tar: Path, key: str, members: Sequence[Member], form: SampleFormat, read: Callable[[Member], bytes]
+    tar: Path,
+    key: str,
+    members: Sequence[Member],
+    sizes: tuple[tuple[int, int], ...],
+    form: SampleFormat,
+    read: Callable[[Member], bytes],
 ) -> Sample:
     """A sample, its images as empty bytes; of the others the member with its text is read. Raises Rejected."""
     by_suffix = {member.suffix: member for member in members}
@@ -277,7 +283,7 @@ def _without_images(
         if member.size > MAX_RECORD_BYTES:
             raise Rejected("too_many_bytes", f"{member.suffix}: {member.size:,} bytes; at most {MAX_RECORD_BYTES:,}")
         contents[member.suffix] = read(member)
-    return read_sample(key, str(tar), contents, members[0].offset, form)
+    return replace(read_sample(key, str(tar), contents, members[0].offset, form), sizes=sizes)
 
 
 def write_merged(tar: Path, index: ShardIndex) -> None:
@@ -370,8 +376,8 @@ def _add_sample(index: ShardIndex, tar: Path, key: str, files: list[_File], form
         for file in files:
             if file.fault is not None:
                 raise Rejected(*file.fault)
-        in_order = [file.member for file in files]
-        sample = _without_images(tar, key, in_order, form, lambda member: members[member.suffix].text)
+        in_order, shown = [file.member for file in files], tuple(size[:2] for size in sizes)
+        sample = _without_images(tar, key, in_order, shown, form, lambda member: members[member.suffix].text)
     except Rejected as error:
         index.faults[form.reading][place] = (error.reason, error.detail)
     index.add(key, (file.member for file in files), sizes)

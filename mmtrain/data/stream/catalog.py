@@ -1,6 +1,6 @@
 """All samples of a run's data sets, as planning needs them, and random access to each.
 
-index files --Catalog--> per data set lengths (samples,), images (samples,): what `order` plans with
+index files --Catalog--> per data set lengths (samples,), tiles (samples,): what `order` plans with
 global sample number --Catalog.find--> shard, members at their offsets
                      --Reader: pread, CRC32 as it was indexed--> Sample, or the Fault that it is quarantined for
 
@@ -20,7 +20,7 @@ import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,11 +32,12 @@ from mmtrain.data.samples.formats import LLAVA, SampleFormat, format_argument, t
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import Fault, Sample, image_number, read_sample, without_images
 from mmtrain.data.shards.detection import sample_format
-from mmtrain.data.shards.index import IndexColumns, Member, read_columns
+from mmtrain.data.shards.index import Member, read_columns
 from mmtrain.data.shards.index_file import MEND
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 from mmtrain.data.shards.shard_list import expand_shards
+from mmtrain.data.stream.image_totals import image_totals
 from mmtrain.data.stream.order import HELD_OUT, UNUSABLE, Capacity, SampleSet
 from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.layouts import ImageLayout, layout_argument
@@ -65,6 +66,7 @@ class Place:
     name: str  # of its members, without their suffixes
     members: tuple[Member, ...]
     form: SampleFormat
+    sizes: tuple[tuple[int, int], ...]  # (width, height) of its images, where the layout asks for them
 
 
 class _Stored(NamedTuple):
@@ -76,6 +78,8 @@ class _Stored(NamedTuple):
     offset: np.ndarray  # (members,) int64
     size: np.ndarray  # (members,) int64
     crc32: np.ndarray  # (members,) uint32
+    first_image: np.ndarray  # (samples + 1,) int32
+    image_sizes: np.ndarray  # (images, 2) int32 width and height; none where the layout does not ask for them
 
 
 def data_sets(data: DataSection) -> list[DataSet]:
@@ -147,13 +151,14 @@ class Catalog:
         self.sample_sets: list[SampleSet] = []
         self._stored: list[_Stored] = []
         self._suffixes: dict[str, int] = {}
-        digest = hashlib.sha256(f"{' '.join(dict.fromkeys(text_fingerprints))} {layout.positions_per_tile}".encode())
+        named = f"{layout.positions_per_tile} {layout}" if layout.is_sized else f"{layout.positions_per_tile}"
+        digest = hashlib.sha256(f"{' '.join(dict.fromkeys(text_fingerprints))} {named}".encode())
         lengths = []
         for one, text in zip(sets, text_fingerprints, strict=True):
             read = (self._read_shard(one, text, shard, digest) for shard in one.shards)
-            lengths_of_shards, planned, images = zip(*read, strict=True)
+            lengths_of_shards, planned, tiles = zip(*read, strict=True)
             sizes = np.array(list(map(len, lengths_of_shards)))
-            self.sample_sets.append(SampleSet(one.weight, sizes, np.concatenate(planned), np.concatenate(images)))
+            self.sample_sets.append(SampleSet(one.weight, sizes, np.concatenate(planned), np.concatenate(tiles)))
             lengths += lengths_of_shards
         self.lengths = np.concatenate(lengths)
         """(samples,) int32 tokens of each sample, those of its images included, held-out ones too; or UNUSABLE."""
@@ -164,7 +169,7 @@ class Catalog:
     def _read_shard(
         self, one: DataSet, text: str, shard: Path, digest: hashlib._Hash
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The next shard's lengths, the same or HELD_OUT, and images, (samples,) int32 each; notes what else is known.
+        """The next shard's lengths, the same or HELD_OUT, and tiles, (samples,) int32 each; notes what else is known.
 
         That is where they are stored, faults, held-out samples and the fingerprint.
         """
@@ -173,13 +178,14 @@ class Catalog:
         if texts is None or unreadable is None:
             raise UserError(
                 f"{shard}: its index has no token lengths for this format, tokenizer and template; make them: "
-                f"mmtrain index {shard} --tokenizer PATH --template NAME{layout_argument(self.layout.name)}"
+                f"mmtrain index {shard} --tokenizer PATH --template NAME{layout_argument(self.layout)}"
                 f"{format_argument(one.form)}"
             )
         images = np.diff(index.first_image).astype(np.int32)
-        exact = np.array(texts.tokens, np.int64) + self._positions(index)
+        positions, tiles, unfit = image_totals(index, self.layout)
+        exact = np.array(texts.tokens, np.int64) + positions
         lengths = np.minimum(exact, np.iinfo(np.int32).max).astype(np.int32)  # what no pack holds stays what none does
-        faults = {**texts.faults, **unreadable}
+        faults = {**unfit, **texts.faults, **unreadable}
         if not (self.layout.takes_images or self.layout.strips):
             for place in np.flatnonzero(images).tolist():
                 faults.setdefault(place, ("no_encoder", f"{images[place]} images"))
@@ -204,16 +210,13 @@ class Catalog:
         names = np.array([key.encode() for key in index.keys], np.bytes_)
         suffix = [self._suffixes.setdefault(suffix, len(self._suffixes)) for suffix in index.suffix]
         firsts, suffixes = index.first_member.astype(np.int32), np.array(suffix, np.int32)
-        self._stored.append(_Stored(names, firsts, suffixes, index.offset, index.size, index.crc32))
+        seen = index.image_sizes if self.layout.is_sized else index.image_sizes[:0]
+        first_images = index.first_image if self.layout.is_sized else np.zeros_like(index.first_image)
+        pictures = first_images.astype(np.int32), seen.astype(np.int32)
+        self._stored.append(_Stored(names, firsts, suffixes, index.offset, index.size, index.crc32, *pictures))
         self.firsts.append(first + len(lengths))
         digest.update(b"\n".join(names) + index.crc32.tobytes() + lengths.tobytes() + planned.tobytes())
-        return lengths, planned, images if self.layout.takes_images else np.zeros_like(images)
-
-    def _positions(self, index: IndexColumns) -> np.ndarray:
-        """(samples,) int64 positions that the images of each sample take."""
-        of_image = [self.layout.positions(width, height) for width, height in index.image_sizes.tolist()]
-        before = np.concatenate([[0], np.cumsum(of_image, dtype=np.int64)])
-        return before[index.first_image[1:]] - before[index.first_image[:-1]]
+        return lengths, planned, tiles
 
     def __len__(self) -> int:
         return self.firsts[-1]
@@ -223,10 +226,12 @@ class Catalog:
         shard = bisect_right(self.firsts, number) - 1
         place, stored = number - self.firsts[shard], self._stored[shard]
         begin, end = stored.first_member[place : place + 2].tolist()
-        columns = (column[begin:end].tolist() for column in stored[2:])
+        columns = (column[begin:end].tolist() for column in stored[2:6])
         members = tuple(Member(self._suffix_texts[suffix], *rest) for suffix, *rest in zip(*columns, strict=True))
         name = stored.names[place].decode()
-        return Place(_full_key(self.names[shard], name), self.shards[shard], name, members, self.forms[shard])
+        first, last = stored.first_image[place : place + 2].tolist()
+        sizes = tuple(map(tuple, stored.image_sizes[first:last].tolist()))
+        return Place(_full_key(self.names[shard], name), self.shards[shard], name, members, self.forms[shard], sizes)
 
     def repeated_keys(self) -> int:
         """Samples whose key an earlier one of their data set has. Price: a second for a million samples."""
@@ -238,18 +243,18 @@ class Catalog:
 
     def refuse_overlong(self, capacity: Capacity) -> None:
         """Raise UserError for the first sample that does not fit into a pack."""
-        images = np.concatenate([one.images for one in self.sample_sets])
+        tiles = np.concatenate([one.tiles for one in self.sample_sets])
         wrong = self.lengths > capacity.tokens
-        if capacity.images is not None:
-            wrong |= (self.lengths != UNUSABLE) & (images > capacity.images)
+        if capacity.tiles is not None:
+            wrong |= (self.lengths != UNUSABLE) & (tiles > capacity.tiles)
         if wrong.any():
             number = int(wrong.argmax())
             place = self.find(number)
             raise UserError(
-                f"{place.shard}: sample {place.key}: {self.lengths[number]} tokens and {images[number]} images do not "
-                f"fit into a pack of {capacity.tokens} tokens"
-                + (f" and {capacity.images} images" if capacity.images is not None else "")
-                + f" ({int(wrong.sum()):,} samples in all do not); raise data.pack_length or data.max_images_per_pack, "
+                f"{place.shard}: sample {place.key}: {self.lengths[number]} tokens and {tiles[number]} squares of "
+                f"images do not fit into a pack of {capacity.tokens} tokens"
+                + (f" and {capacity.tiles} squares" if capacity.tiles is not None else "")
+                + f" ({int(wrong.sum()):,} samples in all do not); raise data.pack_length or data.max_tiles_per_pack, "
                 "or set data.overlong=skip"
             )
 
@@ -260,8 +265,8 @@ def load_catalog(config: RunConfig, sets: Sequence[DataSet], held_out_fraction: 
     folder, seconds = model_folder(llm), data.io_retry_seconds
     # The launcher has made them; a rank that has to, without one, shares its cores with others.
     for form, shards in shards_by_form(sets).items():
-        ensure_indexes(shards, llm, data.template, layout.name, form, workers=1, retry_seconds=seconds)
-    texts = [text_fingerprint(folder, data.template, layout.name, one.form.wording) for one in sets]
+        ensure_indexes(shards, llm, data.template, layout, form, workers=1, retry_seconds=seconds)
+    texts = [text_fingerprint(folder, data.template, layout.texts, one.form.wording) for one in sets]
     return Catalog(sets, texts, layout, data.max_image_pixels, held_out_fraction, seconds)
 
 
@@ -307,7 +312,7 @@ class Reader:
             members[member.suffix] = content
         offset = place.members[0].offset
         try:
-            sample = read_sample(place.key, str(place.shard), members, offset, place.form)
+            sample = replace(read_sample(place.key, str(place.shard), members, offset, place.form), sizes=place.sizes)
             return without_images(sample) if strips else sample
         except Rejected as error:
             return Fault(place.key, str(place.shard), offset, error.reason, error.detail)

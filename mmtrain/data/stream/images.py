@@ -1,7 +1,7 @@
 """An image's way from a file's bytes to the encoder's input.
 
-bytes --header: how many pixels?--> --Pillow--> RGB (height, width), turned by EXIF --fit--> (3, S, S) uint8
-      --on the encoder's device: /255, minus mean, over std--> (3, S, S) float32
+bytes --header: how many pixels?--> --Pillow--> RGB (height, width), turned by EXIF --fit, or tiling--> (tiles, 3, S, S)
+      uint8 --on the encoder's device: /255, minus mean, over std--> (tiles, 3, S, S) float32
 
 fit: pad         whole, on a square of the mean colour (LLaVA-1.5's `image_aspect_ratio: pad`). Price: the padding's
                  patches are tokens too
@@ -25,12 +25,14 @@ from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, Rejected, open_image, orientation, stated_orientation
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.parts import encoder_config, holds_parts
+from mmtrain.pretrained.tiling import Tiling, centred_size
 from mmtrain.pretrained.timm_models import timm_config
 from mmtrain.pretrained.vision_files import hf_facts, is_timm_name, preprocessing, timm_image_size
 
 Fit = Literal["pad", "resize", "center_crop"]
 # Pixels. A thread of 1 x 65,000 is no large image, but its square is.
 MAX_SIDE = 30_000
+ONE_TILE = Tiling(0, 0, positions=1)  # of an image that is not cut, whatever its size
 BAND_PIXELS = 16_000_000  # that padding handles at a time, 64 MB
 
 
@@ -42,15 +44,46 @@ class ImageTransform:
     mean: tuple[float, float, float]  # of RGB in 0..1
     std: tuple[float, float, float]
     interpolation: str  # a name of PIL.Image.Resampling, in lower case
-    fit: Fit = "pad"
+    fit: Fit | None = "pad"  # None: images are cut into tiles
     max_pixels: int = MAX_IMAGE_PIXELS  # of an image that `decode` takes
 
-    def decode(self, content: bytes, ignore_exif: bool = False) -> torch.Tensor:
-        """An image file's bytes as (3, image_size, image_size) uint8; raises what `decode_image` and `fitted` raise.
+    def decode(
+        self, content: bytes, tiling: Tiling = ONE_TILE, ignore_exif: bool = False, is_control: bool = False
+    ) -> torch.Tensor:
+        """An image file's bytes as (tiles, 3, S, S) uint8, S = image_size; raises what `decode_image` and `cut` raise.
 
         Not normalised yet: that makes four times as many bytes, which need not travel between processes and devices.
+        An image of another size than the tiling's is Rejected; where `is_control`, it is stretched to that size.
         """
-        return self.fitted(decode_image(content, self.max_pixels, ignore_exif))
+        image, wanted = decode_image(content, self.max_pixels, ignore_exif), (tiling.width, tiling.height)
+        if any(wanted) and image.size != wanted:
+            if not is_control:
+                seen = f"{image.width} x {image.height} pixels, where its index says {wanted[0]} x {wanted[1]}"
+                raise Rejected("undecodable_image", seen)
+            image = self._resize(image, wanted)
+        return self.cut(image, tiling)
+
+    def cut(self, image: Image.Image, tiling: Tiling) -> torch.Tensor:
+        """The tiles (tiles, 3, S, S) uint8 of an image of the tiling's size; raises what `fitted` raises."""
+        if tiling.canvas == "fitted":
+            return self.fitted(image)[None]
+        refuse_threads(image)
+        image = image if image.mode == "RGB" else image.convert("RGB")
+        side, size = self.image_size, (tiling.columns * self.image_size, tiling.rows * self.image_size)
+        if tiling.canvas == "padded":
+            canvas = self._pad(image)
+        elif tiling.canvas == "stretched":
+            canvas = self._resize(image, size)
+        else:
+            width, height = centred_size(*image.size, *size)
+            canvas = Image.new("RGB", size)
+            canvas.paste(self._resize(image, (width, height)), ((size[0] - width) // 2, (size[1] - height) // 2))
+        pixels = np.asarray(canvas).reshape(tiling.rows, side, tiling.columns, side, 3)
+        tiles = pixels.transpose(0, 2, 4, 1, 3).reshape(-1, 3, side, side)
+        if tiling.overview is not None:
+            whole = np.asarray(self._resize(image)).transpose(2, 0, 1)[None]
+            tiles = np.concatenate([whole, tiles] if tiling.overview == "first" else [tiles, whole])
+        return torch.from_numpy(np.ascontiguousarray(tiles))
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """Turn an image of any size and mode into (3, image_size, image_size) float32; raises what `fitted` raises."""
@@ -67,8 +100,7 @@ class ImageTransform:
         Raises Rejected where a side is longer than MAX_SIDE, or would be once the other one is the encoder's.
         """
         scale = self.image_size / min(image.size) if self.fit == "center_crop" else 1
-        if max(image.size) * max(scale, 1) > MAX_SIDE:
-            raise Rejected("too_many_pixels", f"{image.width} x {image.height} pixels, too long and thin for a square")
+        refuse_threads(image, scale)
         image = image if image.mode == "RGB" else image.convert("RGB")
         fitted = {"pad": self._pad, "resize": self._resize, "center_crop": self._center_crop}[self.fit](image)
         return torch.from_numpy(np.ascontiguousarray(np.asarray(fitted).transpose(2, 0, 1)))
@@ -103,6 +135,12 @@ class ImageTransform:
     def _resize(self, image: Image.Image, size: tuple[int, int] | None = None) -> Image.Image:
         size = size or (self.image_size, self.image_size)
         return image.resize(size, Image.Resampling[self.interpolation.upper()])
+
+
+def refuse_threads(image: Image.Image, scale: float = 1) -> None:
+    """Raise Rejected for an image with a side longer than MAX_SIDE once it is `scale` times as large."""
+    if max(image.size) * max(scale, 1) > MAX_SIDE:
+        raise Rejected("too_many_pixels", f"{image.width} x {image.height} pixels, too long and thin for a square")
 
 
 @functools.cache
@@ -141,7 +179,7 @@ def upright(image: Image.Image) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-def image_transform(name: str, fit: Fit = "pad", max_pixels: int = MAX_IMAGE_PIXELS) -> ImageTransform:
+def image_transform(name: str, fit: Fit | None = "pad", max_pixels: int = MAX_IMAGE_PIXELS) -> ImageTransform:
     """The preprocessing that belongs to a vision encoder, named as in `model.vision.name`.
 
     Size, mean and interpolation are those of timm's pretrained configuration, or of the `preprocessor_config.json` of a

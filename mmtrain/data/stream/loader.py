@@ -5,9 +5,9 @@
 3. share    step s takes packs [s*G, (s+1)*G); replica r the r-th contiguous part of them
 4. read     `Reader`: by offset, checksum compared; a damaged sample leaves a gap in its pack
 5. text     the template: turns -> input_ids and labels; a length that is not the planned one ends the run
-6. images   `make_batch`: decoded and resized
+6. images   `make_batch`: decoded, resized, cut into tiles
 7. ahead    with workers, steps 4-6 run in other processes, each making every n-th micro-batch
-8. device   `to_device`: copied as they are; images become float32 where the encoder runs
+8. device   `to_device`: copied as they are; tiles become float32 where the encoder runs
 
 The whole state is the number of the next step: nothing was drawn that it does not tell.
 """
@@ -40,7 +40,7 @@ from mmtrain.processes.parent import die_with_parent
 from mmtrain.processes.stop import ignore_in_worker
 
 PREFETCH = 2  # micro-batches that each worker makes ahead
-SLOTS = PREFETCH + 1  # micro-batches of a worker that keep their images: those ahead, and the one being copied out
+SLOTS = PREFETCH + 1  # micro-batches of a worker that keep their tiles: those ahead, and the one being copied out
 
 
 class PackedBatches:
@@ -85,8 +85,8 @@ class PackedBatches:
         plan, capacity = self.order.epoch_plan(0), self.processor.capacity
         fill = self.catalog.lengths[plan.samples].sum() / (len(plan) * capacity.tokens)
         overlong = "too long for a pack"
-        if capacity.images is not None:
-            overlong += f" or with more than {capacity.images} images"
+        if capacity.tiles is not None:
+            overlong += f" or with more than {capacity.tiles} squares of images"
         left_out = {overlong: plan.overlong, "unusable": plan.unusable, "held out": len(self.catalog.held_out)}
         without = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
         packs, steps = self.config.train.packs_per_step, self.max_steps
@@ -118,9 +118,9 @@ class PackedBatches:
         if workers == 0:
             yield from self._share(0, 1, itertools.repeat(None))
             return
-        images = self.config.train.packs_per_microbatch * self.processor.most_images
+        tiles = self.config.train.packs_per_microbatch * self.processor.most_tiles
         transform = self.processor.transform
-        slots = _shared_memory(workers, images, 1 if transform is None else transform.image_size)
+        slots = _shared_memory(workers, tiles, 1 if transform is None else transform.image_size)
         batches = DataLoader(
             _Worker(self, slots),
             batch_size=None,
@@ -135,7 +135,7 @@ class PackedBatches:
             yield sent.received(slots[number % workers, number // workers % SLOTS])
 
     def _share(self, worker: int, workers: int, buffers: Iterable[torch.Tensor | None]) -> Iterator[PackedBatch]:
-        """Every `workers`-th micro-batch of this replica, from the `worker`-th on, images uint8 in the next buffer."""
+        """Every `workers`-th micro-batch of this replica, from the `worker`-th on, tiles uint8 in the next buffer."""
         buffers = iter(buffers)
         train = self.config.train
         mine = train.packs_per_step // self.replicas
@@ -155,33 +155,33 @@ class PackedBatches:
         return Pack(tuple(entries), pack.epoch)
 
 
-def _shared_memory(workers: int, images: int, image_size: int) -> torch.Tensor:
-    """(workers, SLOTS, images, 3, S, S) uint8 that forked processes share; a page takes no memory until it is used.
+def _shared_memory(workers: int, tiles: int, image_size: int) -> torch.Tensor:
+    """(workers, SLOTS, tiles, 3, S, S) uint8 that forked processes share; a page takes no memory until it is used.
 
     torch's queues make a file in /dev/shm of every tensor instead: new pages each time, which cost about as much as
     copying the image, and a container has 64 MB of it by default.
     """
-    shape = (workers, SLOTS, max(images, 1), 3, image_size, image_size)
+    shape = (workers, SLOTS, max(tiles, 1), 3, image_size, image_size)
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape)), dtype=torch.uint8).view(shape)
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A micro-batch on its way from a worker; its images lie in the worker's slot."""
+    """A micro-batch on its way from a worker; its tiles lie in the worker's slot."""
 
     fields: dict[str, Any]  # of PackedBatch, the tokens' tensors as arrays, which a queue takes as they are
-    images: int
+    tiles: int
 
     @classmethod
     def of(cls, batch: PackedBatch) -> Self:
         tokens = {name: value.numpy() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-        return cls({**vars(batch), **tokens, "images": None}, 0 if batch.images is None else len(batch.images))
+        return cls({**vars(batch), **tokens, "tiles": None}, 0 if batch.tiles is None else len(batch.tiles))
 
     def received(self, slot: torch.Tensor) -> PackedBatch:
         tokens = {name: torch.from_numpy(value) for name, value in self.fields.items() if isinstance(value, np.ndarray)}
         # Copied: the worker writes over the slot once the next micro-batch is asked for.
-        images = slot[: self.images].clone() if self.images else None
-        return PackedBatch(**{**self.fields, **tokens, "images": images})
+        tiles = slot[: self.tiles].clone() if self.tiles else None
+        return PackedBatch(**{**self.fields, **tokens, "tiles": tiles})
 
 
 class _Worker(IterableDataset):

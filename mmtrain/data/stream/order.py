@@ -37,12 +37,12 @@ class SampleSet:
     weight: float  # how often an epoch draws its samples, > 0
     shard_sizes: np.ndarray  # (shards,) samples in each shard, held-out ones too
     lengths: np.ndarray  # (samples,) int32 tokens, those of images included; or HELD_OUT, UNUSABLE
-    images: np.ndarray  # (samples,) int32 images of each sample
+    tiles: np.ndarray  # (samples,) int32 squares for the encoder of each sample
 
     def __post_init__(self) -> None:
         assert self.weight > 0, f"weight {self.weight}"
         assert len(self.shard_sizes) > 0, "no shards"
-        assert self.shard_sizes.sum() == len(self.lengths) == len(self.images), "shards, lengths and images differ"
+        assert self.shard_sizes.sum() == len(self.lengths) == len(self.tiles), "shards, lengths and tiles differ"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Capacity:
     """What a pack holds."""
 
     tokens: int
-    images: int | None = None  # None: as many as its tokens allow
+    tiles: int | None = None  # squares for the encoder; None: as many as its tokens allow
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class EpochPlan:
     samples: np.ndarray  # (planned,) int64 global sample numbers, in pack order
     starts: np.ndarray  # (packs + 1,) int64: pack p holds samples[starts[p] : starts[p + 1]]
     drawn: int
-    overlong: int  # do not fit an empty pack, by tokens or by images
+    overlong: int  # do not fit an empty pack, by tokens or by tiles
     unusable: int
 
     def __len__(self) -> int:
@@ -90,15 +90,15 @@ def plan_epoch(
     of one core and 40 MB.
     """
     lengths = np.concatenate([one.lengths for one in sets])
-    images = np.concatenate([one.images for one in sets])
+    tiles = np.concatenate([one.tiles for one in sets])
     offsets = np.cumsum([0, *(len(one.lengths) for one in sets)])
     sequences, drawn, overlong, unusable = [], 0, 0, 0
     for number, one in enumerate(sets):
         sequence = offsets[number] + _set_sequence(one, f"{seed} {epoch} {number}")
         usable = lengths[sequence] != UNUSABLE
         fits = lengths[sequence] <= capacity.tokens
-        if capacity.images is not None:
-            fits &= images[sequence] <= capacity.images
+        if capacity.tiles is not None:
+            fits &= tiles[sequence] <= capacity.tiles
         drawn += len(sequence)
         unusable += int((~usable).sum())
         overlong += int((usable & ~fits).sum())
@@ -112,7 +112,7 @@ def plan_epoch(
         draw = _random(f"group {seed} {epoch} {group}")
         members = draw.permutation(np.concatenate(list(parts)))
         for window in np.array_split(members, max(1, round(len(members) / pack_window))):
-            packs = pack_best_fit(lengths[window], capacity, images[window])
+            packs = pack_best_fit(lengths[window], capacity, tiles[window])
             packs = [packs[position] for position in draw.permutation(len(packs))]
             samples.append(window[list(chain.from_iterable(packs))])
             sizes += map(len, packs)
@@ -140,24 +140,24 @@ def _random(purpose: str) -> np.random.RandomState:
     return np.random.RandomState(np.frombuffer(hashlib.sha256(purpose.encode()).digest(), "<u4"))
 
 
-def pack_best_fit(lengths: np.ndarray, capacity: Capacity, images: np.ndarray | None = None) -> list[list[int]]:
+def pack_best_fit(lengths: np.ndarray, capacity: Capacity, tiles: np.ndarray | None = None) -> list[list[int]]:
     """Best-fit decreasing: positions of the documents in each pack, packs in the order in which they were opened.
 
     The longest document comes first, ties by position. Each goes into the pack with the fewest free tokens of those
-    with room for its tokens and its images, ties by the pack opened first (Johnson, "Near-optimal bin packing
-    algorithms", MIT 1973). `lengths` and `images` are (documents,) integers; each document must fit an empty pack.
+    with room for its tokens and its tiles, ties by the pack opened first (Johnson, "Near-optimal bin packing
+    algorithms", MIT 1973). `lengths` and `tiles` are (documents,) integers; each document must fit an empty pack.
     """
-    count, cap = len(lengths), capacity.images
+    count, cap = len(lengths), capacity.tiles
     tokens = np.asarray(lengths, np.int64)
     assert count == 0 or 0 < tokens.min() <= tokens.max() <= capacity.tokens, "a document does not fit an empty pack"
-    # Where no document has more images per token than a full pack may have, tokens run out first.
-    if cap is None or (np.multiply(images, capacity.tokens, dtype=np.int64) < (cap + 1) * tokens).all():
+    # Where no document has more tiles per token than a full pack may have, tokens run out first.
+    if cap is None or (np.multiply(tiles, capacity.tokens, dtype=np.int64) < (cap + 1) * tokens).all():
         cap, needs = 0, [0] * count
     else:
-        assert images.max() <= cap, "a document has more images than a pack takes"
-        needs = images.tolist()
+        assert tiles.max() <= cap, "a document has more tiles than a pack takes"
+        needs = tiles.tolist()
 
-    # open_packs[r]: packs with room for r more images, sorted, each as free tokens * count + its number
+    # open_packs[r]: packs with room for r more tiles, sorted, each as free tokens * count + its number
     open_packs: list[list[int]] = [[] for _ in range(cap + 1)]
     packs: list[list[int]] = []
     shortest, sizes = int(tokens.min(initial=capacity.tokens)), tokens.tolist()
@@ -237,10 +237,11 @@ class PackOrder:
                 f"{epoch} draws none"
             )
         else:
-            images = "" if self.capacity.images is None else f", or have more than {self.capacity.images} images"
+            most = self.capacity.tiles
+            tiles = "" if most is None else f", or have more than {most} squares (data.max_tiles_per_pack)"
             why = (
                 f"of {plan.drawn} drawn in epoch {epoch}, {plan.overlong} are longer than data.pack_length="
-                f"{self.capacity.tokens} tokens{images}, and {plan.unusable} cannot be used at all"
+                f"{self.capacity.tokens} tokens{tiles}, and {plan.unusable} cannot be used at all"
             )
         shards = sum(len(one.shard_sizes) for one in self.sets)
         raise UserError(f"data.shards: no sample in {shards} shards fits into a pack: {why}")

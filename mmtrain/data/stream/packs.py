@@ -2,7 +2,7 @@
 
 sample --template--> document: input_ids and labels; its length must be the planned one
 packs: lists of documents, and of gaps where samples are quarantined --make_batch--> PackedBatch: (B, L) tensors and
-images (N, 3, S, S) --to_device--> the same where the model is
+tiles of images (N, 3, S, S) --to_device--> the same where the model is
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from mmtrain.data.stream.order import Capacity
 from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.layouts import layout_argument
 from mmtrain.pretrained.shapes import llm_shape
+from mmtrain.pretrained.tiling import Tiling
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,15 @@ class PackedBatch:
 
     labels are already shifted: labels[b, t] is the token that position t must predict, IGNORE where there is none; the
     last token of a document never has a label. position_ids restart at 0 in each document; a gap is a document without
-    labels, and so is the padding at the row's end. images are in row-major order of their positions.
+    labels, and so is the padding at the row's end. tiles and tilings are in row-major order of their positions.
     """
 
     input_ids: torch.Tensor  # (B, L) int64, IMAGE_POSITION at image positions
     position_ids: torch.Tensor  # (B, L) int64
     labels: torch.Tensor  # (B, L) int64
-    images: torch.Tensor | None  # (N, 3, S, S) uint8, or normalised float32; None: there are none
+    tiles: torch.Tensor | None  # (N, 3, S, S) uint8, or normalised float32; None: there are none
     keys: tuple[str, ...]  # of the samples that are trained on, in row-major order
+    tilings: tuple[Tiling, ...] = ()  # of each image: how many of the tiles are its, and which positions they become
     tokens: int = 0  # without padding and gaps
     epochs: tuple[int, ...] = ()  # (B,) of each pack
     samples_of_packs: tuple[int, ...] = ()  # (B,) trained on
@@ -93,7 +95,7 @@ class Processor:
             self.transform = image_transform(vision.name, config.data.image_fit, config.data.max_image_pixels)
         eos = self.tokenizer.eos_token_id
         self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
-        self.capacity = Capacity(config.data.pack_length, config.data.max_images_per_pack)
+        self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)
 
     def read(self, reader: Reader, number: int) -> Document | Fault:
         """The document of a sample; raises UserError where its length is not the one that its index says."""
@@ -110,42 +112,43 @@ class Processor:
                 f"{sample.where}: {len(document.input_ids)} tokens, where the index of its shard says {planned}: the "
                 "index was made by another version of the tokenizer's library; index the shard again: mmtrain "
                 f"index {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
-                f"--template {template_name(self.config.data.template)}{layout_argument(self.layout.name)}"
+                f"--template {template_name(self.config.data.template)}{layout_argument(self.layout)}"
                 f"{format_argument(reader.catalog.find(number).form)}"
             )
         return document
 
-    def decode(self, content: bytes) -> torch.Tensor:
-        """An image file's bytes as (3, S, S) uint8; raises Rejected."""
-        return self.transform.decode(content, self.config.data.ignore_exif)
+    def decode(self, content: bytes, tiling: Tiling, is_control: bool = False) -> torch.Tensor:
+        """An image file's bytes as (tiles, 3, S, S) uint8; raises Rejected."""
+        return self.transform.decode(content, tiling, self.config.data.ignore_exif, is_control)
 
     def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
-        """A micro-batch of packs, its images uint8, in `buffer` if there is one."""
+        """A micro-batch of packs, its tiles uint8, in `buffer` if there is one."""
         return make_batch(packs, self.capacity.tokens, self.padding_id, self.decode, buffer)
 
     def normalised(self, batch: PackedBatch) -> PackedBatch:
-        """The micro-batch with its images in float32, as a stock encoder takes them."""
-        return batch if batch.images is None else replace(batch, images=self.transform.normalise(batch.images))
+        """The micro-batch with its tiles in float32, as a stock encoder takes them."""
+        return batch if batch.tiles is None else replace(batch, tiles=self.transform.normalise(batch.tiles))
 
     @property
-    def most_images(self) -> int:
-        """Images that a pack can hold."""
+    def most_tiles(self) -> int:
+        """Squares for the encoder that a pack can hold."""
         if not self.layout.takes_images:
             return 0
-        most = self.capacity.tokens // self.layout.positions_per_tile
-        return most if self.capacity.images is None else min(most, self.capacity.images)
+        # An image of many tiles may take hardly more positions than one of them has.
+        most = self.capacity.tokens // self.layout.positions_per_tile * self.layout.most_tiles
+        return most if self.capacity.tiles is None else min(most, self.capacity.tiles)
 
 
 def make_batch(
     packs: Sequence[Pack],
     pack_length: int,
     padding_id: int,
-    decode: Callable[[bytes], torch.Tensor],
+    decode: Callable[[bytes, Tiling, bool], torch.Tensor],
     buffer: torch.Tensor | None = None,
 ) -> PackedBatch:
-    """Turn B packs into one micro-batch; `decode` makes (3, S, S) of an image file or raises Rejected.
+    """Turn B packs into one micro-batch; `decode` makes (tiles, 3, S, S) of an image file or raises Rejected.
 
-    A document with such an image becomes a gap. `buffer`, (M, 3, S, S) with M at least the number of images, takes
+    A document with such an image becomes a gap. `buffer`, (M, 3, S, S) with M at least the number of tiles, takes
     them as they are; without one they get memory of their own.
     """
     shape = (len(packs), pack_length)
@@ -183,8 +186,9 @@ def make_batch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         labels=torch.from_numpy(labels),
-        images=images.decoded,
+        tiles=images.decoded,
         keys=tuple(keys),
+        tilings=tuple(images.tilings),
         tokens=tokens,
         epochs=tuple(pack.epoch for pack in packs),
         samples_of_packs=tuple(samples_of_packs),
@@ -193,7 +197,7 @@ def make_batch(
 
 
 def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
-    """The micro-batch with token ids, images and their places on `device`; nothing is copied if that is the CPU.
+    """The micro-batch with token ids, tiles and their places on `device`; nothing is copied if that is the CPU.
 
     Position ids and labels stay where they are: what follows from them, masks and supervised places, is found on the
     host, which would have to wait for a GPU's answer.
@@ -201,7 +205,7 @@ def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
     if torch.device(device).type == "cpu":
         return batch
     moved = copy.copy(batch)
-    for name in ("input_ids", "images", "image_places"):
+    for name in ("input_ids", "tiles", "image_places"):
         tensor = getattr(batch, name)
         setattr(moved, name, None if tensor is None else copied(tensor, device))
     return moved
@@ -218,28 +222,30 @@ def copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 class _Images:
-    """The images of a micro-batch, decoded one by one into one tensor."""
+    """The images of a micro-batch, their tiles decoded one by one into one tensor."""
 
     def __init__(self, packs: Sequence[Pack], buffer: torch.Tensor | None) -> None:
         documents = (entry for pack in packs for entry in pack.entries if isinstance(entry, Document))
-        self.most = sum(len(document.sample.images) for document in documents)
+        self.most = sum(tiling.tiles for document in documents for tiling in document.tilings)
         self.pixels = buffer
         self.count = 0
+        self.tilings: list[Tiling] = []
 
-    def add(self, document: Document, decode: Callable[[bytes], torch.Tensor]) -> Fault | None:
-        """Append the document's images; if one cannot be decoded, none, and say why."""
+    def add(self, document: Document, decode: Callable[[bytes, Tiling, bool], torch.Tensor]) -> Fault | None:
+        """Append the tiles of the document's images; if one cannot be decoded, none, and say why."""
         sample, before = document.sample, self.count
-        for number, content in enumerate(sample.images):
+        for number, (content, tiling) in enumerate(zip(sample.images, document.tilings, strict=True)):
             try:
-                image = decode(content)
+                tiles = decode(content, tiling, document.is_control)
             except Rejected as error:
                 self.count = before
                 detail = f"image {number}: {error.detail}"
                 return Fault(sample.key, sample.shard, sample.offset, error.reason, detail)
             if self.pixels is None:
-                self.pixels = image.new_empty((self.most, *image.shape))
-            self.pixels[self.count] = image
-            self.count += 1
+                self.pixels = tiles.new_empty((self.most, *tiles.shape[1:]))
+            self.pixels[self.count : self.count + len(tiles)] = tiles
+            self.count += len(tiles)
+        self.tilings += document.tilings
         return None
 
     @property

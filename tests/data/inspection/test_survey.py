@@ -48,7 +48,7 @@ def test_samples_images_and_lengths_are_those_of_the_shards(tars):
 def test_planning_gets_each_images_tokens_and_no_unusable_sample(tars):
     one = survey(tars).sample_set(100)
     assert one.lengths.tolist() == [110, 20, 230, 0]
-    assert one.images.tolist() == [1, 0, 2, 1]
+    assert one.tiles.tolist() == [1, 0, 2, 1]
     assert one.shard_sizes.tolist() == [3, 1]
 
 
@@ -97,7 +97,7 @@ def test_fill_is_the_share_of_the_packs_tokens_that_samples_take():
 
 
 def test_an_image_cap_counts():
-    found = epoch_fill(one_set([30, 30, 30, 30], images=[1, 1, 1, 3]), Capacity(100, images=2))
+    found = epoch_fill(one_set([30, 30, 30, 30], images=[1, 1, 1, 3]), Capacity(100, tiles=2))
     assert found == Fill(pack_length=100, packs=2, fill=90 / 200, overlong=1)
 
 

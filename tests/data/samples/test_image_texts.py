@@ -127,7 +127,7 @@ def differences(tmp_path, tokenizer_name: str, processor_name: str, count: int) 
                 member = tarfile.TarInfo(f"{number:05}.{suffix}")
                 member.size = len(data)
                 out.addfile(member, io.BytesIO(data))
-    build_indexes([tar], str(folder), "chat", layout_name, workers=1)
+    build_indexes([tar], str(folder), "chat", layout, workers=1)
     index = read_index(tar)
     lengths = index.texts[text_fingerprint(folder, "chat", layout_name)]
     template = make_template("chat", load_tokenizer(str(folder)), layout, len(made))
@@ -142,7 +142,7 @@ def differences(tmp_path, tokenizer_name: str, processor_name: str, count: int) 
         text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
         stock = processor(text=[text], images=[[PICTURE] * images], add_special_tokens=False)["input_ids"][0]
         ours = [image_id if token == IMAGE_POSITION else token for token in document.input_ids]
-        counted = lengths.tokens[number] + layout.positions(SIDE, SIDE) * images
+        counted = lengths.tokens[number] + layout.tiling(SIDE, SIDE).positions * images
         compared += 1
         if list(stock) != ours or counted != len(ours):
             wrong.append((turns, counted, len(ours), len(stock)))

@@ -693,4 +693,4 @@ def test_a_run_with_data_template_chat_reads_its_shards_through_the_models_templ
     captions = learnt.split("</s>")
     assert len(captions) - 1 == batch.samples and captions[-1] == ""
     assert all(re.fullmatch(r"( a .* background\.)+", text) for text in captions[:-1])
-    assert (batch.input_ids == IMAGE_POSITION).sum() == 16 * len(batch.images)
+    assert (batch.input_ids == IMAGE_POSITION).sum() == 16 * len(batch.tiles)

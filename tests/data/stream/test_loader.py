@@ -162,7 +162,7 @@ def test_images_are_those_of_the_keys_that_the_batch_names(tiny):
     seen = 0
     for batch in first(open_batches(tiny, "train.packs_per_microbatch=4"), 8):
         expected = [image for key in batch.keys for image in stored.get(key, [])]
-        assert batch.images.dtype == torch.uint8 and torch.equal(batch.images, torch.stack(expected))
+        assert batch.tiles.dtype == torch.uint8 and torch.equal(batch.tiles, torch.stack(expected))
         assert int((batch.input_ids == IMAGE_POSITION).sum()) == 16 * len(expected)
         seen += len(expected)
     assert seen > 96
@@ -237,12 +237,12 @@ def test_how_often_a_run_passes_over_its_data_is_said(tiny):
 
 
 def test_a_pack_holds_no_more_images_than_allowed(tiny):
-    most = max(len(batch.images) for batch in first(open_batches(tiny), 12) if batch.images is not None)
+    most = max(len(batch.tiles) for batch in first(open_batches(tiny), 12) if batch.tiles is not None)
     assert most > 3
-    capped = first(open_batches(tiny, "data.max_images_per_pack=3"), 48)
-    assert max(len(batch.images) for batch in capped if batch.images is not None) == 3
+    capped = first(open_batches(tiny, "data.max_tiles_per_pack=3"), 48)
+    assert max(len(batch.tiles) for batch in capped if batch.tiles is not None) == 3
     with pytest.raises(UserError, match=r"2 images do not fit into a pack of 128 tokens and 1 images"):
-        open_batches(tiny, "data.max_images_per_pack=1", "data.overlong=refuse")
+        open_batches(tiny, "data.max_tiles_per_pack=1", "data.overlong=refuse")
 
 
 def test_a_held_out_fraction_is_the_same_samples_in_every_run_and_never_trained_on(tiny):

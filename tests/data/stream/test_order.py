@@ -73,11 +73,11 @@ def test_best_fit_takes_the_fullest_pack_with_room():
 def test_an_image_cap_closes_a_pack_before_its_tokens_do():
     lengths, images = np.array([6, 3, 3, 2]), np.array([1, 1, 0, 1])
     assert pack_best_fit(lengths, Capacity(12), images) == [[0, 1, 2], [3]]
-    assert pack_best_fit(lengths, Capacity(12, images=1), images) == [[0, 2], [1], [3]]
-    assert pack_best_fit(lengths, Capacity(14, images=3), images) == [[0, 1, 2, 3]]
+    assert pack_best_fit(lengths, Capacity(12, tiles=1), images) == [[0, 2], [1], [3]]
+    assert pack_best_fit(lengths, Capacity(14, tiles=3), images) == [[0, 1, 2, 3]]
     ten = np.full(10, 10)  # ten of them fill a pack, to the last token
-    assert pack_best_fit(ten, Capacity(100, images=10), np.ones(10, int)) == [list(range(10))]
-    assert pack_best_fit(ten, Capacity(100, images=9), np.ones(10, int)) == [list(range(9)), [9]]
+    assert pack_best_fit(ten, Capacity(100, tiles=10), np.ones(10, int)) == [list(range(10))]
+    assert pack_best_fit(ten, Capacity(100, tiles=9), np.ones(10, int)) == [list(range(9)), [9]]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -218,7 +218,7 @@ def test_the_order_is_frozen_and_does_not_depend_on_the_process():
 
 
 def pack_order(sets):
-    return PackOrder(sets, 0, Capacity(100, images=6), 4, 64)
+    return PackOrder(sets, 0, Capacity(100, tiles=6), 4, 64)
 
 
 def test_packs_run_over_the_borders_of_epochs():

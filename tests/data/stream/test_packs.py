@@ -74,8 +74,8 @@ def test_a_gap_keeps_its_place_and_length_and_teaches_nothing():
 def test_images_come_in_the_order_of_their_positions(decode):
     first, second = document("a", 3, (png("red"), png("lime"))), document("b", 2, (png("blue"),))
     batch = batch_of((document("t", 1), first), (second,), decode=decode)
-    assert batch.images.dtype == torch.uint8
-    assert batch.images[:, :, 0, 0].tolist() == [[255, 0, 0], [0, 255, 0], [0, 0, 255]]
+    assert batch.tiles.dtype == torch.uint8
+    assert batch.tiles[:, :, 0, 0].tolist() == [[255, 0, 0], [0, 255, 0], [0, 0, 255]]
     assert (batch.input_ids == IMAGE_POSITION).sum() == 3
     assert batch_of((document("t", 2),)).images is None
 
@@ -87,7 +87,7 @@ def test_a_sample_with_one_bad_image_becomes_a_gap_and_all_of_its_images_are_lef
     assert row == 0
     assert (fault.key, fault.shard, fault.offset, fault.reason) == ("broken", "s.tar", 512, "undecodable_image")
     assert fault.detail.startswith("image 1: ")
-    assert batch.images[:, :, 0, 0].tolist() == [[0, 0, 255]]
+    assert batch.tiles[:, :, 0, 0].tolist() == [[0, 0, 255]]
     assert batch.input_ids.tolist() == [[100, 101, 0, 0, 0, 0, IMAGE_POSITION, 100, 101, 0]]
     assert batch.labels.tolist() == [[101, X, X, X, X, X, 100, 101, X, X]]
     assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1, 2, 0]]
@@ -136,4 +136,4 @@ def test_a_run_turns_pictures_unless_it_ignores_exif(tiny, ignored):
     processor = Processor(load_config(tiny / "config.yaml", [f"data.ignore_exif={str(ignored).lower()}"]))
     expected = processor.transform.fitted(picture if ignored else picture.rotate(180))
     batch = processor.batch([Pack((document("a", 3, (stream.getvalue(),)),))])
-    assert batch.images is not None and batch.images[0].equal(expected)
+    assert batch.tiles is not None and batch.tiles[0].equal(expected)

@@ -1,0 +1,55 @@
+"""What a plan's micro-batch holds: documents of one typical image, or none, and the expected text.
+
+config, image layout --what data.expected_... says, else an image of 640 x 480 pixels--> Workload
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmtrain.config.schema import RunConfig
+from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.pretrained.tiling import Tiling
+
+TILES_PER_CALL = 16  # of a frozen encoder: 11,664 patches of 384 pixels' tiles keep any GPU busy
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is computed on: a micro-batch in expectation, or a whole step as it came."""
+
+    tokens: float  # positions of all its packs; of a step that is measured those that documents fill
+    document: float  # tokens of a typical document; of several their squares' sum over their sum
+    tiles: float  # squares that the encoder sees
+    image_positions: float
+    supervised: float  # tokens with a label
+
+
+def workload(config: RunConfig, layout: ImageLayout) -> Workload:
+    """Expected contents of a micro-batch: documents of one image, or none, and the expected text, without padding."""
+    tokens = config.train.packs_per_microbatch * config.data.pack_length
+    tiles, positions = expected_image(config, layout)
+    document = min(config.data.pack_length, positions + config.data.expected_text_tokens)
+    images, supervised = tokens / document, tokens * config.data.expected_supervised_fraction
+    return Workload(tokens, document, images * tiles, images * positions, supervised)
+
+
+def expected_image(config: RunConfig, layout: ImageLayout) -> tuple[float, float]:
+    """Tiles and positions of a typical image, as the configuration says, else of one of 640 x 480 pixels."""
+    if not layout.takes_images:
+        return 0.0, 0.0
+    typical, data = layout.tiling(640, 480), config.data
+    return data.expected_image_tiles or typical.tiles, data.expected_image_positions or typical.positions
+
+
+def typical_tiling(config: RunConfig, layout: ImageLayout) -> Tiling | None:
+    """What an image becomes that comes nearest to the expected one; None for a run that takes none."""
+    if not layout.takes_images:
+        return None
+    tiles, positions = expected_image(config, layout)
+    side = layout.tile_size // 2
+    sizes = (
+        [(side * columns, side * rows) for columns in range(1, 13) for rows in range(1, 13)] if layout.is_sized else []
+    )
+    tilings = [layout.tiling(*size) for size in sizes or [(0, 0)]]
+    return min(tilings, key=lambda one: abs(one.tiles / tiles - 1) + abs(one.positions / positions - 1))
