@@ -97,7 +97,7 @@ class ReadAccount:
     def watch(self, batches: Iterator[PackedBatch]) -> Generator[PackedBatch]:
         """The same micro-batches, each remembered when it is taken, and counted at the end of the step that uses it."""
         for batch in batches:
-            self._read_ahead.append(replace(batch, images=None))
+            self._read_ahead.append(replace(batch, tiles=None))
             yield batch
 
     def _take(self, microbatches: int) -> None:
