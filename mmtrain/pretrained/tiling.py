@@ -26,7 +26,7 @@ LARGEST_EXCESS = 1.1  # a side of what is shown may be so many times too long be
 
 
 class UnfitImage(ValueError):  # noqa: N818
-    """An image so long and thin that nothing of it would be left."""
+    """An image so long and thin that nothing of its grid would be left; the stock model raises, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,8 @@ def unpadded(
     side: of a tile, in pixels. positions: of a tile, a square of them. pinpoints: (height, width) in pixels of the
     grids. most: more positions than so many tiles have, by LARGEST_EXCESS, are interpolated. Raises UnfitImage.
     """
-    resolution = _best_resolution(width, height, pinpoints)
-    if resolution is None:
-        raise UnfitImage(f"{width} x {height} pixels, so long and thin that a grid of tiles would show nothing of it")
-    rows, columns = resolution[0] // side, resolution[1] // side
+    grid = _best_resolution(width, height, pinpoints)
+    rows, columns = grid[0] // side, grid[1] // side
     tile_side = math.isqrt(positions)
     grid_height, grid_width = rows * tile_side, columns * tile_side
     top = left = 0
@@ -116,14 +114,16 @@ def unpadded(
         excess = math.sqrt(shown_height * shown_width / (most * positions))
         if excess > LARGEST_EXCESS:
             lines, length = int(shown_height // excess), int(shown_width // excess)
+            if not lines or not length:
+                raise UnfitImage(f"{width} x {height} pixels, so long and thin that fewer positions show nothing of it")
     shown = Shown(top, left, shown_height, shown_width, lines, length)
     taken = positions + lines * (length + 1)
     return Tiling(width, height, taken, rows, columns, "centred", "first", shown, newlines=lines)
 
 
-def _best_resolution(width: int, height: int, pinpoints: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """The (height, width) that keeps most of the picture's pixels and then wastes fewest; None: none keeps any."""
-    best, most_kept, least_wasted = None, 0, math.inf
+def _best_resolution(width: int, height: int, pinpoints: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The (height, width) that keeps most of the picture's pixels and then wastes fewest."""
+    best, most_kept, least_wasted = pinpoints[0], 0, math.inf
     for grid_height, grid_width in pinpoints:
         scale = min(grid_width / width, grid_height / height)
         kept = min(int(width * scale) * int(height * scale), width * height)
