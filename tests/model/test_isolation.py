@@ -10,9 +10,11 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.packs import Pack, make_batch
 from mmtrain.model.language import LanguageSlice, slice_of
 from mmtrain.model.tiny import VOCABULARY, tiny_model
+from mmtrain.pretrained.tiling import Tiling
 
 PACK_LENGTH = 48  # tokens; windows are 8 (tiny.py), so documents of 20 reach beyond them
 LAYERS = 4
+ONE = Tiling(0, 0, positions=3)
 FAMILIES = ["llama", "gemma2", "qwen2", "gpt2", "gpt_oss"]
 
 
@@ -21,14 +23,14 @@ def document(length: int, images: int, draw: torch.Generator) -> Document:
     words = torch.randint(1, VOCABULARY, (length - 3 * images,), generator=draw).tolist()
     ids = [*[IMAGE_POSITION] * (3 * images), *words]
     labels = [*[IGNORE] * (3 * images), *words]
-    return Document(Sample("k", "s.tar", (), (b"",) * images), tuple(ids), (*labels[1:], IGNORE))
+    return Document(Sample("k", "s.tar", (), (b"",) * images), tuple(ids), (*labels[1:], IGNORE), (ONE,) * images)
 
 
 def batch_of(lengths: tuple[int, ...], draw: torch.Generator):
     """A row with these documents, and a second row with them in reverse, as the data layer packs them."""
     rows = [[document(length, number % 2, draw) for number, length in enumerate(lengths)] for _ in range(2)]
     packs = [Pack(tuple(rows[0])), Pack(tuple(reversed(rows[1])))]
-    return make_batch(packs, PACK_LENGTH, 0, decode=lambda _: torch.zeros(3, 2, 2))
+    return make_batch(packs, PACK_LENGTH, 0, decode=lambda *_: torch.zeros(1, 3, 2, 2))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -18,6 +18,7 @@ from bench_models import Decode, ModelSize
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.images import ImageTransform
 from mmtrain.data.stream.packs import Pack, PackedBatch, make_batch
+from mmtrain.pretrained.tiling import Tiling
 
 BEGIN, PADDING, FIRST_WORD = 1, 0, 3
 WINDOW = 16  # samples among which the last of a pack is looked for
@@ -72,7 +73,8 @@ def draw_document(shape: ModelSize, number: int, text_tokens: int) -> Document:
     ids = (BEGIN, *[IMAGE_POSITION] * shape.image_tokens, *words)
     image = str(number).encode()  # see bench_models.noise_image
     labels = [ids[t + 1] if t >= shape.image_tokens else IGNORE for t in range(len(ids) - 1)]
-    return Document(Sample(str(number), "", (), (image,)), ids, (*labels, IGNORE))
+    tiling = Tiling(0, 0, shape.image_tokens)
+    return Document(Sample(str(number), "", (), (image,)), ids, (*labels, IGNORE), (tiling,))
 
 
 def equal_steps(shape: ModelSize, steps: int, packs: int, samples_per_pack: int) -> Workload:
@@ -118,7 +120,7 @@ def ragged_steps(shape: ModelSize, steps: int, packs: int, samples_per_pack: int
 
 def packed(step: Step, pack_length: int, decode: Decode) -> list[PackedBatch]:
     """A step's micro-batches of one pack each, as mmtrain's loader makes them: images in uint8."""
-    return [make_batch([pack], pack_length, PADDING, decode) for pack in step]
+    return [make_batch([pack], pack_length, PADDING, lambda content, *_: decode(content)[None]) for pack in step]
 
 
 def padded(shape: ModelSize, step: Step, decode: Decode, transform: ImageTransform) -> list[PaddedBatch]:

@@ -41,8 +41,8 @@ def same(one, other):
     assert one.keys == other.keys and one.epochs == other.epochs
     for name in ("input_ids", "position_ids", "labels"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
-    assert (one.images is None) == (other.images is None)
-    assert one.images is None or torch.equal(one.images, other.images)
+    assert (one.tiles is None) == (other.tiles is None)
+    assert one.tiles is None or torch.equal(one.tiles, other.tiles)
 
 
 def stored_keys(folder):
@@ -295,7 +295,7 @@ def test_a_damaged_member_leaves_a_gap_and_everything_else_as_it_was(tiny, tmp_p
         assert torch.equal(after.input_ids[kept], before.input_ids[kept])
         lost = sum(key in faults for key in before.keys)
         assert after.samples == before.samples - lost and len(after.faults) == lost
-        assert (0 if after.images is None else len(after.images)) * 16 == int((after.input_ids == IMAGE_POSITION).sum())
+        assert (0 if after.tiles is None else len(after.tiles)) * 16 == int((after.input_ids == IMAGE_POSITION).sum())
 
 
 def test_a_sample_of_another_length_than_indexed_is_a_stale_index_and_an_error(tiny, tmp_path, make_tiny):

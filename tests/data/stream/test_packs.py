@@ -9,6 +9,7 @@ from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Fault, Sample
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.packs import Gap, Pack, Processor, make_batch, to_device
+from mmtrain.pretrained.tiling import Tiling
 
 X = IGNORE
 
@@ -23,7 +24,8 @@ def document(key: str, length: int, images: tuple[bytes, ...] = ()) -> Document:
     """`length` tokens 100, 101, ..., behind one position for each image."""
     ids = (*[IMAGE_POSITION] * len(images), *range(100, 100 + length - len(images)))
     labels = [X if token == IMAGE_POSITION else token for token in ids]
-    return Document(Sample(key, "s.tar", (), images, offset=512), ids, (*labels[1:], X))
+    tilings = (Tiling(0, 0, positions=1),) * len(images)
+    return Document(Sample(key, "s.tar", (), images, offset=512), ids, (*labels[1:], X), tilings)
 
 
 def gap(length: int) -> Gap:
@@ -34,13 +36,14 @@ def batch_of(*packs: tuple[Document | Gap, ...], length: int = 10, decode=None):
     return make_batch([Pack(entries, epoch=n) for n, entries in enumerate(packs)], length, 0, decode or no_image)
 
 
-def no_image(content: bytes) -> torch.Tensor:
+def no_image(content: bytes, tiling: Tiling, is_control: bool) -> torch.Tensor:
     raise AssertionError("no image belongs to this batch")
 
 
 @pytest.fixture
 def decode(tiny):
-    return image_transform(str(tiny / "vision")).decode
+    transform = image_transform(str(tiny / "vision"))
+    return lambda content, tiling, is_control: transform.decode(content, tiling, is_control=is_control)
 
 
 def test_positions_restart_in_every_document_and_in_the_padding():
@@ -77,7 +80,7 @@ def test_images_come_in_the_order_of_their_positions(decode):
     assert batch.tiles.dtype == torch.uint8
     assert batch.tiles[:, :, 0, 0].tolist() == [[255, 0, 0], [0, 255, 0], [0, 0, 255]]
     assert (batch.input_ids == IMAGE_POSITION).sum() == 3
-    assert batch_of((document("t", 2),)).images is None
+    assert batch_of((document("t", 2),)).tiles is None
 
 
 def test_a_sample_with_one_bad_image_becomes_a_gap_and_all_of_its_images_are_left_out(decode):
@@ -95,14 +98,14 @@ def test_a_sample_with_one_bad_image_becomes_a_gap_and_all_of_its_images_are_lef
 
 
 def test_a_batch_of_nothing_but_bad_images_has_none(decode):
-    assert batch_of((document("a", 4, (b"",)),), decode=decode).images is None
+    assert batch_of((document("a", 4, (b"",)),), decode=decode).tiles is None
 
 
 def test_only_rejected_images_become_gaps():
-    def fail(_: bytes) -> torch.Tensor:
+    def fail(content: bytes, tiling: Tiling, is_control: bool) -> torch.Tensor:
         raise MemoryError
 
-    def reject(_: bytes) -> torch.Tensor:
+    def reject(content: bytes, tiling: Tiling, is_control: bool) -> torch.Tensor:
         raise Rejected("too_many_pixels", "9 x 9")
 
     assert batch_of((document("a", 4, (b"",)),), decode=reject).faults[0][1].detail == "image 0: 9 x 9"
