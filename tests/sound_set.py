@@ -139,7 +139,8 @@ def blanked(batch: PackedBatch, lost: set[str], sound: SoundSet, padding: int) -
     result.keys = tuple(name for name in batch.keys if name not in lost)
     result.samples_of_packs = (len(result.keys),)
     images = [image for name in result.keys for image in sound.rows[name].images]
-    result.images = torch.stack(images) if images else None
+    result.tiles = torch.stack(images) if images else None
+    result.tilings = batch.tilings[: len(images)]  # all alike: each is one square
     return result
 
 
@@ -166,10 +167,10 @@ def check_epoch(packed: PackedBatches, batches: list[PackedBatch], broken: Broke
     if not broken.unusable and not broken.added:  # nothing has moved
         for batch, before in zip(batches, sound.batches, strict=True):
             expected = blanked(before, set(quarantined), sound, padding)
-            for name in ("input_ids", "labels", "position_ids", "images"):
+            for name in ("input_ids", "labels", "position_ids", "tiles"):
                 one, other = getattr(batch, name), getattr(expected, name)
                 assert (one is None and other is None) or torch.equal(one, other), name
-            for name in ("keys", "tokens", "epochs", "samples_of_packs"):
+            for name in ("keys", "tilings", "tokens", "epochs", "samples_of_packs"):
                 assert getattr(batch, name) == getattr(expected, name), name
 
 

@@ -26,23 +26,23 @@ import numpy as np
 
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import tell
-from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
+from mmtrain.config.templates import template_name
+from mmtrain.data.inspection.reading import add_reading_arguments, check_reading_arguments, reading_of
 from mmtrain.data.inspection.survey import survey
 from mmtrain.data.samples.records import reason_lines
-from mmtrain.data.shards.detection import add_format_arguments, format_of_arguments, refuse_useless_shards
+from mmtrain.data.shards.detection import refuse_useless_shards
 from mmtrain.data.shards.index import read_columns
 from mmtrain.data.shards.indexing import TURNED, build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
-from mmtrain.pretrained.layouts import add_layout_arguments, layout_of_arguments
-from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.processes.pool import usable_cores
 
 EXAMPLES = """\
   other people's shards, for LLaVA's stage 1 with Vicuna:
     mmtrain index '/data/cc3m/shard-{000000..000331}.tar' --tokenizer lmsys/vicuna-7b-v1.5 \\
         --template plain
+  as a run would read them, tiles of images and all:
+    mmtrain index /data/mix --config configs/my_run.yaml
   a folder of shards, for a chat model in a folder of its own, with 16 processes:
     mmtrain index /data/mix --tokenizer /models/Qwen2.5-7B-Instruct --template chat --workers 16
   after shards were replaced by others of the same name:
@@ -60,17 +60,15 @@ def run(options: argparse.Namespace) -> None:
     """Index the shards and print what they hold; raises UserError."""
     make_demo_shards(options.shards, "SHARDS")
     tars = find_shards(options.shards)
-    folder, form, layout = (
-        model_folder(options.tokenizer),
-        format_of_arguments(options, tars),
-        layout_of_arguments(options),
-    )
-    fingerprint = text_fingerprint(folder, options.template, layout.texts, form.wording)
+    reading = reading_of(options, tars)
+    tokenizer, template, layout, form = reading.tokenizer, reading.template, reading.layout, reading.form
+    fingerprint = reading.fingerprint
+    assert tokenizer is not None and template is not None and fingerprint is not None  # an option or --config says them
     todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint, oldest=TURNED)
     if len(todo) < len(tars):
         tell(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
     if todo:
-        text = options.tokenizer, options.template, layout, form
+        text = tokenizer, template, layout, form
         build_indexes(todo, *text, workers=options.workers, rebuild=options.rebuild, stream=sys.stdout)
     found = survey(tars, fingerprint, layout, form)
     assert found.text_lengths is not None  # a fingerprint was given
@@ -80,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
         number = int(found.text_lengths.argmax())
         shard = int(np.searchsorted(found.shard_sizes.cumsum(), number, side="right"))
         where = f"{read_columns(tars[shard]).keys[number - sum(found.shard_sizes[:shard])]} in {tars[shard].name}"
-    words = f"{options.tokenizer}, {template_name(options.template)}"
+    words = f"{tokenizer}, {template_name(template)}"
     tell(f"longest text: {longest:,} tokens of {words}, those of images not counted: {where}")
     tell(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
     refuse_useless_shards(tars, fingerprint, form, "SHARDS")
@@ -93,21 +91,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
     )
-    parser.add_argument(
-        "--tokenizer", required=True, metavar="PATH", help="a model's folder, a cached hub id, or demo:llm"
-    )
-    parser.add_argument(
-        "--template",
-        required=True,
-        type=template_argument,
-        metavar="NAME",
-        help=f"as data.template, how conversations become tokens: {', '.join(NAMES)}, or {FILE}",
-    )
-    add_format_arguments(parser)
-    add_layout_arguments(parser)
+    add_reading_arguments(parser)
     cores = usable_cores()
     parser.add_argument(
         "--workers", type=positive(int), default=cores, metavar="N", help=f"processes, a shard at a time each ({cores})"
     )
     parser.add_argument("--rebuild", action="store_true", help="make every index anew, from the tars as they are now")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.config is None and options.tokenizer is None:
+        parser.error("--tokenizer PATH and --template NAME are needed, or --config FILE: lengths depend on both")
+    check_reading_arguments(parser, options)
+    return options

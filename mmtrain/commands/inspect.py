@@ -1,10 +1,15 @@
 """Show what is in webdataset shards: counts, lengths, image sizes, how full packs become; damage; one sample in detail.
 
     (without more)    what the indexes tell: samples, images, what cannot be trained on and why, histograms of text
-                      lengths and image sizes (as EXIF turns them), and how full packs of some lengths become, with the
-                      best length near each
+                      lengths and image sizes (as EXIF turns them), how full packs of some lengths become, with the
+                      best length near each, and the keys of a configuration that tell the planner what a typical
+                      sample is; with a layout that cuts images into tiles, how many an image has, and the positions
+                      that these take of a pack
     --verify          read every byte, compare it with the checksums in the indexes, list every damaged member
-    --show KEY        a sample as the model will see it: turns, tokens, labels, image positions
+    --show KEY        a sample as the model will see it: turns, tokens, labels, positions of images and their tiles
+
+How samples become tokens is what --config says, a run's configuration, or else --tokenizer, --template, --layout and so
+on, one by one.
 
 Shards without an index get one if --tokenizer and --template are given, as training gives them one. Those that were
 indexed for exactly one tokenizer and template need neither, except for --show.
@@ -28,23 +33,18 @@ from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, note, print_table, tell
 from mmtrain.base.progress import ProgressBar
-from mmtrain.config.templates import FILE, NAMES, template_argument
 from mmtrain.data.inspection.charts import TERMINAL_BINS, print_distribution, write_png
+from mmtrain.data.inspection.reading import Reading, add_reading_arguments, check_reading_arguments, reading_of
 from mmtrain.data.inspection.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
-from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.data.shards.detection import add_format_arguments, format_of_arguments
 from mmtrain.data.shards.index_file import MissingIndex, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.data.shards.verify import Damage, verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.demo.data import make_demo_shards
-from mmtrain.pretrained.layouts import TEXT_ALONE, ImageLayout, add_layout_arguments, layout_of_arguments
-from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.shapes import vision_shape
-from mmtrain.pretrained.tokenizer_files import text_fingerprint
+from mmtrain.pretrained.layouts import TEXT_ALONE, ImageLayout
 
 if TYPE_CHECKING:
     from mmtrain.data.inspection.tokenized import TokenizedSample
@@ -55,6 +55,10 @@ EXAMPLES = """\
   other people's shards, for a chat model; charts as PNG:
     mmtrain inspect '/data/mix/shard-{000000..000331}.tar' --tokenizer /models/Qwen2.5-7B-Instruct \\
         --template chat --vision /models/siglip --plot mix.png
+  as a run will read them; what to write into its data.expected_... keys:
+    mmtrain inspect data/llava558k --config configs/siglip_384_qwen25_7b.yaml model.llm.path=models/qwen
+  documents in tiles, without a configuration:
+    mmtrain inspect data/docs --layout anyres_max_9 --vision /models/siglip
   which pack length wastes least, near two of them:
     mmtrain inspect data/llava558k --tokens-per-image 576 --pack-length 3072 6144
   is every byte as it was when the shards were indexed?
@@ -73,9 +77,16 @@ class Report(NamedTuple):
     """What the indexes tell of all shards together."""
 
     survey: Survey
-    tokens_per_image: int | None
+    layout: ImageLayout
     fills: list[tuple[Fill, Fill]]  # of each pack length, and of the best near it
     missing: str  # why there are no fills, and what would help; empty if there are
+
+    @property
+    def tokens_per_image(self) -> int | None:
+        """Of every image; None where that depends on its size, or is not known."""
+        if not self.layout.takes_images:
+            return 0
+        return None if self.layout.is_sized else self.layout.positions_per_tile or None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -93,7 +104,11 @@ class Report(NamedTuple):
             "image_width": _distribution(found.image_sizes[:, 0]),
             "image_height": _distribution(found.image_sizes[:, 1]),
             "image_longer_side": _distribution(found.longer_sides),
+            "layout": self.layout.name,
             "tokens_per_image": self.tokens_per_image,
+            "image_tiles": _distribution(found.taken[:, 1]),
+            "image_positions": _distribution(found.taken[:, 0]),
+            "expected": found.expected,
             "packing": [{**asdict(fill), "best": asdict(best)} for fill, best in self.fills],
         }
 
@@ -105,47 +120,43 @@ def run(options: argparse.Namespace) -> int:
     tars = find_shards(options.shards)
     if options.verify:
         return _verify(tars, stream, options.json)
-    fingerprint, form, layout = None, format_of_arguments(options, tars), layout_of_arguments(options)
-    if options.tokenizer is not None:
-        ensure_indexes(tars, options.tokenizer, options.template, layout, form, stream=stream)
-        folder = model_folder(options.tokenizer)
-        fingerprint = text_fingerprint(folder, options.template, layout.texts, form.wording)
-    tokens_per_image = 0 if options.layout in TEXT_ALONE else options.tokens_per_image
-    if options.vision is not None:
-        tokens_per_image = vision_shape(options.vision, -1).patches_per_image
+    reading = reading_of(options, tars)
+    if reading.tokenizer is not None and reading.template is not None:
+        ensure_indexes(tars, reading.tokenizer, reading.template, reading.layout, reading.form, stream=stream)
     if options.show is not None:
-        _show(tars, tokens_per_image, options, layout, form)
+        _show(tars, reading, options)
         return 0
     try:
-        found = survey(tars, fingerprint, layout, form)
+        found = survey(tars, reading.fingerprint, reading.layout, reading.form)
     except MissingIndex as error:
-        raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here") from None
-    report = _report(found, tokens_per_image, options)
+        raise UserError(f"{error}; or give --tokenizer PATH and --template NAME here, or --config FILE") from None
+    report = _report(found, reading, options)
     if options.json:
         tell(json.dumps(report.as_dict()))
     else:
         _print_report(report)
     if options.plot is not None:
-        write_png(_charts(found), options.plot)
+        write_png(_charts(report), options.plot)
         (note if options.json else tell)(f"wrote {options.plot}")
     return 0
 
 
-def _report(found: Survey, tokens_per_image: int | None, options: argparse.Namespace) -> Report:
+def _report(found: Survey, reading: Reading, options: argparse.Namespace) -> Report:
     missing = ""
-    if found.text_lengths is None:
+    if found.sample_set is None:
         missing = "the shards are not indexed for exactly one tokenizer: give --tokenizer PATH and --template NAME"
-    elif tokens_per_image is None and found.images.any():
-        missing = "how many tokens an image takes is not known: give --vision NAME or --tokens-per-image N"
+    elif found.images.any():
+        missing = reading.missing_positions
     if missing and options.pack_length is not None:
         raise UserError(f"--pack-length: {missing}")
     fills = []
-    if not missing:
-        sets = [found.sample_set(tokens_per_image or 0)]
-        for length in options.pack_length or PACK_LENGTHS:
-            capacity = Capacity(length, options.max_tiles_per_pack)
-            fills.append((epoch_fill(sets, capacity), best_nearby(sets, capacity)))
-    return Report(found, tokens_per_image, fills, missing)
+    if found.sample_set is not None and not missing:
+        of_config = () if reading.pack_length is None else (reading.pack_length,)
+        most = options.max_tiles_per_pack or reading.max_tiles_per_pack
+        for length in options.pack_length or of_config or PACK_LENGTHS:
+            capacity = Capacity(length, most)
+            fills.append((epoch_fill([found.sample_set], capacity), best_nearby([found.sample_set], capacity)))
+    return Report(found, reading.layout, fills, missing)
 
 
 def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
@@ -159,9 +170,15 @@ def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
     }
 
 
-def _charts(found: Survey) -> dict[str, np.ndarray]:
-    charts = {} if found.text_tokens is None else {"text tokens of a sample, without its images": found.text_tokens}
-    return {**charts, "longer side of an image, in pixels": found.longer_sides}
+def _charts(report: Report) -> dict[str, np.ndarray]:
+    found, charts = report.survey, {}
+    if found.text_tokens is not None:
+        charts["text tokens of a sample, without its images"] = found.text_tokens
+    charts["longer side of an image, in pixels"] = found.longer_sides
+    if report.layout.is_sized:
+        charts[f"tiles of an image ({report.layout.name})"] = found.taken[:, 1]
+        charts[f"positions of an image ({report.layout.name})"] = found.taken[:, 0]
+    return charts
 
 
 def _print_report(report: Report) -> None:
@@ -172,18 +189,23 @@ def _print_report(report: Report) -> None:
     tell(f"{len(found.images):,} samples: {none:,} without images, {one:,} with one, {several:,} with several")
     tell(f"{found.images.sum():,} images")
     tell(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
-    for title, values in _charts(found).items():
+    for title, values in _charts(report).items():
         print_distribution(title, values)
     if report.missing:
         tell("", f"how full packs become: {report.missing}")
         return
-    image = "no images" if not report.tokens_per_image else f"{report.tokens_per_image:,} tokens an image"
+    image = "positions of images by their sizes" if report.layout.is_sized else "no images"
+    if report.tokens_per_image:
+        image = f"{report.tokens_per_image:,} tokens an image"
     tell("", f"how full packs become ({image}; overlong samples fit into no pack and are skipped)")
     rows = []
     for fill, best in report.fills:
         of_best = f"{best.pack_length:,}", f"{best.fill:.2%}"
         rows.append((f"{fill.pack_length:,}", f"{fill.packs:,}", f"{fill.fill:.2%}", f"{fill.overlong:,}", *of_best))
     print_table((">pack_length", ">packs", ">full", ">overlong", ">best near it", ">full"), rows)
+    if found.expected:
+        tell("", "what a typical sample is, for the planner's estimates; in a run's configuration:", "  data:")
+        tell(*(f"    {key.removeprefix('data.')}: {value}" for key, value in found.expected.items()))
 
 
 def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
@@ -225,16 +247,10 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
     return EXIT_DAMAGED if damages else 0
 
 
-def _show(
-    tars: Sequence[Path],
-    tokens_per_image: int | None,
-    options: argparse.Namespace,
-    layout: ImageLayout,
-    form: SampleFormat,
-) -> None:
+def _show(tars: Sequence[Path], reading: Reading, options: argparse.Namespace) -> None:
     from mmtrain.data.inspection.tokenized import tokenize_samples  # transformers, which takes seconds
 
-    samples = tokenize_samples(tars, options.show, options.tokenizer, options.template, tokens_per_image, layout, form)
+    samples = tokenize_samples(tars, options.show, reading)
     if options.json:
         found = [asdict(sample) | {"members": [member._asdict() for member in sample.members]} for sample in samples]
         tell(json.dumps({"samples": found}))
@@ -285,37 +301,30 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     what.add_argument("--verify", action="store_true", help="compare every byte with the indexes' checksums")
     what.add_argument("--show", metavar="KEY", help="one sample as the model will see it; all that have this key")
     what.add_argument("--plot", type=Path, metavar="FILE", help="write the histograms as a PNG too")
-    parser.add_argument("--tokenizer", metavar="PATH", help="a model's folder, a cached hub id, or demo:llm")
+    add_reading_arguments(parser)
     parser.add_argument(
-        "--template", type=template_argument, metavar="NAME", help=f"as data.template: {', '.join(NAMES)}, or {FILE}"
-    )
-    add_format_arguments(parser)
-    add_layout_arguments(parser)
-    per_image = parser.add_mutually_exclusive_group()
-    per_image.add_argument(
-        "--vision",
-        metavar="NAME",
-        help="the vision encoder, as model.vision.name, where each of its patches is a token",
-    )
-    per_image.add_argument(
-        "--tokens-per-image", type=positive(int), metavar="N", help="instead: what an image takes of a pack"
+        "--tokens-per-image",
+        type=positive(int),
+        metavar="N",
+        help="instead of --vision: what an image takes of a pack; of one that is cut into tiles, each of them",
     )
     parser.add_argument(
         "--pack-length",
         type=positive(int),
         nargs="+",
         metavar="TOKENS",
-        help=f"as data.pack_length, one or several ({' '.join(map(str, PACK_LENGTHS))})",
+        help=f"as data.pack_length, one or several ({' '.join(map(str, PACK_LENGTHS))}, or --config's)",
     )
-    parser.add_argument("--max-tiles-per-pack", type=positive(int), metavar="N", help="as the key in data (none)")
+    parser.add_argument(
+        "--max-tiles-per-pack", type=positive(int), metavar="N", help="as the key in data (none, or --config's)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     options = parser.parse_args(arguments)
-    if (options.tokenizer is None) != (options.template is None):
-        parser.error("--tokenizer and --template go together: lengths depend on both")
-    if options.show is not None and options.tokenizer is None:
-        parser.error("--show needs --tokenizer PATH and --template NAME: tokens depend on both")
-    if options.layout in TEXT_ALONE and (options.vision or options.tokens_per_image or options.max_tiles_per_pack):
-        parser.error("--images: a run without encoder has no --vision, --tokens-per-image or --max-tiles-per-pack")
+    check_reading_arguments(parser, options)
+    if options.show is not None and options.config is None and options.tokenizer is None:
+        parser.error("--show needs --tokenizer PATH and --template NAME, or --config FILE: tokens depend on them")
+    if options.layout in TEXT_ALONE and options.max_tiles_per_pack:
+        parser.error("--max-tiles-per-pack: a run without encoder has no tiles; leave it out")
     if options.plot is not None and options.plot.suffix.lower() != ".png":
         parser.error(f"--plot {options.plot}: charts are written as PNG; name a file that ends in .png")
     options.ending["logs"] = note if options.json else tell  # with it stdout is one JSON value

@@ -19,13 +19,10 @@ lengths, and so text fingerprints, depend on them. Index, packs, loader, fusion,
 
 from __future__ import annotations
 
-import argparse
 import functools
 import re
 from dataclasses import dataclass, replace
 
-from mmtrain.base.arguments import positive
-from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.tiling import Tiling, one_of_several, tiled, unpadded
 
@@ -54,38 +51,6 @@ TILE_NAME, OVERVIEW_NAME = "TILE", "TILE_GLOBAL"  # AyaVisionProcessor's texts, 
 def layout_name(config: RunConfig) -> str:
     """The layout of a run's images, whose numbers the encoder decides."""
     return config.data.images if config.model.vision is None else config.model.vision.layout
-
-
-def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a command that takes shards without a configuration, which `layout_of_arguments` reads."""
-    group = parser.add_mutually_exclusive_group()
-    shown = [name for name in WRAPPERS if name not in TEXT_ALONE]
-    group.add_argument("--layout", default=SQUARE, choices=shown, help="as model.vision.layout (square)")
-    group.add_argument(
-        "--images",
-        dest="layout",
-        default=argparse.SUPPRESS,
-        choices=TEXT_ALONE,
-        help="for a run without encoder, as data.images: samples that have some cannot be trained on, or on their text",
-    )
-    parser.add_argument(
-        "--max-tiles",
-        type=positive(int),
-        default=DEFAULT_MAX_TILES,
-        metavar="N",
-        help=f"as model.vision.max_tiles, of --layout {TILES} ({DEFAULT_MAX_TILES})",
-    )
-    parser.add_argument(
-        "--tile-size", type=positive(int), metavar="PIXELS", help="a side of the encoder's square, of layouts of tiles"
-    )
-
-
-def layout_of_arguments(options: argparse.Namespace, positions_per_tile: int = 1) -> ImageLayout:
-    """The layout that `add_layout_arguments` was given; raises UserError for one whose tiles have no size."""
-    name, side = options.layout, options.tile_size or 0
-    if name in SIZED and not side:
-        raise UserError(f"--layout {name} cuts images into tiles: give their size (--tile-size PIXELS)")
-    return ImageLayout(name, positions_per_tile, side, options.max_tiles, default_pinpoints(name, side))
 
 
 def layout_argument(layout: ImageLayout) -> str:

@@ -341,7 +341,7 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
     assert "--pack-length: the shards are not indexed" in capsys.readouterr().err
     with_image = next(key for (_, key), members in stored(folder).items() if len(members) == 2)
     assert main(["inspect", str(folder), *plain, "--show", with_image]) == 2
-    assert "--vision NAME or --tokens-per-image N" in capsys.readouterr().err
+    assert "give --vision NAME, --tokens-per-image N or --config FILE" in capsys.readouterr().err
     assert main(["inspect", str(folder), *plain, "--show", "00003"]) == 2
     refused = capsys.readouterr().err
     assert "no sample of this key in 2 shards; keys that hold this text: 000003, 000030, 000031" in refused
@@ -350,7 +350,7 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--show", "k"), "--show needs --tokenizer PATH and --template NAME"),
+        (("--show", "k"), "--show needs --tokenizer PATH and --template NAME, or --config FILE"),
         (("--template", "plain"), "--tokenizer and --template go together"),
         (("--pack-length", "0"), "--pack-length: 0: a whole number, at least 1, is needed"),
         (("--plot", "a.pdf"), "a file that ends in .png"),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -16,15 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.data.samples.formats import LLAVA, SampleFormat
+from mmtrain.data.inspection.reading import Reading
 from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IMAGE_POSITION, Document, Fault, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import Member, read_index
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
-from mmtrain.pretrained.layouts import ONE_SQUARE, ImageLayout
-from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.tokenizer_files import text_fingerprint
+from mmtrain.pretrained.layouts import ImageLayout
 
 _CONTEXT = 4  # tokens before one that decide how it is written: a first one loses its space, a letter takes up to 4
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
@@ -33,12 +31,12 @@ _KEYS_SHOWN = 3
 
 @dataclass(frozen=True)
 class Row:
-    """A text token, or an image's positions; `label` is the token that the (last) position must predict, or IGNORE."""
+    """A text token, or a run of an image's positions; `label`: what the (last) position must predict, or IGNORE."""
 
     first: int  # position in the document
     positions: int
     token: int  # IMAGE_POSITION for an image
-    text: str  # of a token as it stands in the text; of an image: "image 0, 640x480 px"
+    text: str  # of a token as it stands in the text; of an image: "image 0, 640x480 px", which tile
     label: int
 
 
@@ -55,38 +53,29 @@ class TokenizedSample:
     fault: Fault | None
 
 
-def tokenize_samples(
-    tars: Sequence[Path],
-    key: str,
-    tokenizer_path: str,
-    template: str,
-    tokens_per_image: int | None,
-    layout: ImageLayout = ONE_SQUARE,
-    form: SampleFormat = LLAVA,
-) -> list[TokenizedSample]:
+def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[TokenizedSample]:
     """Every sample of this key in indexed shards, in their order; each is read as training reads it.
 
-    `tokens_per_image` may be None where samples have no images. Raises UserError for a key that no shard has, for
-    shards that cannot be read, and what `load_tokenizer` and the template raise for tokenizers.
+    The reading has a tokenizer; of positions it need say nothing where samples have no images. Raises UserError for a
+    key that no shard has, for shards that cannot be read, and what `load_tokenizer` and the template raise for
+    tokenizers.
     """
+    assert reading.tokenizer is not None and reading.template is not None and reading.fingerprint is not None
     places = _find(tars, key)
     shards = tuple(dict.fromkeys(tar for tar, _ in places))
-    fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout.texts, form.wording)
-    images = replace(layout, positions_per_tile=tokens_per_image or 0)
-    catalog = Catalog([DataSet(shards, form=form)], [fingerprint], images, MAX_IMAGE_PIXELS)
-    tokenizer = load_tokenizer(tokenizer_path)
+    catalog = Catalog([DataSet(shards, form=reading.form)], [reading.fingerprint], reading.layout, MAX_IMAGE_PIXELS)
+    tokenizer = load_tokenizer(reading.tokenizer)
     # No embedding is asked how many rows it has: this shows tokens, and training refuses those without one.
-    write = make_template(template, tokenizer, images, sys.maxsize)
+    write = make_template(reading.template, tokenizer, reading.layout, sys.maxsize)
     reader = Reader(catalog, retry_seconds=0)
     found = []
     for tar, place in places:
         number = catalog.firsts[shards.index(tar)] + place
         index = read_index(tar)
         members, sizes = index.members[place], index.image_sizes[place]
-        if sizes and tokens_per_image is None:
+        if sizes and reading.missing_positions:
             raise UserError(
-                f"{tar}: sample {key} has {len(sizes)} image{'s' * (len(sizes) > 1)}; give --vision NAME or "
-                "--tokens-per-image N, which tell how many positions each takes"
+                f"{tar}: sample {key} has {len(sizes)} image{'s' * (len(sizes) > 1)}; {reading.missing_positions}"
             )
         fault = catalog.faults.get(number)
         # Training reads no sample with a fault; here one is read for its turns, unless it might not fit into memory.
@@ -96,7 +85,7 @@ def tokenize_samples(
         rows: tuple[Row, ...] = ()
         if fault is None:
             try:
-                rows = _rows(write(sample), sizes, tokens_per_image, tokenizer)
+                rows = _rows(write(sample), sizes, reading.layout, tokenizer)
             except Rejected as error:
                 fault = Fault(key, str(tar), members[0].offset, error.reason, error.detail)
         turns = sample.turns if isinstance(sample, Sample) else ()
@@ -122,26 +111,35 @@ def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int]]:
 
 
 def _rows(
-    document: Document,
-    sizes: Sequence[tuple[int, int]],
-    tokens_per_image: int | None,
-    tokenizer: PreTrainedTokenizerBase,
+    document: Document, sizes: Sequence[tuple[int, int]], layout: ImageLayout, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Row, ...]:
     ids = [token for token in document.input_ids if token != IMAGE_POSITION]
-    texts = iter(_texts(ids, tokenizer))
-    images = iter(enumerate(sizes))
+    texts, runs = iter(_texts(ids, tokenizer)), _runs(document, sizes, layout)
     rows: list[Row] = []
     at = 0
     while at < len(document.input_ids):
-        token, positions = document.input_ids[at], 1
-        if token == IMAGE_POSITION:
-            number, (width, height) = next(images)
-            text, positions = f"image {number}, {width}x{height} px", tokens_per_image
-        else:
-            text = next(texts)
+        token = document.input_ids[at]
+        text, positions = next(runs) if token == IMAGE_POSITION else (next(texts), 1)
         rows.append(Row(at, positions, token, text, document.labels[at + positions - 1]))
         at += positions
     return tuple(rows)
+
+
+def _runs(document: Document, sizes: Sequence[tuple[int, int]], layout: ImageLayout) -> Iterator[tuple[str, int]]:
+    """What each run of positions shows, and how many they are."""
+    for number, (tiling, (width, height)) in enumerate(zip(document.tilings, sizes, strict=True)):
+        image = f"image {number}, {width}x{height} px"
+        runs = [piece for piece in layout.pieces(tiling) if isinstance(piece, int)]
+        grid = f"{tiling.rows} x {tiling.columns} tiles"
+        if len(runs) > 1:  # a tile each
+            for tile, positions in enumerate(runs, 1):
+                is_whole = tiling.overview == "last" and tile == len(runs)
+                yield f"{image}, {'the whole' if is_whole else f'tile {tile} of {grid}'}", positions
+        elif tiling.shown is not None:
+            shown = tiling.shown
+            yield f"{image}, the whole, then {shown.lines} lines of {shown.columns} of {grid}", *runs
+        else:
+            yield image, *runs
 
 
 def _texts(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:

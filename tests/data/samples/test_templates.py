@@ -637,14 +637,14 @@ def test_an_image_token_of_the_tokenizers_own_is_used_and_needs_no_embedding(byt
 def test_an_image_token_that_is_not_found_in_the_text_is_refused(sentencepiece):
     tokenizer = sentencepiece(VICUNA)
     tokenizer.add_tokens(AddedToken("<image>", single_word=True, normalized=False))
-    with pytest.raises(Rejected, match=r"1 images, but .* reads 0 <image> tokens"):
+    with pytest.raises(Rejected, match=r"1 images or tiles, but .* reads 0 <image> tokens"):
         ChatTemplate(tokenizer, ImageLayout("square", 1), 700)(talk("so<image>what", "x", images=1))
 
 
 def test_a_tokenizer_that_finds_no_image_token_at_all_is_refused_before_any_sample(byte_level):
     tokenizer = byte_level(CHATML)
     tokenizer.split_special_tokens = True
-    with pytest.raises(UserError, match=r"^data\.template=chat: 1 images, but .* reads 0 <image> tokens"):
+    with pytest.raises(UserError, match=r"^data\.template=chat: 1 images or tiles, but .* reads 0 <image> tokens"):
         ChatTemplate(tokenizer, ImageLayout("square", 1), 700)
 
 

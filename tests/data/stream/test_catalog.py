@@ -78,18 +78,17 @@ def test_without_an_encoder_samples_with_images_are_faults_or_stripped_of_them(t
     shown = [("c.json", conversation("Show it", "<image>")), ("c.png", picture(3, 2))]
     tar = write_tar(tmp_path / "0.tar", [*seen, *asked, *shown])
 
-    def opened(layout):
+    def opened(name):
+        layout = ImageLayout(name, 0)
         ensure_indexes([tar], str(tiny / "llm"), "llava_v1", layout)
-        return Catalog(
-            [DataSet((tar,))], [text_fingerprint(tiny / "llm", "llava_v1", layout)], ImageLayout(layout, 0), 100
-        )
+        return Catalog([DataSet((tar,))], [text_fingerprint(tiny / "llm", "llava_v1", layout.texts)], layout, 100)
 
     refused = opened("require")
     assert {number: fault.reason for number, fault in refused.faults.items()} == {0: "no_encoder", 2: "no_encoder"}
     stripped = opened("strip")
     assert {number: fault.reason for number, fault in stripped.faults.items()} == {2: "no_answer"}
     assert stripped.lengths[0] == stripped.lengths[1] == refused.lengths[1], "the same text without its image"
-    assert not stripped.sample_sets[0].images.any()
+    assert not stripped.sample_sets[0].tiles.any()
     reader = Reader(stripped, 0)
     first, second = (reader.read(number) for number in (0, 1))
     assert first.turns == second.turns and first.images == second.images == ()
@@ -183,9 +182,11 @@ def test_samples_that_fit_no_pack_are_refused_by_name(tmp_path):
     tar = write_indexed(tmp_path / "0.tar", [("a.json", CAPTION), ("b.json", b"{"), *two])
     catalog = open_catalog(tar)
     catalog.refuse_overlong(Capacity(37, 2))
-    with pytest.raises(UserError, match=rf"^{tar}: sample c: 37 tokens and 2 images do not fit .* 36 tokens \(1 "):
+    with pytest.raises(
+        UserError, match=rf"^{tar}: sample c: 37 tokens and 2 squares of images do not fit .* 36 tokens \(1 "
+    ):
         catalog.refuse_overlong(Capacity(36))
-    with pytest.raises(UserError, match=rf"^{tar}: sample c: .* of 37 tokens and 1 images \(1 samples in all"):
+    with pytest.raises(UserError, match=rf"^{tar}: sample c: .* of 37 tokens and 1 squares \(1 samples in all"):
         catalog.refuse_overlong(Capacity(37, 1))
 
 
@@ -193,5 +194,5 @@ def test_a_length_above_32_bits_is_overlong_and_wraps_into_no_other(tmp_path):
     tar = write_indexed(tmp_path / "s.tar", [("a.json", LOOK), ("a.png", picture(3, 2))], tokens=2**31 - 1)
     catalog = open_catalog(tar, tokens_per_image=2**20)
     assert catalog.lengths.tolist() == [2**31 - 1]
-    with pytest.raises(UserError, match="sample a: 2147483647 tokens and 1 images do not fit"):
+    with pytest.raises(UserError, match="sample a: 2147483647 tokens and 1 squares of images do not fit"):
         catalog.refuse_overlong(Capacity(4096))

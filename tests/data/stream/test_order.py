@@ -97,7 +97,7 @@ def test_best_fit_is_the_textbooks_with_and_without_an_image_cap(seed):
 def test_packs_hold_all_that_fit_and_never_exceed_their_capacity(cap):
     sets = varied_sets()
     lengths = np.concatenate([one.lengths for one in sets])
-    images = np.concatenate([one.images for one in sets])
+    images = np.concatenate([one.tiles for one in sets])
     made = plan(sets, images=cap)
     assert made.starts[0] == 0
     assert made.starts[-1] == len(made.samples) == made.drawn - made.overlong - made.unusable
@@ -272,7 +272,7 @@ def test_steps_train_every_sample_and_fill_the_last_step_from_the_next_epoch():
         (
             [101, 102, UNUSABLE],
             1.0,
-            r"of 3 drawn in epoch 0, 2 are longer than data\.pack_length=100 tokens, or .* 6 images, and 1 cannot",
+            r"of 3 drawn in epoch 0, 2 are longer than data\.pack_length=100 tokens, or .* 6 squares .*, and 1 cannot",
         ),
     ],
 )
