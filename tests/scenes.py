@@ -35,6 +35,7 @@ from mmtrain.model.stage import build_stage
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.schedule import Instruction, Op, immediate_encodes, training_schedule
+from mmtrain.pretrained.tiling import Tiling
 
 VOCAB = 128
 IMAGE_TOKEN = 127  # stock LLaVA marks image positions by a row of the vocabulary
@@ -46,11 +47,15 @@ LAYERS = 4
 
 @dataclass(frozen=True)
 class Document:
-    """One conversation: ids with IMAGE_POSITION, labels[t] = token that t predicts, images (N, 3, H, W) or None."""
+    """One conversation: ids with IMAGE_POSITION, labels[t] = token that t predicts, images (N, 3, H, W) or None.
+
+    Where `tilings` say so, images are the tiles of fewer.
+    """
 
     ids: tuple[int, ...]
     labels: tuple[int, ...]
     images: torch.Tensor | None
+    tilings: tuple[Tiling, ...] = ()
 
 
 Microbatch = Sequence[Sequence[Document]]  # rows of documents
@@ -144,16 +149,20 @@ def make_document(
     labelled: bool = True,
     positions: int = TOKENS_PER_IMAGE,
     image_size: int = IMAGE_SIZE,
+    tilings: tuple[Tiling, ...] = (),
 ) -> Document:
-    """Images first, each in so many positions, then text of which the second half is the answer."""
+    """Images first, each in so many positions or as `tilings` say, then text, its second half the answer."""
     rng = random.Random(seed)
     words = [rng.randrange(1, IMAGE_TOKEN) for _ in range(text)]
-    ids = [IMAGE_POSITION] * (images * positions) + words
+    taken = images * positions
+    if tilings:
+        images, taken = sum(tiling.tiles for tiling in tilings), sum(tiling.positions for tiling in tilings)
+    ids = [IMAGE_POSITION] * taken + words
     answer = len(ids) - text // 2
     labels = [ids[t + 1] if labelled and answer <= t + 1 < len(ids) else IGNORE for t in range(len(ids))]
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randn(images, 3, image_size, image_size, generator=generator) if images else None
-    return Document(tuple(ids), tuple(labels), pixels)
+    return Document(tuple(ids), tuple(labels), pixels, tilings)
 
 
 def as_batch(microbatch: Microbatch, pack_length: int) -> PackedBatch:
@@ -176,6 +185,7 @@ def as_batch(microbatch: Microbatch, pack_length: int) -> PackedBatch:
         labels=torch.tensor(labels),
         tiles=torch.cat(images) if images else None,
         keys=tuple(str(i) for i in range(len(documents))),
+        tilings=tuple(tiling for d in documents for tiling in d.tilings),
         tokens=sum(len(d.ids) for d in documents),
         epochs=(0,) * len(microbatch),
     )

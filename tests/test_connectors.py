@@ -30,6 +30,8 @@ from transformers import (
     InternVLForConditionalGeneration,
     InternVLVisionConfig,
     LlavaForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
+    LlavaOnevisionForConditionalGeneration,
     PerceptionLMForConditionalGeneration,
     SiglipVisionConfig,
     SmolVLMForConditionalGeneration,
@@ -38,6 +40,8 @@ from transformers import (
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.model.timm_folder import save_timm_folder
 from mmtrain.model.tiny import tiny_model
+from mmtrain.pretrained.connectors import image_layout
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.shapes import matches
 
 GRID, PATCH = 12, 4  # patches a side, which 2, 3 and 4 divide; pixels of one
@@ -60,6 +64,16 @@ ENCODERS = {
     "dinov2": Dinov2Config(**SMALL, mlp_ratio=2),
     "internvit": InternVLVisionConfig(**SMALL, intermediate_size=48),
 }
+TILE = 4 * PATCH  # pixels a side, of encoders whose images are cut
+ENCODERS |= {
+    "siglip of tiles": SiglipVisionConfig(
+        **{**SMALL, "image_size": TILE}, intermediate_size=48, vision_use_head=False
+    ),
+    "clip of tiles": CLIPVisionConfig(**{**SMALL, "image_size": TILE}, intermediate_size=48),
+}  # fmt: skip
+GRIDS = ((1, 2), (2, 1), (2, 2), (1, 3), (5, 3))  # (rows, columns) of tiles, the last with more positions than 9 have
+PINPOINTS = tuple((rows * TILE, columns * TILE) for rows, columns in GRIDS)
+SHAPES = ((40, 30), (45, 75), (100, 7), (10, 60), (33, 32))  # (width, height) in pixels, of images that are cut
 TIMM = {
     "img_size": SIZE, "patch_size": PATCH, "embed_dim": 32, "depth": 3, "num_heads": 2, "global_pool": "token",
 }  # fmt: skip
@@ -97,12 +111,17 @@ class Stock(NamedTuple):
     widths: Sequence[int | None] = (None,)
     layers: Sequence[int] = (-1, -2)
     final_norm: bool = False
+    layout: str = "square"
 
 
 def llava(run: Run) -> dict[str, Any]:
-    strategy = "full" if run.encoder == "siglip" else "default"  # default drops the class token
+    strategy = "full" if run.encoder.startswith("siglip") else "default"  # default drops the class token
     selected = {"vision_feature_layer": run.layer, "vision_feature_select_strategy": strategy}
     return {"image_token_index": IMAGE_TOKEN, **selected}
+
+
+def anyres(run: Run) -> dict[str, Any]:
+    return {**llava(run), "image_grid_pinpoints": [list(pair) for pair in PINPOINTS]}
 
 
 def aya_vision(run: Run) -> dict[str, Any]:
@@ -123,15 +142,19 @@ def perception_lm(run: Run) -> dict[str, Any]:
 
 
 ANY = ("siglip", "clip", "dinov2")
+CUT = ("siglip of tiles", "clip of tiles")
 LAST_NORMED = {"layers": (-1,), "final_norm": True}
 STOCK = {
-    stock.model.__name__.removesuffix("ForConditionalGeneration"): stock
+    stock.model.__name__.replace("ForConditionalGeneration", "" if stock.layout == "square" else " of tiles"): stock
     for stock in (
         Stock(LlavaForConditionalGeneration, "mlp2x_gelu", llava, ANY, factors=(None,)),
         Stock(AyaVisionForConditionalGeneration, "shuffle_swiglu", aya_vision, ANY, widths=(None, 48)),
         Stock(Idefics3ForConditionalGeneration, "shuffle_linear", idefics3, ("siglip",), **LAST_NORMED),
         Stock(SmolVLMForConditionalGeneration, "shuffle_linear", idefics3, ("siglip",), **LAST_NORMED),
         Stock(InternVLForConditionalGeneration, "shuffle_mlp2x_gelu", internvl, ("internvit",), factors=(2, 4)),
+        Stock(AyaVisionForConditionalGeneration, "shuffle_swiglu", aya_vision, CUT, factors=(2, 4), layout="tiles"),
+        Stock(LlavaNextForConditionalGeneration, "mlp2x_gelu", anyres, CUT, factors=(None,), layout="anyres"),
+        Stock(LlavaOnevisionForConditionalGeneration, "mlp2x_gelu", anyres, CUT, (None,), layout="anyres_max_9"),
         Stock(PerceptionLMForConditionalGeneration, "mlp2x_gelu_pool", perception_lm, (*TIMM_ENCODERS,), **LAST_NORMED),
     )
 }
@@ -154,7 +177,7 @@ def parts(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     for name, config in ENCODERS.items():
         perturb(AutoModel.from_config(config)).save_pretrained(folder / name)
-        square = {"height": SIZE, "width": SIZE}
+        square = dict.fromkeys(("height", "width"), TILE if name in CUT else SIZE)
         CLIPImageProcessorPil(size=square, crop_size=square).save_pretrained(folder / name)
     for name, arguments in TIMM_ENCODERS.items():
         model = perturb(timm.create_model(TIMM_ARCHITECTURE, num_classes=0, **arguments))
@@ -190,6 +213,8 @@ def stock_model(parts: Path, run: Run) -> nn.Module:
         encoder = AutoModel.from_pretrained(parts / run.encoder, dtype=torch.float32)
     tower.load_state_dict(encoder.state_dict())
     perturb(connector)
+    if hasattr(model.model, "image_newline"):
+        torch.nn.init.normal_(model.model.image_newline)
     language.load_state_dict(llm.model.state_dict())
     model.lm_head.load_state_dict(llm.lm_head.state_dict())
     model.requires_grad_(False)
@@ -215,6 +240,8 @@ def our_parameters(parts: Path, run: Run, model: nn.Module) -> dict[str, nn.Para
     tower, connector, language = parts_of(model)
     stored = load_file(parts / run.encoder / "model.safetensors")
     named = {f"projector.{name}": value for name, value in connector.named_parameters()}
+    if hasattr(model.model, "image_newline"):
+        named["projector.image_newline"] = model.model.image_newline
     named |= {f"llm.{name}": value for name, value in language.named_parameters()}
     for value in tower.parameters():
         [name] = (name for name, tensor in stored.items() if torch.equal(tensor, value))
@@ -228,13 +255,18 @@ def stock_loss_sum(model: nn.Module, document: Document) -> torch.Tensor:
     images = document.images
     if images is not None and isinstance(model, SAMPLES_OF_IMAGES):
         images = images[None]
-    logits = model(input_ids=ids, pixel_values=images, use_cache=False).logits[0]
+    told: dict[str, torch.Tensor] = {}
+    if images is not None and hasattr(model.model, "image_newline"):
+        told["image_sizes"] = torch.tensor([(tiling.height, tiling.width) for tiling in document.tilings])
+        if isinstance(model, LlavaOnevisionForConditionalGeneration):
+            told["batch_num_images"] = torch.tensor([len(document.tilings)])
+    logits = model(input_ids=ids, pixel_values=images, use_cache=False, **told).logits[0]
     # The stock classes' head is a matrix alone: what the LLM's own class does behind it is done here.
     logits = logits / getattr(model.config.text_config, "logits_scaling", 1.0)
     return cross_entropy(logits, torch.tensor(document.labels), ignore_index=IGNORE, reduction="sum")
 
 
-IMAGES = {"none": (0,), "one": (1,), "several": (2, 0, 3)}  # in a document, in turn
+IMAGES = {"none": (0,), "one": (1,), "several": (2, 0, 3, 1, 1)}  # in a document, in turn
 LAYOUTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 TRAINABLE = (("projector",), ("vision", "projector", "llm.layers.1"))
 
@@ -275,18 +307,30 @@ def covering() -> tuple[Run, ...]:
     return tuple(chosen)
 
 
-def documents_for(run: Run) -> list[Document]:
+def documents_for(run: Run, layout: ImageLayout) -> list[Document]:
     """Twelve of a step, or four: one for each micro-batch."""
-    counts, positions = IMAGES[run.images], GRID**2 // (run.factor or 1) ** 2
-    return [
-        make_document(seed, counts[seed % len(counts)], 6 + seed, positions=positions, image_size=SIZE)
-        for seed in range(12 if run.packed else 4)
-    ]
+    counts, found = IMAGES[run.images], []
+    for seed in range(12 if run.packed else 4):
+        images = counts[seed % len(counts)]
+        shapes = [SHAPES[(seed + image) % len(SHAPES)] for image in range(images)]
+        tilings = tuple(layout.tiling(*shape, images) for shape in shapes)
+        size = TILE if run.encoder in CUT else SIZE
+        found.append(make_document(seed, 0, 6 + seed, image_size=size, tilings=tilings))
+    return found
 
 
 def case(parts: Path, folder: Path, run: Run) -> tuple[Case, float, dict[str, torch.Tensor]]:
     """The run of ours, and the stock class's loss and gradients of the same step from the same weights."""
-    model, documents = stock_model(parts, run), documents_for(run)
+    model, stock = stock_model(parts, run), STOCK[run.stock]
+    vision = {"name": str(parts / run.encoder), "select_layer": run.layer, "final_norm": stock.final_norm}
+    vision |= {"layout": stock.layout, "pinpoints": PINPOINTS if stock.settings is anyres else None}
+    settings: dict[str, Any] = {
+        "model__llm": {"path": str(parts / run.family), "dtype": "float32"},
+        "model__vision": vision,
+        "model__projector": {"type": stock.connector, "factor": run.factor, "width": run.width},
+        "model__trainable": run.trainable,
+    }
+    documents = documents_for(run, image_layout(make_config(folder, **settings)))
     start = folder / "projector.safetensors"
     folder.mkdir()
     parameters = our_parameters(parts, run, model)
@@ -300,20 +344,15 @@ def case(parts: Path, folder: Path, run: Run) -> tuple[Case, float, dict[str, to
         for name, value in parameters.items()
         if value.requires_grad
     }
-    stock = STOCK[run.stock]
     rows = [documents[i::4] for i in range(4)]
     pipeline, data = run.layout
+    settings["model__projector"]["init_from"] = str(start)
     config = make_config(
         folder,
-        model__llm={"path": str(parts / run.family), "dtype": "float32"},
-        model__vision={
-            "name": str(parts / run.encoder), "select_layer": run.layer, "final_norm": stock.final_norm,
-        },
-        model__projector={"type": stock.connector, "factor": run.factor, "width": run.width, "init_from": str(start)},
-        model__trainable=run.trainable,
+        **settings,
         parallel={"pipeline": pipeline, "data": data, "recompute_layers": run.recomputed},
         data__pack_length=256 + max(sum(len(document.ids) for document in row) for row in rows),
-    )  # fmt: skip
+    )
     return Case(config, (tuple([row] for row in rows),)), float(loss.detach()), gradients
 
 

@@ -28,6 +28,7 @@ from mmtrain.model.projector_files import (
     local_names,
     projector_widths,
     refuse_unfit,
+    tell_of_drawn_newline,
 )
 from mmtrain.model.weights import open_tensors, read_pickled, tensor_files
 from mmtrain.pretrained import connectors
@@ -226,6 +227,8 @@ def read_projector(
     names = local_names(stored, files.source)
     shapes = {local: tuple(stored[name].shape) for local, name in names.items()}
     refuse_unfit(shapes, section, vision_width, llm_width, files.source, newline)
+    if not files.shapes:  # pickled: of others the launcher has told
+        tell_of_drawn_newline(shapes, files.source, newline)
     tensors: dict[str, torch.Tensor] = {}
     for local, name in names.items():
         tensor = stored[name]

@@ -181,6 +181,13 @@ def refuse_unfit_init_from(config: RunConfig, run: Path) -> None:
         names = local_names(files.shapes, files.source)
         shapes = {local: files.shapes[name] for local, name in names.items()}
         refuse_unfit(shapes, config.model.projector, *projector_widths(config), files.source, has_newline(config))
+        tell_of_drawn_newline(shapes, files.source, has_newline(config))
+
+
+def tell_of_drawn_newline(names: Iterable[str], source: Path, newline: bool) -> None:
+    """Log that a run's newline is drawn, where the projector of these names in our module has none."""
+    if newline and NEWLINE not in names:
+        _log.info(f"{KEY}: {source} holds no {NEWLINE}; it begins at random, by run.seed")
 
 
 def projector_widths(config: RunConfig) -> tuple[int, int]:

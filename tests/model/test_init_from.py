@@ -186,6 +186,45 @@ def test_before_a_rank_starts_a_projector_that_does_not_fit_is_refused(tmp_path)
         check()
 
 
+def test_a_projector_of_squares_begins_with_a_drawn_newline_and_one_of_anyres_with_its_own(tmp_path, logged):
+    save_parts(tmp_path)
+    squares = make_projector(ProjectorSection(), 32, 64, seed=9).state_dict()
+    lines = make_projector(ProjectorSection(), 32, 64, seed=8, newline=True).state_dict()
+    named_as_llava = {"linear_1": "model.mm_projector.0", "linear_2": "model.mm_projector.2"}
+    in_llava = {
+        next(
+            (name.replace(ours, llava) for ours, llava in named_as_llava.items() if ours in name), f"model.{name}"
+        ): value
+        for name, value in lines.items()
+    }
+    save_file(named("projector.", squares), tmp_path / "squares.safetensors")
+    save_file(named("projector.", lines), tmp_path / "lines.safetensors")
+    torch.save(in_llava, tmp_path / "lines.bin")
+    torch.save({name: in_llava[name] for name in in_llava if "newline" not in name}, tmp_path / "squares.bin")
+
+    def begun(file: str, layout: str) -> Tensors:
+        start = str(tmp_path / file)
+        vision = {"name": str(tmp_path / "vision"), "layout": layout}
+        config = make_config(tmp_path, model__projector__init_from=start, model__vision=vision)
+        logged.clear()
+        refuse_unfit_init_from(config, tmp_path / "runs" / "parity")
+        stage = build_stage(config, make_plan(config).ranks[0].stages[0])
+        found = {name: value for name, value in stage.global_parameters() if name.startswith("projector.")}
+        return {name.removeprefix("projector."): value for name, value in found.items()}
+
+    for kind in ("safetensors", "bin"):
+        found = begun(f"lines.{kind}", "anyres")
+        assert equal(found, lines) and found["image_newline"].requires_grad and not logged
+        drawn = begun(f"squares.{kind}", "anyres_max_9").pop("image_newline")
+        [said] = logged
+        source = tmp_path / f"squares.{kind}"
+        assert said == f"model.projector.init_from: {source} holds no image_newline; it begins at random, by run.seed"
+        assert drawn.requires_grad and not torch.equal(drawn, lines["image_newline"]) and 0.05 < drawn.std() < 0.25
+        assert equal(begun("squares.safetensors", "square"), squares) and not logged
+        with pytest.raises(UserError, match=r"holds image_newline, .* set that layout, or choose another file"):
+            begun(f"lines.{kind}", "square")
+
+
 def test_a_run_that_would_delete_its_start_is_refused(tmp_path):
     save_parts(tmp_path)
     run = tmp_path / "runs" / "parity"

@@ -87,8 +87,8 @@ def test_uint8_images_are_normalised_where_the_encoder_runs(tmp_path):
     module = front_of(tmp_path, ("projector",))
     batch = as_batch([[make_document(0, images=2)]], 64)
     pixels = torch.randint(256, (2, 3, IMAGE_SIZE, IMAGE_SIZE), generator=torch.Generator().manual_seed(0))
-    stored = replace(batch, images=pixels.to(torch.uint8))
-    normalised = replace(batch, images=image_transform(str(tmp_path / "vision")).normalise(stored.images))
+    stored = replace(batch, tiles=pixels.to(torch.uint8))
+    normalised = replace(batch, tiles=image_transform(str(tmp_path / "vision")).normalise(stored.tiles))
     assert torch.equal(module.start(stored), module.start(normalised))
     assert not torch.equal(module.start(stored), module.start(batch))
 
@@ -128,7 +128,7 @@ def places(positions):
 def test_images_fill_their_positions_in_row_major_order():
     embeddings = torch.zeros(2, 4, 3)
     positions = torch.tensor([[False, True, True, False], [True, False, False, True]])
-    images = torch.arange(1.0, 13.0).view(2, 2, 3)
+    images = torch.arange(1.0, 13.0).view(4, 3)
     fused = fuse(embeddings, places(positions), images)
     assert fused[0, 1].tolist() == [1, 2, 3] and fused[0, 2].tolist() == [4, 5, 6]
     assert fused[1, 0].tolist() == [7, 8, 9] and fused[1, 3].tolist() == [10, 11, 12]
@@ -136,18 +136,18 @@ def test_images_fill_their_positions_in_row_major_order():
 
 
 def test_gradient_reaches_every_image_embedding_once():
-    images = torch.ones(1, 2, 3, requires_grad=True)
+    images = torch.ones(2, 3, requires_grad=True)
     positions = torch.tensor([[True, False, True]])
     weights = torch.arange(9.0).view(1, 3, 3)
     (fuse(torch.zeros(1, 3, 3), places(positions), images) * weights).sum().backward()
-    assert images.grad.tolist() == [[[0, 1, 2], [6, 7, 8]]]
+    assert images.grad.tolist() == [[0, 1, 2], [6, 7, 8]]
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_count_mismatch_raises_with_both_numbers(count):
     positions = torch.tensor([[True, True, False, False]])
     with pytest.raises(ValueError, match=f"2 image positions .* {count} image embeddings"):
-        fuse(torch.zeros(1, 4, 3), places(positions), torch.ones(1, count, 3))
+        fuse(torch.zeros(1, 4, 3), places(positions), torch.ones(count, 3))
 
 
 def test_positions_without_any_image_raise():
