@@ -29,6 +29,7 @@ from mmtrain.model.projector import make_projector
 from mmtrain.model.timm_folder import save_timm_folder
 from mmtrain.plan.planner import models_of
 from mmtrain.pretrained.adapters import is_adapter
+from mmtrain.pretrained.connectors import has_newline
 from mmtrain.pretrained.shapes import llm_shape, vision_shape
 
 
@@ -43,7 +44,7 @@ def make_checkpoint(
     if (chosen := config.model.vision) is not None:
         vision = vision_shape(chosen.name, chosen.select_layer, chosen.final_norm)
         width = llm_shape(config.model.llm.path).hidden_size
-        projector = make_projector(config.model.projector, vision.width, width, config.run.seed)
+        projector = make_projector(config.model.projector, vision.width, width, config.run.seed, has_newline(config))
         own = {f"projector.{name}": tensor.detach().clone() for name, tensor in projector.named_parameters()}
         tensors = own | tensors
     state = state_of(step, config=config.model_dump(mode="json"), **more)

@@ -114,8 +114,6 @@ def load(folder: Path) -> tuple[Any, Any]:
 
     Of an LLM alone the tokenizer is the processor.
     """
-    import transformers
-    from transformers import AutoImageProcessor
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
 
@@ -133,23 +131,12 @@ def load(folder: Path) -> tuple[Any, Any]:
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(causal_config(folder))]
             model, report = model_class.from_pretrained(folder, attn_implementation=kernel, **options)
         return _ready(folder, model, processor, processor, report)
-    # Not AutoProcessor: where the files name no class, it passes trust_remote_code on to none of the processor's parts.
     config = read_json(folder / "config.json")
     door = door_of_type(config["model_type"])
     check_parts(door, config, folder)
     pixtral = (config.get("vision_config") or {}).get("model_type") == "pixtral"  # a Llava with its own processor
-    processor_name = "PixtralProcessor" if pixtral else door.processor_name
     with foreign_files(str(folder)):
-        processor = getattr(transformers, processor_name).from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            **({"backend": "pil"} if door.video_processor is None else {}),  # as training resizes
-        )
-        if door.video_processor is not None and door.has_pillow:  # not for videos, of which a processor has a part too
-            processor.image_processor = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, backend="pil"
-            )
+        processor = door.load_processor(folder, "PixtralProcessor" if pixtral else None)
         model, report = door.model_class.from_pretrained(folder, attn_implementation=kernel, **options)
     feature_layers = getattr(model.config, "vision_feature_layer", [])  # some classes take the last one alone
     for layer in feature_layers if isinstance(feature_layers, list) else [feature_layers]:
@@ -236,7 +223,7 @@ class Conversation:
         text = self._text(self.messages)
         with foreign_files(self.folder):
             if self.sees:
-                inputs = self.processor(images=self.images, text=text, return_tensors="pt")
+                inputs = self.processor(images=[self.images], text=text, return_tensors="pt")
             else:
                 inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
                 inputs = BatchFeature({name: inputs[name] for name in ("input_ids", "attention_mask")})

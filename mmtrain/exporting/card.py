@@ -21,6 +21,7 @@ from mmtrain.exporting.projector_file import Origin
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.model.projector import PROJECTOR
 from mmtrain.pretrained.adapters import adapted_layer, is_adapter, is_llm_adapter
+from mmtrain.pretrained.layouts import TILES, WITH_NEWLINES, ImageLayout
 from mmtrain.pretrained.model_files import HUB_ID
 
 LOADING = """\
@@ -77,7 +78,7 @@ def write_card(
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {shown_name(Path(about.llm).name)} that sees through {shown_name(Path(about.vision).name)}",
         f"Made with mmtrain {shown_name(about.versions['mmtrain'])}. {_what_trained(about)}",
-        "## Made of\n\n" + table(_parts(about, dtype, language)),
+        "## Made of\n\n" + table(_parts(about, dtype, language, processor.layout)),
         "## Training\n\n" + table(_training(about)),
         "## How to load\n\n" + LOADING.format(model=door.class_name, prompt=prompt, **OPENERS[processor.ignore_exif]),
     ]
@@ -162,16 +163,30 @@ def _tensors(count: int) -> str:
     return f"{count} tensor{'s' if count != 1 else ''}"
 
 
-def _parts(about: Origin, dtype: str, language: ExportedLanguage) -> dict[str, str]:
+def _parts(about: Origin, dtype: str, language: ExportedLanguage, layout: ImageLayout) -> dict[str, str]:
     llm, vision, factor = code(about.llm), code(about.vision), about.projector_factor
     return {
         "LLM": f"{llm} ({shown_name(language.config['model_type'])}, {about.llm_width:,} wide)",
         "vision encoder": f"{vision}, block {about.vision_select_layer} ({about.vision_width:,} wide)"
         + (", behind its last norm" if about.vision_final_norm else ""),
         "projector": about.projector_type + (f", {factor} x {factor} patches a position" if factor > 1 else ""),
-        "images become square by": about.image_fit,
+        "images": _images(about, layout),
         "weights stored in": f"{dtype}; what was trained was so in float32, against an LLM in {about.llm_dtype}",
     }
+
+
+def _images(about: Origin, layout: ImageLayout) -> str:
+    """How an image becomes tiles and positions."""
+    side = f"{layout.tile_size} x {layout.tile_size} pixels"
+    if layout.name == TILES:
+        return f"cut into up to {layout.max_tiles} tiles of {side}, and one of the whole (`model.vision.layout: tiles`)"
+    if layout.name in WITH_NEWLINES:
+        grids = len(layout.pinpoints)
+        return (
+            f"one tile of the whole and those of a grid, of {side}; {grids} grids, of up to {layout.most_tiles - 1} "
+            f"tiles, and a trained newline behind each line (`model.vision.layout: {layout.name}`)"
+        )
+    return f"become square by: {about.image_fit}"
 
 
 def _training(about: Origin) -> dict[str, str]:
@@ -239,7 +254,7 @@ def processor_notes(processor: ExportedProcessor) -> list[str]:
 
     transform = processor.transform
     size = f"{transform.image_size} x {transform.image_size}"
-    exact = processor.exact_pixels
+    exact = processor.door.exact_pixels(transform)
     if transform.interpolation in NEAR_WITH_TORCHVISION:
         backend = (
             f"Training resizes pictures with Pillow. {exact} does the same, to the bit; the default backend, "

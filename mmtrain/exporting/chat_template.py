@@ -21,7 +21,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jinja2
@@ -153,16 +153,20 @@ def marked_template(jinja: str, template: ChatTemplate) -> str:
     return re.sub("|".join(values), lambda found: values[found[0]], _MARKED)
 
 
-def documents_of(template: Template, conversations: Iterable[Turns]) -> list[tuple[Turns, Document]]:
+def documents_of(
+    template: Template, conversations: Iterable[Turns], sizes: Sequence[tuple[int, int]] = ()
+) -> list[tuple[Turns, Document]]:
     """Those of the conversations that a template takes, and what training makes of them.
 
-    Not every template takes systems, later questions or images in answers.
+    Not every template takes systems, later questions or images in answers. `sizes`: (width, height) of their images, at
+    least as many as a conversation has, where the layout asks for them.
     """
     taken = []
     for turns in conversations:
         images = sum(text.count(IMAGE_MARK) for _, text in turns)
         with contextlib.suppress(Rejected):
-            taken.append((turns, template(Sample("probe", "probe", turns, (b"",) * images))))
+            sample = Sample("probe", "probe", turns, (b"",) * images, sizes=tuple(sizes[:images]))
+            taken.append((turns, template(sample)))
     return taken
 
 

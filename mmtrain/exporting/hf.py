@@ -95,7 +95,7 @@ def export_hf(
     processor = write_processor(door, config, encoder, folder)
     language = language_for_export(door, llm, own, processor.rows_needed, stored_as, config.model.lora)
     tensors = {door.encoder_names + name: source for name, source in encoder.tensors.items()}
-    tensors |= {door.connector_names + name.removeprefix(PROJECTOR): projector[name] for name in projector}
+    tensors |= {door.connector_name(name.removeprefix(PROJECTOR)): projector[name] for name in projector}
     tensors |= language.tensors
     content = _config(door, config, encoder, language, processor, stored_as)
     refuse_loading_faults(door, content, tensors)
@@ -155,7 +155,7 @@ def _config(
         "model_type": door.facts.model_type,
         "dtype": dtype,
         **processor.token_keys,
-        **door.config(run, encoder, processor.image_seq_length),
+        **door.config(run, encoder),
         "tie_word_embeddings": language.config["tie_word_embeddings"],
         "text_config": language.config,
         "vision_config": {**encoder.config, "dtype": dtype},
@@ -217,7 +217,7 @@ def refuse_unfit_family(door: StockDoor, folder: Path) -> None:
     }
     try:
         stock, report = _load(door, content, tensors)
-        others = (door.encoder_names, door.connector_names)
+        others = (door.encoder_names, door.connector_names, door.newline_name)
         lacking = [name for name in report["missing_keys"] if not any(other in name for other in others)]
         faults = [*lacking, *report["unexpected_keys"], *report["mismatched_keys"]]
         ids = torch.arange(24).view(2, 12)

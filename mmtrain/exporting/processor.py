@@ -15,6 +15,7 @@ is stretched, by anything for nearest; box and hamming it does not know. No file
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from tokenizers import AddedToken, processors
-from transformers import AutoProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
@@ -37,6 +39,7 @@ from mmtrain.exporting.chat_template import documents_of, exported_chat_template
 from mmtrain.exporting.doors import StockDoor
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.pretrained.connectors import image_layout
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.parts import llm_config
 from mmtrain.pretrained.shapes import llm_shape
@@ -46,8 +49,20 @@ KEPT_OF_GENERATION = ("bos_token_id", "max_length", "max_new_tokens")
 UNSAID_OF_GENERATION = ("eos_token_id", "pad_token_id", "do_sample", "transformers_version", "use_cache")
 PAD_TOKENS = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endoftext|>")  # as vocabularies name them
 OF_THIS_LOADING = ("local_files_only", "is_local")  # that save_pretrained takes for settings of the tokenizer
-CONVERSATIONS: tuple[Turns, ...] = (PROBE, (*PROBE, ("human", "Where is it?"), ("gpt", "At the left.")))
-PIXEL_TOLERANCE = 1e-5  # of normalised values; torchvision divides once where training divides twice
+CONVERSATIONS: tuple[Turns, ...] = (
+    PROBE,
+    (*PROBE, ("human", "Where is it?"), ("gpt", "At the left.")),
+    (("human", f"{IMAGE_MARK}\n{IMAGE_MARK}\nWhich is larger?"), ("gpt", "The second.")),
+)
+SHAPES = (
+    (2.3, 0.9),
+    (0.4, 3.1),
+    (0.3, 0.2),
+    (1, 1),
+    (4.1, 3.2),
+)  # (width, height) of pictures, in sides of the encoder
+TOLERANCE = 1e-5  # of normalised values; torchvision divides once where training divides twice
+NAMES = {"pixel_values": "pixel values"}  # of what a model takes, in messages
 
 
 @dataclass(frozen=True)
@@ -58,12 +73,12 @@ class ExportedProcessor:
     token_keys: dict[str, int]  # of config.json
     new_tokens: tuple[str, ...]  # that the LLM's tokenizer does not have
     rows_needed: int  # of the exported LLM's embedding and head, which may be more than the LLM has
-    image_seq_length: int  # tokens that an image takes
+    layout: ImageLayout
     template: Template
     transform: ImageTransform
     left_out: dict[str, Any]  # of the LLM's generation_config.json
     ignore_exif: bool
-    exact_pixels: str  # code by which pictures are resized as in training
+    door: StockDoor
 
 
 def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder, folder: Path) -> ExportedProcessor:
@@ -83,7 +98,7 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
     rows = llm_shape(path).vocab_size
     token_keys = {door.image_token_key: image_id}
     if door.video_token is not None:
-        token_keys["video_token_id"] = tokenizer.convert_tokens_to_ids(door.video_token)
+        token_keys[door.video_token_key] = tokenizer.convert_tokens_to_ids(door.video_token)
     new = [token for token in tokenizer.added_tokens_encoder if token not in source.added_tokens_encoder]
     used = tokenizer.convert_tokens_to_ids([*new, IMAGE_MARK, tokenizer.pad_token])
     rows_needed = max(rows, max(used) + 1)
@@ -91,13 +106,12 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
 
     transform = image_transform(config.model.vision.name, config.data.image_fit)
     assert transform.image_size == encoder.image_size, f"{transform.image_size} pixels, encoder {encoder.image_size}"
-    length = layout.positions_per_tile
     dropped = 1 if encoder.select_strategy == "default" else 0
     assert encoder.prefix_tokens == dropped, f"{encoder.prefix_tokens} prefix tokens, {dropped} dropped"
-    _write_json(folder / "preprocessor_config.json", door.image_settings(transform))
+    _write_json(folder / "preprocessor_config.json", door.image_settings(transform, layout))
     if (video := door.video_settings(transform)) is not None:
         _write_json(folder / "video_preprocessor_config.json", video)
-    settings = {"processor_class": door.processor_name, **door.processor(config, encoder, length)}
+    settings = {"processor_class": door.processor_name, **door.processor(config, encoder)}
     _write_json(folder / "processor_config.json", settings)
 
     generation, left_out = generation_settings(path, tokenizer, end)
@@ -109,12 +123,12 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
         token_keys,
         tuple(new),
         rows_needed,
-        length,
+        layout,
         template,
         transform,
         left_out,
         config.data.ignore_exif,
-        door.exact_pixels(transform),
+        door,
     )
 
 
@@ -213,30 +227,59 @@ def _write_json(file: Path, content: dict) -> None:
 def check_processor(config: RunConfig, exported: ExportedProcessor, folder: Path) -> None:
     """Compare ids (whole, and as the prompt for the first answer) and pixels; the folder must hold its config.json.
 
+    The default backend is tried with squares of the encoder's size, which few grids enlarge; where the class can resize
+    with Pillow, that is tried with pictures of several shapes, and with two in one conversation.
     Raises UserError for a difference: generate would get inputs that the model has never seen.
     """
-    processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     side = exported.transform.image_size
-    noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    picture = Image.fromarray(noise)
-    pixels = processor.image_processor(picture, return_tensors="pt")["pixel_values"][0]
-    difference = float((pixels - exported.transform(picture)).abs().max())
-    if not difference <= PIXEL_TOLERANCE:
-        raise _differs(folder, f"pixel values differ by {difference:g}")
+    template = make_template(
+        config.data.template, load_tokenizer(config.model.llm.path), image_layout(config), sys.maxsize
+    )
+    stock = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    square = exported.layout.tiling(side, side)
+    enlarged = min(square.rows, square.columns) > 1  # by torchvision, which rounds otherwise
+    _compare(stock, exported, template, folder, CONVERSATIONS, [(side, side)] * 2, math.inf if enlarged else TOLERANCE)
+    if exported.door.has_pillow:
+        exact = exported.door.load_processor(folder)
+        shapes = [(round(width * side), round(height * side)) for width, height in SHAPES]
+        for shape in shapes:
+            _compare(exact, exported, template, folder, CONVERSATIONS[:1], [shape])
+        _compare(exact, exported, template, folder, CONVERSATIONS[-1:], shapes[:2])
 
-    tokenizer = load_tokenizer(config.model.llm.path)
-    template = make_template(config.data.template, tokenizer, image_layout(config), sys.maxsize)
-    for turns, document in documents_of(template, CONVERSATIONS):
+
+def _compare(
+    processor: ProcessorMixin,
+    exported: ExportedProcessor,
+    template: Template,
+    folder: Path,
+    conversations: Sequence[Turns],
+    sizes: Sequence[tuple[int, int]],
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Compare what a stock processor makes of conversations about noise of these sizes; raises UserError."""
+    transform, noise, plain = exported.transform, np.random.default_rng(0), isinstance(template, PlainTemplate)
+    pictures = [Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8)) for width, height in sizes]
+    for turns, document in documents_of(template, conversations, sizes):
+        shown = pictures[: len(document.tilings)]
+        tiles = torch.cat([transform.cut(*pair) for pair in zip(shown, document.tilings, strict=True)])
+        needed = exported.door.inputs(transform.normalise(tiles), document.tilings)
         begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1
-        asked = config.data.template == "plain"
-        cases = [(turns[:1], document.input_ids[:begin])] + ([] if asked else [(turns, document.input_ids)])
+        cases = [(turns[:1], document.input_ids[:begin])] + ([] if plain else [(turns, document.input_ids)])
         for said, trained in cases:
-            messages = _messages(said, words=not asked)
+            messages = _messages(said, words=not plain)
             text = processor.apply_chat_template(messages, add_generation_prompt=len(said) == 1, tokenize=False)
-            given = processor(text=text, images=[picture])["input_ids"][0]
+            given = processor(text=text, images=[shown], return_tensors="pt")
+            for name, tensor in needed.items():
+                if (found := given.get(name)) is None or found.shape != tensor.shape:
+                    shape = None if found is None else tuple(found.shape)
+                    raise _differs(folder, f"{name} has shape {shape}, training has {tuple(tensor.shape)}")
+                difference = float((found - tensor).abs().max())
+                if not difference <= tolerance:
+                    raise _differs(folder, f"{NAMES.get(name, name)} differ by {difference:g}")
+            ids = given["input_ids"][0].tolist()
             wanted = [exported.image_token_id if token == IMAGE_POSITION else token for token in trained]
-            if list(given) != wanted:
-                raise _differs(folder, f"{text!r} becomes the tokens {_short(given)}, training has {_short(wanted)}")
+            if ids != wanted:
+                raise _differs(folder, f"{text!r} becomes the tokens {_short(ids)}, training has {_short(wanted)}")
 
 
 def _messages(turns: Turns, words: bool) -> list[dict]:

@@ -24,6 +24,7 @@ from mmtrain.config.templates import template_name
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, in_memory, new_folder, stored
 from mmtrain.model.projector import PROJECTOR, unchecked_start, whole_projector
 from mmtrain.pretrained.connectors import Linear, connector, reduction
+from mmtrain.pretrained.layouts import DEFAULT_MAX_TILES, TILES, layout_name
 from mmtrain.pretrained.model_files import read_header
 from mmtrain.pretrained.shapes import llm_shape
 
@@ -46,7 +47,10 @@ class Origin:
     trained: tuple[str, ...]  # names of the tensors that were trained
     unchecked_start: str | None  # where the rest of the projector is from, if the run noted no fingerprints of it
     template: str
-    image_fit: str | None
+    layout: str | None  # model.vision.layout
+    max_tiles: int | None  # of a grid, in the layout `tiles`
+    pinpoints: tuple[tuple[int, int], ...] | None  # (height, width) of the grids in pixels; None: the layout's own
+    image_fit: str | None  # None too where images are cut into tiles
     steps: int
     max_steps: int | None
     data_fingerprint: str
@@ -83,6 +87,9 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origi
         trained=tuple(sorted(read_header(checkpoint.tensors_file))),
         unchecked_start=unchecked_start(checkpoint),
         template=template_name(config.data.template),
+        layout=vision and vision.layout,
+        max_tiles=(vision.max_tiles or DEFAULT_MAX_TILES) if layout_name(config) == TILES else None,
+        pinpoints=vision and vision.pinpoints,
         image_fit=vision and config.data.image_fit,
         steps=checkpoint.step,
         max_steps=state["max_steps"],

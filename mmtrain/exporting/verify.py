@@ -4,7 +4,8 @@ documents --mmtrain: the whole model as one stage, trained tensors loaded--> log
           --the folder's stock class, from_pretrained(folder)---------------> the same logits, within BOUND
 three prompts of different lengths --generate--> tokens and logits, one prompt at a time
                                    --the same, in one padded batch--> the same logits, within BOUND
-                                   --pipeline(batch_size=3)--> that batch's tokens
+                                   --pipeline(batch_size=3)--> that batch's tokens, where it can: it takes no pictures
+                                                               of different numbers of tiles together
 
 Both sides compute in fp32, from weights that were rounded to the export's dtype: what rounding itself changes does not
 hide a tensor in the wrong place. The frozen weights must be those that the run was trained with. A batch rounds its
@@ -98,7 +99,7 @@ def compare_logits(
         ids, pixels = batch.input_ids, {}
         if batch.tiles is not None:
             ids = ids.masked_fill(ids == IMAGE_POSITION, model.config.image_token_id)
-            pixels["pixel_values"] = stock.pixels(batch.tiles)
+            pixels = stock.inputs(batch.tiles, batch.tilings)
         with torch.no_grad():
             found = model(input_ids=ids, attention_mask=torch.ones_like(ids), **pixels).logits
         found = found[batch.labels != IGNORE]
@@ -164,7 +165,8 @@ def batch_fault(folder: Path, model: PreTrainedModel, samples: Sequence[Sample],
     asked = [_messages(samples[number % len(samples)], plain, 2 * number) for number in range(PROMPTS)]
     if len({_inputs(processor, [messages])["input_ids"].shape[1] for messages in asked}) < PROMPTS:
         asked = [_messages(samples[0], plain, 2 * number) for number in range(PROMPTS)]
-    alone = [_answers(model, _inputs(processor, [messages]))[0] for messages in asked]
+    prompts = [_inputs(processor, [messages]) for messages in asked]
+    alone = [_answers(model, prompt)[0] for prompt in prompts]
     inputs = _inputs(processor, asked)
     together = _answers(model, inputs)
     for (wanted, wanted_logits), (given, given_logits) in zip(alone, together, strict=True):
@@ -177,6 +179,8 @@ def batch_fault(folder: Path, model: PreTrainedModel, samples: Sequence[Sample],
                 f"a batch of {PROMPTS} prompts is answered {said[0]!r} where one alone is answered {said[1]!r} (logits "
                 f"differ by {difference:.1e})"
             )
+    if len({prompt["pixel_values"].shape[1:] for prompt in prompts}) > 1:
+        return None
     with quiet():
         ask = pipeline("image-text-to-text", model=model, processor=processor)
         rows = ask(text=asked, batch_size=PROMPTS, max_new_tokens=NEW_TOKENS, return_tensors=True)

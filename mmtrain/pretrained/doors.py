@@ -21,6 +21,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.adapters import is_llm_adapter
 from mmtrain.pretrained.connectors import reduction
 from mmtrain.pretrained.encoders import FAMILIES, family_of
+from mmtrain.pretrained.layouts import ANYRES, ANYRES_MAX_9, SQUARE, TILES, WITH_NEWLINES
 from mmtrain.pretrained.model_files import find_model_folder, model_folder
 from mmtrain.pretrained.parts import encoder_config, holds_parts
 from mmtrain.pretrained.recorded_shapes import find_recorded
@@ -62,8 +63,8 @@ class Door:
     model_type: str  # in config.json
     connectors: tuple[str, ...]  # values of model.projector.type
     final_norm: bool = False  # whether it takes features behind the encoder's last norm
-    layout: str = "square"  # model.vision.layout
-    fits: tuple[str, ...] = ("resize",)  # values of data.image_fit that its processor can make
+    layouts: tuple[str, ...] = (SQUARE,)  # values of model.vision.layout
+    fits: tuple[str, ...] = ("resize",)  # values of data.image_fit that its processor can make of one square
     factors: tuple[int, ...] = (1, 2, 3, 4)  # values of model.projector.factor, 1 for none
     encoders: tuple[str, ...] = ()  # kinds that it takes; all where none is named
     largest_grid: int | None = None  # patches a side that it places rightly, but for MISPLACED
@@ -81,11 +82,11 @@ class Door:
         if vision.final_norm != self.final_norm:
             where = "behind" if self.final_norm else "before"
             yield f"model.vision.final_norm={str(self.final_norm).lower()} (its features come from {where} that norm)"
-        if vision.layout != self.layout:
-            yield f"model.vision.layout={self.layout} (which is what its processor writes)"
-        if lacking := lacking_marks(config.model, self.layout):
+        if vision.layout not in self.layouts:
+            yield f"model.vision.layout={' or '.join(self.layouts)} (which is what its processor writes)"
+        if lacking := lacking_marks(config.model, self.layouts[0]):
             yield f"another model.llm.path (the tokenizer of {config.model.llm.path} has no {' and '.join(lacking)})"
-        if config.data.image_fit not in self.fits:
+        if not vision.cuts_images and config.data.image_fit not in self.fits:
             fits = " or ".join(self.fits)
             yield f"data.image_fit={fits} (its processor does not make {config.data.image_fit})"
         if factor not in self.factors:
@@ -107,13 +108,15 @@ class Door:
 
 DOORS = (
     Door("Llava", "llava", ("mlp2x_gelu",), fits=("pad", "resize", "center_crop"), own_encoders=("pixtral",)),
-    Door("AyaVision", "aya_vision", ("shuffle_swiglu",)),
+    Door("LlavaNext", "llava_next", ("mlp2x_gelu",), layouts=(ANYRES,)),
+    Door("LlavaOnevision", "llava_onevision", ("mlp2x_gelu",), layouts=(ANYRES_MAX_9,)),
+    Door("AyaVision", "aya_vision", ("shuffle_swiglu",), layouts=(SQUARE, TILES)),
     Door(
         "Idefics3",
         "idefics3",
         ("shuffle_linear",),
         final_norm=True,
-        layout="idefics3",
+        layouts=("idefics3",),
         encoders=("SiglipVisionModel",),
         largest_grid=LARGEST_GRID,
         also=("smolvlm",),
@@ -138,8 +141,9 @@ def stock_door(config: RunConfig) -> Door:
 
     Raises UserError with what each class that has its connector would need, and what `vision_shape` raises.
     """
-    kind = config.model.projector.type
+    kind, layout = config.model.projector.type, config.model.vision.layout
     near = [door for door in DOORS if kind in door.connectors]
+    near = [door for door in near if layout in door.layouts] or near
     if not near:
         known = ", ".join(f"{connector} ({door.name})" for door in DOORS for connector in door.connectors)
         raise UserError(f"no stock model has a {kind} projector (model.projector.type); there are {known}")
@@ -175,7 +179,7 @@ def refuse_llava_code(config: RunConfig, trained: Collection[str]) -> None:
         raise UserError("llava holds a projector, and model.vision=null has none")
     if kind not in LLAVA_CODE:
         raise UserError(f"llava takes a {' or '.join(LLAVA_CODE)} projector, and model.projector.type is {kind}")
-    if vision.final_norm or vision.layout != "square":
+    if vision.final_norm or vision.layout not in (SQUARE, *WITH_NEWLINES):
         key = "final_norm" if vision.final_norm else "layout"
         value = str(getattr(vision, key)).lower()
         raise UserError(f"llava's code knows no model.vision.{key}={value}, which this run trains with")

@@ -32,15 +32,17 @@ from mmtrain.config.model import LoraSection
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, load_tokenizer
 from mmtrain.data.stream.images import decode_image, image_transform
+from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.verify import batch_fault
 from mmtrain.model.projector import read_projector
-from mmtrain.pretrained.connectors import connector, connector_parameters, image_layout
+from mmtrain.pretrained.connectors import connector, connector_parameters, has_newline, image_layout
 
 MASKS_BESIDE_PICTURES = Version(transformers.__version__) >= Version("5.18")  # 5.17 shifts them by the pictures' tokens
 MASKS = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
 MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>")
 NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1", "data.image_fit=resize")
+CUT = "data.image_fit=null"
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
          "image_size": 28, "patch_size": 7}  # fmt: skip
 DOORS = {  # encoder, keys, class
@@ -51,6 +53,24 @@ DOORS = {  # encoder, keys, class
          "data.image_fit=resize", "data.template=chat"),
         "AyaVision",
     ),
+    "aya tiles": (
+        "siglip",
+        ("model.projector.type=shuffle_swiglu", "model.vision.layout=tiles", "model.vision.max_tiles=5",
+         "data.template=chat", CUT),
+        "AyaVision",
+    ),
+    "next": ("clip", ("model.vision.layout=anyres", "data.template=chat", CUT), "LlavaNext"),
+    "next siglip": (
+        "hf siglip",
+        ("model.vision.layout=anyres", "model.vision.pinpoints=[[56, 56], [28, 112]]", "model.vision.select_layer=-1",
+         CUT),
+        "LlavaNext",
+    ),
+    "onevision": (
+        "siglip", ("model.vision.layout=anyres_max_9", "model.vision.select_layer=-1", "data.template=chat", CUT),
+        "LlavaOnevision",
+    ),
+    "onevision clip": ("clip", ("model.vision.layout=anyres_max_9", CUT), "LlavaOnevision"),
     "idefics3": (
         "siglip", ("model.projector.type=shuffle_linear", "model.vision.layout=idefics3", *NORMED), "Idefics3",
     ),
@@ -74,7 +94,7 @@ DOORS = {  # encoder, keys, class
     "perception without pool": ("siglip", ("model.projector.type=mlp2x_gelu", *NORMED), "PerceptionLM"),
 }  # fmt: skip
 
-DAILY = ("aya wide", "idefics3 chat", "internvl last", "perception")
+DAILY = ("aya wide", "aya tiles", "next", "onevision", "idefics3 chat", "internvl last", "perception")
 
 
 class Made(NamedTuple):
@@ -170,13 +190,16 @@ def pictures() -> list[bytes]:
 
 
 def test_pictures_become_what_they_were_in_training(made, tmp_path):
-    transform = image_transform(made.checkpoint.config.model.vision.name, "resize")
+    config = made.checkpoint.config
+    transform = image_transform(config.model.vision.name, config.data.image_fit)
+    layout = image_layout(config)
     _, processor = load(made.folder)
     for number, content in enumerate(pictures()):
         (tmp_path / f"{number}.png").write_bytes(content)
         stock = transformers.image_utils.load_image(str(tmp_path / f"{number}.png"))  # as transformers reads a file
-        wanted = transform(decode_image(content))
-        found = processor.image_processor(stock, return_tensors="pt")["pixel_values"].reshape(wanted.shape)
+        wanted = transform.normalise(transform.cut(decode_image(content), layout.tiling(*stock.size)))
+        cut = {"crop_to_patches": True} if made.name == "AyaVision" else {}  # which its processor asks for
+        found = processor.image_processor(stock, return_tensors="pt", **cut)["pixel_values"].reshape(wanted.shape)
         if made.name == "PerceptionLM":  # torchvision alone serves it: some levels of 255, but for a square of its size
             picture = stock.resize((transform.image_size,) * 2, Image.Resampling.BICUBIC)
             found = processor.image_processor(picture, return_tensors="pt")["pixel_values"].reshape(wanted.shape)
@@ -193,10 +216,11 @@ def test_conversations_become_the_tokens_and_labels_of_training(made):
         count = sum(text.count("<image>") for _, text in turns)
         if any("<image>" in said for said in contents if isinstance(said, str)):
             continue  # the stock processor takes pictures from image parts alone
-        document = trained(Sample("k", "s.tar", tuple(turns), (b"",) * count))
+        sizes = tuple((40 + 50 * number, 30) for number in range(count))
+        document = trained(Sample("k", "s.tar", tuple(turns), (b"",) * count, sizes=sizes))
         wanted = [processor.image_token_id if token == IMAGE_POSITION else token for token in document.input_ids]
         messages = with_images(
-            messages_of(turns, contents), [Image.new("RGB", (40, 30), (n, 9, 9)) for n in range(count)]
+            messages_of(turns, contents), [Image.new("RGB", size, (n, 9, 9)) for n, size in enumerate(sizes)]
         )
         found = processor.apply_chat_template(messages, **MASKS)
         assert list(found["input_ids"][0]) == wanted
@@ -207,7 +231,7 @@ def test_conversations_become_the_tokens_and_labels_of_training(made):
 
 def test_another_run_begins_with_the_connector_of_the_folder(made):
     config, trained = made.checkpoint.config, load_file(made.checkpoint.tensors_file)
-    found = read_projector(str(made.folder), config.model.projector, 32, 64)
+    found = read_projector(str(made.folder), config.model.projector, 32, 64, has_newline(config))
     wanted = {name.removeprefix("projector."): tensor for name, tensor in trained.items() if "vision" not in name}
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -215,13 +239,15 @@ def test_another_run_begins_with_the_connector_of_the_folder(made):
 def test_chat_says_what_stock_transformers_says(made, tmp_path):
     pictures = [tmp_path / "one.png", tmp_path / "two.png"]
     for number, file in enumerate(pictures):
-        Image.new("RGB", (28, 28), (200, 90 * number, 30)).save(file)
+        Image.new("RGB", (28 + 60 * number, 28), (200, 90 * number, 30)).save(file)
     said = generate(made.folder, pictures, "What?", max_new_tokens=8)
     words = [] if made.checkpoint.config.data.template == "plain" else [{"type": "text", "text": "What?"}]
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, *words]}]
     processor, model = AutoProcessor.from_pretrained(made.folder), load_stock(made.folder)
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
-    inputs = processor(text=text, images=[Image.open(file) for file in pictures], return_tensors="pt")
+    if made.name != "PerceptionLM":  # chat resizes as training does, with Pillow
+        processor = door_of_type(model.config.model_type).load_processor(made.folder)
+    inputs = processor(text=text, images=[[Image.open(file) for file in pictures]], return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
     assert said == processor.decode(output, skip_special_tokens=True).strip()
 

@@ -36,7 +36,7 @@ from mmtrain.data.stream.images import ImageTransform, decode_image
 from mmtrain.exporting.card import processor_notes
 from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.processor import check_processor, write_processor
-from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.pretrained.layouts import ONE_SQUARE, ImageLayout
 
 
 @pytest.fixture(scope="module", params=STYLES)
@@ -49,7 +49,7 @@ def chat(request, tiny, llm_with, tmp_path_factory):
     exported = export(config, folder)
     trained = ChatTemplate(
         AutoTokenizer.from_pretrained(llm),
-        ImageLayout("square", exported.image_seq_length),
+        ImageLayout("square", exported.layout.positions_per_tile),
         sys.maxsize,
         config.data.template,
     )
@@ -150,7 +150,9 @@ def test_an_unfinished_answer_can_be_continued_and_other_parts_are_refused_by_na
 def test_plain_prompts_are_bos_and_images_then_what_the_caption_begins_with(tiny, tmp_path):
     exported = export(run_config(tiny, tiny / "llm"), tmp_path)
     trained = PlainTemplate(
-        AutoTokenizer.from_pretrained(tiny / "llm"), ImageLayout("square", exported.image_seq_length), sys.maxsize
+        AutoTokenizer.from_pretrained(tiny / "llm"),
+        ImageLayout("square", exported.layout.positions_per_tile),
+        sys.maxsize,
     )
     processor = AutoProcessor.from_pretrained(tmp_path)
     picture = Image.new("RGB", (50, 20))
@@ -180,7 +182,7 @@ def test_an_image_takes_as_many_tokens_as_in_training_whatever_the_tower_keeps_b
     exported = export(config, tmp_path / "out", Tower(prefix_tokens=1, select_strategy="default"))
     processor = AutoProcessor.from_pretrained(tmp_path / "out")
     ids = list(processor(text="<image>", images=Image.new("RGB", (9, 9)))["input_ids"][0])
-    assert ids.count(exported.image_token_id) == exported.image_seq_length == 16
+    assert ids.count(exported.image_token_id) == exported.layout.positions_per_tile == 16
     assert processor._get_num_multimodal_tokens(image_sizes=[(9, 9)])["num_image_tokens"] == [16]
 
 
@@ -299,7 +301,9 @@ def processor_for(tiny, tmp_path_factory):
     export(run_config(tiny, tiny / "llm"), folder)
 
     def make(transform: ImageTransform, backend: str):
-        (folder / "preprocessor_config.json").write_text(json.dumps(door_of_type("llava").image_settings(transform)))
+        (folder / "preprocessor_config.json").write_text(
+            json.dumps(door_of_type("llava").image_settings(transform, ONE_SQUARE))
+        )
         processor = AutoProcessor.from_pretrained(folder, backend=backend)
         assert processor.image_processor.backend == backend
         return processor.image_processor
