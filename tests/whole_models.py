@@ -28,6 +28,7 @@ TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
 TIMM = {"architecture": "vit_tiny_patch16_224", "model_args": {
     "img_size": 28, "patch_size": 7, "embed_dim": 32, "depth": 3, "num_heads": 2, "global_pool": ""}}  # fmt: skip
+GRIDS = [[28, 56], [56, 28], [56, 56], [84, 28]]
 WHOLES: dict[str, tuple[str, str, str, dict]] = {  # class, model_type of encoder and of LLM, more of config.json
     "llava": ("Llava", "clip_vision_model", "llama", {"image_seq_length": 16}),
     "aya_vision": ("AyaVision", "siglip_vision_model", "cohere2", {"vision_feature_layer": -2}),
@@ -35,7 +36,14 @@ WHOLES: dict[str, tuple[str, str, str, dict]] = {  # class, model_type of encode
     "smolvlm": ("SmolVLM", "smolvlm_vision", "llama", {"tie_word_embeddings": True}),
     "internvl": ("InternVL", "internvl_vision", "qwen2", {"image_seq_length": 4}),
     "perception_lm": ("PerceptionLM", "timm_wrapper", "llama", {"projector_pooling_ratio": 2}),
-    "llava_next": ("LlavaNext", "clip_vision_model", "mistral", {}),
+    "llava_next": ("LlavaNext", "clip_vision_model", "mistral", {"image_grid_pinpoints": GRIDS}),
+    "llava_onevision": (
+        "LlavaOnevision",
+        "siglip_vision_model",
+        "qwen2",
+        {"image_grid_pinpoints": GRIDS, "video_token_index": 318},
+    ),
+    "aya_tiles": ("AyaVision", "siglip_vision_model", "cohere2", {"vision_feature_layer": -2}),
     "gemma3": ("Gemma3", "siglip_vision_model", "gemma3_text", {"mm_tokens_per_image": 4}),
     "mistral3": ("Mistral3", "pixtral", "mistral", {"tie_word_embeddings": False}),
 }
@@ -95,6 +103,8 @@ def save_its_parts(kind: str, model: PreTrainedModel, folder: Path) -> None:
         tower.save_pretrained(folder / "vision")
         (folder / "vision" / "preprocessor_config.json").write_text(json.dumps(STATISTICS))
     tensors = {f"projector.{name}": tensor for name, tensor in connector.state_dict().items()}
+    if (newline := getattr(inner, "image_newline", None)) is not None:
+        tensors["projector.image_newline"] = newline.detach()
     save_file(tensors, folder / "projector.safetensors")
 
 
@@ -103,12 +113,33 @@ def _llava(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     transformers.LlavaProcessor(images, tokenizer, 7, "default", num_additional_image_tokens=1).save_pretrained(folder)
 
 
-def _aya(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = ("start_of_img_token", "end_of_img_token", "img_line_break_token", "tile_token", "tile_global_token")
-    images = transformers.GotOcr2ImageProcessor(max_patches=1, **SQUARE, **STATISTICS)
-    transformers.AyaVisionProcessor(
-        images, tokenizer, patch_size=7, img_size=28, downsample_factor=2, **dict.fromkeys(texts, "")
+def _next(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """As published: an edge for a size."""
+    edge = {"size": {"shortest_edge": 28}, "crop_size": SQUARE["size"]}
+    images = transformers.LlavaNextImageProcessor(image_grid_pinpoints=GRIDS, **edge, **STATISTICS)
+    processor = transformers.LlavaNextProcessor(images, tokenizer, 7, "default", num_additional_image_tokens=1)
+    processor.save_pretrained(folder)
+
+
+def _onevision(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    images = transformers.LlavaOnevisionImageProcessor(image_grid_pinpoints=GRIDS, **SQUARE, **STATISTICS)
+    videos = transformers.LlavaOnevisionVideoProcessor(**SQUARE)
+    transformers.LlavaOnevisionProcessor(
+        images, tokenizer, videos, num_image_tokens=16, vision_feature_select_strategy="full", video_token="<|video|>"
     ).save_pretrained(folder)
+
+
+def _aya(folder: Path, tokenizer: PreTrainedTokenizerFast, most: int = 1, names: tuple[str, str] = ("", "")) -> None:
+    images = transformers.GotOcr2ImageProcessor(max_patches=most, **SQUARE, **STATISTICS)
+    around = dict.fromkeys(("start_of_img_token", "end_of_img_token"), "")
+    before = dict(zip(("tile_token", "tile_global_token"), names, strict=True))
+    transformers.AyaVisionProcessor(
+        images, tokenizer, patch_size=7, img_size=28, downsample_factor=2, **around, **before
+    ).save_pretrained(folder)
+
+
+def _aya_tiles(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    _aya(folder, tokenizer, most=6, names=("TILE", "TILE_GLOBAL"))
 
 
 def _idefics3(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -132,7 +163,10 @@ def _perception(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 PROCESSORS: dict[str, Callable[[Path, PreTrainedTokenizerFast], object]] = {
     "llava": _llava,
+    "llava_next": _next,
+    "llava_onevision": _onevision,
     "aya_vision": _aya,
+    "aya_tiles": _aya_tiles,
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
     "internvl": _internvl,

@@ -110,9 +110,10 @@ _FROM: Any = {
         Annotated[str | None, OnResume.FREE, NamesFiles()],
         Field(
             None,
-            description="folder or cached hub id of a whole multimodal model to go on from (Llava, AyaVision, "
-            "Idefics3, SmolVLM, InternVL, PerceptionLM): stands for model.llm.path, model.vision, model.projector and "
-            "data.image_fit as its files have them, which are then left out; null: they are given",
+            description="folder or cached hub id of a whole multimodal model to go on from (Llava, LlavaNext, "
+            "LlavaOnevision, AyaVision, Idefics3, SmolVLM, InternVL, PerceptionLM): stands for model.llm.path, "
+            "model.vision, model.projector and data.image_fit as its files have them, which are then left out; null: "
+            "they are given",
         ),
     )
 }

@@ -54,13 +54,7 @@ CONVERSATIONS: tuple[Turns, ...] = (
     (*PROBE, ("human", "Where is it?"), ("gpt", "At the left.")),
     (("human", f"{IMAGE_MARK}\n{IMAGE_MARK}\nWhich is larger?"), ("gpt", "The second.")),
 )
-SHAPES = (
-    (2.3, 0.9),
-    (0.4, 3.1),
-    (0.3, 0.2),
-    (1, 1),
-    (4.1, 3.2),
-)  # (width, height) of pictures, in sides of the encoder
+SHAPES = ((2.3, 0.9), (0.4, 3.1), (0.3, 0.2), (1, 1), (4.1, 3.2))  # (width, height) of pictures, in sides of a tile
 TOLERANCE = 1e-5  # of normalised values; torchvision divides once where training divides twice
 NAMES = {"pixel_values": "pixel values"}  # of what a model takes, in messages
 

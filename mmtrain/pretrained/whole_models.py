@@ -1,7 +1,8 @@
 """`model.from`: a whole multimodal model's folder, completed into the keys that everything below sees.
 
-config.json, the processor's files --one function a class--> model.vision.{select_layer, final_norm, layout},
-                                                             model.projector.{type, factor, width}, data.image_fit
+config.json, the processor's files --one function a class--> model.vision.{select_layer, final_norm, layout, max_tiles,
+                                                             pinpoints}, model.projector.{type, factor, width},
+                                                             data.image_fit
 
 It is the inverse of what an export writes (exporting/doors.py). What these keys cannot say is refused by name: the
 stock class would compute, or its processor make, something else than mmtrain trains.
@@ -20,18 +21,31 @@ from typing import Any
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.config.schema import RunConfig
-from mmtrain.pretrained.connectors import refuse_other_settings
+from mmtrain.pretrained.connectors import NEWLINE, refuse_other_settings
 from mmtrain.pretrained.doors import DOORS, Door, stock_door
+from mmtrain.pretrained.layouts import (
+    ANYRES,
+    ANYRES_MAX_9,
+    OVERVIEW_NAME,
+    SQUARE,
+    TILE_NAME,
+    TILES,
+    WITH_NEWLINES,
+    default_pinpoints,
+)
 from mmtrain.pretrained.model_files import is_whole, model_folder, read_json, tensor_shapes
 from mmtrain.pretrained.shapes import VisionShape, llm_shape, vision_shape
 from mmtrain.pretrained.vision_files import image_settings, preprocessing
 
 _log = logging.getLogger(__name__)
 Keys = dict[str, Any]
+MOST_TILES, MOST_GRIDS, LARGEST_GRID = 100, 400, 100_000  # as config/model.py bounds max_tiles and pinpoints
 PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
 BY_PARTS = f"give the model by its parts instead, in {', '.join(PARTS)}"
 _CONNECTOR = re.compile(r"(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.")
-_AYA_TEXTS = ("start_of_img_token", "end_of_img_token", "img_line_break_token", "tile_token", "tile_global_token")
+_AROUND = {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"}  # AyaVisionProcessor's own
+_BEFORE_TILES = {"tile_token": TILE_NAME, "tile_global_token": OVERVIEW_NAME}
+_GRIDS_SIDE = {ANYRES: 336, ANYRES_MAX_9: 384}  # pixels of a tile of the classes' own pinpoints
 
 
 def completed(config: RunConfig) -> RunConfig:
@@ -82,12 +96,15 @@ class _Whole:
         """What the folder says of the keys of `model.vision` and `model.projector`, and of data.image_fit."""
         llm = llm_shape(self.path)
         refuse_other_settings(self.said, "config.json")
-        if not any(_CONNECTOR.match(name) for name in tensor_shapes(self.folder) or ()):
+        names = tensor_shapes(self.folder) or {}
+        if not any(_CONNECTOR.match(name) for name in names):
             raise UserError(f"its weights hold no connector ({_CONNECTOR.pattern}); download the folder again")
         self._check_pixels()
-        keys: Keys = {"final_norm": self.door.final_norm, "layout": self.door.layout, "factor": None, "width": None}
+        keys: Keys = {"final_norm": self.door.final_norm, "layout": self.door.layouts[0], "factor": None, "width": None}
         keys |= {"select_layer": -1, "type": self.door.connectors[0], "image_fit": "resize"}
-        keys |= _READERS[self.door.name](self)
+        keys |= {"max_tiles": None, "pinpoints": None, **_READERS[self.door.name](self)}
+        if keys["layout"] in WITH_NEWLINES and not any(name in names for name in (NEWLINE, f"model.{NEWLINE}")):
+            raise UserError(f"its weights hold no {NEWLINE}, which ends lines; download the folder again")
         if keys["width"] == llm.hidden_size:
             keys["width"] = None
         section = dict.fromkeys(("type", "factor", "width"), "model.projector") | {"image_fit": "data"}
@@ -126,12 +143,12 @@ class _Whole:
                 f"square: change that in the folder if one is meant, or {BY_PARTS}"
             )
 
-    def no_texts(self, texts: dict[str, Any]) -> None:
-        """Refuse a processor that writes texts around images which mmtrain's layout does not have."""
+    def no_texts(self, texts: dict[str, Any], layout: str) -> None:
+        """Refuse a processor that writes texts around images which a layout of mmtrain does not have."""
         if written := {key: text for key, text in texts.items() if text}:
             key, text = next(iter(written.items()))
             raise UserError(
-                f"its processor writes {_shown(text)} ({key}) beside an image, and the layout {self.door.layout} does "
+                f"its processor writes {_shown(text)} ({key}) beside an image, and the layout {layout} does "
                 f"not; set that to an empty text in the folder if none is meant, or {BY_PARTS}"
             )
 
@@ -143,6 +160,25 @@ class _Whole:
                 f"its image processor has {key} {_shown(sides)}, and the encoder takes {self.vision.image_size} pixels "
                 "a side; correct the one that is wrong"
             )
+
+    def grids(self, layout: str) -> Keys:
+        """The keys of a layout of grids, of the processors of LlavaNext and LlavaOnevision."""
+        self.fit()
+        own = default_pinpoints(layout, _GRIDS_SIDE[layout])
+        said, made = (part.get("image_grid_pinpoints") for part in (self.said, self.images))
+        said, made = (own if given is None else given for given in (said, made))
+        side = self.vision.image_size
+        if not _are_grids(said, side):
+            raise UserError(
+                f"config.json says image_grid_pinpoints {_shown(said)}; needed are up to {MOST_GRIDS} pairs of height "
+                f"and width, multiples of {side}, the side of its encoder's square in pixels"
+            )
+        if [list(pair) for pair in said] != _lists(made):
+            raise UserError(
+                f"its image processor has image_grid_pinpoints {_shown(made)} and config.json {_shown(said)}; correct "
+                "the one that is wrong"
+            )
+        return {"pinpoints": tuple((height, width) for height, width in said), "image_fit": None}
 
     def factor(self, key: str, value: Any) -> int | None:
         """`model.projector.factor`; None for 1, which a second connector of the class has."""
@@ -193,15 +229,39 @@ def _llava(whole: _Whole) -> Keys:
     return {"select_layer": whole.layer(-2, "default"), "image_fit": whole.fit()}
 
 
+def _next(whole: _Whole) -> Keys:
+    return {"select_layer": whole.layer(-2, "default"), **whole.grids(ANYRES)}
+
+
+def _onevision(whole: _Whole) -> Keys:
+    for said in (whole.said, whole.processor):
+        if (ratio := said.get("vision_aspect_ratio", ANYRES_MAX_9)) != ANYRES_MAX_9:
+            raise UserError(
+                f"its files say vision_aspect_ratio {_shown(ratio)}, and the positions of an image that mmtrain takes "
+                f"are those of {ANYRES_MAX_9}: set that in the folder if it is meant, or {BY_PARTS}"
+            )
+    return {"select_layer": whole.layer(-1, "full"), **whole.grids(ANYRES_MAX_9)}
+
+
 def _aya(whole: _Whole) -> Keys:
-    most = whole.images.get("max_patches", 12)
-    whole.one_tile("max_patches", most, most == 1)
-    whole.no_texts({key: whole.processor.get(key, f"its default {key}") for key in _AYA_TEXTS})
-    return {
+    most, fewest = (whole.images.get(key, default) for key, default in (("max_patches", 12), ("min_patches", 1)))
+    around, before = (
+        {key: whole.processor.get(key, text) for key, text in texts.items()} for texts in (_AROUND, _BEFORE_TILES)
+    )
+    fit, cut = whole.fit(), before == _BEFORE_TILES
+    keys: Keys = {"layout": TILES, "max_tiles": most, "image_fit": None} if cut else {"image_fit": fit}
+    if not cut:
+        whole.one_tile("max_patches", most, most == 1)
+    elif fit != "resize" or fewest != 1 or not is_whole(most, 1, MOST_TILES):
+        raise UserError(
+            f"its image processor has max_patches {_shown(most)}, min_patches {_shown(fewest)} and pictures made by "
+            f"{fit}; needed are up to {MOST_TILES} tiles, at least 1, resized"
+        )
+    whole.no_texts(around if cut else {**around, **before}, TILES if cut else SQUARE)
+    return keys | {
         "select_layer": whole.layer(-1, "full"),
         "factor": whole.factor("downsample_factor", whole.said.get("downsample_factor", 2)),
         "width": whole.width(),
-        "image_fit": whole.fit(),
     }
 
 
@@ -222,7 +282,7 @@ def _internvl(whole: _Whole) -> Keys:
     named = read_json(tokenizer) if tokenizer.is_file() else {}
     more = named.get("extra_special_tokens")
     named |= more if isinstance(more, dict) else {}
-    whole.no_texts({key: named.get(key) for key in ("start_image_token", "end_image_token")})
+    whole.no_texts({key: named.get(key) for key in ("start_image_token", "end_image_token")}, SQUARE)
     ratio = whole.said.get("downsample_ratio", 0.5)
     is_fraction = isinstance(ratio, float) and ratio > 0 and (1 / ratio).is_integer()
     layer = whole.layer(-1, "default")
@@ -248,6 +308,8 @@ def _perception(whole: _Whole) -> Keys:
 
 _READERS: dict[str, Callable[[_Whole], Keys]] = {
     "Llava": _llava,
+    "LlavaNext": _next,
+    "LlavaOnevision": _onevision,
     "AyaVision": _aya,
     "Idefics3": _idefics3,
     "InternVL": _internvl,
@@ -260,6 +322,21 @@ def _contradicts(config: RunConfig, key: str, value: Any) -> bool:
     *above, name = key.split(".")
     section = config.value_at(tuple(above))
     return name in section.model_fields_set and getattr(section, name) != value
+
+
+def _are_grids(value: Any, side: int) -> bool:
+    """Whether a value is a list of pairs of multiples of so many pixels."""
+    return (
+        isinstance(value, list | tuple)
+        and 0 < len(value) <= MOST_GRIDS
+        and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
+        and all(is_whole(pixels, side, LARGEST_GRID) and pixels % side == 0 for pair in value for pixels in pair)
+    )
+
+
+def _lists(value: Any) -> Any:
+    """The same, where it is a list or a tuple of such, as lists of lists."""
+    return [list(one) if isinstance(one, tuple) else one for one in value] if isinstance(value, list | tuple) else value
 
 
 def _shown(value: Any) -> str:

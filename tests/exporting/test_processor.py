@@ -36,7 +36,7 @@ from mmtrain.data.stream.images import ImageTransform, decode_image
 from mmtrain.exporting.card import processor_notes
 from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.processor import check_processor, write_processor
-from mmtrain.pretrained.layouts import ONE_SQUARE, ImageLayout
+from mmtrain.pretrained.layouts import ONE_SQUARE
 
 
 @pytest.fixture(scope="module", params=STYLES)
@@ -49,7 +49,7 @@ def chat(request, tiny, llm_with, tmp_path_factory):
     exported = export(config, folder)
     trained = ChatTemplate(
         AutoTokenizer.from_pretrained(llm),
-        ImageLayout("square", exported.layout.positions_per_tile),
+        exported.layout,
         sys.maxsize,
         config.data.template,
     )
@@ -151,7 +151,7 @@ def test_plain_prompts_are_bos_and_images_then_what_the_caption_begins_with(tiny
     exported = export(run_config(tiny, tiny / "llm"), tmp_path)
     trained = PlainTemplate(
         AutoTokenizer.from_pretrained(tiny / "llm"),
-        ImageLayout("square", exported.layout.positions_per_tile),
+        exported.layout,
         sys.maxsize,
     )
     processor = AutoProcessor.from_pretrained(tmp_path)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import whole_models
 import yaml
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -30,9 +31,11 @@ from mmtrain.launching.machine import plan_for_here
 from mmtrain.model.language import load_slice
 from mmtrain.model.projector import read_projector
 from mmtrain.model.stage import build_stage
+from mmtrain.pretrained.connectors import has_newline
 from mmtrain.pretrained.parts import _DEFAULTS
 from mmtrain.pretrained.shapes import llm_shape
 
+GRIDS = tuple((height, width) for height, width in whole_models.GRIDS)
 SQUARE = {"final_norm": False, "layout": "square"}
 MLP = {"type": "mlp2x_gelu", "factor": None}
 COMPLETED = {  # class -> keys of model.vision, of model.projector, data.image_fit
@@ -48,6 +51,21 @@ COMPLETED = {  # class -> keys of model.vision, of model.projector, data.image_f
         {"select_layer": -1, "final_norm": True, "layout": "square"},
         {"type": "mlp2x_gelu_pool", "factor": 2},
         "resize",
+    ),
+    "llava_next": (
+        {"select_layer": -2, "final_norm": False, "layout": "anyres", "pinpoints": GRIDS},
+        MLP,
+        None,
+    ),
+    "llava_onevision": (
+        {"select_layer": -1, "final_norm": False, "layout": "anyres_max_9", "pinpoints": GRIDS},
+        MLP,
+        None,
+    ),
+    "aya_tiles": (
+        {"select_layer": -2, "final_norm": False, "layout": "tiles", "max_tiles": 6},
+        {"type": "shuffle_swiglu", "factor": 2},
+        None,
     ),
 }
 COMPLETED["smolvlm"] = COMPLETED["idefics3"]
@@ -103,18 +121,32 @@ def test_from_says_what_the_keys_say_and_an_export_has_the_same_bits(make, confi
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert mmtrain.load_config(tmp_path / "again.yaml") == config
     plan_for_here(config)
-    trained = read_projector(str(whole.folder), config.model.projector, 32, 64)
+    trained = read_projector(str(whole.folder), config.model.projector, 32, 64, has_newline(config))
     checkpoint = make_checkpoint(tmp_path / "run", config, {f"projector.{name}": t for name, t in trained.items()})
     export(checkpoint, tmp_path / "out")
     again = load_stock(tmp_path / "out")
     ours, theirs = again.state_dict(), whole.model.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for key in ("image_token_id", "tie_word_embeddings", "scale_factor", "downsample_factor", "downsample_ratio",
-                "projector_pooling_ratio", "vision_use_cls_token", "vision_feature_select_strategy"):  # fmt: skip
+                "projector_pooling_ratio", "vision_use_cls_token", "vision_feature_select_strategy",
+                "image_grid_pinpoints", "vision_aspect_ratio"):  # fmt: skip
         assert getattr(again.config, key, None) == getattr(whole.model.config, key, None), key
 
 
-@pytest.mark.parametrize("kinds", [DAILY, pytest.param(sorted(COMPLETED.keys() - DAILY), marks=pytest.mark.nightly)])
+WITH_LINES = ["llava_next", "llava_onevision"]
+OTHERS = sorted(COMPLETED.keys() - {*DAILY, *WITH_LINES})
+
+
+def test_the_newline_of_a_whole_model_is_the_one_of_its_parts(make, configured, tmp_path):
+    whole = make("llava_next")
+    save_its_parts("llava_next", whole.model, tmp_path / "parts")
+    config = configured(whole.folder)
+    ours, theirs = held(config), held(parts_of(config, tmp_path / "parts"))
+    assert torch.equal(ours["projector.image_newline"], whole.model.model.image_newline)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("kinds", [DAILY, pytest.param(OTHERS, marks=pytest.mark.nightly)])
 def test_runs_begin_and_learn_as_with_the_same_model_in_three_parts(make, configured, tmp_path, kinds):
     cases = []
     for kind in kinds:
@@ -244,7 +276,7 @@ def altered(folder: Path, tmp_path: Path, changes: dict, file: str = "config.jso
 
 
 REFUSED = [  # class, file, changes, what is said
-    ("llava", "config.json", {"model_type": "llava_next"}, "has model_type 'llava_next'; needed is one of llava"),
+    ("llava", "config.json", {"model_type": "gemma3"}, "has model_type 'gemma3'; needed is one of llava"),
     ("llava", "config.json", {"model_type": ["llava"]}, "has model_type ['llava']; needed is one of llava"),
     ("llava", "config.json", {"vision_feature_layer": [-2, -5]}, "vision_feature_layer [-2, -5]; mmtrain takes"),
     ("llava", "config.json", {"vision_feature_layer": 0}, "vision_feature_layer 0; mmtrain takes the output of one"),
@@ -274,6 +306,21 @@ REFUSED = [  # class, file, changes, what is said
     ("aya_vision", "processor_config.json", {"image_processor": {"max_patches": 12}}, "into tiles (max_patches 12)"),
     ("aya_vision", "processor_config.json", {"tile_token": "TILE"}, "writes 'TILE' (tile_token) beside an image"),
     ("aya_vision", "processor_config.json", {"end_of_img_token": None}, "(end_of_img_token) beside an image"),
+    ("aya_tiles", "processor_config.json", {"start_of_img_token": None}, "writes '<|START_OF_IMG|>' (start_of_img_tok"),
+    ("aya_tiles", "processor_config.json", {"image_processor": {"min_patches": 2}}, "min_patches 2 and pictures made"),
+    ("aya_tiles", "processor_config.json", {"image_processor": {"max_patches": 10**9}}, "max_patches 1000000000, min"),
+    ("aya_tiles", "processor_config.json", {"tile_token": "T"}, "into tiles (max_patches 6)"),
+    ("llava_next", "config.json", {"image_grid_pinpoints": "(1x1)"}, "image_grid_pinpoints '(1x1)'; needed are up to"),
+    ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 56], 5]}, "needed are up to 400 pairs of height"),
+    ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 57]]}, "multiples of 28, the side of its encoder's"),
+    ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 28 * 10**6]]}, "needed are up to 400 pairs"),
+    ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 56]] * 401}, "needed are up to 400 pairs"),
+    ("llava_next", "config.json", {"image_grid_pinpoints": [[28, 56]]}, "its image processor has image_grid_pinpoints"),
+    ("llava_next", "config.json", {"image_grid_pinpoints": None}, "config.json ((336, 672), (672, 3"),
+    ("llava_next", "config.json", {"vision_feature_layer": [-2, -5]}, "vision_feature_layer [-2, -5]; mmtrain takes"),
+    ("llava_next", "processor_config.json", {"image_processor": {"size": {"shortest_edge": 56}}}, "takes 28 pixels"),
+    ("llava_onevision", "config.json", {"vision_aspect_ratio": "anyres_max_4"}, "vision_aspect_ratio 'anyres_max_4'"),
+    ("llava_onevision", "processor_config.json", {"vision_aspect_ratio": 5}, "vision_aspect_ratio 5, and the posit"),
     ("aya_vision", "config.json", {"downsample_factor": 7}, "downsample_factor 7; factors that work are 2, 3, 4"),
     ("aya_vision", "config.json", {"downsample_factor": 1}, "downsample_factor 1; factors that work are 2, 3, 4"),
     ("idefics3", "config.json", {"scale_factor": 1}, "scale_factor 1; factors that work are 2, 3, 4"),
