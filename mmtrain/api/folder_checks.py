@@ -6,6 +6,7 @@ bear out. Nothing is loaded from elsewhere, and no memory is taken for what is r
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,14 @@ PROCESSOR_BOUNDS = {
     **dict.fromkeys(("num_additional_image_tokens", "min_patches"), (0, 100)),
     **dict.fromkeys(("max_patches", "max_num_tiles"), (1, 100)),
     **dict.fromkeys(("image_seq_len", "image_seq_length"), (1, 100_000)),
+    "num_image_tokens": (1, 20_000),
 }
+MOST_GRIDS = 400  # of image_grid_pinpoints; the published have 5 and 36
+MOST_TILES = 1_000  # of a grid
+LARGEST_GRID = 1 << 26  # pixels, 0.8 GB in float32
+ASPECT_RATIO = re.compile(r"anyres_max_[1-9][0-9]?")
 SMALLEST_TILE = 16  # pixels; an image of the longest side is then cut into 65,536 of them
+DEFAULT_TILE = 224  # pixels, of classes that cut into grids
 LONGEST_SIDE = 4_096  # pixels of a picture for the encoder; the largest take 1,540
 PARTS_OF_LLMS = {"attn_config", "ffn_config"}  # parts in a config of an LLM alone
 
@@ -56,6 +63,8 @@ def check_numbers(folder: Path, shapes: dict[str, Shape]) -> None:
         if (value := config.get(key)) is not None and not (type(value) in (int, float) and least <= value <= most):
             shown = shortened(repr(value))
             raise UserError(f"{folder}: config.json says {key} {shown}; needed is a number from {least} to {most:,}")
+    side = vision.get("image_size")
+    _check_grids(config, side if type(side) is int and side > 0 else 1, folder / "config.json")
     factor = max(config.get("scale_factor") or 1, config.get("downsample_factor") or 1)
     shuffled = (vision.get("hidden_size") or 1) * max(factor, 1 / (config.get("downsample_ratio") or 1)) ** 2
     if shuffled > largest:
@@ -70,9 +79,34 @@ def check_numbers(folder: Path, shapes: dict[str, Shape]) -> None:
             content = read_json(folder / name)
             for part in (content, content.get("image_processor")):
                 _check_processor(part if isinstance(part, dict) else {}, folder / name)
+            patches, own = content.get("patch_size"), vision.get("patch_size")
+            if type(patches) is type(own) is int and patches < own:  # and so more tokens
+                raise UserError(f"{folder / name}: patch_size is {patches}, and config.json says {own}")
 
 
-def _check_processor(settings: dict, file: Path | str) -> None:
+def _check_grids(settings: dict, side: int, file: Path) -> None:
+    """Of grids of tiles of so many pixels a side; raises UserError for more and larger ones than models have."""
+    grids, ratio = settings.get("image_grid_pinpoints"), settings.get("vision_aspect_ratio")
+    most = min(LARGEST_GRID, MOST_TILES * side**2)
+    if grids is not None and not (
+        isinstance(grids, list) and 0 < len(grids) <= MOST_GRIDS and all(map(_is_pair, grids))
+    ):
+        needed = f"needed are up to {MOST_GRIDS} pairs of height and width in pixels"
+        raise UserError(f"{file}: image_grid_pinpoints is {shortened(repr(grids))}; {needed}")
+    if too_large := [grid for grid in grids or () if grid[0] * grid[1] > most]:
+        needed = f"needed are at most {most:,} pixels, {MOST_TILES:,} tiles"
+        raise UserError(f"{file}: image_grid_pinpoints has {too_large[0]}; {needed}")
+    if ratio is not None and not (isinstance(ratio, str) and ASPECT_RATIO.fullmatch(ratio)):
+        needed = "needed is anyres_max_9 or another number up to 99"
+        raise UserError(f"{file}: vision_aspect_ratio is {shortened(repr(ratio))}; {needed}")
+
+
+def _is_pair(grid: Any) -> bool:
+    return isinstance(grid, list) and len(grid) == 2 and all(is_whole(pixels, 1, LARGEST_GRID) for pixels in grid)
+
+
+def _check_processor(settings: dict, file: Path) -> None:
+    tile = []
     for key in ("size", "crop_size", "pad_size", "img_size", "tile_size", "max_image_size"):
         sides = settings.get(key)
         sides = list(sides.values()) if isinstance(sides, dict) else sides if isinstance(sides, list) else [sides]
@@ -80,6 +114,8 @@ def _check_processor(settings: dict, file: Path | str) -> None:
         if not all(side is None or is_whole(side, least, LONGEST_SIDE) for side in sides):
             needed = f"needed are pixels, at least {least} and at most {LONGEST_SIDE:,}"
             raise UserError(f"{file}: {key} is {shortened(repr(settings[key]))}; {needed}")
+        tile += [side for side in sides if side is not None and key in ("size", "crop_size")]
+    _check_grids(settings, min(tile, default=DEFAULT_TILE), file)
     for key, (least, most) in PROCESSOR_BOUNDS.items():
         value = settings.get(key)
         sides = value.values() if isinstance(value, dict) else [value]
@@ -110,5 +146,5 @@ def check_parts(door: StockDoor, config: dict[str, Any], folder: Path) -> None:
     if TIMM in door.facts.encoders:
         wrapped = config.get("vision_config") or {}
         if isinstance(arguments := wrapped.get("model_args"), dict):
-            _check_processor(arguments, f"{folder}: vision_config in config.json")
+            _check_processor(arguments, folder / "config.json")
         check_wrapped_timm(wrapped, folder)

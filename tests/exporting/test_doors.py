@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -267,6 +268,37 @@ def test_chat_says_what_stock_transformers_says(made, tmp_path):
         ("preprocessor_config.json", [], {"max_patches": 10**6}, "max_patches is 1000000; needed is"),
         ("preprocessor_config.json", [], {"tile_size": 10**6}, "tile_size is 1000000; needed are"),
         ("preprocessor_config.json", [], {"max_image_size": {"longest_edge": 0}}, "max_image_size is"),
+        ("config.json", [], {"image_grid_pinpoints": "(1x1),...,(6x6)"}, "image_grid_pinpoints is '(1x1)"),
+        ("config.json", [], {"image_grid_pinpoints": [[28, 28]] * 401}, "needed are up to 400 pairs"),
+        ("config.json", [], {"image_grid_pinpoints": [[28, "28"]]}, "needed are up to 400 pairs"),
+        ("config.json", [], {"image_grid_pinpoints": [[28, 28, 28]]}, "needed are up to 400 pairs"),
+        (
+            "config.json",
+            [],
+            {"image_grid_pinpoints": [[2800, 2800]]},
+            "has [2800, 2800]; needed are at most 784,000",
+        ),
+        (
+            "config.json",
+            [],
+            {"vision_aspect_ratio": ["anyres_max_9"]},
+            "vision_aspect_ratio is ['anyres_max_9']; needed",
+        ),
+        ("processor_config.json", [], {"vision_aspect_ratio": "anyres_max_0"}, "vision_aspect_ratio is 'anyres_max_0'"),
+        ("processor_config.json", [], {"num_image_tokens": 10**9}, "num_image_tokens is 1000000000; needed is"),
+        ("processor_config.json", [], {"patch_size": 1}, "patch_size is 1, and config.json says 7"),
+        (
+            "preprocessor_config.json",
+            [],
+            {"image_grid_pinpoints": [[10**5, 10**5]]},
+            "has [100000, 100000]; needed",
+        ),
+        (
+            "preprocessor_config.json",
+            [],
+            {"size": {"shortest_edge": 1}, "image_grid_pinpoints": [[99, 99]]},
+            "needed are at most 1,000 pixels, 1,000 tiles",
+        ),
     ],
 )
 def test_numbers_that_no_model_has_are_refused_before_memory_is_taken(make, tmp_path, file, places, changes, said):
@@ -276,7 +308,7 @@ def test_numbers_that_no_model_has_are_refused_before_memory_is_taken(make, tmp_
         inner = inner[place]
     inner.update(changes)
     (tmp_path / "folder" / file).write_text(json.dumps(content))
-    with pytest.raises(UserError, match=said.replace("(", r"\(")):
+    with pytest.raises(UserError, match=re.escape(said)):
         stock_folder(str(tmp_path / "folder"))
 
 
