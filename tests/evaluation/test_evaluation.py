@@ -448,7 +448,7 @@ def test_replicas_share_the_packs_and_are_filled_up_with_empty_ones(scene):
         [False, False],
     ]
     empty = next(replicas[2].batches(few[2]))
-    assert empty.images is None and empty.samples == 0 and bool((empty.labels == IGNORE).all())
+    assert empty.tiles is None and empty.samples == 0 and bool((empty.labels == IGNORE).all())
 
 
 def test_the_first_samples_in_shard_order_are_held_out_and_longer_ones_counted(scene):

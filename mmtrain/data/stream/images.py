@@ -44,7 +44,7 @@ class ImageTransform:
     mean: tuple[float, float, float]  # of RGB in 0..1
     std: tuple[float, float, float]
     interpolation: str  # a name of PIL.Image.Resampling, in lower case
-    fit: Fit | None = "pad"  # None: images are cut into tiles
+    fit: Fit = "pad"  # of an image that is not cut into tiles
     max_pixels: int = MAX_IMAGE_PIXELS  # of an image that `decode` takes
 
     def decode(
@@ -179,8 +179,8 @@ def upright(image: Image.Image) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-def image_transform(name: str, fit: Fit | None = "pad", max_pixels: int = MAX_IMAGE_PIXELS) -> ImageTransform:
-    """The preprocessing that belongs to a vision encoder, named as in `model.vision.name`.
+def image_transform(name: str, fit: Fit | None = None, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageTransform:
+    """The preprocessing that belongs to a vision encoder, named as in `model.vision.name`; `fit`: as data.image_fit.
 
     Size, mean and interpolation are those of timm's pretrained configuration, or of the `preprocessor_config.json` of a
     transformers folder. Raises UserError where neither exists: guessed means would give features that the encoder was
@@ -190,7 +190,7 @@ def image_transform(name: str, fit: Fit | None = "pad", max_pixels: int = MAX_IM
     if interpolation.upper() not in Image.Resampling.__members__:
         known = ", ".join(member.lower() for member in Image.Resampling.__members__)
         raise UserError(f"model.vision.name: {name} is resized by {interpolation!r}; known are {known}")
-    return ImageTransform(int(size), tuple(mean), tuple(std), interpolation.lower(), fit, max_pixels)
+    return ImageTransform(int(size), tuple(mean), tuple(std), interpolation.lower(), fit or "pad", max_pixels)
 
 
 def _published(name: str) -> tuple[int, Sequence[float], Sequence[float], str]:
