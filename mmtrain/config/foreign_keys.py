@@ -107,9 +107,25 @@ ANSWERS = {
     "mm_projector_type": "it is model.projector.type",
     "mm_vision_select_layer": "it is model.vision.select_layer",
     "mm_vision_select_feature": "the patches are taken, never the class token, from model.vision.select_layer",
-    "image_aspect_ratio": "it is data.image_fit",
-    "max_pixels image_max_pixels": (
-        "a picture becomes the square of the encoder, as data.image_fit says; data.max_image_pixels bounds what is read"
+    "image_aspect_ratio vision_aspect_ratio": (
+        "model.vision.layout is square, anyres or anyres_max_9, and of a square data.image_fit says pad, resize or "
+        "center_crop"
+    ),
+    "mm_patch_merge_type mm_newline_position": (
+        "model.vision.layout anyres and anyres_max_9 merge as spatial_unpad does, a trained newline behind each line"
+    ),
+    "image_grid_pinpoints": "it is model.vision.pinpoints, as (height, width) in pixels",
+    "max_dynamic_patch max_patches max_num_tiles": "it is model.vision.max_tiles, the tile of the whole not counted",
+    "min_dynamic_patch min_patches": "a grid has one tile or more, and model.vision.max_tiles bounds it",
+    "dynamic_image_size crop_to_patches use_thumbnail": (
+        "model.vision.layout tiles cuts an image into up to model.vision.max_tiles squares and adds one of the whole"
+    ),
+    "max_pixels image_max_pixels min_pixels image_min_pixels image_resolution": (
+        "a picture becomes squares of the encoder's size, as many as model.vision.layout says; data.max_image_pixels "
+        "bounds what is read"
+    ),
+    "image_crop_resolution image_split_resolution force_image_size": (
+        "tiles have the size of the square that the encoder of model.vision.name was trained on"
     ),
     "tune_mm_mlp_adapter freeze_mm_mlp_adapter freeze_backbone freeze_vision_tower freeze_multi_modal_projector "
     "freeze_language_model freeze_llm freeze_vit freeze_aligner mm_tunable_parts unfreeze_mm_vision_tower "

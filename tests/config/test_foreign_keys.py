@@ -84,6 +84,14 @@ def test_the_names_of_the_trainer_are_its_own():
         ("learning-rate=1", "learning-rate: unknown key (value 1); here it is optimizer.lr"),
         ("optimizer.Learning_Rate=1", "optimizer.Learning_Rate: unknown key (value 1); here it is optimizer.lr"),
         ("model.lora.rank=8", "model.lora.rank: unknown key (value 8); here it is model.lora.r"),
+        (
+            "data.image_aspect_ratio=anyres",
+            "data.image_aspect_ratio: unknown key (value 'anyres'); here model.vision.layout",
+        ),
+        (
+            "data.max_dynamic_patch=6",
+            "data.max_dynamic_patch: unknown key (value 6); here it is model.vision.max_tiles",
+        ),
         ("optimizer.type=AdamW", "optimizer.type: unknown key (value 'AdamW'); here the optimizer is AdamW, set by "),
         ("deepspeed.zero_stage=2", "deepspeed: unknown key (value {'zero_stage': 2}); here models are cut into "),
         ("run.seed_=1", "run.seed_: unknown key (value 1); nearest valid key: run.seed; keys of run: name, "),
