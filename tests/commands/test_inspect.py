@@ -13,12 +13,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from archives import conversation, write_tar
+import yaml
+from archives import conversation, picture, write_tar
 from conftest import TOOLS
 from PIL import Image
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlavaNextImageProcessor, LlavaNextProcessor
 
 from mmtrain.__main__ import main
+from mmtrain.config.load import load_config
 from mmtrain.data.prepare.sharding import write_shards
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import read_index
@@ -336,6 +338,93 @@ def test_without_an_encoder_images_make_samples_unusable_or_are_taken_out(folder
             run_json(capsys, *shards, "--images", "strip", *more)
 
 
+LLAVA_NEXT = [(1, 2), (2, 1), (2, 2), (3, 1), (1, 3)]
+
+
+@pytest.fixture
+def shapes(tmp_path):
+    """A shard of pictures of four sizes, one sample with two, and one of text alone."""
+    files = []
+    for key, sizes in {"a": [(64, 32)], "b": [(32, 64), (20, 20)], "c": [(90, 31)], "d": []}.items():
+        files.append((f"{key}.json", conversation("<image>" * len(sizes) + "Say.", f"a circle {key}")))
+        files += [(f"{key}.{number}.png", picture(*size)) for number, size in enumerate(sizes)]
+    return write_tar(tmp_path / "s.tar", files)
+
+
+def test_tiles_and_positions_of_images_are_those_of_the_stock_processor(shapes, plain, tiny, capsys):
+    pinpoints = [[32 * rows, 32 * columns] for rows, columns in LLAVA_NEXT]
+    stock = LlavaNextProcessor(
+        LlavaNextImageProcessor(size={"shortest_edge": 32}, crop_size=32, image_grid_pinpoints=pinpoints),
+        AutoTokenizer.from_pretrained(tiny / "llm"),
+        patch_size=8,
+        vision_feature_select_strategy="full",
+    )
+    sizes = [(64, 32), (32, 64), (20, 20), (90, 31)]
+    positions = stock._get_num_multimodal_tokens(image_sizes=[[height, width] for width, height in sizes])
+    tiles = [len(stock.image_processor(Image.new("RGB", size)).pixel_values[0]) for size in sizes]
+    _, found = run_json(capsys, shapes, *plain, "--layout", "anyres", "--vision", tiny / "vision")
+    assert without_histogram(found["image_positions"]) == (summary(positions.num_image_tokens), 4)
+    assert without_histogram(found["image_tiles"]) == (summary(tiles), 4)
+    assert found["layout"] == "anyres" and found["tokens_per_image"] is None
+    texts = found["text_tokens"]["mean"]
+    assert found["expected"] == {
+        "data.expected_text_tokens": round(texts),
+        "data.expected_image_tiles": sum(tiles) / 4,
+        "data.expected_image_positions": round(sum(positions.num_image_tokens) / 4, 1),
+    }
+    first = found["packing"][0]
+    assert first["packs"] == 1
+    assert first["fill"] == pytest.approx((4 * texts + sum(positions.num_image_tokens)) / 2048)
+
+
+def test_a_configuration_says_all_at_once_and_takes_what_is_printed(shapes, plain, tiny, tmp_path, capsys):
+    file = tiny / "config.yaml"
+    tiled = ("model.vision.layout=tiles", "model.vision.max_tiles=4", "data.image_fit=null", "data.pack_length=300")
+    by_config = run_json(capsys, shapes, "--config", file, *tiled)
+    one_by_one = ("--layout", "tiles", "--max-tiles", 4, "--vision", tiny / "vision", "--pack-length", 300)
+    assert by_config == run_json(capsys, shapes, *plain, *one_by_one)
+    assert main(["inspect", str(shapes), "--config", str(file), *tiled]) == 0
+    printed = capsys.readouterr().out
+    assert "tiles of an image (tiles)" in printed and "positions of an image (tiles)" in printed
+    told = yaml.safe_load(printed[printed.rindex("  data:") :])["data"]
+    assert {f"data.{key}": value for key, value in told.items()} == by_config[1]["expected"]
+    config = load_config(file, [*tiled, *(f"data.{key}={value}" for key, value in told.items())])
+    assert config.data.expected_image_tiles == told["expected_image_tiles"] == (3 + 3 + 1 + 4) / 4
+    indexed = index_path(shapes).read_bytes()
+    assert main(["index", str(shapes), "--config", str(file), *tiled]) == 0
+    assert "1 of 1 shards are ready" in capsys.readouterr().out and index_path(shapes).read_bytes() == indexed
+
+
+def test_show_names_the_tile_of_each_run_of_positions(shapes, plain, tiny, capsys):
+    tiled = (*plain, "--layout", "tiles", "--vision", tiny / "vision", "--show")
+    [sample] = run_json(capsys, shapes, *tiled, "b")[1]["samples"]
+    images = [(row["positions"], row["text"]) for row in sample["rows"] if row["token"] == IMAGE_POSITION]
+    assert images == [
+        (16, "image 0, 32x64 px, tile 1 of 2 x 1 tiles"),
+        (16, "image 0, 32x64 px, tile 2 of 2 x 1 tiles"),
+        (16, "image 0, 32x64 px, the whole"),
+        (16, "image 1, 20x20 px"),
+    ]
+    written = "".join("#" if row["token"] == IMAGE_POSITION else row["text"] for row in sample["rows"][1:-1])
+    assert written.replace(" ", "") == "TILE_1#TILE_2#TILE_GLOBAL#TILE_GLOBAL#acircleb"
+    lines = (*plain, "--layout", "anyres", "--vision", tiny / "vision", "--show")
+    [sample] = run_json(capsys, shapes, *lines, "c")[1]["samples"]
+    [(positions, text)] = [(r["positions"], r["text"]) for r in sample["rows"] if r["token"] == IMAGE_POSITION]
+    assert text == "image 0, 90x31 px, the whole, then 4 lines of 12 of 1 x 3 tiles" and positions == 16 + 4 * 13
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--layout", "tiles"), "give --vision NAME or --tile-size PIXELS"),
+        (("--layout", "anyres", "--tile-size", "32", "--tokens-per-image", "17"), "for example 16"),
+    ],
+)
+def test_a_layout_that_lacks_a_number_is_refused(shapes, plain, arguments, said, capsys):
+    assert main(["inspect", str(shapes), *plain, *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
     assert main(["inspect", str(folder), "--pack-length", "64"]) == 2
     assert "--pack-length: the shards are not indexed" in capsys.readouterr().err
@@ -355,6 +444,9 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
         (("--pack-length", "0"), "--pack-length: 0: a whole number, at least 1, is needed"),
         (("--plot", "a.pdf"), "a file that ends in .png"),
         (("--verify", "--show", "k"), "not allowed with"),
+        (("--config", "a.yaml", "--layout", "tiles"), "--layout: --config says it"),
+        (("--max-tiles", "3"), "--max-tiles is a number of --layout tiles, not of square"),
+        (("--vision", "v", "--tile-size", "32"), "--tile-size: --vision v says it"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(arguments, said, capsys):

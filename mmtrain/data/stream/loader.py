@@ -113,12 +113,22 @@ class PackedBatches:
         train = self.config.train
         return train.max_steps or self.order.steps(train.epochs, train.packs_per_step)
 
+    @property
+    def most_tiles(self) -> int:
+        """Squares for the encoder that a pack can hold: no more a token than the sample that has most of them."""
+        capacity = self.processor.capacity
+        lengths = np.concatenate([one.lengths for one in self.catalog.sample_sets])
+        tiles = np.concatenate([one.tiles for one in self.catalog.sample_sets])
+        packed = (lengths > 0) & (lengths <= capacity.tokens)
+        most = math.ceil(capacity.tokens * (tiles[packed] / lengths[packed]).max(initial=0.0))
+        return most if capacity.tiles is None else min(most, capacity.tiles)
+
     def __iter__(self) -> Iterator[PackedBatch]:
         workers = self.config.data.workers
         if workers == 0:
             yield from self._share(0, 1, itertools.repeat(None))
             return
-        tiles = self.config.train.packs_per_microbatch * self.processor.most_tiles
+        tiles = self.config.train.packs_per_microbatch * self.most_tiles
         transform = self.processor.transform
         slots = _shared_memory(workers, tiles, 1 if transform is None else transform.image_size)
         batches = DataLoader(

@@ -129,15 +129,6 @@ class Processor:
         """The micro-batch with its tiles in float32, as a stock encoder takes them."""
         return batch if batch.tiles is None else replace(batch, tiles=self.transform.normalise(batch.tiles))
 
-    @property
-    def most_tiles(self) -> int:
-        """Squares for the encoder that a pack can hold."""
-        if not self.layout.takes_images:
-            return 0
-        # An image of many tiles may take hardly more positions than one of them has.
-        most = self.capacity.tokens // self.layout.positions_per_tile * self.layout.most_tiles
-        return most if self.capacity.tiles is None else min(most, self.capacity.tiles)
-
 
 def make_batch(
     packs: Sequence[Pack],

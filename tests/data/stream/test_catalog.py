@@ -72,6 +72,16 @@ def test_samples_that_cannot_be_used_are_faults_with_key_shard_offset_and_reason
     assert 3 not in open_catalog(first, second, max_image_pixels=600).faults
 
 
+def test_an_image_of_which_the_index_knows_no_size_cannot_be_cut_into_tiles(tmp_path):
+    tar = write_indexed(tmp_path / "0.tar", [("a.json", LOOK), ("a.png", picture(30, 20)), ("b.json", CAPTION)])
+    index = read_index(tar)
+    index.image_sizes[0] = ((0, 0),)
+    write_index(tar, index)
+    catalog = Catalog([DataSet((tar,))], ["any"], ImageLayout("tiles", 16, 32), 10**6)
+    assert {number: fault.reason for number, fault in catalog.faults.items()} == {0: "undecodable_image"}
+    assert catalog.lengths.tolist() == [UNUSABLE, 5]
+
+
 def test_without_an_encoder_samples_with_images_are_faults_or_stripped_of_them(tiny, tmp_path):
     seen = [("a.json", conversation("<image>\nWhat is it?", "A cat.")), ("a.png", picture(30, 20))]
     asked = [("b.json", conversation("What is it?", "A cat."))]

@@ -1,0 +1,209 @@
+"""Images in tiles on their way from shards to micro-batches: what is planned is what comes, whatever reads it."""
+
+import io
+import itertools
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from archives import conversation, write_tar
+from PIL import Image
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.load import load_config, restore_config
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
+from mmtrain.data.shards.index import read_index, write_index
+from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.data.stream.order import Capacity, SampleSet, pack_best_fit, plan_epoch
+from mmtrain.pretrained.layouts import ImageLayout, default_pinpoints
+
+LAYOUTS = ("tiles", "anyres", "anyres_max_9")
+SIDE, POSITIONS = 32, 16  # of the tiny encoder's square
+VERSION_1 = Path(__file__).parents[1] / "shards" / "version_1"
+LONGEST = 1000  # tokens of a pack: 37 tiles of anyres_max_9 take 400
+
+
+def noise(width: int, height: int) -> bytes:
+    stream = io.BytesIO()
+    pixels = np.random.RandomState(width * 1000 + height).randint(0, 256, (height, width, 3)).astype(np.uint8)
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def mixed(tiny, tmp_path_factory):
+    """Two shards of 30 samples: an image of its own size each, but every fifth two, and every sixth none."""
+    folder, draw = tmp_path_factory.mktemp("mixed"), np.random.RandomState(3)
+    sizes = {}
+    for shard in range(2):
+        files = []
+        for number in range(30 * shard, 30 * (shard + 1)):
+            key, images = f"{number:04d}", 0 if number % 6 == 0 else 2 if number % 5 == 0 else 1
+            sizes[key] = [tuple(map(int, draw.randint(8, 240, 2))) for _ in range(images)]
+            files.append((f"{key}.json", conversation("<image>" * images + "Say.", f"a circle {number}")))
+            files += [(f"{key}.{at}.png", noise(*size)) for at, size in enumerate(sizes[key])]
+        write_tar(folder / f"{shard}.tar", files)
+    open_batches(tiny, folder, "square")  # indexes them
+    return folder, sizes
+
+
+def open_batches(tiny, folder, layout, *overrides, replica=0, replicas=1, first_step=0, workers=0):
+    fit = "pad" if layout == "square" else "null"
+    keys = [f"model.vision.layout={layout}", f"data.image_fit={fit}", f"data.shards={folder}/*.tar"]
+    keys += [f"data.pack_length={LONGEST}", "train.packs_per_step=4", "train.packs_per_microbatch=2"]
+    config = load_config(tiny / "config.yaml", [*keys, f"data.workers={workers}", *overrides])
+    return PackedBatches(config, replica, replicas, first_step)
+
+
+def epoch_of(batches):
+    return list(itertools.takewhile(lambda batch: batch.epochs[0] == 0, batches))
+
+
+def taken(batches, count):
+    return list(itertools.islice(batches, count))
+
+
+def same(one, other):
+    for name in ("input_ids", "position_ids", "labels", "tiles"):
+        mine, theirs = getattr(one, name), getattr(other, name)
+        assert (mine is None and theirs is None) or torch.equal(mine, theirs), name
+    assert (one.keys, one.tilings, one.epochs) == (other.keys, other.tilings, other.epochs)
+
+
+def layout_of(name: str) -> ImageLayout:
+    return ImageLayout(name, POSITIONS, SIDE, pinpoints=default_pinpoints(name, SIDE))
+
+
+@pytest.mark.parametrize("name", ["tiles", "anyres_max_9"])
+def test_every_sample_comes_with_the_tiles_and_positions_of_its_images_sizes(tiny, mixed, name):
+    folder, sizes = mixed
+    packed, layout = open_batches(tiny, folder, name), layout_of(name)
+    seen = Counter()
+    for batch in epoch_of(packed):
+        of_keys = [[layout.tiling(*size, len(sizes[key])) for size in sizes[key]] for key in batch.keys]
+        assert batch.tilings == tuple(itertools.chain.from_iterable(of_keys))
+        assert int((batch.input_ids == IMAGE_POSITION).sum()) == sum(tiling.positions for tiling in batch.tilings)
+        pixels = [
+            packed.processor.transform.cut(Image.open(io.BytesIO(noise(*size))), tiling)
+            for key, tilings in zip(batch.keys, of_keys, strict=True)
+            for size, tiling in zip(sizes[key], tilings, strict=True)
+        ]
+        assert torch.equal(batch.tiles, torch.cat(pixels)) and not batch.faults
+        seen.update(key for key in batch.keys if batch.epochs == (0, 0))
+    assert len(seen) > 45 and set(seen.values()) == {1}
+
+
+def test_order_and_pixels_depend_on_neither_replicas_nor_workers_nor_where_a_run_goes_on(tiny, mixed):
+    name = "anyres_max_9"
+    whole = taken(open_batches(tiny, mixed[0], name), 8)  # two a step
+    for one, other in zip(whole, taken(open_batches(tiny, mixed[0], name, workers=2), 8), strict=True):
+        same(one, other)
+    for replica in range(2):
+        share = taken(open_batches(tiny, mixed[0], name, replica=replica, replicas=2), 4)
+        for one, other in zip(whole[replica::2], share, strict=True):
+            same(one, other)
+    for one, other in zip(whole[6:], taken(open_batches(tiny, mixed[0], name, first_step=3), 2), strict=True):
+        same(one, other)
+
+
+def test_a_pack_holds_no_more_tiles_than_allowed(tiny, mixed):
+    pack = ("train.packs_per_microbatch=1",)
+    assert max(len(batch.tiles) for batch in taken(open_batches(tiny, mixed[0], "tiles", *pack), 16)) > 30
+    capped = open_batches(tiny, mixed[0], "tiles", *pack, "data.max_tiles_per_pack=20")
+    tiles = [0 if batch.tiles is None else len(batch.tiles) for batch in taken(capped, 16)]
+    assert 13 < max(tiles) <= 20 == capped.most_tiles
+    assert "with more than 20 squares of images" in capped.summary, "two images of 13 tiles are in no pack"
+
+
+def test_the_caps_old_name_is_read_in_a_checkpoint_and_told_the_new_one_in_a_file(tiny, tmp_path):
+    content = load_config(tiny / "config.yaml").model_dump(mode="json")
+    del content["data"]["max_tiles_per_pack"]
+    content["data"]["max_images_per_pack"] = 20
+    assert restore_config(content, "a checkpoint").data.max_tiles_per_pack == 20
+    file = tmp_path / "config.yaml"
+    file.write_text((tiny / "config.yaml").read_text().replace("data:\n", "data:\n  max_images_per_pack: 20\n", 1))
+    with pytest.raises(UserError, match=r"data\.max_images_per_pack.*max_tiles_per_pack"):
+        load_config(file)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_lost_image_leaves_a_gap_as_long_as_its_tiles_and_nothing_else_moves(tiny, mixed, tmp_path, workers):
+    """One cannot be decoded, another has not the size that its index says."""
+    for file in mixed[0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    sound = epoch_of(open_batches(tiny, tmp_path, "anyres_max_9"))
+    tar, layout = tmp_path / "0.tar", layout_of("anyres_max_9")
+    index, content = read_index(tar), bytearray(tar.read_bytes())
+    text, image = index.members[1]
+    end = image.offset + image.size
+    content[end - 40 : end] = bytes(40)
+    tar.write_bytes(content)
+    index.members[1] = (text, image._replace(crc32=zlib.crc32(content[image.offset : end])))
+    (size,) = index.image_sizes[2]
+    near = ((size[0] + wider, size[1] + higher) for wider, higher in itertools.product(range(9), range(9)))
+    wrong = next(s for s in near if s != size and layout.tiling(*s).shown == layout.tiling(*size).shown)
+    index.image_sizes[2] = (wrong,)
+    write_index(tar, index)
+    lost = {}
+    damaged = epoch_of(open_batches(tiny, tmp_path, "anyres_max_9", workers=workers))
+    for before, after in zip(sound, damaged, strict=True):
+        lost |= {fault.key: fault for _, fault in after.faults}
+        assert after.keys == tuple(key for key in before.keys if key not in lost)
+        assert torch.equal(after.position_ids, before.position_ids), "gaps are as long as what they stand for"
+        kept = after.labels != IGNORE
+        assert torch.equal(after.labels[kept], before.labels[kept])
+        assert int((after.input_ids == IMAGE_POSITION).sum()) == sum(tiling.positions for tiling in after.tilings)
+        assert (0 if after.tiles is None else len(after.tiles)) == sum(tiling.tiles for tiling in after.tilings)
+    assert {key: fault.reason for key, fault in lost.items()} == dict.fromkeys(("0001", "0002"), "undecodable_image")
+    said = "image 0: {} x {} pixels, where its index says {} x {}".format(*size, *wrong)
+    assert lost["0002"].detail == said
+
+
+def test_an_index_of_version_1_serves_tiles_with_sizes_as_exif_turns_them(tiny, tmp_path, logged):
+    """Its shard's images: 9 x 5 and 7 x 3, as stored, are turned on their sides; 4 x 4 is not."""
+    for file in VERSION_1.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    keys = ("data.template=llava_v1", "model.vision.layout=anyres", "data.pack_length=4000")
+    packed = open_batches(tiny, tmp_path, "anyres", *keys)
+    assert any("images are read for the sizes that EXIF turns them to" in line for line in logged)
+    batches = epoch_of(packed)
+    assert not any(batch.faults for batch in batches)
+    sizes = {(tiling.width, tiling.height) for batch in batches for tiling in batch.tilings}
+    assert {(5, 9), (3, 7), (4, 4)} <= sizes and not {(9, 5), (7, 3)} & sizes
+
+
+def test_an_image_too_thin_for_its_grid_is_told_before_the_run_and_costs_its_sample_alone(tiny, tmp_path):
+    thin = [("a.json", conversation("<image>Say.", "a circle")), ("a.png", noise(10, 2100))]
+    both = [("b.json", conversation("<image><image>Say.", "a circle")), ("b.0.png", noise(10, 2100))]
+    rest = [("b.1.png", noise(40, 40)), ("c.json", conversation("Say.", "a circle"))]
+    write_tar(tmp_path / "s.tar", [*thin, *both, *rest])
+    packed = open_batches(tiny, tmp_path, "anyres_max_9", "model.vision.pinpoints=[[3200, 32]]")
+    ((fault),) = packed.catalog.faults.values()
+    assert (fault.key, fault.reason) == ("a", "unfit_shape") and "10 x 2100 pixels" in fault.detail
+    assert packed.order.epoch_plan(0).unusable == 1
+    batch = taken(packed, 1)[0]
+    assert set(batch.keys) == {"b", "c"} and {tiling.tiles for tiling in batch.tilings} == {1}, "of several, squares"
+
+
+@pytest.mark.parametrize("name", ["tiles", "anyres_max_9"])
+def test_packs_of_mixed_sizes_are_as_full_as_best_fit_over_the_epoch_makes_them(name):
+    layout, draw = ImageLayout(name, 729, 384, pinpoints=default_pinpoints(name, 384)), np.random.RandomState(0)
+    count, tokens = 8192, 16384
+    sides = np.exp(draw.normal(6.3, 0.5, (count, 2))).clip(20, 2500).astype(int).tolist()
+    tilings = [layout.tiling(*size) for size in sides]
+    text = draw.geometric(1 / 80, count)
+    lengths = text + np.array([tiling.positions for tiling in tilings])
+    tiles = np.array([tiling.tiles for tiling in tilings])
+    one = SampleSet(1.0, np.full(8, count // 8), lengths.astype(np.int32), tiles.astype(np.int32))
+    plan = plan_epoch([one], 0, 0, Capacity(tokens), shuffle_shards=16, pack_window=4096)
+    assert len(pack_best_fit(lengths[lengths <= tokens], Capacity(tokens))) >= 0.99 * len(plan)
+
+
+def test_a_worker_has_room_for_every_pack_and_not_for_many_more(tiny, mixed):
+    for name in LAYOUTS:
+        packed = open_batches(tiny, mixed[0], name, "train.packs_per_microbatch=1")
+        seen = max(0 if batch.tiles is None else len(batch.tiles) for batch in epoch_of(packed))
+        assert seen <= packed.most_tiles <= 3 * seen, name
