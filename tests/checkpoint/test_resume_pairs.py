@@ -129,6 +129,22 @@ def test_what_trains_elsewhere_than_the_projector_travels_between_the_ranks(tiny
         assert_close(tensors(run, STEPS), tensors(reference, STEPS), tolerance_of_largest=1e-4)
 
 
+def test_a_run_on_tiles_goes_on_with_its_newline_as_if_it_had_never_stopped(tiny, tmp_path):
+    layout = ("model.vision.layout=anyres_max_9", "data.image_fit=null", "data.pack_length=256")
+    options = (*RUN, *SAVED, *layout, *layout_of(1, 1))
+    whole = train(tiny / "config.yaml", *options, f"checkpoint.every_steps={CUT}", f"run.dir={tmp_path}")
+    again = branch(whole, "again", tiny / "config.yaml", *options, cut=CUT)
+    assert steps(again) == steps(whole)
+    assert (again.folder / "samples.jsonl").read_bytes() == (whole.folder / "samples.jsonl").read_bytes()
+    assert_bitwise(tensors(again, STEPS), tensors(whole, STEPS))
+    newline, before = (tensors(whole, step)["projector.image_newline"] for step in (STEPS, CUT))
+    assert newline.shape == (64,) and not torch.equal(newline, before)
+    assert tensors(whole, STEPS)["projector.image_newline/exp_avg"].any()
+    audit = json.loads((again.folder / "audit.json").read_text())
+    moved = {tensor["name"] for rank in audit["ranks"] for tensor in rank["trainable"] if tensor["moved"]}
+    assert "projector.image_newline" in moved
+
+
 @pytest.fixture
 def damaged_shards(tiny, tmp_path, make_tiny):
     """60 samples, of which one is no JSON, which its index says, and two were damaged after they had been indexed."""

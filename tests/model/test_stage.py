@@ -15,6 +15,7 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.model.bookends import decoder_layers
 from mmtrain.model.stage import build_stage, fuse, set_trainable
 from mmtrain.plan.planner import make_plan
+from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.families import global_name
 
 
@@ -81,6 +82,56 @@ def test_prefetched_features_change_no_bit_of_the_first_stages_output_and_gradie
     assert torch.equal(at_once, prefetched)
     expected, found = gradients_of(module, at_once), gradients_of(module, prefetched)
     assert expected and all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+PINPOINTS = ((16, 32), (32, 16), (80, 48))  # the last has more positions than 9 tiles
+
+
+@pytest.fixture(scope="module")
+def cut(parts):
+    """A stage of layout anyres_max_9 for what trains, and a micro-batch of 3 + 16 + 3 + 1 + 1 tiles in two packs."""
+
+    def make(*trainable):
+        vision = {"name": str(parts / "vision"), "layout": "anyres_max_9", "pinpoints": PINPOINTS}
+        config = make_config(parts, model__trainable=trainable, model__vision=vision, data__pack_length=512)
+        layout = image_layout(config)
+        ones = [
+            make_document(n, tilings=(layout.tiling(*size),)) for n, size in enumerate([(30, 12), (45, 75), (9, 30)])
+        ]
+        two = make_document(3, tilings=(layout.tiling(30, 12, 2), layout.tiling(9, 30, 2)))
+        batch = as_batch([[ones[0], make_document(4, images=0), ones[1]], [two, ones[2]]], 512)
+        assert [tiling.tiles for tiling in batch.tilings] == [3, 16, 1, 1, 3]
+        return build_stage(config, make_plan(config).ranks[0].stages[0]), batch
+
+    return make
+
+
+@pytest.mark.parametrize("trainable", [("projector",), ("projector.linear_*",), ("projector", "vision")])
+def test_tiles_encoded_in_slices_or_ahead_give_the_same_output_and_gradients(cut, monkeypatch, trainable):
+    module, batch = cut(*trainable)
+    results = []
+    for per_call, ahead in ((1000, False), (1, False), (5, False), (1000, True)):
+        monkeypatch.setattr("mmtrain.model.stage.TILES_PER_CALL", per_call)
+        hidden = module.start(batch, module.encode(batch) if ahead else None)
+        results.append((hidden.detach(), gradients_of(module, hidden)))
+    (hidden, gradients), *others = results
+    assert ("projector.image_newline" in gradients) == (trainable != ("projector.linear_*",))
+    assert gradients["projector.linear_1.weight"].any()
+    for found, theirs in others:
+        torch.testing.assert_close(found, hidden, rtol=1e-5, atol=1e-5)
+        assert theirs.keys() == gradients.keys()
+        largest = max(gradient.abs().max() for gradient in gradients.values())
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-5, atol=float(1e-6 * largest))
+
+
+@pytest.mark.parametrize("trainable", [("projector",), ("projector", "vision")])
+def test_without_an_image_the_newline_has_a_gradient_of_zeros(cut, trainable):
+    module, _ = cut(*trainable)
+    hidden = module.start(as_batch([[make_document(0, images=0)]], 512))
+    gradients = gradients_of(module, hidden)
+    assert gradients["projector.image_newline"].shape == (64,)
+    assert not any(gradient.any() for gradient in gradients.values() if gradient is not None)
 
 
 def test_uint8_images_are_normalised_where_the_encoder_runs(tmp_path):
