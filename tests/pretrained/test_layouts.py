@@ -1,5 +1,7 @@
 """How many positions an image takes, and which grids a factor does not divide."""
 
+import re
+
 import pytest
 
 from mmtrain.base.errors import UserError
@@ -44,6 +46,17 @@ def test_a_grid_that_does_not_divide_is_refused_with_the_factors_that_would(fact
         f"model.projector.factor: {factor} does not divide the grid of {SIGLIP}, 27 x 27 patches (384 pixels in "
         "patches of 14); set model.projector.factor=3"
     )
+
+
+@pytest.mark.parametrize(
+    ("pinpoint", "named"),
+    [((384, 700), "[384, 700] are no multiples of 384"), ((384 * 11, 384 * 10), "are 110 tiles of 384 pixels a side")],
+)
+def test_grids_of_other_tiles_and_of_too_many_are_refused(pinpoint, named):
+    chosen = config(SIGLIP)
+    chosen = chosen.changed({"model.vision.layout": "anyres", "model.vision.pinpoints": (pinpoint,)})
+    with pytest.raises(UserError, match=re.escape(named)):
+        image_layout(chosen)
 
 
 def test_texts_around_images_change_the_fingerprint_of_text_lengths_and_no_text_does_not():
