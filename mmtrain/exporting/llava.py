@@ -3,10 +3,13 @@
     projector.linear_1.weight -> model.mm_projector.0.weight     mlp2x_gelu: nn.Sequential(Linear, GELU, Linear)
     projector.linear_2.weight -> model.mm_projector.2.weight
     projector.linear_1.weight -> model.mm_projector.weight       linear: nn.Linear
+    projector.image_newline   -> model.image_newline             of layouts with lines
 
 Sources: build_vision_projector in LLaVA's llava/model/multimodal_projector/builder.py, initialize_vision_modules in
-llava_arch.py (--pretrain_mm_mlp_adapter) and load_pretrained_model in builder.py (--model-base). That code reads a
-pickle with torch.load, so this is the one place where mmtrain writes one: a plain dictionary of tensors.
+llava_arch.py (--pretrain_mm_mlp_adapter, which leaves the newline random) and load_pretrained_model in builder.py
+(--model-base); of layouts prepare_inputs_labels_for_multimodal in LLaVA-NeXT's llava_arch.py and process_anyres_image
+in its mm_utils.py. That code reads a pickle with torch.load, so this is the one place where mmtrain writes one: a plain
+dictionary of tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import new_folder, require_space
 from mmtrain.model.projector import PROJECTOR
+from mmtrain.pretrained.connectors import NEWLINE, image_layout
 from mmtrain.pretrained.doors import formats_for, refuse_llava_code
+from mmtrain.pretrained.layouts import WITH_NEWLINES, ImageLayout
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.parts import llm_config
 from mmtrain.pretrained.shapes import vision_shape
@@ -41,7 +46,11 @@ CLIP_NAMES = {
     "vit_large_patch14_clip_quickgelu_224.openai": "openai/clip-vit-large-patch14",
     "vit_large_patch14_clip_quickgelu_336.openai": "openai/clip-vit-large-patch14-336",
 }
-MODEL_TYPES = {"llama": "llava_llama", "mistral": "llava_mistral", "mpt": "llava_mpt"}  # of LLaVA's own classes
+# Of LLaVA's own classes, and of LLaVA-NeXT's.
+MODEL_TYPES = {
+    **{"llama": "llava_llama", "mistral": "llava_mistral", "mpt": "llava_mpt"},
+    **{"qwen2": "llava_qwen", "mixtral": "llava_mixtral"},
+}
 
 
 def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
@@ -61,14 +70,14 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
         refuse_llava_code(checkpoint.config, about.trained)
     except UserError as error:
         raise UserError(f"{checkpoint.path}: {error}; use {formats_for(checkpoint.config, about.trained)}") from None
-    names = NAMES[about.projector_type]
+    names = {**NAMES[about.projector_type], NEWLINE: f"model.{NEWLINE}"}
     projector = {}
     for name, source in tensors.items():
-        layer, _, part = name.removeprefix(PROJECTOR).partition(".")
-        projector[f"{names[layer]}.{part}"] = source.read().to(dtype)
+        layer, dot, part = name.removeprefix(PROJECTOR).partition(".")
+        projector[names[layer] + dot + part] = source.read().to(dtype)
     content = io.BytesIO()  # a full disk is then an error of this module, not of torch's writer
     torch.save(projector, content)
-    config = json.dumps(_config(about), indent=2) + "\n"
+    config = json.dumps(_config(about, image_layout(checkpoint.config)), indent=2) + "\n"
     with new_folder(out) as folder:
         require_space(folder, content.tell())
         (folder / FILE).write_bytes(content.getvalue())
@@ -77,8 +86,8 @@ def export_llava(checkpoint: StepFolder, out: Path, dtype: torch.dtype) -> None:
             raise OSError(f"{folder / FILE}: does not read back as written; check the disk")
 
 
-def _config(about: Origin) -> dict[str, Any]:
-    """The LLM's config.json, with what LLaVA adds; LLaVA's model classes exist for llama, mistral and mpt."""
+def _config(about: Origin, layout: ImageLayout) -> dict[str, Any]:
+    """The LLM's config.json, with what LLaVA adds; LLaVA's model classes exist for the families of MODEL_TYPES."""
     vision = vision_shape(about.vision, about.vision_select_layer)
     llm = llm_config(model_folder(about.llm))
     return {
@@ -93,7 +102,18 @@ def _config(about: Origin) -> dict[str, Any]:
         "mm_vision_select_feature": "patch" if vision.prefix_tokens else "cls_patch",
         "mm_use_im_start_end": False,
         "mm_use_im_patch_token": False,  # LLaVA's loader takes a missing key for true, and adds a row
-        "image_aspect_ratio": "pad" if about.image_fit == "pad" else "square",  # LLaVA stretches no image
+        **_image_keys(about, layout),
         "tune_mm_mlp_adapter": True,
         "mmtrain": asdict(about),
+    }
+
+
+def _image_keys(about: Origin, layout: ImageLayout) -> dict[str, Any]:
+    """What LLaVA's code makes of an image; it has grids as (width, height), in the order of ours, which breaks ties."""
+    if layout.name not in WITH_NEWLINES:
+        return {"image_aspect_ratio": "pad" if about.image_fit == "pad" else "square"}  # LLaVA stretches no image
+    return {
+        "image_aspect_ratio": layout.name,
+        "image_grid_pinpoints": [[width, height] for height, width in layout.pinpoints],
+        "mm_patch_merge_type": "spatial_unpad",
     }

@@ -79,6 +79,29 @@ def test_llavas_own_way_of_loading_gets_the_trained_projector_bit_for_bit(tiny, 
     assert module(features).shape == (3, 5, 64)
 
 
+@pytest.mark.parametrize("layout", ["anyres", "anyres_max_9"])
+def test_llavas_code_gets_the_newline_and_the_grids_as_width_and_height(tiny, tmp_path, layout):
+    keys = (f"model.vision.layout={layout}", "data.image_fit=null", "model.vision.pinpoints=[[64, 32], [32, 96]]")
+    checkpoint = make_checkpoint(tmp_path / "run", config_of(tiny, *keys))
+    options = ["--checkpoint", str(checkpoint.path), "--format", "llava", "--out", str(tmp_path / "llava")]
+    assert main(["export", *options]) == 0
+    content = torch.load(tmp_path / "llava" / "mm_projector.bin", map_location="cpu", weights_only=True)
+    model = nn.Module()  # as LlavaMetaModel is made of such a config: loading is not strict, and would pass over a name
+    model.mm_projector, model.image_newline = llava_module("mlp2x_gelu", 48, 64), nn.Parameter(torch.empty(64))
+    whole = nn.Module()
+    whole.model = model
+    assert whole.load_state_dict(content, strict=False) == ([], [])
+    assert torch.equal(model.image_newline, load_file(checkpoint.tensors_file)["projector.image_newline"])
+    config = json.loads((tmp_path / "llava" / "config.json").read_text())
+    expected = {
+        "image_aspect_ratio": layout,
+        "image_grid_pinpoints": [[32, 64], [96, 32]],
+        "mm_patch_merge_type": "spatial_unpad",
+    }
+    assert expected.items() <= config.items()
+    assert config["mmtrain"]["layout"] == layout and config["mmtrain"]["pinpoints"] == [[64, 32], [32, 96]]
+
+
 def test_the_llava_config_says_what_llavas_code_asks_for(checkpoint, tiny, tmp_path):
     options = ["--checkpoint", str(checkpoint.path), "--format", "llava", "--out", str(tmp_path / "llava")]
     assert main(["export", *options, "--dtype", "bfloat16"]) == 0
