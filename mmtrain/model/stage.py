@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -224,7 +225,26 @@ def fuse(embeddings: torch.Tensor, image_places: torch.Tensor, image_embeddings:
     if image_embeddings is None:
         return embeddings
     rows = image_embeddings.to(embeddings.dtype)
-    return embeddings.flatten(0, 1).index_copy(0, image_places, rows).view_as(embeddings)
+    return _Put.apply(embeddings.flatten(0, 1), image_places, rows).view_as(embeddings)
+
+
+class _Put(torch.autograd.Function):
+    """`index_copy` of rows into dimension 0, which itself would keep the rows until backward for their shape alone."""
+
+    @staticmethod
+    def forward(ctx: Any, into: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return into.index_copy(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
+        (places,) = ctx.saved_tensors
+        of_into, _, of_rows = ctx.needs_input_grad
+        return (
+            gradient.index_fill(0, places, 0.0) if of_into else None,
+            None,
+            gradient.index_select(0, places) if of_rows else None,
+        )
 
 
 def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | str = "cpu") -> Stage:

@@ -151,6 +151,8 @@ def calibration_key(config: RunConfig, models: Models, device: Device) -> Key:
     dtypes = [config.model.llm.dtype, config.model.vision_dtype]
     if models.layout.positions_per_tile != vision.patches_per_image:  # pooling has no parameters that would tell
         facts.append(models.layout.positions_per_tile)
+    if models.layout.is_sized:  # what a typical image is
+        facts.append(asdict(models.layout))
     return Key(
         device=device.name,
         ranks=device.ranks,
@@ -170,7 +172,9 @@ def _version(package: str) -> str:
 
 def cached_file(key: Key) -> Path:
     """Where the cache keeps the calibration for a key."""
-    digest = hashlib.sha256(json.dumps(asdict(key)).encode()).hexdigest()[:16]
+    # A key that came later and is null leaves the file where it was.
+    given = {name: value for name, value in asdict(key).items() if value is not None}
+    digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
     return cache_folder("calibration") / f"{digest}.json"
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
-from mmtrain.plan.workload import Workload, workload
+from mmtrain.plan.workload import TILES_PER_CALL, Workload, arranged_positions, workload
 from mmtrain.pretrained.connectors import (
     Gelu,
     LayerNorm,
@@ -278,11 +278,18 @@ class _LayerCosts:
             False,
         )
         pixels = round(3 * vision.image_size**2 * work.tiles)
+        features = round(patches * vision.width) * size
+        at_once = 1.0 if upstream or not work.tiles else min(1.0, TILES_PER_CALL / work.tiles)  # share of the tiles
         # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width (4x) twice.
-        block_working = round(14 * vision.width * tokens) * size
+        block_working = round(14 * vision.width * tokens * at_once) * size
+        encoder_working = round(pixels * at_once) * FP32 + block_working
+        if at_once < 1:  # beside the features of the calls before; in the end all of them become one tensor
+            encoder_working = max(encoder_working + round(features * (1 - at_once)), 2 * features)
         # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they are put in.
         hidden = round(work.image_positions * llm.hidden_size)
-        fused = hidden * (FP32 + self.llm_size) + round(2 * work.tokens * llm.hidden_size) * self.llm_size
+        embedded = round(work.tokens * llm.hidden_size) * self.llm_size
+        arranged = round(arranged_positions(work, self.models.layout) * llm.hidden_size) * FP32
+        fused = hidden * (FP32 + self.llm_size) + 2 * embedded
         widest = max((rows * one.outputs for one, rows in self.connector_rows() if isinstance(one, Linear)), default=0)
         # Gradients of linear layers' results.
         backward_working = round(3 * widest) * FP32 + 2 * block_working * upstream
@@ -292,14 +299,14 @@ class _LayerCosts:
             inputs + encoder_backward + projector,
             projector + encoder_backward * (size == FP32) + inputs * (self.llm_size == FP32),
             kept + kept_here + kept_for_inputs,
-            (fused, backward_working, backward_working),
+            (max(fused, embedded + arranged), backward_working, backward_working),
         )
         return (
             EncoderCost(
                 encoder.forward,
                 frozen=not upstream,
-                working_bytes=pixels * FP32 + block_working,
-                feature_bytes=round(patches * vision.width) * size,
+                working_bytes=encoder_working,
+                feature_bytes=features,
                 batch_bytes=round(3 * INTEGER * work.tokens) + pixels,  # token ids, positions, labels, images as bytes
                 in_fp32=size == FP32,
             ),

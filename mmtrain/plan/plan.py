@@ -98,6 +98,18 @@ class UniformCut:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedImage:
+    """What the plan takes an image to be, where that depends on its size."""
+
+    layout: str
+    tiles: float  # squares for the encoder
+    positions: float  # of the LLM
+    most_tiles: int  # of the largest image
+    most_positions: int
+    fits: bool  # whether a pack has room for the largest
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The frozen answer to who holds and trains what, and in which order it runs."""
 
@@ -116,6 +128,7 @@ class Plan:
     encode_ahead: int  # micro-batches prefetched: encoded before their step begins
     packs_per_microbatch: int
     pack_length: int
+    image: ExpectedImage | None  # None where all images take the same, or there are none
     memory_limit_bytes: int | None
     costs: str  # "assumed", or "calibrated on DEVICE", and whether messages are assumed
     step_seconds: float | None  # predicted; None where costs are assumed

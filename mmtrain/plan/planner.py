@@ -15,14 +15,16 @@ from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models, minimal_flops
 from mmtrain.plan.cut import given_cut, uniform_cut
-from mmtrain.plan.plan import GroupPlan, Plan, RankPlan, StagePlan, UniformCut, stage_of
+from mmtrain.plan.plan import ExpectedImage, GroupPlan, Plan, RankPlan, StagePlan, UniformCut, stage_of
 from mmtrain.plan.rates import check_groups, parameter_groups
 from mmtrain.plan.refusals import check_layout, check_prefetch, check_trainable, does_not_fit
 from mmtrain.plan.search import Layout, Search
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
+from mmtrain.plan.workload import expected_image
 from mmtrain.pretrained.adapters import with_adapters
 from mmtrain.pretrained.connectors import connector, has_newline, image_layout
 from mmtrain.pretrained.doors import check_export_format
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.shapes import NO_VISION, llm_shape, matches, vision_shape
 from mmtrain.pretrained.tokenizer_files import refuse_missing_marks
 from mmtrain.pretrained.vision_files import check_preprocessing
@@ -99,6 +101,7 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         encode_ahead=layout.prefetched,
         packs_per_microbatch=config.train.packs_per_microbatch,
         pack_length=config.data.pack_length,
+        image=_expected_image(config, models.layout),
         memory_limit_bytes=limit,
         costs=described,
         step_seconds=None if device is None else seconds,
@@ -111,6 +114,14 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         ranks=ranks,
         schedule=layout.schedule,
     )
+
+
+def _expected_image(config: RunConfig, layout: ImageLayout) -> ExpectedImage | None:
+    if not layout.is_sized:
+        return None
+    most_tiles, most_positions = layout.most_tiles, layout.most_positions
+    fits = most_positions < config.data.pack_length and most_tiles <= (config.data.max_tiles_per_pack or most_tiles)
+    return ExpectedImage(layout.name, *expected_image(config, layout), most_tiles, most_positions, fits)
 
 
 def _groups(config: RunConfig, models: Models) -> tuple[GroupPlan, ...]:

@@ -18,7 +18,9 @@ from mmtrain.plan.cut import best_cut, given_cut
 from mmtrain.plan.plan import RankPlan, stage_of
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu, stage_costs
+from mmtrain.plan.workload import expected_image, typical_tiling
 from mmtrain.pretrained.adapters import is_adapter
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.shapes import matches
 
 _LEARNED_POSITIONS = re.compile(r"\.(wpe|embed_positions|position_embeddings)\.weight$")
@@ -61,12 +63,34 @@ def check_layout(config: RunConfig, models: Models) -> None:
                     f"data.pack_length: {config.data.pack_length} tokens, but {config.model.llm.path} has learned "
                     f"{positions} positions ({table.name}): at most {positions}"
                 )
-    image = models.layout.positions_per_tile
-    if config.data.pack_length <= image:
+    if models.layout.takes_images:
+        _check_packs(config, models.layout)
+
+
+def _check_packs(config: RunConfig, layout: ImageLayout) -> None:
+    data, image = config.data, _image_positions(config, layout)
+    if data.pack_length <= image:
+        asked = "an image of " + config.model.vision.name
+        told = ""
+        if layout.is_sized:
+            asked = f"a typical image of model.vision.layout {layout.name}"
+            told = "; where images are smaller, set data.expected_image_positions as mmtrain inspect prints it"
         raise UserError(
-            f"data.pack_length: {config.data.pack_length} tokens, but an image of {config.model.vision.name} takes "
-            f"{image}; packs must hold an image and its text, e.g. {2 ** image.bit_length()}"
+            f"data.pack_length: {data.pack_length} tokens, but {asked} takes {image}; packs must hold an image and its "
+            f"text, e.g. {2 ** image.bit_length()}{told}"
         )
+    tiles = expected_image(config, layout)[0]
+    if data.max_tiles_per_pack is not None and data.max_tiles_per_pack < tiles:
+        raise UserError(
+            f"data.max_tiles_per_pack: {data.max_tiles_per_pack}, but a typical image of model.vision.layout "
+            f"{layout.name} is {tiles:g} tiles; packs must hold an image: at least {math.ceil(tiles)}, or leave it out"
+        )
+
+
+def _image_positions(config: RunConfig, layout: ImageLayout) -> int:
+    """Positions of a typical image, for which a pack must have room: as expected, and as one can be."""
+    tiling = typical_tiling(config, layout)
+    return 0 if tiling is None else math.ceil(max(tiling.positions, expected_image(config, layout)[1]))
 
 
 def check_prefetch(config: RunConfig, models: Models) -> None:
@@ -296,7 +320,7 @@ def _fewer_packs(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
 
 def _shorter_packs(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
     length = config.data.pack_length // 2
-    while length >= models.layout.positions_per_tile + config.data.expected_text_tokens:
+    while length >= _image_positions(config, models.layout) + config.data.expected_text_tokens:
         yield {"data.pack_length": length}
         length //= 2
 

@@ -29,7 +29,11 @@ def render(plan: Plan) -> list[str]:
             number, cells = "", []
     table = table_lines((">rank", ">stage", "layers", ">trainable", "optimizer", *measures), rows)
     sentences = (f"{_ranks(plan, rank)}: {rank.optimizer}, {rank.reason}{_recomputes(rank)}" for rank in replica)
-    return [*_wrapped(*_headline(plan), *_rates(plan)), *table, *_wrapped(*sentences, *_footer(plan, replica))]
+    return [
+        *_wrapped(*_headline(plan), *_image(plan), *_rates(plan)),
+        *table,
+        *_wrapped(*sentences, *_footer(plan, replica)),
+    ]
 
 
 def _recomputes(rank: RankPlan) -> str:
@@ -61,6 +65,17 @@ def _headline(plan: Plan) -> tuple[str, str]:
         f"{plan.microbatches_per_step} micro-batches of {plan.packs_per_microbatch} {packs} of "
         f"{plan.pack_length:,} tokens; {limit}",
     )
+
+
+def _image(plan: Plan) -> list[str]:
+    image = plan.image
+    if image is None:
+        return []
+    room = "" if image.fits else "; a sample with one that large fits into no pack (data.overlong)"
+    return [
+        f"an image ({image.layout}): {image.tiles:g} tiles and {image.positions:,g} positions expected, at most "
+        f"{image.most_tiles} and {image.most_positions:,}{room}"
+    ]
 
 
 def _rates(plan: Plan) -> list[str]:

@@ -12,6 +12,7 @@ from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.tiling import Tiling
 
 TILES_PER_CALL = 16  # of a frozen encoder: 11,664 patches of 384 pixels' tiles keep any GPU busy
+TYPICAL_SIZE = 640, 480  # pixels, of an image of which nothing else is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +39,36 @@ def expected_image(config: RunConfig, layout: ImageLayout) -> tuple[float, float
     """Tiles and positions of a typical image, as the configuration says, else of one of 640 x 480 pixels."""
     if not layout.takes_images:
         return 0.0, 0.0
-    typical, data = layout.tiling(640, 480), config.data
+    typical, data = layout.tiling(*TYPICAL_SIZE), config.data
     return data.expected_image_tiles or typical.tiles, data.expected_image_positions or typical.positions
 
 
+def arranged_positions(work: Workload, layout: ImageLayout) -> float:
+    """The most positions that live at once while those of tiles are put in lines with newlines; 0 without newlines.
+
+    All that the connector has made, one image's of it side by side, and two copies of what is taken: image by image,
+    which overviews do without, and as one tensor.
+    """
+    if not layout.has_newlines:
+        return 0.0
+    images = work.tokens / work.document
+    made, overviews = work.tiles * layout.positions_per_tile, images * layout.positions_per_tile
+    return max(0.0, made + (made - overviews) / max(images, 1.0) + 2 * work.image_positions - overviews)
+
+
 def typical_tiling(config: RunConfig, layout: ImageLayout) -> Tiling | None:
-    """What an image becomes that comes nearest to the expected one; None for a run that takes none."""
+    """What an image becomes that comes nearest to the expected one, of those that leave a pack room for text.
+
+    Where none does, the smallest; None for a run that takes no images.
+    """
     if not layout.takes_images:
         return None
     tiles, positions = expected_image(config, layout)
-    side = layout.tile_size // 2
-    sizes = (
-        [(side * columns, side * rows) for columns in range(1, 13) for rows in range(1, 13)] if layout.is_sized else []
-    )
-    tilings = [layout.tiling(*size) for size in sizes or [(0, 0)]]
-    return min(tilings, key=lambda one: abs(one.tiles / tiles - 1) + abs(one.positions / positions - 1))
+    sizes, side = [TYPICAL_SIZE], layout.tile_size // 2
+    if layout.is_sized:
+        sizes += [(side * columns, side * rows) for columns in range(1, 13) for rows in range(1, 13)]
+    tilings = [layout.tiling(*size) for size in sizes]
+    fitting = [one for one in tilings if one.positions < config.data.pack_length]
+    if not fitting:
+        return min(tilings, key=lambda one: one.positions)
+    return min(fitting, key=lambda one: abs(one.tiles / tiles - 1) + abs(one.positions / positions - 1))

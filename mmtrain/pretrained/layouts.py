@@ -24,7 +24,7 @@ import re
 from dataclasses import dataclass, replace
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.pretrained.tiling import Tiling, one_of_several, tiled, unpadded
+from mmtrain.pretrained.tiling import Tiling, most_unpadded, one_of_several, tiled, unpadded
 
 REQUIRE, STRIP = TEXT_ALONE = "require", "strip"
 SQUARE, TILES, ANYRES, ANYRES_MAX_9 = "square", "tiles", "anyres", "anyres_max_9"
@@ -93,6 +93,11 @@ class ImageLayout:
         return self.name in SIZED
 
     @property
+    def has_newlines(self) -> bool:
+        """Whether trained newlines end lines of an image's positions."""
+        return self.name in WITH_NEWLINES
+
+    @property
     def of_texts(self) -> ImageLayout:
         """A layout that writes the same texts around an image and asks as little of it as can be."""
         return ONE_SQUARE if self.name in WITH_NEWLINES else replace(self, positions_per_tile=1, pinpoints=())
@@ -110,6 +115,14 @@ class ImageLayout:
             return self.max_tiles + (self.max_tiles > 1)
         grids = [height // self.tile_size * (width // self.tile_size) for height, width in self.pinpoints]
         return max(grids) + 1 if self.name in WITH_NEWLINES else 1
+
+    @property
+    def most_positions(self) -> int:
+        """Positions of an image at most, without text around them."""
+        if self.name not in WITH_NEWLINES:
+            return self.most_tiles * self.positions_per_tile
+        most = 9 if self.name == ANYRES_MAX_9 else None
+        return most_unpadded(self.tile_size, self.positions_per_tile, self.pinpoints, most)
 
     def tiling(self, width: int = 0, height: int = 0, images: int = 1) -> Tiling:
         """Tiles and positions of an image of this size in pixels, one of so many of its sample.

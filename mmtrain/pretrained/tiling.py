@@ -121,6 +121,17 @@ def unpadded(
     return Tiling(width, height, taken, rows, columns, "centred", "first", shown, newlines=lines)
 
 
+def most_unpadded(side: int, positions: int, pinpoints: Sequence[tuple[int, int]], most: int | None = None) -> int:
+    """Positions that `unpadded` gives an image at most; of a grid that would be interpolated, as much as is not."""
+    tile_side, found = math.isqrt(positions), 0
+    room = math.inf if most is None else LARGEST_EXCESS**2 * most * positions
+    for grid_height, grid_width in pinpoints:
+        height, width = grid_height // side * tile_side, grid_width // side * tile_side
+        for lines, columns in ((height, min(width, room // height)), (min(height, room // width), width)):
+            found = max(found, int(lines * (columns + 1)))
+    return positions + found
+
+
 def _best_resolution(width: int, height: int, pinpoints: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """The (height, width) that keeps most of the picture's pixels and then wastes fewest."""
     best, most_kept, least_wasted = pinpoints[0], 0, math.inf
