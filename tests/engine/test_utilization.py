@@ -15,8 +15,8 @@ from mmtrain.plan.costs import Workload, minimal_flops
 from mmtrain.plan.planner import models_of
 
 
-def step(*ranks, tokens=400, samples=5, images=6, supervised_tokens=40):
-    return StepResult(0, 0, 1.0, 1.0, 0.1, {}, samples, images, tokens, supervised_tokens, 0, None, ranks)
+def step(*ranks, tokens=400, samples=5, tiles=6, supervised_tokens=40):
+    return StepResult(0, 0, 1.0, 1.0, 0.1, {}, samples, 2, tiles, tokens, supervised_tokens, 0, None, ranks)
 
 
 BUSY = RankSeconds(window=2.0, compute=1.0, communication=0.25, data=0.25, peak_memory_bytes=1000)
@@ -76,11 +76,10 @@ def test_utilisation_is_the_needed_flops_over_what_all_ranks_could_have_computed
     first = use.add(step(BUSY, IDLE))["model_flops_utilization"]
     assert first == pytest.approx(needed / (2.0 * 2 * 1e9))
     assert use.summary().endswith(f", utilisation {first:.0%}")
-    twice = use.add(step(BUSY, IDLE, tokens=800, samples=10, images=12, tiles=12, supervised_tokens=80))[
-        "model_flops_utilization"
-    ]
+    more = step(BUSY, IDLE, tokens=800, samples=10, tiles=12, supervised_tokens=80)
+    twice = use.add(more)["model_flops_utilization"]
     assert twice == pytest.approx(2 * first), "documents as long, twice as many"
-    nothing = use.add(step(BUSY, IDLE, tokens=0, samples=0, images=0, supervised_tokens=0))["model_flops_utilization"]
+    nothing = use.add(step(BUSY, IDLE, tokens=0, samples=0, tiles=0, supervised_tokens=0))["model_flops_utilization"]
     assert nothing == 0
     assert use.summary().endswith(f", utilisation {first:.0%}"), "the mean of twice and nothing"
 
