@@ -12,7 +12,8 @@ themselves are only read. What is done for each:
     should be, so it is replaced with --rebuild only, which believes the tar as it is now.
 
 Training does all but the third by itself; doing it before saves time on the training machine. An index of version 1
-serves it as it is.
+serves it as it is, unless the run cuts images into tiles: then it does the third, too. Lengths are the same for the
+layouts square, anyres and anyres_max_9; of tiles they depend on a tile's size and how many there may be.
 """
 
 from __future__ import annotations

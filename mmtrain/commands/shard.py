@@ -16,7 +16,8 @@ Output, in the folder that --out names:
                            several images; image files byte for byte as they were, but for --max-side. KEY is the id
                            where that can name a file.
     shard-000000.tar.index where each file lies in the tar, its checksum, the images' sizes; with --tokenizer and
-                           --template also each sample's length in tokens (otherwise the first run adds it)
+                           --template also each sample's length in tokens (otherwise, and for model.vision.layout
+                           idefics3 and tiles, the first run adds it, or mmtrain index)
     rejected.jsonl         one line for each record left out: {"file", "record", "id", "reason", "detail"}; `record`
                            counts from 0
     dataset.json           counts and sums, records rejected by reason, the options, checksums of input and shards.
