@@ -384,5 +384,5 @@ def test_a_turned_picture_of_any_mode_gives_the_pixels_of_the_stock_processor(pr
                 content = stored(picture, file_format, exif=exif)
                 loaded = load_image(base64.b64encode(content).decode())  # Pillow turns some TIFFs by name twice
                 expected = pictures(loaded, return_tensors="pt").pixel_values[0]
-                decoded = transform.normalise(transform.decode(content)[None])[0]
+                (decoded,) = transform.normalise(transform.decode(content))
                 assert torch.equal(decoded, expected), (mode, file_format, orientation)
