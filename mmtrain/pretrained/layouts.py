@@ -103,6 +103,11 @@ class ImageLayout:
         return ONE_SQUARE if self.name in WITH_NEWLINES else replace(self, positions_per_tile=1, pinpoints=())
 
     @property
+    def has_texts(self) -> bool:
+        """Whether words stand around an image's positions."""
+        return self.name == TILES or WRAPPERS[self.name] != ("", "")
+
+    @property
     def texts(self) -> str:
         """What lengths of texts depend on: equal for layouts that write the same around images."""
         name = self.of_texts.name

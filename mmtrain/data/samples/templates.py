@@ -57,10 +57,15 @@ class PlainTemplate:
             self.prefix = [bos] if tokenizer("a").input_ids[:1] == [bos] and bos is not None else []
         self.special_texts = any_of(tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer))))
         _refuse_missing_marks(tokenizer, layout)
-        is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
-        self.backend = _own_copy(tokenizer).backend_tokenizer if is_fast else None
-        self.with_marks = with_image_token(tokenizer)
-        self.image_id = self.with_marks.convert_tokens_to_ids(IMAGE_MARK)
+        self.encoder = with_image_token(tokenizer) if layout.has_texts else _own_copy(tokenizer)
+        self.image_id = self.encoder.convert_tokens_to_ids(IMAGE_MARK)
+        try:
+            self._images((layout.tiling(1, 1),))
+        except Rejected as error:
+            raise UserError(
+                f"data.template=plain: {error.detail}; put another tokenizer into the model's folder, or set "
+                "model.vision.layout=square"
+            ) from error
 
     def __call__(self, sample: Sample) -> Document:
         """Tokenize a sample; raises Rejected if it is not one question and one answer of mere text."""
@@ -72,12 +77,7 @@ class PlainTemplate:
         if IMAGE_MARK in caption:
             raise Rejected("template", f"{IMAGE_MARK} in the caption; the plain template puts images before it")
         _refuse_special(self.special_texts, sample.turns[-1:], self.tokenizer.name_or_path)
-        with panics_told(self.tokenizer.name_or_path):
-            if self.backend is not None:
-                ids = self.backend.encode(caption, add_special_tokens=False).ids
-            else:
-                ids = self.tokenizer(caption, add_special_tokens=False).input_ids
-        supervised = [*ids, self.tokenizer.eos_token_id]
+        supervised = [*self._ids(caption), self.tokenizer.eos_token_id]
         tilings = tilings_of(sample, self.layout)
         context = self.prefix + self._images(tilings)
         return _document(sample, tilings, context + supervised, [IGNORE] * len(context) + supervised, self)
@@ -87,10 +87,16 @@ class PlainTemplate:
         text, runs = _text_and_runs(self.layout, tilings)
         if text == IMAGE_MARK * len(runs):
             return [IMAGE_POSITION] * sum(runs)
-        with panics_told(self.tokenizer.name_or_path):
-            ids = self.with_marks(text, add_special_tokens=False).input_ids
+        ids = self._ids(text)
+        _refuse_unread_marks(ids, self.image_id, runs, self.tokenizer.name_or_path)
         left = iter(runs)
         return [one for token in ids for one in ([IMAGE_POSITION] * next(left) if token == self.image_id else [token])]
+
+    def _ids(self, text: str) -> list[int]:
+        with panics_told(self.tokenizer.name_or_path):
+            if isinstance(self.encoder, PreTrainedTokenizerFast):
+                return self.encoder.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            return self.encoder(text, add_special_tokens=False).input_ids
 
 
 class ChatTemplate:
@@ -180,13 +186,7 @@ class ChatTemplate:
         with panics_told(self.name):
             encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         ids = encoding.ids
-        if (read := ids.count(self.image_id)) != len(positions):
-            raise Rejected(
-                "template",
-                f"{len(positions)} images or tiles, but the tokenizer of {self.name} reads {read} {IMAGE_MARK} tokens "
-                f"in the conversation; {IMAGE_MARK} must be an added token with normalized: false and single_word: "
-                "false",
-            )
+        _refuse_unread_marks(ids, self.image_id, positions, self.name)
         in_answer = _overlapping(ids, encoding.offsets, spans, self.added_ids)
         last = [token for token, now, after in zip(ids, in_answer, [*in_answer[1:], False], strict=True) if now > after]
         if in_answer[0] or len(last) != len(spans):
@@ -235,6 +235,16 @@ def _text_and_runs(layout: ImageLayout, tilings: Sequence[Tiling]) -> tuple[str,
     return "".join(IMAGE_MARK if isinstance(piece, int) else piece for piece in pieces), runs
 
 
+def _refuse_unread_marks(ids: Sequence[int], image_id: int, runs: Sequence[int], tokenizer: str) -> None:
+    """Raise Rejected where a text's tokens have not one <image> for each run of positions."""
+    if (read := ids.count(image_id)) != len(runs):
+        raise Rejected(
+            "template",
+            f"{len(runs)} images or tiles, but the tokenizer of {tokenizer} reads {read} {IMAGE_MARK} tokens in their "
+            f"text; {IMAGE_MARK} must be an added token with normalized: false and single_word: false",
+        )
+
+
 def _document(
     sample: Sample, tilings: tuple[Tiling, ...], input_ids: list[int], labels: list[int], template: Template
 ) -> Document:
@@ -273,10 +283,12 @@ def _refuse_missing_marks(tokenizer: PreTrainedTokenizerBase, layout: ImageLayou
 def _wrapped(text: str, spans: list[Span], images: Sequence[str]) -> tuple[str, list[Span], list[Span]]:
     """The text with those of images for its <image> marks, the same spans in it, and where they stand.
 
-    Where there are more marks than images, or fewer, what follows counts them.
+    Raises Rejected where there are more marks than images, or fewer.
     """
     marks = [found.start() for found in re.finditer(re.escape(IMAGE_MARK), text)]
-    if len(marks) != len(images) or all(image == IMAGE_MARK for image in images):
+    if len(marks) != len(images):
+        raise Rejected("template", f"{len(images)} images, for which the template writes {len(marks)} {IMAGE_MARK}")
+    if all(image == IMAGE_MARK for image in images):
         return text, spans, []
     grown = [0, *itertools.accumulate(len(image) - len(IMAGE_MARK) for image in images)]
     moved = [tuple(at + grown[bisect_left(marks, at)] for at in span) for span in spans]

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from mmtrain.base.errors import UserError
+from mmtrain.data.samples.records import Rejected
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import read_index
@@ -191,3 +192,23 @@ def test_a_tokenizer_without_the_tokens_of_a_layout_is_refused(template):
     with pytest.raises(UserError, match=r"model\.vision\.layout: idefics3 writes <fake_token_around_image>") as caught:
         make_template(template, byte_level(), ImageLayout("idefics3", 2), 1000)
     assert "set model.vision.layout=square" in str(caught.value)
+
+
+def test_a_plain_template_refuses_a_tokenizer_that_does_not_find_images_between_tile_names():
+    tokenizer = byte_level()
+    tokenizer.add_tokens(AddedToken("<image>", single_word=True, normalized=False))
+    with pytest.raises(UserError, match=r"^data\.template=plain: 1 images or tiles, but .* reads 0 <image> tokens"):
+        make_template("plain", tokenizer, ImageLayout("tiles", 4, SIDE), 1000)
+    make_template("plain", tokenizer, ImageLayout("square", 4), 1000)  # writes no text that could hide them
+
+
+def test_a_template_that_writes_a_mark_for_each_tile_of_two_images_is_no_match_for_tile_names():
+    """Its six marks are as many as the two images have runs of positions: three each, without their names."""
+    thrice = QWEN25.replace("message.content", "message.content | replace('<image><image>', '<image>' * 6)")
+    tokenizer = byte_level()
+    tokenizer.chat_template = thrice
+    assert thrice != QWEN25
+    template = make_template("chat", tokenizer, ImageLayout("tiles", 4, SIDE), 1000)
+    turns = (("human", "<image><image> What?"), ("gpt", "a red circle"))
+    with pytest.raises(Rejected, match="template: 2 images, for which the template writes 6 <image>"):
+        template(Sample("a", "s", turns, (b"", b""), sizes=((2 * SIDE, SIDE),) * 2))
