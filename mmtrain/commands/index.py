@@ -28,7 +28,7 @@ import numpy as np
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import tell
 from mmtrain.config.templates import template_name
-from mmtrain.data.inspection.reading import add_reading_arguments, check_reading_arguments, reading_of
+from mmtrain.data.inspection.reading import add_reading_arguments, parse_reading_arguments, reading_of
 from mmtrain.data.inspection.survey import survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.detection import refuse_useless_shards
@@ -89,17 +89,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
     interrupted = "stopped by Ctrl-C; finished indexes stay, the same command goes on"
     parser = command_parser("index", __doc__, EXAMPLES, EXITS, interrupted=interrupted, logs=tell)
-    parser.add_argument(
-        "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
-    )
     add_reading_arguments(parser)
     cores = usable_cores()
     parser.add_argument(
         "--workers", type=positive(int), default=cores, metavar="N", help=f"processes, a shard at a time each ({cores})"
     )
     parser.add_argument("--rebuild", action="store_true", help="make every index anew, from the tars as they are now")
-    options = parser.parse_args(arguments)
+    options = parse_reading_arguments(parser, arguments)
     if options.config is None and options.tokenizer is None:
         parser.error("--tokenizer PATH and --template NAME are needed, or --config FILE: lengths depend on both")
-    check_reading_arguments(parser, options)
     return options

@@ -34,7 +34,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, note, print_table, tell
 from mmtrain.base.progress import ProgressBar
 from mmtrain.data.inspection.charts import TERMINAL_BINS, print_distribution, write_png
-from mmtrain.data.inspection.reading import Reading, add_reading_arguments, check_reading_arguments, reading_of
+from mmtrain.data.inspection.reading import Reading, add_reading_arguments, parse_reading_arguments, reading_of
 from mmtrain.data.inspection.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
@@ -56,9 +56,10 @@ EXAMPLES = """\
     mmtrain inspect '/data/mix/shard-{000000..000331}.tar' --tokenizer /models/Qwen2.5-7B-Instruct \\
         --template chat --vision /models/siglip --plot mix.png
   as a run will read them; what to write into its data.expected_... keys:
-    mmtrain inspect data/llava558k --config configs/siglip_384_qwen25_7b.yaml model.llm.path=models/qwen
+    mmtrain inspect --config configs/siglip_384_qwen25_7b.yaml model.llm.path=models/qwen data/llava558k
   documents in tiles, without a configuration:
     mmtrain inspect data/docs --layout anyres_max_9 --vision /models/siglip
+    mmtrain inspect data/docs --layout tiles --vision /models/siglip --factor 2
   which pack length wastes least, near two of them:
     mmtrain inspect data/llava558k --tokens-per-image 576 --pack-length 3072 6144
   is every byte as it was when the shards were indexed?
@@ -78,6 +79,7 @@ class Report(NamedTuple):
 
     survey: Survey
     layout: ImageLayout
+    layout_name: str
     fills: list[tuple[Fill, Fill]]  # of each pack length, and of the best near it
     missing: str  # why there are no fills, and what would help; empty if there are
 
@@ -104,7 +106,7 @@ class Report(NamedTuple):
             "image_width": _distribution(found.image_sizes[:, 0]),
             "image_height": _distribution(found.image_sizes[:, 1]),
             "image_longer_side": _distribution(found.longer_sides),
-            "layout": self.layout.name,
+            "layout": self.layout_name,
             "tokens_per_image": self.tokens_per_image,
             "image_tiles": _distribution(found.taken[:, 1]),
             "image_positions": _distribution(found.taken[:, 0]),
@@ -156,7 +158,7 @@ def _report(found: Survey, reading: Reading, options: argparse.Namespace) -> Rep
         for length in options.pack_length or of_config or PACK_LENGTHS:
             capacity = Capacity(length, most)
             fills.append((epoch_fill([found.sample_set], capacity), best_nearby([found.sample_set], capacity)))
-    return Report(found, reading.layout, fills, missing)
+    return Report(found, reading.layout, reading.layout_name, fills, missing)
 
 
 def _distribution(values: np.ndarray | None) -> dict[str, Any] | None:
@@ -294,9 +296,6 @@ def _print_sample(sample: TokenizedSample) -> None:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line; `--help` teaches by example."""
     parser = command_parser("inspect", __doc__, EXAMPLES, EXITS)
-    parser.add_argument(
-        "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
-    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--verify", action="store_true", help="compare every byte with the indexes' checksums")
     what.add_argument("--show", metavar="KEY", help="one sample as the model will see it; all that have this key")
@@ -316,11 +315,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help=f"as data.pack_length, one or several ({' '.join(map(str, PACK_LENGTHS))}, or --config's)",
     )
     parser.add_argument(
-        "--max-tiles-per-pack", type=positive(int), metavar="N", help="as the key in data (none, or --config's)"
+        "--max-tiles-per-pack",
+        "--max-images-per-pack",  # as it was called before images could be several tiles
+        type=positive(int),
+        metavar="N",
+        help="as the key in data (none, or --config's)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    options = parser.parse_args(arguments)
-    check_reading_arguments(parser, options)
+    options = parse_reading_arguments(parser, arguments)
     if options.show is not None and options.config is None and options.tokenizer is None:
         parser.error("--show needs --tokenizer PATH and --template NAME, or --config FILE: tokens depend on them")
     if options.layout in TEXT_ALONE and options.max_tiles_per_pack:

@@ -27,10 +27,10 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.tiling import Tiling, most_unpadded, one_of_several, tiled, unpadded
 
 REQUIRE, STRIP = TEXT_ALONE = "require", "strip"
-SQUARE, TILES, ANYRES, ANYRES_MAX_9 = "square", "tiles", "anyres", "anyres_max_9"
+SQUARE, IDEFICS3, TILES, ANYRES, ANYRES_MAX_9 = "square", "idefics3", "tiles", "anyres", "anyres_max_9"
 WRAPPERS = {
     SQUARE: ("", ""),
-    "idefics3": ("<fake_token_around_image><global-img>", "<fake_token_around_image>"),
+    IDEFICS3: ("<fake_token_around_image><global-img>", "<fake_token_around_image>"),
     TILES: ("", ""),
     ANYRES: ("", ""),
     ANYRES_MAX_9: ("", ""),

@@ -381,9 +381,9 @@ def test_a_configuration_says_all_at_once_and_takes_what_is_printed(shapes, plai
     file = tiny / "config.yaml"
     tiled = ("model.vision.layout=tiles", "model.vision.max_tiles=4", "data.image_fit=null", "data.pack_length=300")
     by_config = run_json(capsys, shapes, "--config", file, *tiled)
-    one_by_one = ("--layout", "tiles", "--max-tiles", 4, "--vision", tiny / "vision", "--pack-length", 300)
-    assert by_config == run_json(capsys, shapes, *plain, *one_by_one)
-    assert main(["inspect", str(shapes), "--config", str(file), *tiled]) == 0
+    one_by_one = ("--layout", "tiles", "--max-tiles", 4, "--vision", tiny / "vision", "--factor", 1)
+    assert by_config == run_json(capsys, shapes, *plain, *one_by_one, "--pack-length", 300)
+    assert main(["inspect", "--config", str(file), *tiled[:2], str(shapes), *tiled[2:]]) == 0
     printed = capsys.readouterr().out
     assert "tiles of an image (tiles)" in printed and "positions of an image (tiles)" in printed
     told = yaml.safe_load(printed[printed.rindex("  data:") :])["data"]
@@ -391,12 +391,12 @@ def test_a_configuration_says_all_at_once_and_takes_what_is_printed(shapes, plai
     config = load_config(file, [*tiled, *(f"data.{key}={value}" for key, value in told.items())])
     assert config.data.expected_image_tiles == told["expected_image_tiles"] == (3 + 3 + 1 + 4) / 4
     indexed = index_path(shapes).read_bytes()
-    assert main(["index", str(shapes), "--config", str(file), *tiled]) == 0
+    assert main(["index", "--config", str(file), str(shapes), *tiled]) == 0
     assert "1 of 1 shards are ready" in capsys.readouterr().out and index_path(shapes).read_bytes() == indexed
 
 
 def test_show_names_the_tile_of_each_run_of_positions(shapes, plain, tiny, capsys):
-    tiled = (*plain, "--layout", "tiles", "--vision", tiny / "vision", "--show")
+    tiled = (*plain, "--layout", "tiles", "--vision", tiny / "vision", "--factor", 1, "--show")
     [sample] = run_json(capsys, shapes, *tiled, "b")[1]["samples"]
     images = [(row["positions"], row["text"]) for row in sample["rows"] if row["token"] == IMAGE_POSITION]
     assert images == [
@@ -418,11 +418,42 @@ def test_show_names_the_tile_of_each_run_of_positions(shapes, plain, tiny, capsy
     [
         (("--layout", "tiles"), "give --vision NAME or --tile-size PIXELS"),
         (("--layout", "anyres", "--tile-size", "32", "--tokens-per-image", "17"), "for example 16"),
+        (("--layout", "anyres", "--tokens-per-image", "16", "--show", "a"), "give --vision NAME, both --tile-size"),
+        (
+            ("--layout", "tiles", "--vision", "TINY", "--show", "a"),
+            "connectors of --layout tiles join some: give --factor",
+        ),
+        (("--vision", "TINY", "--factor", "3"), "--factor 3: does not divide the grid of"),
     ],
 )
-def test_a_layout_that_lacks_a_number_is_refused(shapes, plain, arguments, said, capsys):
-    assert main(["inspect", str(shapes), *plain, *arguments]) == 2
+def test_a_layout_that_lacks_a_number_is_refused(shapes, plain, tiny, arguments, said, capsys):
+    given = [str(tiny / "vision") if word == "TINY" else word for word in arguments]
+    assert main(["inspect", str(shapes), *plain, *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_keys_of_tiles_whose_patches_the_connector_joins(shapes, plain, tiny, tmp_path, capsys):
+    """A connector that shuffles makes a quarter of the positions; without its factor no keys of images are printed."""
+    tiles = (*plain, "--layout", "tiles", "--vision", tiny / "vision")
+    _, unsaid = run_json(capsys, shapes, *tiles)
+    assert list(unsaid["expected"]) == ["data.expected_text_tokens"] and unsaid["packing"] == []
+    shuffled = ("model.vision.layout=tiles", "data.image_fit=null", "model.projector.type=shuffle_swiglu")
+    by_config = run_json(capsys, shapes, "--config", tiny / "config.yaml", *shuffled, "data.pack_length=300")
+    assert by_config == run_json(capsys, shapes, *tiles, "--factor", 2, "--pack-length", 300)
+    assert by_config[1]["expected"]["data.expected_image_positions"] == 4 * by_config[1]["image_tiles"]["mean"]
+
+
+def test_a_layout_of_which_too_little_is_said_keeps_its_name(shapes, plain, capsys):
+    _, found = run_json(capsys, shapes, *plain, "--layout", "anyres", "--tokens-per-image", 16)
+    assert (found["layout"], found["packing"], found["image_positions"]) == ("anyres", [], None)
+
+
+def test_the_former_name_of_the_most_tiles_still_works(shapes, plain, capsys):
+    packed = (*plain, "--tokens-per-image", 16, "--pack-length", 300)
+    new, former = (
+        run_json(capsys, shapes, *packed, flag, 1) for flag in ("--max-tiles-per-pack", "--max-images-per-pack")
+    )
+    assert new == former != run_json(capsys, shapes, *packed)
 
 
 def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
@@ -430,7 +461,7 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
     assert "--pack-length: the shards are not indexed" in capsys.readouterr().err
     with_image = next(key for (_, key), members in stored(folder).items() if len(members) == 2)
     assert main(["inspect", str(folder), *plain, "--show", with_image]) == 2
-    assert "give --vision NAME, --tokens-per-image N or --config FILE" in capsys.readouterr().err
+    assert "give --vision NAME, --tokens-per-image N, or --config FILE" in capsys.readouterr().err
     assert main(["inspect", str(folder), *plain, "--show", "00003"]) == 2
     refused = capsys.readouterr().err
     assert "no sample of this key in 2 shards; keys that hold this text: 000003, 000030, 000031" in refused
@@ -445,6 +476,7 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
         (("--plot", "a.pdf"), "a file that ends in .png"),
         (("--verify", "--show", "k"), "not allowed with"),
         (("--config", "a.yaml", "--layout", "tiles"), "--layout: --config says it"),
+        (("--factor", "2"), "--factor: of the patches of --vision NAME"),
         (("--max-tiles", "3"), "--max-tiles is a number of --layout tiles, not of square"),
         (("--vision", "v", "--tile-size", "32"), "--tile-size: --vision v says it"),
     ],
@@ -454,6 +486,13 @@ def test_options_that_do_not_fit_are_refused(arguments, said, capsys):
         main(["inspect", "shards", *arguments])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "index"])
+def test_a_change_of_the_configuration_is_no_shard(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--config", "a.yaml", "data.pack_length=300"])
+    assert "the following arguments are required: SHARDS" in capsys.readouterr().err
 
 
 def test_plot_writes_a_png_of_both_histograms(folder, plain, tmp_path, capsys):

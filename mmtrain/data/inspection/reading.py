@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +21,8 @@ from mmtrain.data.shards.detection import add_format_arguments, format_of_argume
 from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.layouts import (
     DEFAULT_MAX_TILES,
+    IDEFICS3,
     ONE_SQUARE,
-    SIZED,
     SQUARE,
     TEXT_ALONE,
     TILES,
@@ -31,13 +32,17 @@ from mmtrain.pretrained.layouts import (
     default_pinpoints,
 )
 from mmtrain.pretrained.model_files import model_folder
-from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.pretrained.shapes import VisionShape, vision_shape
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.pretrained.whole_models import completed
 
 # A configuration says what these do.
 _OF_MODEL = ("tokenizer", "template", "format", "caption_key", "caption_prompt")
-_OF_LAYOUT = ("layout", "max_tiles", "vision", "tile_size", "tokens_per_image")
+_OF_LAYOUT = ("layout", "max_tiles", "vision", "factor", "tile_size", "tokens_per_image")
+_CHANGE = re.compile(r"[^/=]+=")  # a key of a configuration, and not a path
+FACTORS = (1, 2, 3, 4)  # of model.projector.factor, and 1 of connectors that have none
+JOINED = (TILES, IDEFICS3)  # layouts whose stock classes' connectors make one token of several patches
+_BY_CONFIG = "or --config FILE"
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class Reading:
     template: str | None
     form: SampleFormat
     layout: ImageLayout  # with 0 positions a tile where these are not said
+    layout_name: str  # as asked for; `layout` is a square where the numbers of another are not said
+    missing_positions: str = ""  # what would tell how many positions an image takes; empty where that is known
     pack_length: int | None = None  # as a configuration says it
     max_tiles_per_pack: int | None = None
 
@@ -58,22 +65,17 @@ class Reading:
             return None
         return text_fingerprint(model_folder(self.tokenizer), self.template, self.layout.texts, self.form.wording)
 
-    @property
-    def missing_positions(self) -> str:
-        """What would tell how many positions an image takes; empty where that is known."""
-        if self.layout.positions_per_tile or not self.layout.takes_images:
-            return ""
-        return "how many tokens an image takes is not known: give --vision NAME, --tokens-per-image N or --config FILE"
-
 
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a command that reads shards; `check_reading_arguments` judges them, `reading_of` reads them."""
+    """What a command that reads shards is told; `parse_reading_arguments` judges it, `reading_of` reads it."""
+    parser.add_argument(
+        "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
+    )
     parser.add_argument(
         "--config",
-        nargs="+",
-        metavar=("FILE", "KEY=VALUE"),
-        help="a run's configuration, with changes to it, which says all of the following: its model, template, format, "
-        "layout of images and connector",
+        metavar="FILE",
+        help="a run's configuration, which says all of the following: its model, template, format, layout of images "
+        "and connector; each KEY=VALUE on the command line changes it",
     )
     parser.add_argument("--tokenizer", metavar="PATH", help="a model's folder, a cached hub id, or demo:llm")
     parser.add_argument(
@@ -106,19 +108,38 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
         "token, how many tokens it takes",
     )
     parser.add_argument(
+        "--factor",
+        type=int,
+        choices=FACTORS,
+        help="beside --vision, as model.projector.factor: how many patches a side become one token (AyaVision's "
+        "connector joins 2, SmolVLM's mostly 4; 1: each is a token)",
+    )
+    parser.add_argument(
         "--tile-size", type=positive(int), metavar="PIXELS", help="instead: a side of the encoder's square"
     )
     parser.set_defaults(tokens_per_image=None)  # an option of commands that ask for it
 
 
-def check_reading_arguments(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End the command, as argparse does, for options that do not fit together."""
+def parse_reading_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line, in any order; it ends, as argparse does, for options that do not fit together.
+
+    `options.changes`: what is KEY=VALUE of it beside --config; shards are what is not.
+    """
+    options = parser.parse_intermixed_args(arguments)
+    words, options.changes = options.shards, []
+    if options.config is not None:
+        options.changes = [word for word in words if _CHANGE.match(word)]
+        options.shards = [word for word in words if not _CHANGE.match(word)]
+    if not options.shards:
+        parser.error("the following arguments are required: SHARDS")
 
     def given(names: Sequence[str]) -> str:
         return ", ".join(_flag(name) for name in names if getattr(options, name) != parser.get_default(name))
 
     if options.config is not None and (said := given(_OF_MODEL + _OF_LAYOUT)):
         parser.error(f"{said}: --config says it; leave it out, or change a key: --config FILE KEY=VALUE")
+    if options.factor is not None and options.vision is None:
+        parser.error("--factor: of the patches of --vision NAME; give both, or --tokens-per-image N alone")
     if (options.tokenizer is None) != (options.template is None):
         parser.error("--tokenizer and --template go together: lengths depend on both")
     if options.layout in TEXT_ALONE and (said := given(_OF_LAYOUT[1:])):
@@ -127,6 +148,7 @@ def check_reading_arguments(parser: argparse.ArgumentParser, options: argparse.N
         parser.error(f"--max-tiles is a number of --layout {TILES}, not of {options.layout}; leave it out")
     if options.vision is not None and (said := given(("tile_size", "tokens_per_image"))):
         parser.error(f"{said}: --vision {options.vision} says it; give one of the two")
+    return options
 
 
 def _flag(name: str) -> str:
@@ -140,20 +162,34 @@ def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
     and `sample_format` raise.
     """
     if options.config is None:
-        return Reading(options.tokenizer, options.template, format_of_arguments(options, tars), _layout(options))
-    file, *changes = options.config
-    config = completed(load_config(file, changes))
+        form, layout = format_of_arguments(options, tars), _layout(options)
+        missing = "" if layout.positions_per_tile or not layout.takes_images else _missing_positions(options)
+        return Reading(options.tokenizer, options.template, form, layout, options.layout, missing)
+    config = completed(load_config(options.config, options.changes))
     data = config.data
     form = sample_format(data.format, data.caption_key, data.caption_prompt, tars, "SHARDS")
-    layout = image_layout(config)
-    return Reading(config.model.llm.path, data.template, form, layout, data.pack_length, data.max_tiles_per_pack)
+    layout, packs = image_layout(config), (data.pack_length, data.max_tiles_per_pack)
+    return Reading(config.model.llm.path, data.template, form, layout, layout.name, "", *packs)
+
+
+def _missing_positions(options: argparse.Namespace) -> str:
+    """What would tell how many positions an image takes, which the options do not."""
+    if options.vision is not None:
+        return (
+            f"how many patches become one token is not known, and the connectors of --layout {options.layout} join "
+            f"some: give --factor N, {_BY_CONFIG}"
+        )
+    numbers = "--tokens-per-image N"
+    if options.layout in WITH_NEWLINES:
+        numbers = "both --tile-size PIXELS and --tokens-per-image N (of a tile)"
+    return f"how many tokens an image takes is not known: give --vision NAME, {numbers}, {_BY_CONFIG}"
 
 
 def _layout(options: argparse.Namespace) -> ImageLayout:
     name, side, positions = options.layout, options.tile_size or 0, options.tokens_per_image or 0
     if options.vision is not None:
         shape = vision_shape(options.vision, -1)
-        side, positions = shape.image_size, shape.patches_per_image
+        side, positions = shape.image_size, _positions(options, shape)
     if name == TILES and not side:
         raise UserError(
             f"--layout {name} writes a name before each tile, and how many an image has depends on their size: give "
@@ -167,4 +203,17 @@ def _layout(options: argparse.Namespace) -> ImageLayout:
     if name in WITH_NEWLINES and not (side and positions):
         return replace(ONE_SQUARE, positions_per_tile=0)  # which has the same texts
     chosen = ImageLayout(name, positions, side, options.max_tiles or DEFAULT_MAX_TILES)
-    return replace(chosen, pinpoints=default_pinpoints(name, side)) if name in SIZED else chosen
+    return replace(chosen, pinpoints=default_pinpoints(name, side))
+
+
+def _positions(options: argparse.Namespace, shape: VisionShape) -> int:
+    """Of a tile; 0 where the layout's connectors join patches, and it is not said how many."""
+    factor = options.factor or (0 if options.layout in JOINED else 1)
+    side = math.isqrt(shape.patches_per_image)
+    if factor and side % factor:
+        fitting = ", ".join(str(other) for other in FACTORS if side % other == 0)
+        raise UserError(
+            f"--factor {factor}: does not divide the grid of {options.vision}, {side} x {side} patches; of {FACTORS} "
+            f"these do: {fitting}"
+        )
+    return shape.patches_per_image // factor**2 if factor else 0
