@@ -12,6 +12,15 @@ from mmtrain.config.section import Float, Section, wrong_together
 Dtype = Literal["float32", "bfloat16"]
 Pinpoint = tuple[Annotated[int, Field(ge=1, le=100_000)], Annotated[int, Field(ge=1, le=100_000)]]
 
+Pinpoints = Annotated[
+    tuple[Pinpoint, ...],
+    Field(
+        min_length=1,
+        max_length=400,
+        title="1 to 400 pairs [height, width], each of 1 to 100,000 pixels, as in [[384, 768], [768, 384]]",
+    ),
+]
+
 
 class LlmSection(Section):
     path: Free[Files[str]]
@@ -36,9 +45,10 @@ class VisionSection(Section):
     trained newline (LLaVA-NeXT); anyres_max_9: the same, at most 9 squares' (LLaVA-OneVision)"""
     max_tiles: Kept[Annotated[int, Field(ge=1, le=100)] | None] = None
     """squares that layout tiles cuts an image into at most, the one of the whole not counted; null: 12"""
-    pinpoints: Kept[Annotated[tuple[Pinpoint, ...], Field(min_length=1, max_length=400)] | None] = None
+    pinpoints: Kept[Pinpoints | None] = None
     """grids that anyres and anyres_max_9 choose from, as (height, width) in pixels, e.g. [[384, 768], [768, 384]]:
-    image_grid_pinpoints of LLaVA's config.json; null: LLaVA-NeXT's 5, LLaVA-OneVision's 36"""
+    image_grid_pinpoints of LLaVA's config.json; null: LLaVA-NeXT's 5, or LLaVA-OneVision's 36, for which its own
+    files have the text (1x1),...,(6x6)"""
     dtype: Kept[Dtype | None] = None
     """storage and compute type of the encoder; null: that of the LLM"""
 

@@ -138,9 +138,14 @@ def _value_at(given: Any, path: Path) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = "null" if value is None else repr(list(value) if isinstance(value, tuple) else value)
+    text = "null" if value is None else repr(_as_written(value))
     text = {"True": "true", "False": "false"}.get(text, text)
     return shortened(text, 120)
+
+
+def _as_written(value: Any) -> Any:
+    """Lists, at any depth, for what YAML's lists became."""
+    return [_as_written(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _allowed(annotation: Any, metadata: Sequence[Any]) -> str:

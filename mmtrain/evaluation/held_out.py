@@ -71,12 +71,7 @@ class HeldOut:
             reader.close()
             if config.data.overlong == "refuse":
                 catalog.refuse_overlong(self.capacity)
-            most = self.capacity.tiles
-            self.documents = [
-                document
-                for document in found
-                if len(document.input_ids) <= self.capacity.tokens and (most is None or _tiles(document) <= most)
-            ]
+            self.documents = [document for document in found if self._fits(document)]
             if not self.documents:
                 raise UserError(
                     f"none of {len(numbers):,} held-out samples can be used: {len(self.faults):,} are damaged, the "
@@ -107,13 +102,18 @@ class HeldOut:
             if isinstance(found, Fault):
                 raise UserError(f"{found.where}; mend it, or take its shard out of the list")
             return found
-        if isinstance(found, Document):  # of shards that are trained on, in which damage has to be expected
+        if isinstance(found, Document) and self._fits(found):  # damage has to be expected of what is trained on
             for _, fault in source.batch([Pack((found,))]).faults:
                 found = fault
         if isinstance(found, Fault):
             self.faults.append(found)
             return None
         return found
+
+    def _fits(self, document: Document) -> bool:
+        """Whether a pack can hold it."""
+        most = self.capacity.tiles
+        return len(document.input_ids) <= self.capacity.tokens and (most is None or _tiles(document) <= most)
 
     def share(self, packs: Sequence[Pack]) -> list[list[Pack]]:
         """This replica's contiguous part of `packs` in micro-batches, the last ones filled up with empty packs.

@@ -345,6 +345,18 @@ def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
             "model.vision.dtype: 'fp16' is not allowed; needs one of float32, bfloat16 or null",
         ),
         ("model.vision.select_layer=1", "model.vision.select_layer: 1 is not allowed; needs an integer <= -1 (which"),
+        *(
+            (
+                f"model.vision.pinpoints={written}",
+                f"model.vision.pinpoints: {shown} is not allowed; needs 1 to 400 pairs [height, width], each of",
+            )
+            for written, shown in (
+                ("[]", "[]"),
+                ("[[64]]", "[[64]]"),
+                ("[[0,32]]", "[[0, 32]]"),
+                ("(1x1),...,(6x6)", "'(1x1),...,(6x6)'"),
+            )
+        ),
         ("model.trainable=[]", "model.trainable: [] is not allowed; needs a non-empty list of texts (name patterns"),
         ("model.trainable=projector", "model.trainable: 'projector' is not allowed; needs a non-empty list of texts"),
         ("data.shards=[]", "data.shards: [] is not allowed; needs text, a non-empty list of texts or null (webdataset"),
@@ -390,6 +402,11 @@ def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
 def test_a_wrong_value_is_shown_with_what_is_allowed_and_what_it_means(minimal, override, expected):
     _, line = problems(minimal, override)
     assert line.startswith(expected)
+
+
+def test_the_grids_that_llava_writes_as_a_text_are_said_to_be_null_here(minimal):
+    _, line = problems(minimal, "model.vision.pinpoints=(1x1),...,(6x6)")
+    assert "[[384, 768], [768, 384]]" in line and "null: " in line and "have the text (1x1),...,(6x6)" in line
 
 
 def test_missing_keys_say_what_they_mean(tmp_path):

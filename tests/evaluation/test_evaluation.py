@@ -516,6 +516,16 @@ def test_damage_among_samples_that_are_held_out_by_fraction_is_left_out_and_list
     assert damaged.extent.damaged == 2 and "; 2 damaged left out" in damaged.extent.summary
 
 
+def test_what_is_held_out_by_fraction_and_longer_than_a_pack_is_counted_and_left_out(scene):
+    longest = max(len(sample.prompt) + len(sample.truth) for sample in scene.samples)
+    share = {"eval__shards": None, "eval__fraction": 0.9}
+    whole, short = (
+        HeldOut(PackedBatches(config_of(scene, data__pack_length=length, **share), 0, 1)).extent
+        for length in (longest, longest - 1)
+    )
+    assert whole.overlong == 0 < short.overlong and short.samples + short.overlong == whole.samples
+
+
 def test_a_fraction_that_holds_out_nothing_is_refused(scene):
     config = config_of(scene, eval__shards=None, eval__fraction=1e-9)
     with pytest.raises(UserError, match=r"^eval\.fraction: none of 40 samples is held out; raise the fraction"):

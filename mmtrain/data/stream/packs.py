@@ -98,10 +98,13 @@ class Processor:
         self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)
 
     def read(self, reader: Reader, number: int) -> Document | Fault:
-        """The document of a sample; raises UserError where its length is not the one that its index says."""
+        """The document of a sample; raises UserError where its length or number of images is not its index's."""
         sample = reader.read(number)
         if isinstance(sample, Fault):
             return sample
+        if self.layout.is_sized and len(sample.sizes) != len(sample.images):
+            seen = f"images: {len(sample.images)}, but the index of its shard has the sizes of {len(sample.sizes)}"
+            raise UserError(f"{sample.where}: {seen}: it is not this shard's index; {self._again(reader, number)}")
         try:
             document = self.template(sample)
         except Rejected as error:
@@ -110,12 +113,18 @@ class Processor:
         if len(document.input_ids) != planned:
             raise UserError(
                 f"{sample.where}: {len(document.input_ids)} tokens, where the index of its shard says {planned}: the "
-                "index was made by another version of the tokenizer's library; index the shard again: mmtrain "
-                f"index {sample.shard} --rebuild --tokenizer {self.config.model.llm.path} "
-                f"--template {template_name(self.config.data.template)}{layout_argument(self.layout)}"
-                f"{format_argument(reader.catalog.find(number).form)}"
+                f"index was made by another version of the tokenizer's library; {self._again(reader, number)}"
             )
         return document
+
+    def _again(self, reader: Reader, number: int) -> str:
+        """How to index the shard of a sample again."""
+        place = reader.catalog.find(number)
+        return (
+            f"index the shard again: mmtrain index {place.shard} --rebuild --tokenizer {self.config.model.llm.path} "
+            f"--template {template_name(self.config.data.template)}{layout_argument(self.layout)}"
+            f"{format_argument(place.form)}"
+        )
 
     def decode(self, content: bytes, tiling: Tiling, is_control: bool = False) -> torch.Tensor:
         """An image file's bytes as (tiles, 3, S, S) uint8; raises Rejected."""
