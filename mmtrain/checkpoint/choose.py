@@ -26,6 +26,7 @@ from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, find, find_n
 from mmtrain.config.keys import BeforeItCame, OnResume, all_fields, declared_path, marked, section_of
 from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig
+from mmtrain.pretrained.connectors import has_newline
 
 _log = logging.getLogger(__name__)
 AUTO, NEVER = "auto", "never"  # what --resume takes besides a path
@@ -195,6 +196,7 @@ def _beginning(start: StepFolder, config: RunConfig, fixed: Sequence[str]) -> st
     """How a new run of this configuration begins with all that the checkpoint's has trained, as it can."""
     sees, saw = (one.model.vision is not None for one in (config, start.config))
     is_same_projector = sees == saw and not any(key.startswith("model.projector.") for key in fixed)
+    is_same_projector &= has_newline(config) == has_newline(start.config)
     if is_same_projector:
         changes = dict.fromkeys(("model.init_from", "model.projector.init_from"), str(start.path))
         with contextlib.suppress(UserError):

@@ -38,11 +38,13 @@ class VisionSection(Section):
     final_norm: Kept[bool] = False
     """true: features are taken after the encoder's own last norm, as Idefics3, SmolVLM and PerceptionLM do; false:
     before it, as LLaVA and AyaVision do, and where it has none. An exported model cannot change it"""
-    layout: Kept[Literal["square", "idefics3", "tiles", "anyres", "anyres_max_9"]] = "square"
+    layout: Fixed[Literal["square", "idefics3", "tiles", "anyres", "anyres_max_9"]] = "square"
     """what an image becomes among the text's tokens. square: the positions of one square; idefics3: the same between
     the texts that Idefics3's and SmolVLM's processors write around them; tiles: those of up to max_tiles squares and of
     one of the whole image, as AyaVision has it; anyres: of the whole, then lines of a grid of squares, each with a
-    trained newline (LLaVA-NeXT); anyres_max_9: the same, at most 9 squares' (LLaVA-OneVision)"""
+    trained newline (LLaVA-NeXT); anyres_max_9: the same with larger grids, whose positions are interpolated to those of
+    9 squares where they are more than 1.21 times as many: with the whole and newlines at most some 12 squares'
+    (LLaVA-OneVision)"""
     max_tiles: Kept[Annotated[int, Field(ge=1, le=100)] | None] = None
     """squares that layout tiles cuts an image into at most, the one of the whole not counted; null: 12"""
     pinpoints: Kept[Pinpoints | None] = None

@@ -189,10 +189,10 @@ class DataSection(Section):
     expected_text_tokens: Free[Measured[int]] = Field(80, ge=1, le=10_000_000)
     """text tokens of a typical sample; only the planner's estimates use it"""
     expected_image_tiles: Free[Measured[Annotated[Float, Field(ge=1, le=10_000)] | None]] = None
-    """squares that the encoder sees of a typical image; only the planner's estimates use it, and mmtrain inspect prints
-    it; null: of one of 640 x 480 pixels"""
+    """squares that the encoder sees of a typical image where model.vision.layout cuts images into tiles; only the
+    planner's estimates use it, and mmtrain inspect prints it; null: of one of 640 x 480 pixels"""
     expected_image_positions: Free[Measured[Annotated[Float, Field(ge=1, le=10_000_000)] | None]] = None
-    """positions of the LLM that a typical image takes; as expected_image_tiles"""
+    """positions of the LLM that a typical image takes; as expected_image_tiles, with which it is set or left out"""
     expected_supervised_fraction: Free[Measured[Float]] = Field(0.12, gt=0, le=1)
     """share of a pack's tokens that carry a label; only the planner's estimates use it"""
 
@@ -203,6 +203,17 @@ class DataSection(Section):
         names = [one.name for one in self.sets or ()]
         if len(set(names)) < len(names):
             raise wrong_together(f"data.sets: names must differ; they are {', '.join(names)}")
+        return self
+
+    @model_validator(mode="after")
+    def _a_typical_image_has_tiles_and_positions(self) -> Self:
+        keys = ("expected_image_tiles", "expected_image_positions")
+        missing, found = sorted(keys, key=lambda key: getattr(self, key) is not None)
+        if getattr(self, missing) is None and getattr(self, found) is not None:
+            raise wrong_together(
+                f"data.{missing}: null, and data.{found} is set; a typical image has both: set them as mmtrain inspect "
+                "prints them, or leave both out"
+            )
         return self
 
 

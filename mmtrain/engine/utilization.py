@@ -38,7 +38,13 @@ def needed_flops(step: StepResult, models: Models, trainable: tuple[str, ...]) -
     """
     if step.tokens == 0:  # every sample of it was damaged
         return 0.0
-    work = Workload(step.tokens, step.tokens / step.samples, step.tiles, 0, step.supervised_tokens)
+    work = Workload(
+        tokens=step.tokens,
+        document=step.tokens / step.samples,
+        tiles=step.tiles,
+        image_positions=0,  # fusion has no FLOPs
+        supervised=step.supervised_tokens,
+    )
     return float(minimal_flops(models, trainable, work).total)
 
 

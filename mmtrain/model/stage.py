@@ -32,7 +32,7 @@ from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import Projector, starting_projector
 from mmtrain.model.vision import VisionTower, load_vision
 from mmtrain.plan.plan import StagePlan
-from mmtrain.plan.workload import TILES_PER_CALL
+from mmtrain.plan.workload import tiles_per_call
 from mmtrain.pretrained.connectors import has_newline
 from mmtrain.pretrained.families import global_name
 from mmtrain.pretrained.shapes import matches
@@ -61,8 +61,8 @@ class Front(nn.Module):
     def encode(self, tiles: torch.Tensor | None) -> torch.Tensor | None:
         """Tiles, uint8 or normalised float32, to features (N, T, W), without a graph if the encoder is frozen.
 
-        A frozen encoder takes TILES_PER_CALL at a time, which bounds the memory of its inner results. Without tiles:
-        None, or the features of a black one where the encoder trains.
+        A frozen encoder takes `tiles_per_call` at a time, and all features become one tensor. Without tiles: None, or
+        the features of a black one where the encoder trains.
         """
         if tiles is None:
             if self.encoder_is_frozen:
@@ -71,9 +71,18 @@ class Front(nn.Module):
             tiles = torch.zeros(1, 3, size, size, device=next(self.projector.parameters()).device)
         if not self.encoder_is_frozen:
             return self.vision(self._normalised(tiles))
+        at_once = tiles_per_call(self.vision.patches_per_image)
         with torch.no_grad():
-            found = [self.vision(self._normalised(part)) for part in tiles.split(TILES_PER_CALL)]
-            return found[0] if len(found) == 1 else torch.cat(found)
+            found = self.vision(self._normalised(tiles[:at_once]))
+            if len(tiles) <= at_once:
+                return found
+            features = found.new_empty(len(tiles), *found.shape[1:])
+            features[:at_once] = found
+            del found  # else it lives while the others are made
+            for start in range(at_once, len(tiles), at_once):
+                part = slice(start, start + at_once)
+                features[part] = self.vision(self._normalised(tiles[part]))
+            return features
 
     def _normalised(self, tiles: torch.Tensor) -> torch.Tensor:
         return self.transform().normalise(tiles) if tiles.dtype == torch.uint8 else tiles

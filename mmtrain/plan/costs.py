@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
-from mmtrain.plan.workload import TILES_PER_CALL, Workload, arranged_positions, workload
+from mmtrain.plan.workload import Workload, arranged_positions, tiles_per_call, workload
 from mmtrain.pretrained.connectors import (
     Gelu,
     LayerNorm,
@@ -279,12 +279,14 @@ class _LayerCosts:
         )
         pixels = round(3 * vision.image_size**2 * work.tiles)
         features = round(patches * vision.width) * size
-        at_once = 1.0 if upstream or not work.tiles else min(1.0, TILES_PER_CALL / work.tiles)  # share of the tiles
+        at_once = 1.0  # share of the tiles
+        if work.tiles and not upstream:
+            at_once = min(1.0, tiles_per_call(vision.patches_per_image) / work.tiles)
         # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width (4x) twice.
         block_working = round(14 * vision.width * tokens * at_once) * size
         encoder_working = round(pixels * at_once) * FP32 + block_working
-        if at_once < 1:  # beside the features of the calls before; in the end all of them become one tensor
-            encoder_working = max(encoder_working + round(features * (1 - at_once)), 2 * features)
+        if at_once < 1:  # beside the tensor of all features
+            encoder_working += features
         # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they are put in.
         hidden = round(work.image_positions * llm.hidden_size)
         embedded = round(work.tokens * llm.hidden_size) * self.llm_size

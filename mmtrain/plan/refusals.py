@@ -64,7 +64,17 @@ def check_layout(config: RunConfig, models: Models) -> None:
                     f"{positions} positions ({table.name}): at most {positions}"
                 )
     if models.layout.takes_images:
+        _check_expected_image(config, models.layout)
         _check_packs(config, models.layout)
+
+
+def _check_expected_image(config: RunConfig, layout: ImageLayout) -> None:
+    if config.data.expected_image_tiles is not None and not layout.is_sized:
+        raise UserError(
+            f"data.expected_image_tiles: {config.data.expected_image_tiles:g} and data.expected_image_positions: "
+            f"{config.data.expected_image_positions:g}, but with model.vision.layout {layout.name} every image is one "
+            f"tile and {layout.positions_per_tile} positions; leave both out (=null takes them out of a file's)"
+        )
 
 
 def _check_packs(config: RunConfig, layout: ImageLayout) -> None:

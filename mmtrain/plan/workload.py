@@ -11,7 +11,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.tiling import Tiling
 
-TILES_PER_CALL = 16  # of a frozen encoder: 11,664 patches of 384 pixels' tiles keep any GPU busy
+PATCHES_PER_CALL = 11_664  # of a frozen encoder: 16 tiles of 384 pixels, in patches of 14, keep any GPU busy
+LEAST_TILES_PER_CALL = 16
 TYPICAL_SIZE = 640, 480  # pixels, of an image of which nothing else is known
 
 
@@ -24,6 +25,11 @@ class Workload:
     tiles: float  # squares that the encoder sees
     image_positions: float
     supervised: float  # tokens with a label
+
+
+def tiles_per_call(patches_per_image: int) -> int:
+    """Tiles that a frozen encoder takes at once, which bounds the memory of its inner results."""
+    return max(LEAST_TILES_PER_CALL, PATCHES_PER_CALL // patches_per_image)
 
 
 def workload(config: RunConfig, layout: ImageLayout) -> Workload:
@@ -40,7 +46,9 @@ def expected_image(config: RunConfig, layout: ImageLayout) -> tuple[float, float
     if not layout.takes_images:
         return 0.0, 0.0
     typical, data = layout.tiling(*TYPICAL_SIZE), config.data
-    return data.expected_image_tiles or typical.tiles, data.expected_image_positions or typical.positions
+    if data.expected_image_tiles is None or data.expected_image_positions is None:
+        return typical.tiles, typical.positions
+    return data.expected_image_tiles, data.expected_image_positions
 
 
 def arranged_positions(work: Workload, layout: ImageLayout) -> float:

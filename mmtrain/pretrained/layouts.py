@@ -123,7 +123,7 @@ class ImageLayout:
 
     @property
     def most_positions(self) -> int:
-        """Positions of an image at most, without text around them."""
+        """Positions of an image at most, without text around them; a bound where grids are interpolated."""
         if self.name not in WITH_NEWLINES:
             return self.most_tiles * self.positions_per_tile
         most = 9 if self.name == ANYRES_MAX_9 else None

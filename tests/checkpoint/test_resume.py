@@ -255,6 +255,13 @@ def test_what_gives_a_checkpoint_its_meaning_cannot_be_allowed_to_change(tiny, u
     assert f"model.init_from={step_path(undisturbed, LAST)}" in said
 
 
+def test_a_projector_without_newline_cannot_go_on_with_one(tiny, undisturbed, capsys):
+    tiled = ("model.vision.layout=anyres", "data.image_fit=null", "data.pack_length=512")
+    said = refused(capsys, tiny, undisturbed.parent, *tiled, "--allow-change", "model.vision.layout")
+    assert '\n  model.vision.layout: was "square", is now "anyres"\n' in said and "--allow-change" not in said
+    assert "model.init_from" not in said and "model.llm.path=FOLDER" in said
+
+
 def test_an_encoder_cannot_be_taken_from_a_run(tiny, undisturbed):
     text = ("model.vision=null", "model.trainable=[llm.head]", "data.template=chat")
     config = load_config(*config_of(tiny, undisturbed, *text))

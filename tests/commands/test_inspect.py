@@ -175,6 +175,7 @@ def test_the_text_for_people_holds_the_same_and_what_is_missing(folder, plain, c
     assert main(["inspect", str(folder), "--tokens-per-image", "16", "--pack-length", "1024"]) == 0
     printed = capsys.readouterr().out
     _, found = run_json(capsys, folder, "--tokens-per-image", 16, "--pack-length", 1024)
+    assert list(found["expected"]) == ["data.expected_text_tokens"], "all images take the same"
     none, one, several = (found["samples_by_images"][images] for images in "012")
     assert f"60 samples: {none} without images, {one} with one, {several} with several" in printed
     assert f"half at most {found['text_tokens']['median']}, " in printed

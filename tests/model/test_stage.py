@@ -111,7 +111,7 @@ def test_tiles_encoded_in_slices_or_ahead_give_the_same_output_and_gradients(cut
     module, batch = cut(*trainable)
     results = []
     for per_call, ahead in ((1000, False), (1, False), (5, False), (1000, True)):
-        monkeypatch.setattr("mmtrain.model.stage.TILES_PER_CALL", per_call)
+        monkeypatch.setattr("mmtrain.model.stage.tiles_per_call", lambda patches, most=per_call: most)
         hidden = module.start(batch, module.encode(batch) if ahead else None)
         results.append((hidden.detach(), gradients_of(module, hidden)))
     (hidden, gradients), *others = results

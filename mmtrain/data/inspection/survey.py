@@ -50,6 +50,7 @@ class Survey:
     text_lengths: np.ndarray | None  # (samples,) int32 tokens without those of images, UNUSABLE
     reasons: Counter[str]  # of samples that cannot be trained on; without fingerprint: whatever the tokenizer
     sample_set: SampleSet | None  # what planning needs of them; None without text lengths
+    is_sized: bool  # whether tiles and positions of an image depend on its size
     taken: np.ndarray  # (N, 2) int64 positions and tiles of each image that can be trained on, where the layout tells
 
     @property
@@ -68,7 +69,7 @@ class Survey:
         found: dict[str, float] = {}
         if self.text_tokens is not None and len(self.text_tokens):
             found["data.expected_text_tokens"] = max(1, round(float(self.text_tokens.mean())))
-        if len(self.taken):
+        if self.is_sized and len(self.taken):
             positions, tiles = self.taken.mean(axis=0).tolist()
             found |= {
                 "data.expected_image_tiles": round(tiles, 3),
@@ -140,6 +141,7 @@ def survey(
         text_lengths=text_lengths,
         reasons=reasons,
         sample_set=sample_set,
+        is_sized=layout.is_sized,
         taken=of_images[is_told],
     )
 
