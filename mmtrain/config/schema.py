@@ -153,7 +153,7 @@ class DataSection(Section):
     max_tiles_per_pack: Annotated[
         Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None], RenamedFrom("max_images_per_pack")
     ] = None
-    """squares for the encoder in a pack, to bound its memory: an image is one, or as many as its layout
+    """tiles in a pack, to bound the encoder's memory: an image is one, or as many as its layout
     (model.vision.layout) cuts it into; null: as many as the pack's tokens hold"""
     template: Annotated[Kept[TemplateName | TemplateText], NamesFiles(is_template_file)] = "plain"
     """how a conversation becomes tokens. plain (LLaVA's stage 1): images, then the one answer, the question dropped.

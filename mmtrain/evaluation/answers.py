@@ -87,7 +87,8 @@ class _Writing:
         ends = itertools.accumulate(tiling.positions for tiling in self.source.tilings)
         seen = self.prompt.count(IMAGE_POSITION)
         shown = sum(end <= seen for end in ends)
-        self.sample, self.tilings = replace(sample, images=sample.images[:shown]), self.source.tilings[:shown]
+        self.sample = replace(sample, images=sample.images[:shown], sizes=sample.sizes[:shown])
+        self.tilings = self.source.tilings[:shown]
         before = itertools.takewhile(lambda turn: turn[0] != "gpt", sample.turns)
         questions = [text.replace(IMAGE_MARK, "").strip() for speaker, text in before if speaker == "human"]
         self.question = " ".join(questions)

@@ -212,8 +212,8 @@ def arranged(projected: torch.Tensor, newline: torch.Tensor, tilings: Sequence[T
         grid = tiles[1:].view(tiling.rows, tiling.columns, side, side, width).permute(4, 0, 2, 1, 3)
         grid = grid.reshape(width, tiling.rows * side, tiling.columns * side)
         grid = grid[:, shown.top : shown.top + shown.height, shown.left : shown.left + shown.width]
-        if (shown.lines, shown.columns) != (shown.height, shown.width):
-            grid = nn.functional.interpolate(grid[None], (shown.lines, shown.columns), mode="bilinear")[0]
+        if (shown.lines, shown.length) != (shown.height, shown.width):
+            grid = nn.functional.interpolate(grid[None], (shown.lines, shown.length), mode="bilinear")[0]
         ends = newline[:, None, None].expand(width, shown.lines, 1)
         found += [tiles[0], torch.cat([grid, ends], dim=2).flatten(1).T]
     return torch.cat(found)

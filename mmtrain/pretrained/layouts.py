@@ -114,6 +114,15 @@ class ImageLayout:
         return f"{name} {self.max_tiles} {self.tile_size}" if name == TILES else name
 
     @property
+    def numbers(self) -> str:
+        """What the positions of images depend on beside their sizes: equal for layouts that give them the same."""
+        own: tuple[str | int, ...] = ()
+        if self.is_sized:
+            pinpoints = ",".join(f"{height}x{width}" for height, width in self.pinpoints)
+            own = (self.name, self.tile_size, self.max_tiles if self.name == TILES else pinpoints)
+        return " ".join(map(str, (self.positions_per_tile, *own)))
+
+    @property
     def most_tiles(self) -> int:
         """Tiles of an image at most."""
         if self.name == TILES:
@@ -134,7 +143,7 @@ class ImageLayout:
 
         Raises UnfitImage for one that cannot be cut. A layout that is not `is_sized` need not be told.
         """
-        return _tiling(self, width, height, images == 1) if self.is_sized else Tiling(0, 0, self.positions_per_tile)
+        return _tiling(self, width, height, images == 1) if self.is_sized else Tiling.uncut(self.positions_per_tile)
 
     def pieces(self, tiling: Tiling) -> tuple[str | int, ...]:
         """What stands for an image in a text, in order: words, and numbers of positions."""

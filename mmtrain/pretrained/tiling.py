@@ -26,19 +26,22 @@ LARGEST_EXCESS = 1.1  # a side of what is shown may be so many times too long be
 
 
 class UnfitImage(ValueError):  # noqa: N818
-    """An image so long and thin that nothing of its grid would be left; the stock model raises, too."""
+    """An image so long and thin that interpolation would leave no line, or none in a line; the stock model raises, too.
+
+    What is left of a grid without interpolation may be empty as well, and is no error, there and here.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
     """Which of a grid's positions show the picture, and how many are made of them."""
 
-    top: int
-    left: int
-    height: int
-    width: int
-    lines: int  # of positions, each with a newline behind it
-    columns: int  # positions in a line, the newline not counted
+    top: int  # positions of the grid above those that show the picture; as many below are left out, too
+    left: int  # before them in a row of the grid
+    height: int  # rows of the grid's positions that show it
+    width: int  # positions that show it in such a row
+    lines: int  # that are made of them, each with a newline behind it
+    length: int  # positions in a line, the newline not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +64,22 @@ class Tiling:
         """Squares that the encoder sees."""
         return self.rows * self.columns + (self.overview is not None)
 
+    @classmethod
+    def uncut(cls, positions: int) -> Tiling:
+        """One tile with so many positions, of an image of any size."""
+        return cls(0, 0, positions)
 
-def tiled(width: int, height: int, side: int, positions: int, max_tiles: int) -> Tiling:
-    """A stretched grid and a tile of the whole behind it; one square alone where the grid is one.
 
-    side: of a tile, in pixels. positions: of a tile.
+def tiled(width: int, height: int, side: int, per_tile: int, max_tiles: int) -> Tiling:
+    """A stretched grid and a tile of the whole behind it; one tile alone where the grid is one.
+
+    side: of a tile, in pixels. per_tile: positions of a tile.
     """
     columns, rows = _nearest_shape(width, height, side, max_tiles)
     count = rows * columns
     if count == 1:
-        return Tiling(width, height, positions, canvas="stretched")
-    return Tiling(width, height, positions * (count + 1), rows, columns, "stretched", "last")
+        return Tiling(width, height, per_tile, canvas="stretched")
+    return Tiling(width, height, per_tile * (count + 1), rows, columns, "stretched", "last")
 
 
 def _nearest_shape(width: int, height: int, side: int, max_tiles: int) -> tuple[int, int]:
@@ -93,16 +101,16 @@ def _grids(max_tiles: int) -> list[tuple[int, int]]:
 
 
 def unpadded(
-    width: int, height: int, side: int, positions: int, pinpoints: Sequence[tuple[int, int]], most: int | None = None
+    width: int, height: int, side: int, per_tile: int, pinpoints: Sequence[tuple[int, int]], most: int | None = None
 ) -> Tiling:
     """A tile of the whole, and lines of what a grid shows of the picture.
 
-    side: of a tile, in pixels. positions: of a tile, a square of them. pinpoints: (height, width) in pixels of the
-    grids. most: more positions than so many tiles have, by LARGEST_EXCESS, are interpolated. Raises UnfitImage.
+    side: of a tile, in pixels. per_tile: positions of a tile, a square of them. pinpoints: (height, width) in pixels of
+    the grids. most: more positions than so many tiles have, by LARGEST_EXCESS, are interpolated. Raises UnfitImage.
     """
     grid = _best_resolution(width, height, pinpoints)
     rows, columns = grid[0] // side, grid[1] // side
-    tile_side = math.isqrt(positions)
+    tile_side = math.isqrt(per_tile)
     grid_height, grid_width = rows * tile_side, columns * tile_side
     top = left = 0
     if width / height > grid_width / grid_height:
@@ -111,25 +119,26 @@ def unpadded(
         left = (grid_width - int(round(width * (grid_height / height), 7))) // 2
     lines, length = shown_height, shown_width = grid_height - 2 * top, grid_width - 2 * left
     if most is not None:
-        excess = math.sqrt(shown_height * shown_width / (most * positions))
+        excess = math.sqrt(shown_height * shown_width / (most * per_tile))
         if excess > LARGEST_EXCESS:
             lines, length = int(shown_height // excess), int(shown_width // excess)
             if not lines or not length:
-                raise UnfitImage(f"{width} x {height} pixels, so long and thin that fewer positions show nothing of it")
+                left = f"{lines} lines of {length} positions"
+                raise UnfitImage(f"{width} x {height} pixels, so long and thin that {left} would be interpolated")
     shown = Shown(top, left, shown_height, shown_width, lines, length)
-    taken = positions + lines * (length + 1)
+    taken = per_tile + lines * (length + 1)
     return Tiling(width, height, taken, rows, columns, "centred", "first", shown, newlines=lines)
 
 
-def most_unpadded(side: int, positions: int, pinpoints: Sequence[tuple[int, int]], most: int | None = None) -> int:
+def most_unpadded(side: int, per_tile: int, pinpoints: Sequence[tuple[int, int]], most: int | None = None) -> int:
     """Positions that `unpadded` gives an image at most; of a grid that would be interpolated, as much as is not."""
-    tile_side, found = math.isqrt(positions), 0
-    room = math.inf if most is None else LARGEST_EXCESS**2 * most * positions
+    tile_side, found = math.isqrt(per_tile), 0
+    room = math.inf if most is None else LARGEST_EXCESS**2 * most * per_tile
     for grid_height, grid_width in pinpoints:
         height, width = grid_height // side * tile_side, grid_width // side * tile_side
-        for lines, columns in ((height, min(width, room // height)), (min(height, room // width), width)):
-            found = max(found, int(lines * (columns + 1)))
-    return positions + found
+        for lines, length in ((height, min(width, room // height)), (min(height, room // width), width)):
+            found = max(found, int(lines * (length + 1)))
+    return per_tile + found
 
 
 def _best_resolution(width: int, height: int, pinpoints: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -144,9 +153,9 @@ def _best_resolution(width: int, height: int, pinpoints: Sequence[tuple[int, int
     return best
 
 
-def one_of_several(width: int, height: int, positions: int) -> Tiling:
-    """LlavaOnevision's rule where a sample has several images: one padded square and a newline behind it."""
-    return Tiling(width, height, positions + 1, canvas="padded", newlines=1)
+def one_of_several(width: int, height: int, per_tile: int) -> Tiling:
+    """LlavaOnevision's rule where a sample has several images: one padded tile and a newline behind it."""
+    return Tiling(width, height, per_tile + 1, canvas="padded", newlines=1)
 
 
 def centred_size(width: int, height: int, grid_width: int, grid_height: int) -> tuple[int, int]:

@@ -255,7 +255,7 @@ def test_images_of_different_grids_lie_one_after_the_other():
 
 def test_a_line_that_would_be_interpolated_away_is_unfit_as_in_the_stock_model():
     layout = ImageLayout("anyres_max_9", 49, 98, pinpoints=((98, 98 * 80),))
-    with pytest.raises(UnfitImage, match="100000 x 20 pixels, so long and thin"):
+    with pytest.raises(UnfitImage, match="100000 x 20 pixels, so long and thin that 0 lines of"):
         layout.tiling(100_000, 20)
     with pytest.raises(RuntimeError, match="greater than 0"):
         packer(layout, 98, 14)(torch.zeros(81, 49, 2), (100_000, 20), torch.zeros(2))
@@ -267,7 +267,28 @@ def test_sizes_are_enough_and_torch_is_not_asked():
         "import sys; from mmtrain.pretrained.layouts import ImageLayout, default_pinpoints as grids\n"
         "for name in ('square', 'tiles', 'anyres', 'anyres_max_9'):\n"
         "    layout = ImageLayout(name, 729, 384, pinpoints=grids(name, 384))\n"
-        "    assert layout.tiling(640, 480) == layout.tiling(640, 480)\n"
+        "    print(layout.tiling(640, 480).tiles, layout.tiling(640, 480).positions)\n"
         "assert not {'torch', 'numpy', 'PIL'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said.splitlines() == ["1 729", "13 9477", "5 2929", "5 2929"]
+
+
+def test_without_interpolation_threads_leave_what_the_stock_model_makes_of_them():
+    """No line at all, or lines that are a newline alone: neither is an error there."""
+    layout = unpadded_layout("anyres", 336, 14)
+    wide, high = layout.tiling(30_000, 1), layout.tiling(1, 1_000)
+    assert (wide.shown.lines, wide.positions) == (0, 576)
+    assert (high.shown.length, high.positions) == (0, 576 + high.newlines) and high.newlines > 0
+
+
+def test_numbers_are_told_where_positions_depend_on_them_and_nowhere_else():
+    grids = default_pinpoints("anyres", 384)
+    given = [
+        *(ImageLayout("tiles", 729, 384), ImageLayout("tiles", 729, 384, max_tiles=4), ImageLayout("tiles", 729, 336)),
+        *(ImageLayout(name, 729, 384, pinpoints=grids) for name in ("anyres", "anyres_max_9")),
+        *(ImageLayout("anyres", 729, 384, pinpoints=grids[:2]), ImageLayout("square", 729), ImageLayout("square", 64)),
+    ]
+    assert len({layout.numbers for layout in given}) == len(given)
+    assert ImageLayout("square", 729, 384, max_tiles=3, pinpoints=grids).numbers == "729", "as before there were others"
+    assert ImageLayout("anyres", 729, 384, 3, grids).numbers == given[3].numbers

@@ -137,7 +137,7 @@ def _runs(document: Document, sizes: Sequence[tuple[int, int]], layout: ImageLay
                 yield f"{image}, {'the whole' if is_whole else f'tile {tile} of {grid}'}", positions
         elif tiling.shown is not None:
             shown = tiling.shown
-            yield f"{image}, the whole, then {shown.lines} lines of {shown.columns} of {grid}", *runs
+            yield f"{image}, the whole, then {shown.lines} lines of {shown.length} of {grid}", *runs
         else:
             yield image, *runs
 

@@ -85,6 +85,7 @@ REASONS = {
     "unreadable_image": "an image file that the system cannot read",
     "unsupported_image": f"an image file whose name does not end in {', '.join(IMAGE_SUFFIXES)}",
     "undecodable_image": "an image file that Pillow cannot decode to its end",
+    "other_size": "an image of another size than its index says",
     "too_many_pixels": "an image with more pixels than allowed, as its header says",
     "too_many_bytes": "a file larger than allowed",
     "unfit_shape": "an image too long and thin to be cut into tiles (model.vision.layout)",

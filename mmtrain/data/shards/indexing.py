@@ -77,15 +77,21 @@ def ensure_indexes(
 
     `workers` is the number of processes, None one for each core that this process may use. A `stream` that is a
     terminal gets a progress bar. One of an earlier version serves as it is, unless members of its tar are images only
-    now; it is brought up to date if it is completed. Raises UserError for indexes that are stale or damaged: they are
-    never replaced unasked, for their checksums are the only record of what the tars should hold.
+    now, or the layout asks for sizes that it lacks (`oldest_version`); it is brought up to date if it is completed.
+    Raises UserError for indexes that are stale or damaged: they are never replaced unasked, for their checksums are the
+    only record of what the tars should hold.
     """
     fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout.texts, form.wording)
-    missing = unready_shards(tars, fingerprint, retry_seconds, TURNED if layout.is_sized else 1)
+    missing = unready_shards(tars, fingerprint, retry_seconds, oldest_version(layout))
     if missing:
         _log.info(f"indexing {len(missing):,} of {len(tars):,} shards (once; the indexes are kept beside them)")
         text = tokenizer_path, template, layout, form
         build_indexes(missing, *text, workers=workers or usable_cores(), stream=stream)
+
+
+def oldest_version(layout: ImageLayout) -> int:
+    """The first version of an index that knows enough of images for a layout."""
+    return TURNED if layout.is_sized else 1
 
 
 def unready_shards(

@@ -151,8 +151,7 @@ class Catalog:
         self.sample_sets: list[SampleSet] = []
         self._stored: list[_Stored] = []
         self._suffixes: dict[str, int] = {}
-        named = f"{layout.positions_per_tile} {layout}" if layout.is_sized else f"{layout.positions_per_tile}"
-        digest = hashlib.sha256(f"{' '.join(dict.fromkeys(text_fingerprints))} {named}".encode())
+        digest = hashlib.sha256(f"{' '.join(dict.fromkeys(text_fingerprints))} {layout.numbers}".encode())
         lengths = []
         for one, text in zip(sets, text_fingerprints, strict=True):
             read = (self._read_shard(one, text, shard, digest) for shard in one.shards)
@@ -226,7 +225,7 @@ class Catalog:
         shard = bisect_right(self.firsts, number) - 1
         place, stored = number - self.firsts[shard], self._stored[shard]
         begin, end = stored.first_member[place : place + 2].tolist()
-        columns = (column[begin:end].tolist() for column in stored[2:6])
+        columns = (column[begin:end].tolist() for column in (stored.suffix, stored.offset, stored.size, stored.crc32))
         members = tuple(Member(self._suffix_texts[suffix], *rest) for suffix, *rest in zip(*columns, strict=True))
         name = stored.names[place].decode()
         first, last = stored.first_image[place : place + 2].tolist()
@@ -251,12 +250,16 @@ class Catalog:
             number = int(wrong.argmax())
             place = self.find(number)
             raise UserError(
-                f"{place.shard}: sample {place.key}: {self.lengths[number]} tokens and {tiles[number]} squares of "
-                f"images do not fit into a pack of {capacity.tokens} tokens"
-                + (f" and {capacity.tiles} squares" if capacity.tiles is not None else "")
+                f"{place.shard}: sample {place.key}: {self.lengths[number]} tokens and {_tiles(tiles[number])} do "
+                f"not fit into a pack of {capacity.tokens} tokens"
+                + (f" and {_tiles(capacity.tiles)}" if capacity.tiles is not None else "")
                 + f" ({int(wrong.sum()):,} samples in all do not); raise data.pack_length or data.max_tiles_per_pack, "
                 "or set data.overlong=skip"
             )
+
+
+def _tiles(count: int) -> str:
+    return f"{count:,} tile{'' if count == 1 else 's'}"
 
 
 def load_catalog(config: RunConfig, sets: Sequence[DataSet], held_out_fraction: float | None = None) -> Catalog:

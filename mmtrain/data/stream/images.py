@@ -23,6 +23,7 @@ from PIL import Image
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, Rejected, open_image, orientation, stated_orientation
+from mmtrain.data.shards.index_file import MEND
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.parts import encoder_config, holds_parts
 from mmtrain.pretrained.tiling import Tiling, centred_size
@@ -30,9 +31,9 @@ from mmtrain.pretrained.timm_models import timm_config
 from mmtrain.pretrained.vision_files import hf_facts, is_timm_name, preprocessing, timm_image_size
 
 Fit = Literal["pad", "resize", "center_crop"]
-# Pixels. A thread of 1 x 65,000 is no large image, but its square is.
+# Pixels. A thread of 1 x 65,000 is no large image, but the square that it is padded to is.
 MAX_SIDE = 30_000
-ONE_TILE = Tiling(0, 0, positions=1)  # of an image that is not cut, whatever its size
+ONE_TILE = Tiling.uncut(1)  # of an image that is not cut, whatever its size
 BAND_PIXELS = 16_000_000  # that padding handles at a time, 64 MB
 
 
@@ -58,8 +59,11 @@ class ImageTransform:
         image, wanted = decode_image(content, self.max_pixels, ignore_exif), (tiling.width, tiling.height)
         if any(wanted) and image.size != wanted:
             if not is_control:
-                seen = f"{image.width} x {image.height} pixels, where its index says {wanted[0]} x {wanted[1]}"
-                raise Rejected("undecodable_image", seen)
+                raise Rejected(
+                    "other_size",
+                    f"{image.width} x {image.height} pixels, where its index says {wanted[0]} x {wanted[1]}; index its "
+                    f"shard again: {MEND} SHARD",
+                )
             image = self._resize(image, wanted)
         return self.cut(image, tiling)
 
@@ -89,10 +93,10 @@ class ImageTransform:
         """Turn an image of any size and mode into (3, image_size, image_size) float32; raises what `fitted` raises."""
         return self.normalise(self.fitted(image)[None])[0]
 
-    def normalise(self, images: torch.Tensor) -> torch.Tensor:
+    def normalise(self, tiles: torch.Tensor) -> torch.Tensor:
         """(N, 3, S, S) uint8, on any device, as float32: of 0..1, minus mean, over std."""
-        white, mean, std = _statistics(self.mean, self.std, images.device)
-        return images.to(torch.float32).div_(white).sub_(mean).div_(std)
+        white, mean, std = _statistics(self.mean, self.std, tiles.device)
+        return tiles.to(torch.float32).div_(white).sub_(mean).div_(std)
 
     def fitted(self, image: Image.Image) -> torch.Tensor:
         """Turn an image of any size and mode into (3, image_size, image_size) uint8.
@@ -140,7 +144,9 @@ class ImageTransform:
 def refuse_threads(image: Image.Image, scale: float = 1) -> None:
     """Raise Rejected for an image with a side longer than MAX_SIDE once it is `scale` times as large."""
     if max(image.size) * max(scale, 1) > MAX_SIDE:
-        raise Rejected("too_many_pixels", f"{image.width} x {image.height} pixels, too long and thin for a square")
+        raise Rejected(
+            "too_many_pixels", f"{image.width} x {image.height} pixels, too long and thin: above {MAX_SIDE:,} a side"
+        )
 
 
 @functools.cache

@@ -86,7 +86,7 @@ class PackedBatches:
         fill = self.catalog.lengths[plan.samples].sum() / (len(plan) * capacity.tokens)
         overlong = "too long for a pack"
         if capacity.tiles is not None:
-            overlong += f" or with more than {capacity.tiles} squares of images"
+            overlong += f" or with more than {capacity.tiles} tiles"
         left_out = {overlong: plan.overlong, "unusable": plan.unusable, "held out": len(self.catalog.held_out)}
         without = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
         packs, steps = self.config.train.packs_per_step, self.max_steps
@@ -115,7 +115,7 @@ class PackedBatches:
 
     @property
     def most_tiles(self) -> int:
-        """Squares for the encoder that a pack can hold: no more a token than the sample that has most of them."""
+        """Tiles that a pack can hold: no more a token than the sample that has most of them."""
         capacity = self.processor.capacity
         lengths = np.concatenate([one.lengths for one in self.catalog.sample_sets])
         tiles = np.concatenate([one.tiles for one in self.catalog.sample_sets])
@@ -169,10 +169,18 @@ def _shared_memory(workers: int, tiles: int, image_size: int) -> torch.Tensor:
     """(workers, SLOTS, tiles, 3, S, S) uint8 that forked processes share; a page takes no memory until it is used.
 
     torch's queues make a file in /dev/shm of every tensor instead: new pages each time, which cost about as much as
-    copying the image, and a container has 64 MB of it by default.
+    copying the image, and a container has 64 MB of it by default. Raises UserError where the system refuses it.
     """
     shape = (workers, SLOTS, max(tiles, 1), 3, image_size, image_size)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape)), dtype=torch.uint8).view(shape)
+    try:
+        memory = mmap.mmap(-1, math.prod(shape))
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"data.workers: {workers} workers share {math.prod(shape) / 2**30:,.1f} GiB with their rank, for "
+            f"{SLOTS} micro-batches each of up to {tiles:,} tiles, and the system refuses them ({error}); lower "
+            "data.workers, or set data.max_tiles_per_pack lower"
+        ) from None
+    return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 
 
 @dataclass(frozen=True)

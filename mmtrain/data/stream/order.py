@@ -37,7 +37,7 @@ class SampleSet:
     weight: float  # how often an epoch draws its samples, > 0
     shard_sizes: np.ndarray  # (shards,) samples in each shard, held-out ones too
     lengths: np.ndarray  # (samples,) int32 tokens, those of images included; or HELD_OUT, UNUSABLE
-    tiles: np.ndarray  # (samples,) int32 squares for the encoder of each sample
+    tiles: np.ndarray  # (samples,) int32 tiles of each sample
 
     def __post_init__(self) -> None:
         assert self.weight > 0, f"weight {self.weight}"
@@ -50,7 +50,7 @@ class Capacity:
     """What a pack holds."""
 
     tokens: int
-    tiles: int | None = None  # squares for the encoder; None: as many as its tokens allow
+    tiles: int | None = None  # in a pack; None: as many as its tokens allow
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +238,7 @@ class PackOrder:
             )
         else:
             most = self.capacity.tiles
-            tiles = "" if most is None else f", or have more than {most} squares (data.max_tiles_per_pack)"
+            tiles = "" if most is None else f", or have more than {most} tiles (data.max_tiles_per_pack)"
             why = (
                 f"of {plan.drawn} drawn in epoch {epoch}, {plan.overlong} are longer than data.pack_length="
                 f"{self.capacity.tokens} tokens{tiles}, and {plan.unusable} cannot be used at all"

@@ -192,11 +192,9 @@ def test_samples_that_fit_no_pack_are_refused_by_name(tmp_path):
     tar = write_indexed(tmp_path / "0.tar", [("a.json", CAPTION), ("b.json", b"{"), *two])
     catalog = open_catalog(tar)
     catalog.refuse_overlong(Capacity(37, 2))
-    with pytest.raises(
-        UserError, match=rf"^{tar}: sample c: 37 tokens and 2 squares of images do not fit .* 36 tokens \(1 "
-    ):
+    with pytest.raises(UserError, match=rf"^{tar}: sample c: 37 tokens and 2 tiles do not fit .* 36 tokens \(1 "):
         catalog.refuse_overlong(Capacity(36))
-    with pytest.raises(UserError, match=rf"^{tar}: sample c: .* of 37 tokens and 1 squares \(1 samples in all"):
+    with pytest.raises(UserError, match=rf"^{tar}: sample c: .* of 37 tokens and 1 tile \(1 samples in all"):
         catalog.refuse_overlong(Capacity(37, 1))
 
 
@@ -204,5 +202,5 @@ def test_a_length_above_32_bits_is_overlong_and_wraps_into_no_other(tmp_path):
     tar = write_indexed(tmp_path / "s.tar", [("a.json", LOOK), ("a.png", picture(3, 2))], tokens=2**31 - 1)
     catalog = open_catalog(tar, tokens_per_image=2**20)
     assert catalog.lengths.tolist() == [2**31 - 1]
-    with pytest.raises(UserError, match="sample a: 2147483647 tokens and 1 squares of images do not fit"):
+    with pytest.raises(UserError, match="sample a: 2147483647 tokens and 1 tile do not fit"):
         catalog.refuse_overlong(Capacity(4096))

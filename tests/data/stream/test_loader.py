@@ -241,7 +241,7 @@ def test_a_pack_holds_no_more_images_than_allowed(tiny):
     assert most > 3
     capped = first(open_batches(tiny, "data.max_tiles_per_pack=3"), 48)
     assert max(len(batch.tiles) for batch in capped if batch.tiles is not None) == 3
-    with pytest.raises(UserError, match=r"2 squares of images do not fit into a pack of 128 tokens and 1 squares"):
+    with pytest.raises(UserError, match=r"2 tiles do not fit into a pack of 128 tokens and 1 tile"):
         open_batches(tiny, "data.max_tiles_per_pack=1", "data.overlong=refuse")
 
 

@@ -272,7 +272,7 @@ def test_steps_train_every_sample_and_fill_the_last_step_from_the_next_epoch():
         (
             [101, 102, UNUSABLE],
             1.0,
-            r"of 3 drawn in epoch 0, 2 are longer than data\.pack_length=100 tokens, or .* 6 squares .*, and 1 cannot",
+            r"of 3 drawn in epoch 0, 2 are longer than data\.pack_length=100 tokens, or .* 6 tiles .*, and 1 cannot",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from mmtrain.data.stream.images import ImageTransform, decode_image
 from mmtrain.pretrained.layouts import ImageLayout, default_pinpoints
 
 SIDE = 28
-TRANSFORM = ImageTransform(SIDE, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), "bicubic", fit=None)
+TRANSFORM = ImageTransform(SIDE, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), "bicubic")
 # Threads, odd numbers, exact grids and a pixel beside them, exact tiles.
 SIZES = [
     *((1, 40), (40, 1), (1, 1), (300, 7), (13, 411)),

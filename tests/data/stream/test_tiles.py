@@ -115,7 +115,7 @@ def test_a_pack_holds_no_more_tiles_than_allowed(tiny, mixed):
     capped = open_batches(tiny, mixed[0], "tiles", *pack, "data.max_tiles_per_pack=20")
     tiles = [0 if batch.tiles is None else len(batch.tiles) for batch in taken(capped, 16)]
     assert 13 < max(tiles) <= 20 == capped.most_tiles
-    assert "with more than 20 squares of images" in capped.summary, "two images of 13 tiles are in no pack"
+    assert "with more than 20 tiles" in capped.summary, "two images of 13 tiles are in no pack"
 
 
 def test_the_caps_old_name_is_read_in_a_checkpoint_and_told_the_new_one_in_a_file(tiny, tmp_path):
@@ -157,9 +157,9 @@ def test_a_lost_image_leaves_a_gap_as_long_as_its_tiles_and_nothing_else_moves(t
         assert torch.equal(after.labels[kept], before.labels[kept])
         assert int((after.input_ids == IMAGE_POSITION).sum()) == sum(tiling.positions for tiling in after.tilings)
         assert (0 if after.tiles is None else len(after.tiles)) == sum(tiling.tiles for tiling in after.tilings)
-    assert {key: fault.reason for key, fault in lost.items()} == dict.fromkeys(("0001", "0002"), "undecodable_image")
-    said = "image 0: {} x {} pixels, where its index says {} x {}".format(*size, *wrong)
-    assert lost["0002"].detail == said
+    assert {key: fault.reason for key, fault in lost.items()} == {"0001": "undecodable_image", "0002": "other_size"}
+    said = "image 0: {} x {} pixels, where its index says {} x {}; index its shard again: mmtrain index --rebuild"
+    assert lost["0002"].detail.startswith(said.format(*size, *wrong))
 
 
 def test_an_index_of_version_1_serves_tiles_with_sizes_as_exif_turns_them(tiny, tmp_path, logged):
@@ -220,3 +220,12 @@ def test_a_worker_has_room_for_every_pack_and_not_for_many_more(tiny, mixed):
         packed = open_batches(tiny, mixed[0], name, "train.packs_per_microbatch=1")
         seen = max(0 if batch.tiles is None else len(batch.tiles) for batch in epoch_of(packed))
         assert seen <= packed.most_tiles <= 3 * seen, name
+
+
+def test_memory_that_the_system_refuses_for_workers_is_told_with_what_to_lower(tiny, mixed):
+    vast = ("data.pack_length=10000000", "train.packs_per_step=100000", "train.packs_per_microbatch=100000")
+    packed = open_batches(tiny, mixed[0], "tiles", *vast, workers=2)
+    with pytest.raises(
+        UserError, match=r"^data\.workers: 2 workers share .* GiB .* set data\.max_tiles_per_pack lower"
+    ):
+        next(iter(packed))
