@@ -73,7 +73,7 @@ ENCODERS |= {
 }  # fmt: skip
 GRIDS = ((1, 2), (2, 1), (2, 2), (1, 3), (5, 3))  # (rows, columns) of tiles, the last with more positions than 9 have
 PINPOINTS = tuple((rows * TILE, columns * TILE) for rows, columns in GRIDS)
-SHAPES = ((40, 30), (45, 75), (100, 7), (10, 60), (33, 32))  # (width, height) in pixels, of images that are cut
+SHAPES = ((40, 30), (10, 60), (100, 7), (45, 75), (33, 32))  # (width, height) in pixels, of images that are cut
 TIMM = {
     "img_size": SIZE, "patch_size": PATCH, "embed_dim": 32, "depth": 3, "num_heads": 2, "global_pool": "token",
 }  # fmt: skip
