@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
+from mmtrain.config.limits import MAX_GRIDS
 from mmtrain.pretrained.doors import TIMM
 from mmtrain.pretrained.encoders import FAMILIES
 from mmtrain.pretrained.families import check_llm_numbers
@@ -32,9 +33,8 @@ PROCESSOR_BOUNDS = {
     **dict.fromkeys(("image_seq_len", "image_seq_length"), (1, 100_000)),
     "num_image_tokens": (1, 20_000),
 }
-MOST_GRIDS = 400  # of image_grid_pinpoints; the published have 5 and 36
-MOST_TILES = 1_000  # of a grid
-LARGEST_GRID = 1 << 26  # pixels, 0.8 GB in float32
+TILES_OF_FOLDERS = 1_000  # of a grid; a model that mmtrain does not train may have more than MAX_TILES
+LARGEST_CANVAS = 1 << 26  # pixels, 0.8 GB in float32
 ASPECT_RATIO = re.compile(r"anyres_max_[1-9][0-9]?")
 SMALLEST_TILE = 16  # pixels; an image of the longest side is then cut into 65,536 of them
 DEFAULT_TILE = 224  # pixels, of classes that cut into grids
@@ -87,14 +87,14 @@ def check_numbers(folder: Path, shapes: dict[str, Shape]) -> None:
 def _check_grids(settings: dict, side: int, file: Path) -> None:
     """Of grids of tiles of so many pixels a side; raises UserError for more and larger ones than models have."""
     grids, ratio = settings.get("image_grid_pinpoints"), settings.get("vision_aspect_ratio")
-    most = min(LARGEST_GRID, MOST_TILES * side**2)
+    most = min(LARGEST_CANVAS, TILES_OF_FOLDERS * side**2)
     if grids is not None and not (
-        isinstance(grids, list) and 0 < len(grids) <= MOST_GRIDS and all(map(_is_pair, grids))
+        isinstance(grids, list) and 0 < len(grids) <= MAX_GRIDS and all(map(_is_pair, grids))
     ):
-        needed = f"needed are up to {MOST_GRIDS} pairs of height and width in pixels"
+        needed = f"needed are up to {MAX_GRIDS} pairs of height and width in pixels"
         raise UserError(f"{file}: image_grid_pinpoints is {shortened(repr(grids))}; {needed}")
     if too_large := [grid for grid in grids or () if grid[0] * grid[1] > most]:
-        needed = f"needed are at most {most:,} pixels, {MOST_TILES:,} tiles"
+        needed = f"needed are at most {most:,} pixels, {TILES_OF_FOLDERS:,} tiles"
         raise UserError(f"{file}: image_grid_pinpoints has {too_large[0]}; {needed}")
     if ratio is not None and not (isinstance(ratio, str) and ASPECT_RATIO.fullmatch(ratio)):
         needed = "needed is anyres_max_9 or another number up to 99"
@@ -102,7 +102,7 @@ def _check_grids(settings: dict, side: int, file: Path) -> None:
 
 
 def _is_pair(grid: Any) -> bool:
-    return isinstance(grid, list) and len(grid) == 2 and all(is_whole(pixels, 1, LARGEST_GRID) for pixels in grid)
+    return isinstance(grid, list) and len(grid) == 2 and all(is_whole(pixels, 1, LARGEST_CANVAS) for pixels in grid)
 
 
 def _check_processor(settings: dict, file: Path) -> None:

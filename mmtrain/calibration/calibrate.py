@@ -189,7 +189,7 @@ class Calibrator:
         medians = {name: statistics.median(values) for name, values in self.seconds.items()}
         of_ranks = of_all_ranks((medians, self._bytes()))
         seconds = mean_of_ranks([medians for medians, _ in of_ranks])
-        # The ranks have measured whole images, one a sample, and an update of what trains in one layer of each kind.
+        # The ranks have measured a whole number of images, and an update of what trains in one layer of each kind.
         tiles = self._host_batch.tiles
         seconds[ENCODE] *= 1.0 if tiles is None else self._costs.work.tiles / len(tiles)
         seconds[UPDATE] *= max(rank.trainable for rank in self._plan.ranks) / self._end.elements

@@ -7,17 +7,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, create_model, model_validator
 
 from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured, NamesFiles, OnResume
+from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS
 from mmtrain.config.section import Float, Section, wrong_together
 
 Dtype = Literal["float32", "bfloat16"]
-Pinpoint = tuple[Annotated[int, Field(ge=1, le=100_000)], Annotated[int, Field(ge=1, le=100_000)]]
-
+Pinpoint = tuple[Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)], Annotated[int, Field(ge=1, le=MAX_GRID_SIDE)]]
 Pinpoints = Annotated[
     tuple[Pinpoint, ...],
     Field(
         min_length=1,
-        max_length=400,
-        title="1 to 400 pairs [height, width], each of 1 to 100,000 pixels, as in [[384, 768], [768, 384]]",
+        max_length=MAX_GRIDS,
+        title=f"1 to {MAX_GRIDS} pairs [height, width], each of 1 to {MAX_GRID_SIDE:,} pixels, "
+        "as in [[384, 768], [768, 384]]",
     ),
 ]
 

@@ -21,7 +21,7 @@ from mmtrain.exporting.projector_file import Origin
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.model.projector import PROJECTOR
 from mmtrain.pretrained.adapters import adapted_layer, is_adapter, is_llm_adapter
-from mmtrain.pretrained.layouts import TILES, WITH_NEWLINES, ImageLayout
+from mmtrain.pretrained.layouts import TILES, ImageLayout
 from mmtrain.pretrained.model_files import HUB_ID
 
 LOADING = """\
@@ -180,7 +180,7 @@ def _images(about: Origin, layout: ImageLayout) -> str:
     side = f"{layout.tile_size} x {layout.tile_size} pixels"
     if layout.name == TILES:
         return f"cut into up to {layout.max_tiles} tiles of {side}, and one of the whole (`model.vision.layout: tiles`)"
-    if layout.name in WITH_NEWLINES:
+    if layout.has_newlines:
         grids = len(layout.pinpoints)
         return (
             f"one tile of the whole and those of a grid, of {side}; {grids} grids, of up to {layout.most_tiles - 1} "

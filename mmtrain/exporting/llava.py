@@ -29,7 +29,7 @@ from mmtrain.exporting.tensors import new_folder, require_space
 from mmtrain.model.projector import PROJECTOR
 from mmtrain.pretrained.connectors import NEWLINE, image_layout
 from mmtrain.pretrained.doors import formats_for, refuse_llava_code
-from mmtrain.pretrained.layouts import WITH_NEWLINES, ImageLayout
+from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.parts import llm_config
 from mmtrain.pretrained.shapes import vision_shape
@@ -110,7 +110,7 @@ def _config(about: Origin, layout: ImageLayout) -> dict[str, Any]:
 
 def _image_keys(about: Origin, layout: ImageLayout) -> dict[str, Any]:
     """What LLaVA's code makes of an image; it has grids as (width, height), in the order of ours, which breaks ties."""
-    if layout.name not in WITH_NEWLINES:
+    if not layout.has_newlines:
         return {"image_aspect_ratio": "pad" if about.image_fit == "pad" else "square"}  # LLaVA stretches no image
     return {
         "image_aspect_ratio": layout.name,

@@ -26,6 +26,7 @@ from typing import Any, get_args
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
+from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.model import ProjectorSection
 from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.layouts import (
@@ -39,7 +40,6 @@ from mmtrain.pretrained.shapes import ParameterShape, vision_shape
 
 STOCK_SETTINGS = {"projector_hidden_act": "gelu", "adapter_layer_norm_eps": 1e-6, "multimodal_projector_bias": True}
 NEWLINE = "image_newline"
-MOST_TILES = 100  # of a grid, as of model.vision.max_tiles: each image makes a canvas of so many
 DEFAULT_FACTOR = 2  # of the stock classes that shuffle
 
 
@@ -257,10 +257,10 @@ def image_layout(config: RunConfig) -> ImageLayout:
             f"model.vision.pinpoints: {list(wrong[0])} are no multiples of {size}, the side of a tile of {chosen.name} "
             f"in pixels; leave them out for {name}'s own"
         )
-    if large := [pair for pair in chosen.pinpoints or () if pair[0] * pair[1] > MOST_TILES * size**2]:
+    if large := [pair for pair in chosen.pinpoints or () if pair[0] * pair[1] > MAX_TILES * size**2]:
         raise UserError(
             f"model.vision.pinpoints: {list(large[0])} are {large[0][0] * large[0][1] // size**2:,} tiles of {size} "
-            f"pixels a side; at most {MOST_TILES} are taken"
+            f"pixels a side; at most {MAX_TILES} are taken"
         )
     pinpoints = chosen.pinpoints or default_pinpoints(name, size)
     positions, max_tiles = vision.patches_per_image // factor**2, chosen.max_tiles or DEFAULT_MAX_TILES

@@ -100,7 +100,7 @@ class ImageLayout:
     @property
     def of_texts(self) -> ImageLayout:
         """A layout that writes the same texts around an image and asks as little of it as can be."""
-        return ONE_SQUARE if self.name in WITH_NEWLINES else replace(self, positions_per_tile=1, pinpoints=())
+        return ONE_SQUARE if self.has_newlines else replace(self, positions_per_tile=1, pinpoints=())
 
     @property
     def has_texts(self) -> bool:
@@ -128,7 +128,7 @@ class ImageLayout:
         if self.name == TILES:
             return self.max_tiles + (self.max_tiles > 1)
         grids = [height // self.tile_size * (width // self.tile_size) for height, width in self.pinpoints]
-        return max(grids) + 1 if self.name in WITH_NEWLINES else 1
+        return max(grids) + 1 if self.has_newlines else 1
 
     @property
     def most_positions(self) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
+from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
 from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.connectors import NEWLINE, refuse_other_settings
 from mmtrain.pretrained.doors import DOORS, Door, stock_door
@@ -39,7 +40,6 @@ from mmtrain.pretrained.vision_files import image_settings, preprocessing
 
 _log = logging.getLogger(__name__)
 Keys = dict[str, Any]
-MOST_TILES, MOST_GRIDS, LARGEST_GRID = 100, 400, 100_000  # as config/model.py bounds max_tiles and pinpoints
 PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
 BY_PARTS = f"give the model by its parts instead, in {', '.join(PARTS)}"
 _CONNECTOR = re.compile(r"(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.")
@@ -170,7 +170,7 @@ class _Whole:
         side = self.vision.image_size
         if not _are_grids(said, side):
             raise UserError(
-                f"config.json says image_grid_pinpoints {_shown(said)}; needed are up to {MOST_GRIDS} pairs of height "
+                f"config.json says image_grid_pinpoints {_shown(said)}; needed are up to {MAX_GRIDS} pairs of height "
                 f"and width, multiples of {side}, the side of its encoder's square in pixels"
             )
         if [list(pair) for pair in said] != _lists(made):
@@ -252,10 +252,10 @@ def _aya(whole: _Whole) -> Keys:
     keys: Keys = {"layout": TILES, "max_tiles": most, "image_fit": None} if cut else {"image_fit": fit}
     if not cut:
         whole.one_tile("max_patches", most, most == 1)
-    elif fit != "resize" or fewest != 1 or not is_whole(most, 1, MOST_TILES):
+    elif fit != "resize" or fewest != 1 or not is_whole(most, 1, MAX_TILES):
         raise UserError(
             f"its image processor has max_patches {_shown(most)}, min_patches {_shown(fewest)} and pictures made by "
-            f"{fit}; needed are up to {MOST_TILES} tiles, at least 1, resized"
+            f"{fit}; needed are up to {MAX_TILES} tiles, at least 1, resized"
         )
     whole.no_texts(around if cut else {**around, **before}, TILES if cut else SQUARE)
     return keys | {
@@ -328,9 +328,9 @@ def _are_grids(value: Any, side: int) -> bool:
     """Whether a value is a list of pairs of multiples of so many pixels."""
     return (
         isinstance(value, list | tuple)
-        and 0 < len(value) <= MOST_GRIDS
+        and 0 < len(value) <= MAX_GRIDS
         and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
-        and all(is_whole(pixels, side, LARGEST_GRID) and pixels % side == 0 for pair in value for pixels in pair)
+        and all(is_whole(pixels, side, MAX_GRID_SIDE) and pixels % side == 0 for pair in value for pixels in pair)
     )
 
 

@@ -82,11 +82,12 @@ def _data(run: RunRecord) -> Finding:
     totals, question = run.totals, "On which data?"
     if not run.steps:
         return Finding(question, data_source(run), "No step is recorded yet.")
+    tiles = "" if totals["tiles"] == totals["images"] else f" in {counted(totals['tiles'], 'tile')}"
     return Finding(
         question,
         counted(totals["samples"], "sample"),
-        f"of {data_source(run)}: {counted(totals['images'], 'image')}, {counted(totals['tokens'], 'token')}, of which "
-        f"{totals['supervised_tokens']:,} are supervised, in {counted(run.steps, 'step')}.",
+        f"of {data_source(run)}: {counted(totals['images'], 'image')}{tiles}, {counted(totals['tokens'], 'token')}, "
+        f"of which {totals['supervised_tokens']:,} are supervised, in {counted(run.steps, 'step')}.",
     )
 
 

@@ -60,6 +60,7 @@ class Train(_Metrics):
     lr_groups: Annotated[dict[Name, Number], Field(max_length=1000)] = {}
     samples: Count = 0
     images: Count = 0
+    tiles: Count | None = None  # None: of a version in which each image was one
     tokens: Count = 0
     supervised_tokens: Count = 0
     quarantined: Count = 0

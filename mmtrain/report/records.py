@@ -77,7 +77,7 @@ class RunRecord:
     ranks: list[RankTime] = field(default_factory=list)
     timed_steps: int = 0
     seconds: float = 0.0  # that steps and evaluations took
-    totals: Counter[str] = field(default_factory=Counter)  # samples, images, tokens, quarantined, ...
+    totals: Counter[str] = field(default_factory=Counter)  # samples, images, tiles, tokens, quarantined, ...
     epochs: list[Epoch] = field(default_factory=list)
     quarantined: list[Quarantined] = field(default_factory=list)  # the first
     reasons: Counter[str] = field(default_factory=Counter)  # of quarantine
@@ -274,6 +274,7 @@ def _add_step(run: RunRecord, line: Train, clock: _Clock, *, counts: bool) -> No
     if clock.now is not None:
         run.progress.add(clock.now, done)
     run.totals.update({name: getattr(line, name) for name in ("samples", "images", "tokens", "supervised_tokens")})
+    run.totals["tiles"] += line.images if line.tiles is None else line.tiles
     run.totals["quarantined"] += line.quarantined
     if line.no_update is not None:
         _add_event(run, Event("no update", done, clock.now, line.no_update))

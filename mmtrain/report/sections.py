@@ -29,6 +29,7 @@ from mmtrain.report.records import RunRecord
 
 WORDS = (
     ("sample", "one conversation with its images"),
+    ("tile", "a square of pixels that the encoder sees at once: an image is one, or several"),
     ("pack", "a token sequence of fixed length, which holds samples one after another"),
     ("micro-batch", "what one pipeline forward handles: one or several packs"),
     ("step", "one optimizer step, a global number that no layout changes"),

@@ -262,6 +262,24 @@ def test_the_headline_is_as_sure_as_the_scores_are(run, before, after, control, 
         assert findings[question].answer.startswith(answer) and findings[question].tone == tone
 
 
+@pytest.mark.parametrize(
+    ("tiles", "said"),
+    [
+        ((5, 7), "4 images in 12 tiles, "),
+        ((2, 2), "4 images, "),
+        ((None, 2), "4 images, "),
+        ((None, 7), "in 9 tiles, "),
+    ],
+)
+def test_tiles_are_told_where_they_are_not_the_images(run, tiles, said):
+    """A record of a version without tiles counts each image as one."""
+    step = {"kind": "train", "samples": 2, "images": 2, "tokens": 9}
+    (run / "metrics.jsonl").write_text("")
+    append(run / "metrics.jsonl", *({**step, "step": n, "tiles": count} for n, count in enumerate(tiles)))
+    data = next(finding for finding in headline(read_run(run)) if finding.question.startswith("On which data"))
+    assert said in data.text
+
+
 def test_time_is_from_begin_to_end_and_a_pause_is_no_line_and_a_stretch_of_quarantine_one_row(run):
     step = {"kind": "train", "seconds": 1, "loss": 1, "tokens_per_second": 1}
     steps = [{**step, "step": n, "time": 1e9 + n + 500 * (n > 4)} for n in range(10)]
