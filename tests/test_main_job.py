@@ -15,6 +15,7 @@ from mmtrain import launch
 from mmtrain.demo.data import make_demo_shards
 
 AFTER = CONFIG.with_name("demo_lora.yaml")
+SHEET = CONFIG.with_name("demo_sheet.yaml")
 
 
 @pytest.fixture
@@ -117,6 +118,19 @@ def test_after_the_job_the_llm_learns_what_follows_and_forgets_nothing(tmp_path,
     (control,) = records(tmp_path, "eval_permuted", "demo_lora")
     assert first["exact_match"] <= 0.05 if asked == "next-held-out" else first["exact_match"] >= 0.9
     assert last["exact_match"] >= enough and control["exact_match"] <= 0.05
+
+
+SQUEEZED = ("model.vision.layout=square", "data.image_fit=resize", "run.name=demo_sheet")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("mode", "least", "most"), [((), 0.9, 1.0), (SQUEEZED, 0.0, 0.5)], ids=["tiles", "one square"])
+def test_what_is_small_on_a_large_sheet_takes_tiles_to_be_read(tmp_path, mode, least, most):
+    assert launch.main([str(SHEET), f"run.dir={tmp_path}", *mode]) == 0
+    first, *_, last = records(tmp_path, "eval", "demo_sheet")
+    (control,) = records(tmp_path, "eval_permuted", "demo_sheet")
+    assert first["exact_match"] <= 0.05 and least <= last["exact_match"] <= most and control["exact_match"] <= 0.15
 
 
 def test_nothing_to_train_is_refused(tmp_path, capsys):

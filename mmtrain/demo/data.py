@@ -4,7 +4,8 @@ split --draw scenes--> picture (PNG) + conversation --sharding--> CACHE/demo/<sp
 
 Made on first use, in seconds, from the scans that belong to the split; the same wherever Pillow compresses alike.
 `demo:next-train` and `demo:next-held-out` are the same pictures with other questions, for what is trained afterwards;
-`demo:text-train` and `demo:text-held-out` have no pictures.
+`demo:text-train` and `demo:text-held-out` have no pictures. `demo:sheet-train` and `demo:sheet-held-out` are the
+pictures and questions of the first two, each picture a note on a sheet of four times its width.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.prepare.sharding import KeyedSample, write_shards
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.shards.shard_list import demo_shards
-from mmtrain.demo.pictures import Scans, Use, paint
+from mmtrain.demo.pictures import Scans, Use, lay, paint
 from mmtrain.demo.scene import draw_scene
 from mmtrain.demo.text import Turns, ask_next, ask_reversed, converse
 from mmtrain.pretrained.model_files import PREFIX, is_demo
@@ -37,10 +38,13 @@ SAMPLES = {
     "next-held-out": 256,
     "text-train": 6400,
     "text-held-out": 256,
+    "sheet-train": 6400,
+    "sheet-held-out": 256,
 }
 USES: dict[str, Use] = {"train": "projector", "held-out": "held-out"}
 TEXT = "text-"  # before the name of a split without pictures
 NEXT = "next-"  # before the name of the split whose pictures they are
+SHEET = "sheet-"  # the same, laid on sheets
 SAMPLES_PER_SHARD = 800
 
 
@@ -106,17 +110,19 @@ def draw_samples(split: str) -> Iterator[KeyedSample]:
             key = f"{split}-{number:06d}"
             yield key, {"id": key, "conversations": _turns(ask_reversed(random.Random(f"demo {key}")))}, []
         return
-    pictures = split.removeprefix(NEXT)
+    pictures = split.removeprefix(NEXT).removeprefix(SHEET)
     draw = random.Random(f"demo {pictures}")
     scans = Scans(USES[pictures])
     for number in range(SAMPLES[split]):
         key = f"{split}-{number:06d}"
         scene = draw_scene(draw)
-        stream = io.BytesIO()
-        paint(scene, scans, draw).save(stream, "PNG")
+        stream, picture = io.BytesIO(), paint(scene, scans, draw)
         spoken = converse(scene, draw)  # drawn in any case, else the pictures that follow would be others
-        if split != pictures:
+        if split.startswith(NEXT):
             spoken = ask_next(scene, random.Random(f"demo {key}"))
+        if split.startswith(SHEET):
+            picture, _ = lay(picture, random.Random(f"demo {key}"))
+        picture.save(stream, "PNG")
         turns = _turns(spoken)
         turns[0]["value"] = f"{IMAGE_MARK}\n{turns[0]['value']}"
         yield key, {"id": key, "image": f"{key}.png", "conversations": turns}, [("png", stream.getvalue())]

@@ -1,6 +1,7 @@
 """Scenes as pictures: real handwriting, coloured, on a dark ground.
 
 scans (N, 8, 8) of scikit-learn's `load_digits` --split by use--> --enlarge, turn, shift, colour--> RGB (64, 64)
+such a picture as a note on an empty sheet, one of SHEET_TILES places in a row --lay--> RGB (64, 256)
 
 The scans are the test part of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, UCI Machine Learning
 Repository, CC BY 4.0): 1,797 digits of 13 people. They are split once, by a fixed permutation: what the vision encoder
@@ -24,6 +25,7 @@ SPLIT_SEED = 20261120
 INKS = ((225, 60, 60), (60, 190, 90), (80, 120, 245), (235, 215, 70), (240, 240, 240), (245, 130, 210))
 INK_JITTER = 15  # of 255, each channel
 GROUND = 60  # brightest ground, of 255
+SHEET_TILES = 4  # that an encoder of the pictures' size sees of a sheet: as one square it is a quarter as wide
 
 Use = Literal["encoder", "projector", "held-out"]
 SHARES: dict[Use, float] = {"encoder": 0.6, "projector": 0.2, "held-out": 0.2}
@@ -73,3 +75,11 @@ def paint(scene: Scene, scans: Scans, draw: random.Random) -> Image.Image:
             corner = (cell % 2 * CELL, cell // 2 * CELL)
             picture.paste(ink, (*corner, corner[0] + CELL, corner[1] + CELL), scans.ink(item.digit, draw))
     return picture
+
+
+def lay(note: Image.Image, draw: random.Random) -> tuple[Image.Image, int]:
+    """Lay a painted scene on a wide empty sheet, where one tile holds all of it: the sheet, and which tile that is."""
+    sheet = Image.new("RGB", (SHEET_TILES * SIZE, SIZE), tuple(draw.randint(0, GROUND) for _ in range(3)))
+    tile = draw.randrange(SHEET_TILES)
+    sheet.paste(note, (tile * SIZE, 0))
+    return sheet, tile

@@ -6,13 +6,18 @@ import json
 import multiprocessing
 from itertools import islice
 
+import numpy as np
 import pytest
+import torch
 import webdataset
 from PIL import Image
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.shards.shard_list import demo_shards, expand_shards
+from mmtrain.data.stream.images import image_transform
 from mmtrain.demo.data import SAMPLES, draw_samples, make_demo_shards
+from mmtrain.demo.pictures import SIZE
+from mmtrain.pretrained.layouts import ImageLayout
 
 
 def made(name):
@@ -71,6 +76,21 @@ def test_what_comes_next_is_asked_about_the_same_pictures_none_of_which_is_held_
     pictures = {split: [images for _, _, images in islice(draw_samples(split), 300)] for split in SAMPLES}
     assert pictures["next-train"] == pictures["train"] and pictures["next-held-out"] == pictures["held-out"]
     assert len({repr(images) for images in pictures["train"] + pictures["held-out"]}) == 300 + SAMPLES["held-out"]
+
+
+def test_a_sheet_holds_a_picture_of_the_demo_in_one_of_its_tiles_and_nothing_else():
+    places = set()
+    for (_, _, pictures), (_, record, sheets) in islice(
+        zip(draw_samples("train"), draw_samples("sheet-train"), strict=True), 40
+    ):
+        picture, sheet = (Image.open(io.BytesIO(found[0][1])) for found in (pictures, sheets))
+        tiles = image_transform("demo:vision").cut(sheet, ImageLayout("tiles", 16, SIZE).tiling(*sheet.size))
+        held = [tile.equal(torch.from_numpy(np.asarray(picture).transpose(2, 0, 1).copy())) for tile in tiles]
+        plain = [len(tile.flatten(1).unique(dim=1)[0]) == 1 for tile in tiles[:-1]]
+        assert sum(held) == 1 and sum(plain) >= 3
+        places.add(held.index(True))
+        assert record["conversations"][0]["value"].startswith("<image>\n")
+    assert places == {0, 1, 2, 3}
 
 
 def test_shards_that_runs_have_begun_on_stay_the_same():

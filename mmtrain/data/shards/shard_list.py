@@ -34,7 +34,8 @@ from mmtrain.pretrained.model_files import PREFIX, is_demo
 
 _log = logging.getLogger(__name__)
 PIPE = "pipe:"
-SPLITS = ("train", "held-out", "next-train", "next-held-out", "text-train", "text-held-out")  # of the demo's data
+_KINDS = ("", "next-", "text-", "sheet-")
+SPLITS = tuple(kind + split for kind in _KINDS for split in ("train", "held-out"))  # of the demo's data
 # What makes them; the cache never outlives it.
 _DEMO_SOURCES = ("data/prepare/sharding.py", *(f"demo/{name}.py" for name in ("data", "pictures", "scene", "text")))
 
