@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from mmtrain.base.durable import held
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, shortened
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
+from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
 from mmtrain.pretrained.doors import DOORS
 from mmtrain.pretrained.families import check_family
@@ -198,9 +200,24 @@ class Conversation:
             raise UserError(f"{self.folder}: is asked about pictures: give one (--image FILE)")
         with foreign_files(self.folder):
             self.images = [_resized(image, processor.image_processor) for image in images]
+        self._refuse_large_squares()
         self.limit = limit
         self.show = show
         self.messages = [self._message("system", system)] if system else []
+
+    def _refuse_large_squares(self) -> None:
+        """Raise UserError for a picture that the processor would pad to a square of more pixels than are decoded."""
+        family = self.model.config.model_type
+        several = family == "llava_onevision" and len(self.images) > 1
+        if not several and not (family == "llava" and getattr(self.processor.image_processor, "do_pad", False)):
+            return
+        for image in self.images:
+            if max(image.size) ** 2 > MAX_IMAGE_PIXELS:
+                raise UserError(
+                    f"a picture of {image.width:,} x {image.height:,} pixels: the model's processor pads it to a "
+                    f"square, and at most {math.isqrt(MAX_IMAGE_PIXELS):,} pixels a side are taken; make it smaller"
+                    + (", or ask about it alone" if several else "")
+                )
 
     def takes_questions(self) -> bool:
         """Whether the template writes anything around a question; the plain one, for captions, does not."""

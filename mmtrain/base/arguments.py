@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,17 +37,18 @@ def share(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text}: a share from 0 to 1 is needed")
 
 
-def positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
-    """The `type` of an argument that is a number above 0."""
+def positive(kind: type[int] | type[float], most: float = math.inf) -> Callable[[str], int | float]:
+    """The `type` of an argument that is a number above 0, and at most `most`."""
 
     def parse(text: str) -> int | float:
         try:
             value = kind(text)
         except ValueError:
             value = 0
-        if not value > 0:
+        if not 0 < value <= most:
             least = "a whole number, at least 1," if kind is int else "a number above 0"
-            raise argparse.ArgumentTypeError(f"{text}: {least} is needed")
+            bound = "" if most == math.inf else f" and at most {most:,},"
+            raise argparse.ArgumentTypeError(f"{text}: {least}{bound} is needed")
         return value
 
     return parse

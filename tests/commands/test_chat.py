@@ -228,6 +228,12 @@ def test_wrong_input_is_named(work, llava, tiny, capsys):
     assert "the model takes 2,048" in refused(capsys, llava, picture, "--max-new-tokens", "2048")
 
 
+def test_a_picture_whose_padded_square_is_too_large_is_refused_before_it_is_made(llava, tmp_path, capsys):
+    Image.new("RGB", (30_000, 1)).save(tmp_path / "long.png")
+    said = refused(capsys, llava, tmp_path / "long.png", "--prompt", "What?")
+    assert "30,000 x 1 pixels" in said and "10,000 pixels a side" in said
+
+
 def test_a_damaged_checkpoint_is_refused(work, tmp_path, capsys):
     shutil.copytree(work / "chat", tmp_path / "chat")
     (file,) = (tmp_path / "chat").rglob("projector.safetensors")

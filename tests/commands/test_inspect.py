@@ -479,6 +479,8 @@ def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):
         (("--config", "a.yaml", "--layout", "tiles"), "--layout: --config says it"),
         (("--factor", "2"), "--factor: of the patches of --vision NAME"),
         (("--max-tiles", "3"), "--max-tiles is a number of --layout tiles, not of square"),
+        (("--layout", "tiles", "--max-tiles", "1000000000"), "at least 1, and at most 100, is needed"),
+        (("--layout", "tiles", "--tile-size", "5000"), "at most 4,096, is needed"),
         (("--vision", "v", "--tile-size", "32"), "--tile-size: --vision v says it"),
     ],
 )

@@ -18,7 +18,7 @@ from mmtrain.config.load import load_config
 from mmtrain.config.templates import FILE, NAMES, template_argument
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.shards.detection import add_format_arguments, format_of_arguments, sample_format
-from mmtrain.pretrained.connectors import image_layout
+from mmtrain.pretrained.connectors import MOST_TILES, image_layout
 from mmtrain.pretrained.layouts import (
     DEFAULT_MAX_TILES,
     IDEFICS3,
@@ -36,6 +36,7 @@ from mmtrain.pretrained.shapes import VisionShape, vision_shape
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
 from mmtrain.pretrained.whole_models import completed
 
+LONGEST_TILE = 4_096  # pixels a side of --tile-size; the largest encoders take 1,540
 # A configuration says what these do.
 _OF_MODEL = ("tokenizer", "template", "format", "caption_key", "caption_prompt")
 _OF_LAYOUT = ("layout", "max_tiles", "vision", "factor", "tile_size", "tokens_per_image")
@@ -97,7 +98,7 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-tiles",
-        type=positive(int),
+        type=positive(int, MOST_TILES),
         metavar="N",
         help=f"as model.vision.max_tiles, of --layout {TILES} ({DEFAULT_MAX_TILES})",
     )
@@ -115,7 +116,10 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
         "connector joins 2, SmolVLM's mostly 4; 1: each is a token)",
     )
     parser.add_argument(
-        "--tile-size", type=positive(int), metavar="PIXELS", help="instead: a side of the encoder's square"
+        "--tile-size",
+        type=positive(int, LONGEST_TILE),
+        metavar="PIXELS",
+        help="instead: a side of the encoder's square",
     )
     parser.set_defaults(tokens_per_image=None)  # an option of commands that ask for it
 
