@@ -46,7 +46,7 @@ TORCH_FREE_WINGS = (
 USE_TORCH = "processes.fork_server  processes.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """
 data.samples.records  data.samples.formats  data.samples.sample
-data.stream.order  data.stream.catalog
+data.stream.order  data.stream.image_totals  data.stream.catalog
 data.inspection.survey
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose  checkpoint.begin
 engine.utilization  engine.trace  evaluation.console  model.projector_files  model.probe

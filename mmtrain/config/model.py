@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, create_model, model_validator
 
 from mmtrain.config.keys import Files, Fixed, Free, Kept, Measured, NamesFiles, OnResume
-from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS
+from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS, MAX_TILES
 from mmtrain.config.section import Float, Section, wrong_together
 
 Dtype = Literal["float32", "bfloat16"]
@@ -46,7 +46,7 @@ class VisionSection(Section):
     trained newline (LLaVA-NeXT); anyres_max_9: the same with larger grids, whose positions are interpolated to those of
     9 squares where they are more than 1.21 times as many: with the whole and newlines at most some 12 squares'
     (LLaVA-OneVision)"""
-    max_tiles: Kept[Annotated[int, Field(ge=1, le=100)] | None] = None
+    max_tiles: Kept[Annotated[int, Field(ge=1, le=MAX_TILES)] | None] = None
     """squares that layout tiles cuts an image into at most, the one of the whole not counted; null: 12"""
     pinpoints: Kept[Pinpoints | None] = None
     """grids that anyres and anyres_max_9 choose from, as (height, width) in pixels, e.g. [[384, 768], [768, 384]]:

@@ -133,7 +133,7 @@ class ImageLayout:
     @property
     def most_positions(self) -> int:
         """Positions of an image at most, without text around them; a bound where grids are interpolated."""
-        if self.name not in WITH_NEWLINES:
+        if not self.has_newlines:
             return self.most_tiles * self.positions_per_tile
         most = 9 if self.name == ANYRES_MAX_9 else None
         return most_unpadded(self.tile_size, self.positions_per_tile, self.pinpoints, most)
