@@ -14,11 +14,12 @@ from pathlib import Path
 
 from mmtrain.base.arguments import positive
 from mmtrain.base.errors import UserError
+from mmtrain.config.limits import MAX_TILES
 from mmtrain.config.load import load_config
 from mmtrain.config.templates import FILE, NAMES, template_argument
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.shards.detection import add_format_arguments, format_of_arguments, sample_format
-from mmtrain.pretrained.connectors import MOST_TILES, image_layout
+from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.layouts import (
     DEFAULT_MAX_TILES,
     IDEFICS3,
@@ -98,7 +99,7 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-tiles",
-        type=positive(int, MOST_TILES),
+        type=positive(int, MAX_TILES),
         metavar="N",
         help=f"as model.vision.max_tiles, of --layout {TILES} ({DEFAULT_MAX_TILES})",
     )
