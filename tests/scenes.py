@@ -165,6 +165,11 @@ def make_document(
     return Document(tuple(ids), tuple(labels), pixels, tilings)
 
 
+def _uncut(document: Document) -> tuple[Tiling, ...]:
+    images = 0 if document.images is None else len(document.images)
+    return (Tiling.uncut(document.ids.count(IMAGE_POSITION) // images),) * images if images else ()
+
+
 def as_batch(microbatch: Microbatch, pack_length: int) -> PackedBatch:
     """Rows of documents, each padded by one more document without labels."""
     ids, positions, labels, images = [], [], [], []
@@ -185,7 +190,7 @@ def as_batch(microbatch: Microbatch, pack_length: int) -> PackedBatch:
         labels=torch.tensor(labels),
         tiles=torch.cat(images) if images else None,
         keys=tuple(str(i) for i in range(len(documents))),
-        tilings=tuple(tiling for d in documents for tiling in d.tilings),
+        tilings=tuple(tiling for d in documents for tiling in d.tilings or _uncut(d)),
         tokens=sum(len(d.ids) for d in documents),
         epochs=(0,) * len(microbatch),
     )

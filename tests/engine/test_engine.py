@@ -222,7 +222,7 @@ def test_tokens_and_answers_are_counted_as_the_stock_models_logits_say(parts, pi
 def damaged(microbatches):
     microbatches = list(microbatches)
     ((document,),) = microbatches[1]
-    microbatches[1] = [[replace(document, tiles=torch.full_like(document.tiles, float("nan")))]]
+    microbatches[1] = [[replace(document, images=torch.full_like(document.images, float("nan")))]]
     return tuple(microbatches)
 
 
