@@ -23,6 +23,13 @@ from mmtrain.config.load import load_config
 EARLIER = Path(__file__).parent / "earlier_run"
 
 
+RENAMED = {
+    "chunks_per_rank": "stages_per_rank",
+    "encoder_run_ahead": "encoder_prefetch",
+    "max_images_per_pack": "max_tiles_per_pack",
+}
+
+
 @pytest.fixture
 def earlier(tmp_path, monkeypatch) -> Path:
     """A copy of the folder, in which commands run, as the run's did."""
@@ -33,8 +40,10 @@ def earlier(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def renamed(earlier) -> Path:
     """The run's configuration with the keys' new names."""
-    text = (earlier / "run" / "config.yaml").read_text().replace("chunks_per_rank", "stages_per_rank")
-    (earlier / "renamed.yaml").write_text(text.replace("encoder_run_ahead", "encoder_prefetch"))
+    text = (earlier / "run" / "config.yaml").read_text()
+    for old, new in RENAMED.items():
+        text = text.replace(old, new)
+    (earlier / "renamed.yaml").write_text(text)
     return Path("renamed.yaml")
 
 
@@ -52,6 +61,7 @@ def test_an_old_key_is_refused_with_its_new_name_and_with_that_the_run_goes_on_a
     said = capsys.readouterr().err
     assert "parallel.chunks_per_rank: the key is called parallel.stages_per_rank now; rename it" in said
     assert "parallel.encoder_run_ahead: the key is called parallel.encoder_prefetch now; rename it" in said
+    assert "data.max_images_per_pack: the key is called data.max_tiles_per_pack now; rename it" in said
 
     undisturbed = losses(EARLIER / "run")
     printed = train(renamed, "run.name=run").printed
