@@ -391,5 +391,5 @@ def test_a_damaged_image_is_rejected_whether_it_would_be_made_smaller_or_not(fol
 def test_every_reason_has_a_test_here_or_with_the_tool():
     tested = {reason for reason, *_ in BAD_TEXTS} | {name for words, _ in BAD_IMAGES.values() for name in words.split()}
     of_shards = {"template", "no_json", "no_caption", "image_names", "duplicate_member", "checksum", "no_encoder"}
-    of_shards |= {"masked_answer", "unread_media", "unfit_shape"}
+    of_shards |= {"masked_answer", "unread_media", "unfit_shape", "other_size"}
     assert set(REASONS) - tested == {"duplicate_id"} | of_shards
