@@ -77,6 +77,7 @@ from mmtrain.processes.pool import usable_cores
 
 # Reasons of shards' samples.
 NOT_OF_RECORDS = ("template", "no_json", "image_names", "duplicate_member", "checksum", "no_encoder")
+NOT_OF_RECORDS += ("unfit_shape", "other_size")  # of images in tiles, which the tool does not cut
 EXAMPLES = f"""\
   LLaVA's 558K pairs for stage 1 (its images.zip unpacked into LLaVA-Pretrain/images):
     mmtrain shard --json LLaVA-Pretrain/blip_laion_cc_sbu_558k.json --images LLaVA-Pretrain/images \\
