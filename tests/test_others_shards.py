@@ -155,7 +155,7 @@ def test_tokens_labels_and_pictures_are_those_of_the_same_data_through_mmtrain_s
     }
     for their, our in zip(theirs, ours, strict=True):
         assert their.keys == our.keys and their.faults == our.faults == ()
-        for field in ("input_ids", "position_ids", "labels", "images"):
+        for field in ("input_ids", "position_ids", "labels", "tiles"):
             assert torch.equal(getattr(their, field), getattr(our, field)), field
 
 

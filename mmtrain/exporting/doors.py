@@ -159,13 +159,16 @@ class StockDoor(StockClass):
 
         Not AutoProcessor's: where files name no class, that passes trust_remote_code on to none of a processor's parts.
         """
-        options = {"local_files_only": True, "trust_remote_code": False}
         backend = {"backend": "pil"}
         is_of_three = self.video_processor is not None
         stock = getattr(transformers, name or self.processor_name)
-        processor = stock.from_pretrained(folder, **options, **({} if is_of_three else backend))
+        processor = stock.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **({} if is_of_three else backend)
+        )
         if is_of_three and self.has_pillow:
-            processor.image_processor = AutoImageProcessor.from_pretrained(folder, **options, **backend)
+            processor.image_processor = AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, **backend
+            )
         return processor
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
