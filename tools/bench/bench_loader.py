@@ -80,7 +80,7 @@ class PlainPack:
     input_ids: torch.Tensor  # (1, L) int64
     position_ids: torch.Tensor  # (1, L) int64
     labels: torch.Tensor  # (1, L) int64
-    images: torch.Tensor  # (N, 3, S, S) float32
+    tiles: torch.Tensor  # (N, 3, S, S) float32
     keys: list[str]
 
 
