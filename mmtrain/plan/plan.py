@@ -21,6 +21,8 @@ class StagePlan:
     front: bool
     head: bool
     recompute_layers: int = 0  # of its decoder layers, from the first on
+    encoder: tuple[int, int] | None = None
+    """Blocks [first, last) of the encoder that its rank holds as a slice; None: of stage 0 all, of another none."""
 
     @property
     def layers(self) -> tuple[str, ...]:
