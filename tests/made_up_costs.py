@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from mmtrain.plan.block_costs import Flops
-from mmtrain.plan.costs import EncoderCost, LayerCost, RunCosts, Workload
+from mmtrain.plan.costs import LayerCost, RunCosts
+from mmtrain.plan.encoder_costs import EncoderCost
 from mmtrain.plan.stage_costs import Setting, StageCosts
 from mmtrain.plan.timings import LayerSeconds, Timings
+from mmtrain.plan.workload import Workload
 
 
 def made_up_costs(
@@ -35,7 +37,7 @@ def made_up_costs(
     costs = RunCosts(
         layers=tuple(layers),
         whole_last=last,
-        encoder=EncoderCost(draw.randrange(9), True, draw.randrange(9), draw.randrange(4), draw.randrange(4)),
+        encoder=_encoder(draw),
         work=Workload(64, 8, 8, 8, 8),
         hidden_bytes=draw.randrange(5),
         integer_bytes=draw.randrange(2),
@@ -45,6 +47,7 @@ def made_up_costs(
     )
     # The last decoder layer costs no less for all tokens than for the supervised ones.
     more = draw.randrange(4)
+    blocks = costs.encoder.blocks
     timings = Timings(
         device=None,
         layers=tuple(seconds),
@@ -53,25 +56,35 @@ def made_up_costs(
             last_seconds.backward + more * (decoder >= first),
             last_seconds.recomputing + 2 * more * (decoder >= first),
         ),
-        encode=float(draw.randrange(4)),
+        encode_stem=float(draw.randrange(2)),
+        encode_block=float(draw.randrange(4)) / blocks,
+        encoder_blocks=blocks,
         call=0.5 * draw.randrange(3),
         send=0.25 * messages * draw.randrange(2),
         receive=0.25 * messages * draw.randrange(2),
         transfer=0.5 * messages * draw.randrange(3),
+        send_features=0.25 * messages * draw.randrange(2),
+        receive_features=0.25 * messages * draw.randrange(2),
+        transfer_features=0.5 * messages * draw.randrange(3),
         end=float(draw.randrange(3)),
     )
     return StageCosts(costs, timings, Setting(pipeline, microbatches, memory_bytes, recompute, polls))
 
 
-def equal_costs(layers: Sequence[float], *, pipeline: int, microbatches: int, encode: float = 0.0) -> StageCosts:
-    """Layers that take these seconds forward and as many backward, no memory, nothing else; the first one trains."""
+def equal_costs(
+    layers: Sequence[float], *, pipeline: int, microbatches: int, encode: float = 0.0, blocks: int = 1
+) -> StageCosts:
+    """Layers that take these seconds forward and as many backward, no memory, nothing else; the first one trains.
+
+    An encoder of so many blocks takes `encode` seconds.
+    """
     costs = RunCosts(
         layers=tuple(
             LayerCost(str(i), str(i), ("p",) * (i == 0), 0, Flops(), Flops(), 0, 0, 0, 0, 0, 0, 0)
             for i in range(len(layers))
         ),
         whole_last=LayerCost("", "", (), 0, Flops(), Flops(), 0, 0, 0, 0, 0, 0, 0),
-        encoder=EncoderCost(0, True, 0, 0, 0),
+        encoder=EncoderCost(0, True, 0, 0, 0, blocks=blocks),
         work=Workload(64, 8, 8, 8, 8),
         hidden_bytes=0,
         integer_bytes=0,
@@ -80,8 +93,24 @@ def equal_costs(layers: Sequence[float], *, pipeline: int, microbatches: int, en
         kinds=(),
     )
     seconds = tuple(LayerSeconds(x, x, 2 * x) for x in layers)
-    timings = Timings(None, seconds, seconds[-2], encode, 0, 0, 0, 0, 0)
+    timings = Timings(None, seconds, seconds[-2], 0.0, encode / blocks, blocks, 0, 0, 0, 0, 0, 0, 0, 0)
     return StageCosts(costs, timings, Setting(pipeline, microbatches, None, "auto"))
+
+
+def _encoder(draw: random.Random) -> EncoderCost:
+    blocks, block_forward = draw.randrange(1, 7), draw.randrange(4)
+    return EncoderCost(
+        forward=blocks * block_forward + draw.randrange(2),
+        frozen=True,
+        working_bytes=draw.randrange(9),
+        feature_bytes=draw.randrange(4),
+        batch_bytes=draw.randrange(4),
+        blocks=blocks,
+        block_forward=block_forward,
+        block_bytes=draw.randrange(4),
+        stem_bytes=draw.randrange(3),
+        hidden_bytes=draw.randrange(4),
+    )
 
 
 def _layer(draw: random.Random, index: int, decoder: int, trains: bool, keeps: bool) -> LayerCost:

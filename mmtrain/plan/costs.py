@@ -7,13 +7,13 @@ supervised tokens only. Only what lies behind something trainable runs backward;
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
-from mmtrain.plan.workload import Workload, arranged_positions, tiles_per_call, workload
+from mmtrain.plan.encoder_costs import EncoderCost, encoder_costs
+from mmtrain.plan.workload import FP32, INTEGER, Workload, arranged_positions, workload
 from mmtrain.pretrained.connectors import (
     Gelu,
     LayerNorm,
@@ -23,14 +23,11 @@ from mmtrain.pretrained.connectors import (
     Swiglu,
     connector_parameters,
 )
-from mmtrain.pretrained.encoders import ENCODER_BLOCK
 from mmtrain.pretrained.families import WHOLE_LAST_LAYER
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.shapes import LlmShape, ParameterShape, VisionShape, matches
 
 BYTES = {"float32": 4, "bfloat16": 2}
-FP32 = 4  # bytes an element: the projector, master weights, gradients and AdamW's two moments
-INTEGER = 8  # bytes of a token id, position or label
 LOGITS_PER_CHUNK = 2**24  # elements; the loss makes logits in chunks of this size
 
 
@@ -100,18 +97,6 @@ class LayerCost:
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderCost:
-    """The vision encoder's forward, an instruction of its own on stage 0."""
-
-    forward: int  # FLOPs
-    frozen: bool  # else it belongs to the step, and is not prefetched
-    working_bytes: int
-    feature_bytes: int  # what a micro-batch's features take until its forward
-    batch_bytes: int  # what a loaded micro-batch takes until its forward
-    in_fp32: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class RunCosts:
     """All that a plan is made of; layers in the order in which they run: front, decoder layers, head."""
 
@@ -141,9 +126,6 @@ def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> F
     """
     costs = _LayerCosts(models, trainable, work).costs(rows_alone=True)
     return sum((layer.needed_flops for layer in costs.layers), Flops(costs.encoder.forward))
-
-
-_VISION_NORM = re.compile(r"vision\.(?:norm|layernorm|post_layernorm)\.")
 
 
 class _LayerCosts:
@@ -257,16 +239,11 @@ class _LayerCosts:
         )
 
     def encoder_and_front(self) -> tuple[EncoderCost, LayerCost]:
-        """The encoder's forward; and the front: the encoder's backward if it trains, projector, embedding (0 FLOPs)."""
+        """The encoder; and the front: its backward and weights if it trains, projector, embedding (0 FLOPs)."""
         llm, vision, work = self.models.llm, self.models.vision, self.work
-        size, patches = self.vision_size, self.patches
-        tokens = work.tiles * (vision.patches_per_image + vision.prefix_tokens)
-        encoder, kept, upstream = Flops(), 0, False
-        for parts in self.encoder_parts(tokens):
-            flops, kept_here = total(parts, upstream)
-            encoder, kept = encoder + flops, kept + kept_here
-            upstream = upstream or any(part.trained for part in parts)
-        encoder_backward = replace(encoder, forward=0)  # its forward is an instruction of its own
+        encoder, backward = encoder_costs(vision, self.trained, work, self.vision_size)
+        upstream = not encoder.frozen
+        encoder_weights = [(vision.parameters, self.vision_size)] * upstream  # slices hold those of a frozen one
         projector, kept_here = total(self.projector_parts(), upstream)
         # Only a matrix between embedding and hidden width costs anything here, all else is lookup and addition. Text
         # does not pass the encoder: what trains there gives it no gradient.
@@ -277,16 +254,6 @@ class _LayerCosts:
             ],
             False,
         )
-        pixels = round(3 * vision.image_size**2 * work.tiles)
-        features = round(patches * vision.width) * size
-        at_once = 1.0  # share of the tiles
-        if work.tiles and not upstream:
-            at_once = min(1.0, tiles_per_call(vision.patches_per_image) / work.tiles)
-        # While a block runs: residual, normed, query, key, value, result, and the MLP's inner width (4x) twice.
-        block_working = round(14 * vision.width * tokens * at_once) * size
-        encoder_working = round(pixels * at_once) * FP32 + block_working
-        if at_once < 1:  # beside the tensor of all features
-            encoder_working += features
         # Image embeddings in fp32 and in the LLM's type, and hidden states before and after they are put in.
         hidden = round(work.image_positions * llm.hidden_size)
         embedded = round(work.tokens * llm.hidden_size) * self.llm_size
@@ -294,46 +261,16 @@ class _LayerCosts:
         fused = hidden * (FP32 + self.llm_size) + 2 * embedded
         widest = max((rows * one.outputs for one, rows in self.connector_rows() if isinstance(one, Linear)), default=0)
         # Gradients of linear layers' results.
-        backward_working = round(3 * widest) * FP32 + 2 * block_working * upstream
+        backward_working = round(3 * widest) * FP32 + backward.working_bytes
         front = self.layer(
             "front",
-            [(vision.parameters, size), (self.models.projector, FP32), (llm.front, self.llm_size)],
-            inputs + encoder_backward + projector,
-            projector + encoder_backward * (size == FP32) + inputs * (self.llm_size == FP32),
-            kept + kept_here + kept_for_inputs,
+            [*encoder_weights, (self.models.projector, FP32), (llm.front, self.llm_size)],
+            inputs + backward.flops + projector,
+            projector + backward.flops * encoder.in_fp32 + inputs * (self.llm_size == FP32),
+            backward.kept_bytes + kept_here + kept_for_inputs,
             (max(fused, embedded + arranged), backward_working, backward_working),
         )
-        return (
-            EncoderCost(
-                encoder.forward,
-                frozen=not upstream,
-                working_bytes=encoder_working,
-                feature_bytes=features,
-                batch_bytes=round(3 * INTEGER * work.tokens) + pixels,  # token ids, positions, labels, images as bytes
-                in_fp32=size == FP32,
-            ),
-            front,
-        )
-
-    def encoder_parts(self, tokens: float) -> Iterator[list[Part]]:
-        """Patch convolution, class token, positions; the encoder's blocks; the norm behind them if it runs."""
-        vision, stem, norm = self.models.vision, [], []
-        blocks: dict[int, tuple[str, list[ParameterShape]]] = {}
-        for parameter in vision.parameters:
-            is_trained = parameter.name in self.trained
-            if found := ENCODER_BLOCK.match(parameter.name):
-                blocks.setdefault(int(found[1]), (found[0], []))[1].append(parameter)
-            elif _VISION_NORM.match(parameter.name):  # it keeps its input in fp32
-                norm.append(Part(0, trained=is_trained, saved_for_dgrad=2 * parameter.numel * tokens))
-            else:
-                flops = 2 * parameter.numel * self.patches if len(parameter.shape) == 4 else 0.0
-                stem.append(Part(0, flops, trained=is_trained))
-        yield stem
-        head_dim, keys = vision.width // vision.heads, vision.patches_per_image + vision.prefix_tokens
-        for _, (prefix, parameters) in sorted(blocks.items()):
-            block = Block(parameters, prefix, vision.width, vision.heads, vision.heads, head_dim)
-            yield block_parts(block, self.trained, self.vision_size, tokens, tokens, keys)
-        yield norm
+        return encoder, front
 
     def projector_parts(self) -> list[Part]:
         """The connector's operations at places 0, 1, 2, ...; all in fp32."""

@@ -15,10 +15,11 @@ from typing import Literal, NamedTuple
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device, cpu_device, find_calibration
-from mmtrain.plan.costs import FP32, LayerCost, Models, RunCosts, run_costs
+from mmtrain.plan.costs import LayerCost, Models, RunCosts, run_costs
 from mmtrain.plan.memory import Buffers, Instant, StageBytes, instants, peak
 from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.timings import CPU, GPU, Timings, assumed_timings, calibrated
+from mmtrain.plan.workload import FP32
 
 RESERVED_SHARE = 0.06
 """Share of a memory limit left to what is not counted, fragmentation above all."""
@@ -54,7 +55,7 @@ class StageNeed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankNeed:
-    """What the stages of one rank take; seconds for one micro-batch, the encoder included."""
+    """What the stages of one rank take; seconds for one micro-batch, a slice of the encoder included."""
 
     stages: tuple[StageNeed, ...]
     recompute_layers: tuple[int, ...]  # of each stage
@@ -135,7 +136,7 @@ class StageCosts:
         return sums * (1 - 1e-12)
 
     def least_bytes(self, begin: int, end: int) -> int:
-        """Weights and optimizer state of layers [begin, end)."""
+        """Weights and optimizer state of layers [begin, end), a frozen encoder left out."""
         return self._weight_bytes([(begin, end)]) + self._state[end] - self._state[begin]
 
     def _weight_bytes(self, ranges: Iterable[LayerRange]) -> int:
@@ -172,25 +173,42 @@ class StageCosts:
 
     # ---- ranks
 
-    def need(self, rank: int, ranges: Sequence[LayerRange], found: Sequence[Instant]) -> RankNeed:
+    def encoder_bytes(self, blocks: int) -> int:
+        """Weights of a slice with so many blocks of the frozen encoder, the stem included."""
+        return self.costs.encoder.stem_bytes + blocks * self.costs.encoder.block_bytes
+
+    def need(
+        self, rank: int, ranges: Sequence[LayerRange], found: Sequence[Instant], encoder: int | None = None
+    ) -> RankNeed:
         """What a rank with these stages takes, at the instants of its schedule.
 
         With "auto" recompute the fewest layers that fit, or, where nothing does, as many as take the least memory.
+        `encoder`: blocks of its slice of the encoder; layer 0's rank has a slice even if it has none. By default layer
+        0's rank has all of them, and another has none.
         """
         asked = self.setting.recompute_layers
         if asked != "auto":
-            return self.need_of(ranges, _split(asked[rank], [self.decoder_layers(x) for x in ranges]), found)
+            return self.need_of(ranges, _split(asked[rank], [self.decoder_layers(x) for x in ranges]), found, encoder)
         # Stages without backward keep nothing that could be recomputed.
         layers = [self.decoder_layers(x) if x[1] > self.first_trainable else 0 for x in ranges]
         needs = []
         for count in range(sum(layers) + 1):
-            needs.append(self.need_of(ranges, _split(count, layers), found))
+            needs.append(self.need_of(ranges, _split(count, layers), found, encoder))
             if self.fits(needs[-1]):
                 return needs[-1]
         return min(needs, key=lambda need: need.total_bytes)
 
-    def need_of(self, ranges: Sequence[LayerRange], recompute: Sequence[int], found: Sequence[Instant]) -> RankNeed:
+    def need_of(
+        self,
+        ranges: Sequence[LayerRange],
+        recompute: Sequence[int],
+        found: Sequence[Instant],
+        encoder: int | None = None,
+    ) -> RankNeed:
         """The same where so many decoder layers of each stage recompute, the first ones."""
+        is_first = ranges[0][0] == 0
+        blocks = self.costs.encoder.blocks * is_first if encoder is None else encoder
+        has_slice = is_first or blocks > 0
         stages = tuple(self.stage(*layer_range, count) for layer_range, count in zip(ranges, recompute, strict=True))
         end_working = FP32 * sum(self._trainable[end] - self._trainable[begin] for begin, end in ranges)  # AdamW's root
         most = peak(found, [stage.bytes for stage in stages], self.costs.encoder.working_bytes, end_working)
@@ -198,8 +216,8 @@ class StageCosts:
         return RankNeed(
             stages,
             tuple(recompute),
-            seconds + (self.timings.encode if ranges[0][0] == 0 else 0.0),
-            self._weight_bytes(ranges),
+            seconds + (self.timings.encode_of(blocks, is_first) if has_slice else 0.0),
+            self._weight_bytes(ranges) + (self.encoder_bytes(blocks) if has_slice else 0),
             sum(self._state[end] - self._state[begin] for begin, end in ranges),
             most.activations,
             most.working,

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields, replace
 
 from mmtrain.base.errors import UserError
 from mmtrain.plan.calibration import Calibration, LayerMeasures, Linear
-from mmtrain.plan.costs import FP32, LayerCost, RunCosts
+from mmtrain.plan.costs import LayerCost, RunCosts
+from mmtrain.plan.workload import FP32
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,27 @@ class Timings:
     device: str | None  # that was measured; None: all seconds are assumed, and only their ratios mean anything
     layers: tuple[LayerSeconds, ...]  # front without the encoder's forward, decoder layers, head
     whole_last: LayerSeconds  # the last decoder layer where the head is on another stage
-    encode: float
+    encode_stem: float  # of LOAD and of what the encoder's first slice runs besides blocks
+    encode_block: float  # of each of them
+    encoder_blocks: int
     call: float  # of one FORWARD or BACKWARD, beyond its layers
     send: float
     receive: float
     transfer: float
+    send_features: float  # and below: of what passes between slices; of features, which are less by prefix tokens
+    receive_features: float
+    transfer_features: float
     end: float  # of a step: reductions and optimizer
     measured_messages: bool = False
+
+    @property
+    def encode(self) -> float:
+        """Seconds of LOAD and of the whole encoder as one slice."""
+        return self.encode_of(self.encoder_blocks, first=True)
+
+    def encode_of(self, blocks: int, first: bool) -> float:
+        """Seconds of ENCODE of a slice with so many blocks: the `first` has LOAD and the stem, another a call."""
+        return (self.encode_stem if first else self.call) + blocks * self.encode_block
 
 
 def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timings:
@@ -70,15 +85,21 @@ def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timi
         backward = compute(flops.dgrad + flops.wgrad, fp32.dgrad + fp32.wgrad)
         return LayerSeconds(forward, backward, backward + forward * bool(layer.kept_bytes))
 
+    encoder = costs.encoder
     return Timings(
         device=None,
         layers=tuple(seconds(layer) for layer in costs.layers),
         whole_last=seconds(costs.whole_last),
-        encode=compute(costs.encoder.forward, costs.encoder.forward * costs.encoder.in_fp32),
+        encode_stem=compute(encoder.stem_forward, encoder.stem_forward * encoder.in_fp32),
+        encode_block=compute(encoder.block_forward, encoder.block_forward * encoder.in_fp32),
+        encoder_blocks=encoder.blocks,
         call=device.call_seconds,
         send=0.0,
         receive=0.0,
         transfer=device.latency_seconds + costs.hidden_bytes / device.bytes_per_second,
+        send_features=0.0,
+        receive_features=0.0,
+        transfer_features=device.latency_seconds + encoder.hidden_bytes / device.bytes_per_second,
         end=_ring(costs, replicas, device),
     )
 
@@ -130,9 +151,12 @@ def calibrated(
     assumed = assumed_timings(costs, replicas, device)
     more_replicas = assumed.end - _ring(costs, calibration.replicas, device)
 
-    def of_message(measured: Linear | None, otherwise: float) -> float:
-        return otherwise if measured is None else measured(message)
+    def of_message(measured: Linear | None, otherwise: float, size: float = message) -> float:
+        return otherwise if measured is None else measured(size)
 
+    # Blocks as their share of the encoder's FLOPs.
+    encoder, features = costs.encoder, costs.encoder.hidden_bytes
+    block = of_encoder.forward_seconds * encoder.block_forward / max(1, encoder.forward)
     return (
         replace(
             costs,
@@ -145,11 +169,16 @@ def calibrated(
             measured_messages=calibration.transfer is not None,
             layers=tuple(seconds(layer) for layer in costs.layers),
             whole_last=seconds(costs.whole_last),
-            encode=of_encoder.forward_seconds + calibration.encode_seconds,
+            encode_stem=of_encoder.forward_seconds - encoder.blocks * block + calibration.encode_seconds,
+            encode_block=block,
+            encoder_blocks=encoder.blocks,
             call=calibration.compute_seconds,
             send=of_message(calibration.send, assumed.send),
             receive=of_message(calibration.receive, assumed.receive),
             transfer=of_message(calibration.transfer, assumed.transfer),
+            send_features=of_message(calibration.send, assumed.send_features, features),
+            receive_features=of_message(calibration.receive, assumed.receive_features, features),
+            transfer_features=of_message(calibration.transfer, assumed.transfer_features, features),
             end=max(0.0, calibration.end_seconds + more_replicas),
         ),
     )

@@ -13,6 +13,8 @@ from mmtrain.pretrained.tiling import Tiling
 
 PATCHES_PER_CALL = 11_664  # of a frozen encoder: 16 tiles of 384 pixels, in patches of 14, keep any GPU busy
 LEAST_TILES_PER_CALL = 16
+FP32 = 4  # bytes an element: pixels, the projector, master weights, gradients and AdamW's two moments
+INTEGER = 8  # bytes of a token id, position or label
 TYPICAL_SIZE = 640, 480  # pixels, of an image of which nothing else is known
 
 

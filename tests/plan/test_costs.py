@@ -538,8 +538,7 @@ def test_vicuna_by_hand() -> None:
     projector = 1024 * 4096 + 4096 + 4096 * 4096 + 4096
     assert front.trainable == projector == 20_979_712
     assert front.trainable_names == tuple(f"projector.linear_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias"))
-    vision = 23 * (12 * 1024**2 + 13 * 1024) + 1024 * 3 * 14**2 + 1024 + 577 * 1024 + 2 * 1024
-    assert front.weight_bytes == 2 * (vision + 32000 * 4096) + 4 * projector
+    assert front.weight_bytes == 2 * 32000 * 4096 + 4 * projector
     assert front.state_bytes == 12 * projector, "16 bytes a parameter with its weight, which is fp32 anyway"
     images = 2048 / 656
     encoder = images * (23 * 577 * (2 * 12 * 1024**2 + 4 * 1024 * 577) + 576 * 2 * 1024 * 3 * 14**2)
@@ -573,7 +572,7 @@ def test_a_gpu_is_assumed_to_take_ten_times_as_long_in_fp32_and_a_cpu_as_long_as
         assert timings.layers[0].backward == slower * (front.dgrad + front.wgrad) / rate
         assert timings.layers[1].forward == layer.forward / rate
         assert timings.layers[1].backward == layer.dgrad / rate
-        assert timings.encode == slower * costs.encoder.forward / rate
+        assert timings.encode == pytest.approx(slower * costs.encoder.forward / rate)
 
 
 def test_a_llava_sample_costs_what_the_design_says() -> None:

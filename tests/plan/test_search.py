@@ -74,6 +74,7 @@ def rank_by_hand(costs: StageCosts, cut: Cut, rank: int, again: int) -> tuple[fl
         most.append((kept, forward, backward))
     if rank == 0:
         seconds += timings.encode
+        memory += costs.costs.encoder.stem_bytes + costs.costs.encoder.blocks * costs.costs.encoder.block_bytes
     if pipeline == 1:
         memory -= costs.costs.shared_ends_bytes
     schedule = training_schedule(pipeline, costs.setting.microbatches_per_step, first, stages_per_rank)

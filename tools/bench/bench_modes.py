@@ -27,9 +27,10 @@ from mmtrain.engine.optimizer import MasterWeights, adamw_state, make_optimizer
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.block_costs import keys_seen
-from mmtrain.plan.costs import FP32, Models, Workload, run_costs
+from mmtrain.plan.costs import Models, run_costs
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.workload import FP32, Workload
 
 BIG = Path(__file__).parents[2] / "configs" / "llava15_7b_pp4.yaml"
 PIPELINES = (1, 2, 4, 8)
