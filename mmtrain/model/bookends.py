@@ -1,4 +1,4 @@
-"""What stands in a stock causal LM where another stage holds the real module.
+"""What stands in a stock causal LM where another stage holds the real module, and in an encoder's slice.
 
     layers  0 .. first-2   first-1    first .. last-1      last       last+1 .. N-1
             Bookend        Bookend    stock decoder layers Bookend    Bookend
@@ -21,7 +21,7 @@ from mmtrain.pretrained.families import global_name
 
 
 class Bookend(nn.Module):
-    """In the place of a decoder layer that another stage holds: passes on, hands in or hands out hidden states."""
+    """In the place of a layer or block that another rank holds: passes on, hands in or hands out hidden states."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -94,6 +94,11 @@ def add_adapters(model: nn.Module, lora: LoraSection | None, global_name: Callab
     model.eval()
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether any layer of `model` has one."""
+    return any(hasattr(module, "base_layer") for module in model.modules())
+
+
 def merge_adapters(model: nn.Module) -> None:
     """Let layers compute with their adapters in their weights, in the weights' own type."""
     for module in model.modules():

@@ -2,12 +2,14 @@
 
 stage 0       PackedBatch --encode--> features of tiles (N, T, W) --project, arrange; embed, fuse--> hidden (B, L, D)
               without an encoder: PackedBatch --embed--> hidden (B, L, D)
+any stage     of a later slice: hidden states of tiles (N, T + prefix, W) --encode--> the same, or features
 every stage   hidden (B, L, D), position_ids (B, L) --decoder layers--> hidden (B, L, D)
 last stage    hidden (B, L, D), position_ids, labels (B, L) --decoder layers, norm, head--> loss sum, supervised tokens
               (or predicted tokens); of the last decoder layer, what supervised tokens alone need
 
-Between stages travel hidden states in the LLM's dtype, position_ids and labels (int64, on the host), nothing else. On a
-GPU no call waits for the device: what depends on data, masks and supervised places, is found on the host.
+Between stages travel hidden states in the LLM's dtype, position_ids and labels (int64, on the host); between slices of
+the encoder (vision_tower.py) hidden states of tiles and, to stage 0, features, in the encoder's dtype; nothing else. On
+a GPU no call waits for the device: what depends on data, masks and supervised places, is found on the host.
 """
 
 from __future__ import annotations
@@ -20,19 +22,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.sample import IMAGE_POSITION
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch, copied
 from mmtrain.model.flash import Way, ways_taken
 from mmtrain.model.language import LanguageSlice, load_slice
-from mmtrain.model.lora import add_adapters, refusing_unused
+from mmtrain.model.lora import add_adapters, has_adapters, refusing_unused
 from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import Projector, starting_projector
-from mmtrain.model.vision import VisionTower, load_vision
+from mmtrain.model.vision import load_vision
+from mmtrain.model.vision_tower import VisionTower
 from mmtrain.plan.plan import StagePlan
-from mmtrain.plan.workload import tiles_per_call
 from mmtrain.pretrained.connectors import has_newline
 from mmtrain.pretrained.families import global_name
 from mmtrain.pretrained.shapes import matches
@@ -44,7 +47,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Front(nn.Module):
     """Vision encoder and projector: tiles of images (N, 3, S, S) -> image embeddings (P, D), always on stage 0.
 
-    `transform` tells how uint8 pixels are normalised; it is asked when the first ones come.
+    `vision` may be the first slice of the encoder, whose others are on other stages. `transform` tells how uint8 pixels
+    are normalised; it is asked when the first ones come.
     """
 
     def __init__(self, vision: VisionTower, projector: Projector, transform: Callable[[], ImageTransform]) -> None:
@@ -59,10 +63,10 @@ class Front(nn.Module):
         return not any(p.requires_grad for p in self.vision.parameters())
 
     def encode(self, tiles: torch.Tensor | None) -> torch.Tensor | None:
-        """Tiles, uint8 or normalised float32, to features (N, T, W), without a graph if the encoder is frozen.
+        """Tiles, uint8 or normalised float32, to features (N, T, W), or what the encoder's first slice gives.
 
-        A frozen encoder takes `tiles_per_call` at a time, and all features become one tensor. Without tiles: None, or
-        the features of a black one where the encoder trains.
+        A frozen encoder runs without a graph, `tiles_per_call` at a time. Without tiles: None, or the features of a
+        black one where the encoder trains.
         """
         if tiles is None:
             if self.encoder_is_frozen:
@@ -71,18 +75,7 @@ class Front(nn.Module):
             tiles = torch.zeros(1, 3, size, size, device=next(self.projector.parameters()).device)
         if not self.encoder_is_frozen:
             return self.vision(self._normalised(tiles))
-        at_once = tiles_per_call(self.vision.patches_per_image)
-        with torch.no_grad():
-            found = self.vision(self._normalised(tiles[:at_once]))
-            if len(tiles) <= at_once:
-                return found
-            features = found.new_empty(len(tiles), *found.shape[1:])
-            features[:at_once] = found
-            del found  # else it lives while the others are made
-            for start in range(at_once, len(tiles), at_once):
-                part = slice(start, start + at_once)
-                features[part] = self.vision(self._normalised(tiles[part]))
-            return features
+        return self.vision.in_groups(tiles, self._normalised)
 
     def _normalised(self, tiles: torch.Tensor) -> torch.Tensor:
         return self.transform().normalise(tiles) if tiles.dtype == torch.uint8 else tiles
@@ -104,18 +97,34 @@ class Front(nn.Module):
 
 
 class Stage(nn.Module):
-    """The contents of one stage: contiguous layers that run as one forward call."""
+    """The contents of one stage: contiguous layers that run as one forward call, and its rank's slice of the encoder.
 
-    def __init__(self, language: LanguageSlice, front: Front | None, dtype: torch.dtype) -> None:
+    Stage 0 has its slice in the front, another stage as `later_slice`.
+    """
+
+    def __init__(
+        self,
+        language: LanguageSlice,
+        front: Front | None,
+        dtype: torch.dtype,
+        later_slice: VisionTower | None = None,
+    ) -> None:
         super().__init__()
         self.language = language
         self.front = front
+        self.later_slice = later_slice
         self.dtype = dtype
 
+    @property
+    def vision(self) -> VisionTower | None:
+        """The encoder, or the slice of it, that runs here."""
+        return self.later_slice if self.front is None else self.front.vision
+
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter of the stage with its global name."""
+        """Every parameter of the stage with its global name; each slice of the encoder has those around its blocks."""
+        if self.vision is not None:
+            yield from self.vision.global_parameters()
         if self.front is not None:
-            yield from self.front.vision.global_parameters()
             for name, parameter in self.front.projector.named_parameters():
                 yield f"projector.{name}", parameter
         yield from self.language.global_parameters()
@@ -125,15 +134,25 @@ class Stage(nn.Module):
         """Whether nothing of an encoder trains here."""
         return self.front is None or self.front.encoder_is_frozen
 
-    def encode(self, batch: PackedBatch) -> torch.Tensor | None:
-        """Stage 0: features (N, T, W) of a micro-batch's tiles; None where there is nothing to encode."""
-        return None if self.front is None else self.front.encode(batch.tiles)
+    def encode(self, taken: PackedBatch | torch.Tensor | None) -> torch.Tensor | None:
+        """What ENCODE runs: features (N, T, W) of a micro-batch's tiles; None where there is nothing to encode.
+
+        A slice that is not the encoder's last gives hidden states (N, T + prefix, W); one that is not the first takes
+        them (None: a micro-batch without tiles). Both contiguous; see `VisionTower` for shapes and type.
+        """
+        if isinstance(taken, PackedBatch):
+            return None if self.front is None else self.front.encode(taken.tiles)
+        if taken is None:
+            return None
+        assert self.later_slice is not None, "no slice of the encoder is here that takes hidden states"
+        return self.later_slice.in_groups(taken)
 
     def start(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
         """Stage 0: token ids of a micro-batch and features of its tiles (by default `encode`s) -> hidden (B, L, D)."""
         if self.front is None:
             return self.language.embed(batch.input_ids)
         if features is None:
+            assert batch.tiles is None or self.front.vision.is_last, "the features come from another rank's slice"
             features = self.encode(batch)
         embeddings = self.language.embed(batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, 0))
         image_embeddings = self.front(features, batch.tilings)
@@ -153,7 +172,7 @@ class Stage(nn.Module):
         with refusing_unused(self.language.model, global_name) as adapted:
             if adapted:
                 self._run_8_tokens(device)
-        if self.front is not None:
+        if self.front is not None:  # an encoder that has adapters is whole
             vision = self.front.vision
             with torch.no_grad(), refusing_unused(vision.model, vision.global_name) as adapted:
                 if adapted:
@@ -268,20 +287,47 @@ def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | s
     language.recompute(stage.recompute_layers)  # of layers with their adapters
     if stage.head and stage.first < stage.last and takes_rows(language.model.config):
         language.narrow_last_layer()
+    vision = _load_encoder(config, stage, device)
     front = None
     chosen = config.model.vision
-    if stage.front and chosen is not None:
-        vision_dtype = DTYPES[config.model.vision_dtype]
-        vision = load_vision(chosen.name, chosen.select_layer, vision_dtype, device, final_norm=chosen.final_norm)
-        add_adapters(vision.model, config.model.lora, vision.global_name, config.run.seed)
+    if stage.front and chosen is not None and vision is not None:
         widths = vision.width, language.hidden_size
         projector = starting_projector(config.model.projector, *widths, config.run.seed, has_newline(config))
         transform = functools.partial(image_transform, chosen.name)
         front = Front(vision, projector.to(device), transform)
-    module = Stage(language, front, dtype).eval()
+    module = Stage(language, front, dtype, None if stage.front else vision).eval()
     set_trainable(module.global_parameters(), config.model.trainable)
+    if vision is not None and not vision.is_whole and any(p.requires_grad for p in vision.parameters()):
+        raise whole_encoder_needed("something of the encoder trains")
     module.refuse_unused_adapters(device)
     return module
+
+
+def _load_encoder(config: RunConfig, stage: StagePlan, device: torch.device | str) -> VisionTower | None:
+    """The slice of the encoder that the stage's plan names, by default the whole one with the front; else None."""
+    chosen = config.model.vision
+    if chosen is None or not (stage.front or stage.encoder is not None):
+        return None
+    vision = load_vision(
+        chosen.name,
+        chosen.select_layer,
+        DTYPES[config.model.vision_dtype],
+        device,
+        final_norm=chosen.final_norm,
+        blocks=stage.encoder,
+    )
+    add_adapters(vision.model, config.model.lora, vision.global_name, config.run.seed)
+    if not vision.is_whole and has_adapters(vision.model):
+        raise whole_encoder_needed("the encoder has adapters")
+    return vision
+
+
+def whole_encoder_needed(why: str) -> UserError:
+    """The error for an encoder that cannot be cut into slices, since gradients would have to go through them."""
+    return UserError(
+        f"parallel.encoder_ranks: {why}, so that all its blocks are needed on rank 0; leave encoder_ranks out, or set "
+        "it to 0"
+    )
 
 
 def set_trainable(parameters: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:

@@ -1,6 +1,4 @@
-"""Vision encoders, cut after the layer that feeds the projector.
-
-images (N, 3, S, S) float32, normalised --patches, blocks up to the selected one, prefix tokens dropped--> (N, T, W)
+"""Loads vision encoders, cut after the layer that feeds the projector; whole, or a slice of their blocks.
 
 The encoder's own code runs: a timm ViT, or a vision model of transformers (`pretrained/encoders.py`). What comes after
 the selected block is neither run nor kept, but for the last norm where it is asked for. `select_layer` counts as in
@@ -12,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,9 @@ from torch import nn
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.model.language import quiet
-from mmtrain.model.lora import without_marks
+from mmtrain.model.vision_tower import VisionTower, block_list, drop_other_blocks
 from mmtrain.model.weights import open_tensors, tensor_files
-from mmtrain.pretrained.encoders import EncoderFamily, check_plain_vit, family_of
+from mmtrain.pretrained.encoders import ENCODER_BLOCK, EncoderFamily, check_plain_vit, family_of
 from mmtrain.pretrained.model_files import (
     cached_snapshot,
     foreign_files,
@@ -36,51 +34,10 @@ from mmtrain.pretrained.model_files import (
 )
 from mmtrain.pretrained.parts import encoder_config, encoder_prefix, encoder_tensors, holds_parts
 from mmtrain.pretrained.timm_models import refuse_wrong_activation, timm_config
-from mmtrain.pretrained.vision_files import check_vision_numbers, is_timm_name, patches_per_image, square
+from mmtrain.pretrained.vision_files import check_vision_numbers, is_timm_name, square
 
 # What timm reads too, its preference first.
 WEIGHT_FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
-
-
-class VisionTower(nn.Module):
-    """An encoder, loaded frozen: images (N, 3, S, S) float32 -> features (N, T, W) in the encoder's dtype."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        features: Callable[[nn.Module, torch.Tensor], torch.Tensor],
-        width: int,
-        image_size: int,
-        patch_size: int,
-        published: Callable[[str], str] = str,
-    ) -> None:
-        """`features` runs the encoder's own forward up to the selected block and drops prefix tokens.
-
-        `published` gives the name in published files of a parameter of `model`.
-        """
-        super().__init__()
-        self.model = model.eval().requires_grad_(False)
-        self.features = features
-        self.published = published
-        self.width = width
-        self.image_size = image_size
-        self.patches_per_image = patches_per_image(image_size, patch_size)
-
-    def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter that is kept, with its global name."""
-        for name, parameter in self.model.named_parameters():
-            yield self.global_name(without_marks(name)), parameter
-
-    def global_name(self, name: str) -> str:
-        """Global name of a parameter of `model` ("vision.<stock name>")."""
-        return f"vision.{self.published(name)}"
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Encode normalised images (N, 3, S, S) into patch features (N, T, W)."""
-        expected = (3, self.image_size, self.image_size)
-        # Encoders with resizable position embeddings would take another size and return another number of tokens.
-        assert images.shape[1:] == expected, f"images of shape {tuple(images.shape)}, the encoder takes (N, {expected})"
-        return self.features(self.model, images.to(next(self.model.parameters()).dtype))
 
 
 def load_vision(
@@ -90,35 +47,40 @@ def load_vision(
     device: torch.device | str = "cpu",
     *,
     final_norm: bool = False,
+    blocks: tuple[int, int] | None = None,
 ) -> VisionTower:
     """Load an encoder up to the selected layer: frozen, in eval mode, its weights stored in `dtype`.
+
+    With `blocks`, [first, last) of those that run, the others are not kept, and where safetensors hold an encoder of
+    transformers, or a whole model, they are not read; timm itself reads whole files.
 
     name: a timm model name (weights from the local Hugging Face cache), a folder in timm's local format or of a vision
     model of transformers, or the hub id of such a folder in the local cache. Nothing is downloaded. With `final_norm`,
     for the last layer alone, features are those of timm's `forward_features`, or transformers' `last_hidden_state`.
     Raises UserError for a name, folder or layer that does not exist, weights that are not here, and other encoders.
     """
-    model = timm_model(name)
+    model = timm_model(name, blocks)
     if model is not None:
-        return _cut_timm(model, name, select_layer, dtype, final_norm).to(device)
-    return _load_hf(model_folder(name), select_layer, dtype, final_norm).to(device)
+        return _cut_timm(model, name, select_layer, dtype, final_norm, blocks).to(device)
+    return _load_hf(model_folder(name), select_layer, dtype, final_norm, blocks).to(device)
 
 
-def timm_model(name: str) -> nn.Module | None:
+def timm_model(name: str, held: tuple[int, int] | None = None) -> nn.Module | None:
     """A timm encoder with all its blocks, norms and heads, as published; None for one of transformers.
 
-    Takes and refuses the names that `load_vision` does.
+    With `held`, [first, last), bookends stand for the other blocks. Takes and refuses the names that `load_vision`
+    does.
     """
     if is_timm_name(name):
-        return _create_timm(name, timm_weights(name))
+        return _create_timm(name, timm_weights(name), held)
     folder = model_folder(name)
     config = encoder_config(folder)
     if "architecture" in config:
         if holds_parts(folder):
-            return _wrapped_timm(folder, config)
+            return _wrapped_timm(folder, config, held)
         refuse_wrong_activation(config)
         _check_size(folder, config)
-        return _create_timm(f"local-dir:{folder}", None)
+        return _create_timm(f"local-dir:{folder}", None, held)
     family_of(config.get("model_type"), name)
     return None
 
@@ -160,14 +122,21 @@ def _check_size(folder: Path, config_json: dict) -> None:
         )
 
 
-def _create_timm(name: str, weights: Path | None) -> nn.Module:
+def _create_timm(name: str, weights: Path | None, held: tuple[int, int] | None) -> nn.Module:
     # On the CPU, never on meta: EVA's and dinov3's rotary tables are in no checkpoint, only the constructor makes them.
     overlay = None if weights is None else {"file": str(weights)}
     with foreign_files(f"model.vision.name: {name}"):
         model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    check_plain_vit(shapes, type(model).__name__, name)
+    _keep_plain_vit(model, held, name)
     return model
+
+
+def _keep_plain_vit(model: nn.Module, held: tuple[int, int] | None, source: str) -> None:
+    """Drop all blocks but [first, last); raises UserError for a timm model that is no plain ViT."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    check_plain_vit(shapes, type(model).__name__, source)
+    if held is not None:
+        drop_other_blocks(block_list(model), *held)
 
 
 def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
@@ -191,24 +160,31 @@ def check_wrapped_timm(config: dict[str, Any], folder: Path) -> None:
         raise UserError(f"{source}: asks for an encoder of {asked:,} numbers, but the folder's weights have {stored:,}")
 
 
-def _wrapped_timm(folder: Path, config: dict[str, Any]) -> nn.Module:
+def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | None) -> nn.Module:
     """A timm encoder as a whole model's folder holds it: its architecture, the arguments and the weights, no more."""
     check_wrapped_timm(config, folder)
     with foreign_files(f"model.vision.name: {folder}"):
         model = timm.create_model(
             config["architecture"], pretrained=False, num_classes=0, **(config["model_args"] or {})
         )
-        places = {name: (name, file) for name, file in tensor_files(folder).items()}
-        lazy = open_tensors(encoder_tensors(folder, places))
+        _keep_plain_vit(model, held, str(folder))
+        places = encoder_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
+        lazy = open_tensors({name: place for name, place in places.items() if _is_held(name, held)})
         lacking = sorted(model.state_dict().keys() - lazy.keys())
         if lacking:
             raise lacks_tensors(folder, lacking)
         model.load_state_dict({name: lazy[name][...] for name in model.state_dict()})
-    check_plain_vit({name: tuple(p.shape) for name, p in model.named_parameters()}, type(model).__name__, str(folder))
     return model
 
 
-def _cut_timm(model: nn.Module, name: str, select_layer: int, dtype: torch.dtype, final_norm: bool) -> VisionTower:
+def _cut_timm(
+    model: nn.Module,
+    name: str,
+    select_layer: int,
+    dtype: torch.dtype,
+    final_norm: bool,
+    blocks: tuple[int, int] | None,
+) -> VisionTower:
     patches = model.patch_embed
     _check_layer(select_layer, len(model.blocks), name)
     image_size = square(getattr(patches, "img_size", None) or model.pretrained_cfg["input_size"][1:], "images", name)
@@ -223,7 +199,8 @@ def _cut_timm(model: nn.Module, name: str, select_layer: int, dtype: torch.dtype
             images, indices=block, intermediates_only=True, output_fmt="NLC", norm=False
         )[0]
 
-    tower = VisionTower(model, features, model.embed_dim, image_size, patch_size)
+    prefix_tokens = model.num_prefix_tokens
+    tower = VisionTower(model, features, model.embed_dim, image_size, patch_size, prefix_tokens, blocks=blocks)
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(dtype)
     for buffer in tower.buffers():
@@ -244,7 +221,9 @@ def stock_config(family: EncoderFamily, folder: Path) -> transformers.PreTrained
     return kind.from_dict(encoder_config(folder)) if holds_parts(folder) else kind.from_pretrained(folder)
 
 
-def _load_hf(folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bool) -> VisionTower:
+def _load_hf(
+    folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bool, held: tuple[int, int] | None
+) -> VisionTower:
     family = family_of(encoder_config(folder).get("model_type"), str(folder))
     stock, unused = model_class(family), family.unused(final_norm, str(folder))
     with foreign_files(f"model.vision.name: {folder}"):
@@ -256,12 +235,21 @@ def _load_hf(folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bo
     if any(folder.glob("*.safetensors")):
         files = tensor_files(folder)
         prefix = encoder_prefix(folder, files)
-        opened = open_tensors({name: (name, file) for name, file in files.items() if name.startswith(prefix)})
+        places = {name: (name, file) for name, file in files.items() if name.startswith(prefix)}
+        opened = open_tensors({name: place for name, place in places.items() if _is_held(name, held)})
         weights = {"pretrained_model_name_or_path": None, "state_dict": opened}
     else:  # openai/clip-vit-large-patch14-336 is published so: transformers reads it by torch's weights_only
         prefix, weights = "", {"pretrained_model_name_or_path": folder, "local_files_only": True}
+
+    def build(model: transformers.PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        stock.__init__(model, *arguments, **options)
+        if held is not None:  # before memory is taken for them
+            drop_other_blocks(block_list(model, family.published), *held)
+
+    # The name and module of the stock class: transformers finds its conversions by them.
+    part_class = type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
     with foreign_files(f"model.vision.name: {folder}"), quiet():
-        model, info = stock.from_pretrained(
+        model, info = part_class.from_pretrained(
             **weights,
             config=config,
             dtype=dtype,
@@ -285,7 +273,14 @@ def _load_hf(folder: Path, select_layer: int, dtype: torch.dtype, final_norm: bo
 
     image_size = square(config.image_size, "images", str(folder))
     patch_size = square(config.patch_size, "patches", str(folder))
-    return VisionTower(model, features, config.hidden_size, image_size, patch_size, family.published)
+    sizes = config.hidden_size, image_size, patch_size, prefix_tokens
+    return VisionTower(model, features, *sizes, family.published, held)
+
+
+def _is_held(name: str, held: tuple[int, int] | None) -> bool:
+    """Whether a slice of blocks [first, last) holds a tensor, by its name on disk."""
+    block = ENCODER_BLOCK.match(f"vision.{name}")
+    return held is None or block is None or held[0] <= int(block[1]) < held[1]
 
 
 def lacks_tensors(folder: Path, lacking: Sequence[str]) -> UserError:

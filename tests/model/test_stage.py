@@ -107,11 +107,11 @@ def cut(parts):
 
 
 @pytest.mark.parametrize("trainable", [("projector",), ("projector.linear_*",), ("projector", "vision")])
-def test_tiles_encoded_in_slices_or_ahead_give_the_same_output_and_gradients(cut, monkeypatch, trainable):
+def test_tiles_encoded_in_groups_or_ahead_give_the_same_output_and_gradients(cut, monkeypatch, trainable):
     module, batch = cut(*trainable)
     results = []
     for per_call, ahead in ((1000, False), (1, False), (5, False), (1000, True)):
-        monkeypatch.setattr("mmtrain.model.stage.tiles_per_call", lambda patches, most=per_call: most)
+        monkeypatch.setattr("mmtrain.model.vision_tower.tiles_per_call", lambda patches, most=per_call: most)
         hidden = module.start(batch, module.encode(batch) if ahead else None)
         results.append((hidden.detach(), gradients_of(module, hidden)))
     (hidden, gradients), *others = results

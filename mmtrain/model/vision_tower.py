@@ -1,0 +1,182 @@
+"""A vision encoder in stock code, whole or a slice: blocks [first, last), the others replaced by bookends.
+
+    images (N, 3, S, S) float32, normalised --stem, blocks 0 .. b-1--> hidden (N, T + prefix, W)
+        --blocks b .. c-1--> hidden
+        --blocks c .. n-1, last norm if asked for, prefix tokens dropped--> features (N, T, W)
+
+Every slice holds what stands around the blocks (patches, positions, norms; the stem), which is small: behind the first
+slice it runs on one image of zeros, in whose place the slice's first block takes what was received. So block indices,
+rotary tables and biases that blocks share stay what they are in the whole encoder.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from mmtrain.base.errors import UserError
+from mmtrain.model.bookends import Bookend
+from mmtrain.model.lora import without_marks
+from mmtrain.plan.workload import tiles_per_call
+from mmtrain.pretrained.encoders import ENCODER_BLOCK
+from mmtrain.pretrained.vision_files import patches_per_image
+
+
+class VisionTower(nn.Module):
+    """Blocks [first, last) of an encoder, loaded frozen; all, or a slice of them.
+
+    `blocks` are those it holds of the `depth` that run. The first slice takes images (N, 3, S, S) float32, each other
+    one hidden states (N, *hidden_shape) of the one before; so may the second begin with block 0, too, behind one that
+    holds none. The last one gives features (N, *feature_shape), others hidden states. All but images are of type
+    `dtype`, the encoder's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        features: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+        width: int,
+        image_size: int,
+        patch_size: int,
+        prefix_tokens: int,
+        published: Callable[[str], str] = str,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """`features` runs the encoder's own forward up to the selected block and drops prefix tokens.
+
+        `published` gives the name in published files of a parameter of `model`, in which bookends stand for all but
+        `blocks` (None: it has all).
+        """
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self.features = features
+        self.published = published
+        self.width = width
+        self.image_size = image_size
+        self.patches_per_image = patches_per_image(image_size, patch_size)
+        self.depth = len(block_list(model, published))
+        self.blocks = (0, self.depth) if blocks is None else blocks
+        self.hidden_shape = (self.patches_per_image + prefix_tokens, width)
+        self.feature_shape = (self.patches_per_image, width)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it holds all blocks that run."""
+        return self.blocks == (0, self.depth)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives features; else hidden states for the next slice."""
+        return self.blocks[1] == self.depth
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, hidden states and features."""
+        return next(self.model.parameters()).dtype
+
+    def slice_of(self, first: int, last: int) -> VisionTower:
+        """A copy of blocks [first, last) of a whole encoder."""
+        assert self.is_whole, self.blocks
+        part = copy.copy(self)
+        part._modules = {"model": slice_of(self.model, first, last, self.published)}
+        part.blocks = (first, last)
+        return part
+
+    def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter that is kept, with its global name; each slice has those outside the blocks."""
+        for name, parameter in self.model.named_parameters():
+            yield self.global_name(without_marks(name)), parameter
+
+    def global_name(self, name: str) -> str:
+        """Global name of a parameter of `model` ("vision.<stock name>")."""
+        return f"vision.{self.published(name)}"
+
+    def forward(self, taken: torch.Tensor) -> torch.Tensor:
+        """Normalised images (N, 3, S, S), or hidden states (N, *hidden_shape), to what this slice gives."""
+        first, last = self.blocks
+        side = (3, self.image_size, self.image_size)
+        if taken.ndim == len(side) + 1:
+            # Encoders with resizable position embeddings would take another size and return another number of tokens.
+            assert taken.shape[1:] == side, f"images of shape {tuple(taken.shape)}, the encoder takes (N, {side})"
+            assert first == 0, f"images for a slice that begins with block {first}"
+            hidden, images = None, taken.to(self.dtype)
+        else:
+            assert taken.shape[1:] == self.hidden_shape, f"{tuple(taken.shape)}, needed is (N, {self.hidden_shape})"
+            hidden, images = taken, taken.new_zeros(1, *side)
+        blocks = block_list(self.model, self.published)
+        with handed_over(blocks, first, hidden):
+            found = self.features(self.model, images)
+            if not self.is_last:
+                found = blocks[last].handed_out
+        expected = (len(taken), *(self.feature_shape if self.is_last else self.hidden_shape))
+        assert found.shape == expected and found.dtype == self.dtype, (found.shape, expected, found.dtype)
+        return found
+
+    @torch.no_grad()
+    def in_groups(
+        self, taken: torch.Tensor, prepared: Callable[[torch.Tensor], torch.Tensor] = lambda part: part
+    ) -> torch.Tensor:
+        """What a frozen encoder gives of N tiles' images or hidden states, `tiles_per_call` at a time; contiguous.
+
+        The same groups in every slice, and the same strides whether features were received or made here: both decide
+        which kernels run, so the bits would depend on the layout. `prepared` makes the input of one group.
+        """
+        first, *others = taken.split(tiles_per_call(self.patches_per_image))
+        found = self(prepared(first))
+        if not others:
+            return found.contiguous()
+        every = found.new_empty(len(taken), *found.shape[1:])
+        every[: len(first)] = found
+        del found  # else it lives while the others are made
+        for part, place in zip(others, every.split(len(first))[1:], strict=True):
+            place.copy_(self(prepared(part)))
+        return every
+
+
+def block_list(model: nn.Module, published: Callable[[str], str] = str) -> nn.Sequential | nn.ModuleList:
+    """The list of an encoder's blocks, absent ones included; `published` as in VisionTower.
+
+    Raises UserError where there is none.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Sequential | nn.ModuleList) and ENCODER_BLOCK.match(f"vision.{published(name)}.0."):
+            return module
+    raise UserError(
+        f"model.vision.name: the blocks of a {type(model).__name__} are not in one list that is known, so it cannot be "
+        "cut into slices; set parallel.encoder_ranks=0"
+    )
+
+
+def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: int) -> None:
+    """Put bookends in the places of all blocks but [first, last)."""
+    assert 0 <= first <= last <= len(blocks), (first, last, len(blocks))
+    for i, block in enumerate(blocks):
+        if not first <= i < last:
+            blocks[i] = Bookend(block)
+
+
+def slice_of(model: nn.Module, first: int, last: int, published: Callable[[str], str] = str) -> nn.Module:
+    """Blocks [first, last) of an encoder in memory; copies what it keeps, `model` is left alone."""
+    blocks = block_list(model, published)
+    absent = {id(block): Bookend(block) for i, block in enumerate(blocks) if not first <= i < last}
+    return copy.deepcopy(model, dict(absent))
+
+
+@contextmanager
+def handed_over(blocks: nn.Sequential | nn.ModuleList, first: int, hidden: torch.Tensor | None) -> Iterator[None]:
+    """In this context block `first` takes `hidden`, whatever comes before; None: what the stem makes."""
+    hook = None
+    if hidden is not None:
+        hook = blocks[first].register_forward_pre_hook(lambda _, arguments: (hidden, *arguments[1:]))
+    try:
+        yield
+    finally:  # else these hidden states would stay alive, or enter the next call after an error
+        if hook is not None:
+            hook.remove()
+        for block in blocks:
+            if isinstance(block, Bookend):
+                block.handed_out = None
