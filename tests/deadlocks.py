@@ -23,7 +23,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
-from mmtrain.plan.schedule import RECEIVES, SENDS, Message, Op, Schedule, steps_of
+from mmtrain.plan.instructions import RECEIVES, SENDS, Message, Op, Schedule, steps_of
 
 
 class Ordering(Enum):

@@ -32,9 +32,10 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.projector import make_projector
 from mmtrain.model.stage import build_stage
+from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
-from mmtrain.plan.schedule import Instruction, Op, immediate_encodes, training_schedule
+from mmtrain.plan.schedule import leading_encodes, training_schedule
 from mmtrain.pretrained.tiling import Tiling
 
 VOCAB = 128
@@ -61,7 +62,7 @@ class Document:
 Microbatch = Sequence[Sequence[Document]]  # rows of documents
 
 
-def save_parts(folder: Path, layers: int = LAYERS, tied: bool = False) -> None:
+def save_parts(folder: Path, layers: int = LAYERS, tied: bool = False, vision_layers: int = 3) -> None:
     """A random llama in folder/llm and a random CLIP tower in folder/vision, with signals that do not vanish."""
     torch.manual_seed(7)
     text = LlamaConfig(
@@ -78,7 +79,7 @@ def save_parts(folder: Path, layers: int = LAYERS, tied: bool = False) -> None:
     vision = CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=3,
+        num_hidden_layers=vision_layers,
         num_attention_heads=2,
         image_size=IMAGE_SIZE,
         patch_size=8,
@@ -218,13 +219,31 @@ def make_config(folder: Path, **overrides: Any) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def with_prefetch(plan: Plan, prefetched: int) -> Plan:
-    """The same plan with so many micro-batches prefetched, whether that is faster or not."""
-    if prefetched == 0:
-        return plan
-    encodes = replace(immediate_encodes(plan.schedule[0]), prefetched=prefetched)
+def with_slices(plan: Plan, slices: Sequence[int], ahead: Sequence[int], lead: int = 1) -> Plan:
+    """The same plan with so many blocks of the encoder on each rank, each slice so many micro-batches ahead.
+
+    Whether that is faster or not. A rank behind 0 without blocks holds no slice, and its `ahead` means nothing.
+    """
+    chain = tuple(rank for rank, blocks in enumerate(slices) if blocks or rank == 0)
     shape = plan.pipeline, plan.microbatches_per_step, plan.first_trainable_stage, plan.stages_per_rank
-    return replace(plan, schedule=training_schedule(*shape, encodes), encode_ahead=prefetched)
+    encodes = [
+        encodes and replace(encodes, ahead=ahead[rank])
+        for rank, encodes in enumerate(leading_encodes(plan.schedule, plan.microbatches_per_step, chain, lead))
+    ]
+    ranks = []
+    for rank in plan.ranks:
+        first, *others = rank.stages
+        begin = sum(slices[: rank.pipeline])
+        held = (begin, begin + slices[rank.pipeline]) if len(chain) > 1 and rank.pipeline in chain else None
+        ranks.append(replace(rank, stages=(replace(first, encoder=held), *others)))
+    chain_of_plan = tuple(encodes)
+    schedule = training_schedule(*shape, chain_of_plan)
+    return replace(plan, ranks=tuple(ranks), schedule=schedule, chain=chain_of_plan)
+
+
+def with_prefetch(plan: Plan, prefetched: int) -> Plan:
+    """The same plan with the encoder on rank 0 and so many micro-batches prefetched, whether that is faster or not."""
+    return with_slices(plan, (1, *[0] * (plan.pipeline - 1)), (prefetched,) * plan.pipeline)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from deadlocks import Ordering, find_deadlock
 
-from mmtrain.plan.schedule import (
+from mmtrain.plan.instructions import (
     COMPUTES,
     EVALUATION_END,
     RECEIVES,

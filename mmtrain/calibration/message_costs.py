@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.engine.channels import Channels
+from mmtrain.plan.instructions import Message, between
 from mmtrain.plan.plan import Plan
 
 MESSAGES = 3  # in a stretch
@@ -39,7 +40,7 @@ class MessageCosts:
         place = plan.ranks[rank].pipeline
         self._receives = place % 2 == 1
         self._sends = not self._receives and place + 1 < plan.pipeline
-        self._stage = place  # the first of this rank
+        self._stage, self._ranks = place, plan.pipeline  # the first of this rank
         sender = place - 1 if self._receives else place
         self._echoes = (self._sends or self._receives) and plan.first_trainable_stage <= sender
         self._message = [torch.zeros((2, *hidden.shape[:2]), dtype=torch.int64), torch.zeros_like(hidden)]
@@ -65,18 +66,26 @@ class MessageCosts:
         self._synchronize()
         began = time.perf_counter()
         for number, buffers in enumerate(receives):
-            channels.post_receive("activation", self._stage, number, buffers)
+            channels.post_receive(self._coming("activation", number), buffers)
         for _ in range(MESSAGES):
             if with_messages and self._sends:
-                channels.send("activation", self._stage, self._message)
+                channels.send(self._going("activation"), self._message)
             self._compute()
         self._compute()
         for number in range(len(receives)):
-            channels.take("activation", self._stage, number)
+            channels.take(self._coming("activation", number))
         self._synchronize()
         seconds = time.perf_counter() - began
         channels.wait_for_sends()
         return seconds
+
+    def _coming(self, kind: str, number: int = 0) -> Message:
+        step = 1 if kind == "activation" else -1
+        return between(self._stage - step, self._stage, number, self._ranks)
+
+    def _going(self, kind: str) -> Message:
+        step = 1 if kind == "activation" else -1
+        return between(self._stage, self._stage + step, 0, self._ranks)
 
     def _echo(self) -> float:
         """Seconds of one message one way, posting and taking included."""
@@ -84,12 +93,12 @@ class MessageCosts:
         mine, other = ("activation", "gradient") if self._sends else ("gradient", "activation")
         began = time.perf_counter()
         for _ in range(ECHOES):
-            channels.post_receive(other, self._stage, 0, self._buffers())
+            channels.post_receive(self._coming(other), self._buffers())
             if self._sends:
-                channels.send(mine, self._stage, self._message)
-            channels.take(other, self._stage, 0)
+                channels.send(self._going(mine), self._message)
+            channels.take(self._coming(other))
             if self._receives:
-                channels.send(mine, self._stage, self._message)
+                channels.send(self._going(mine), self._message)
             self._synchronize()
         seconds = time.perf_counter() - began
         channels.wait_for_sends()

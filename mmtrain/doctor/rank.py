@@ -21,6 +21,7 @@ from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import expected_batch
 from mmtrain.model.stage import build_stage
+from mmtrain.plan.instructions import between
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.processes.rank import Rank
@@ -78,19 +79,19 @@ def _round(
     number: int,
 ) -> None:
     """One message over every flow; raises RuntimeError for one that is not what was sent."""
-    for kind, _, target in flows:
+    for _, source, target in flows:
         if target % plan.pipeline == mine:
             buffer = torch.empty(elements, device=matrix.device)
-            channels.post_receive(kind, target, number, [buffer])
+            channels.post_receive(between(source, target, number, plan.pipeline), [buffer])
     work = matrix @ matrix
-    for kind, source, _ in flows:
+    for kind, source, target in flows:
         if source % plan.pipeline == mine:
             content = torch.full((elements,), _content(kind, source, number), device=matrix.device)
-            channels.send(kind, source, [content])
+            channels.send(between(source, target, number, plan.pipeline), [content])
             work = work @ matrix
     for kind, source, target in flows:
         if target % plan.pipeline == mine:
-            (found,) = channels.take(kind, target, number)
+            (found,) = channels.take(between(source, target, number, plan.pipeline))
             wanted = _content(kind, source, number)
             if not bool((found == wanted).all()):
                 raise RuntimeError(

@@ -1,9 +1,10 @@
 """Messages between neighbouring ranks of a pipeline, matched by the order they are posted in.
 
 NCCL has no tags, so there is one two-rank group for each (source rank, destination rank, kind): hidden states
-downstream, gradients upstream as far as the first trainable stage. With several stages a rank the ranks form a ring,
-and a channel carries the messages of several stages. Position ids and labels travel beside the hidden states from host
-to host: through the default group where the others are NCCL's, in the order they are posted in, too.
+downstream, gradients upstream as far as the first trainable stage, what slices of the encoder make along their chain.
+With several stages a rank the ranks form a ring, and a channel carries the messages of several stages. Position ids and
+labels travel beside the hidden states from host to host: through the default group where the others are NCCL's, in the
+order they are posted in, too.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.engine.process_groups import channel_group
+from mmtrain.plan.instructions import Message
 from mmtrain.plan.plan import Plan
-
-STEP = {"activation": 1, "gradient": -1}  # from the stage that sends to the one that receives
+from mmtrain.plan.schedule import ranks_of
 
 
 class _Channel(NamedTuple):
@@ -38,15 +39,13 @@ class Channels:
     """All channels of one rank; every rank of the job constructs this at the same time.
 
     Sends are asynchronous: their tensors are kept until `wait_for_sends`, which ends a step. Receives are posted ahead
-    and taken later. A stage that is named is here; an activation goes to the stage after the one that sends it, a
-    gradient to the one before.
+    and taken later.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, timeout: timedelta) -> None:
         """Open this rank's channels and connect them; a message that waits longer than `timeout` fails."""
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
-        self._awaited: dict[tuple[str, int, int], tuple[list[dist.Work], list[torch.Tensor]]] = {}
-        self._pipeline = plan.pipeline
+        self._awaited: dict[Message, tuple[list[dist.Work], list[torch.Tensor]]] = {}
         self._channels: dict[tuple[str, int, int], _Channel] = {}  # by (kind, source, destination), pipeline ranks
         places = {(other.pipeline, other.data): other.rank for other in plan.ranks}
         flows: dict[tuple[str, int, int], None] = {}  # a set in order: the same on every rank
@@ -55,6 +54,10 @@ class Channels:
             flows["activation", near, far] = None
             if stage >= plan.first_trainable_stage:
                 flows["gradient", far, near] = None
+        chain = ranks_of(plan.chain)
+        for near, far in zip(chain, (*chain[1:], chain[0]), strict=True):
+            if near != far:
+                flows["features", near, far] = None
         # Every rank creates all groups, its own or not: torch names them by a counter that must agree everywhere.
         for replica in range(plan.data):
             for kind, source, destination in flows:
@@ -69,26 +72,29 @@ class Channels:
             for work in channel.post(operation, probe):
                 work.wait()
 
-    def _channel(self, kind: str, source: int) -> _Channel:
-        return self._channels[kind, source % self._pipeline, (source + STEP[kind]) % self._pipeline]
+    def _channel(self, message: Message) -> _Channel:
+        return self._channels[message.kind, message.source, message.destination]
 
-    def send(self, kind: str, stage: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Send contiguous tensors from `stage`."""
+    def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        """Send contiguous tensors as a message that leaves this rank."""
         # What has left the device is let go; gloo's work cannot be polled.
         self._sends = [(work, sent) for work, sent in self._sends if not (sent.is_cuda and work.is_completed())]
-        self._sends += zip(self._channel(kind, stage).post(dist.isend, tensors), tensors, strict=True)
+        self._sends += zip(self._channel(message).post(dist.isend, tensors), tensors, strict=True)
 
-    def post_receive(self, kind: str, stage: int, microbatch: int, tensors: list[torch.Tensor]) -> None:
-        """Begin to receive into `tensors` what is sent to `stage`."""
-        works = self._channel(kind, stage - STEP[kind]).post(dist.irecv, tensors)
-        self._awaited[kind, stage, microbatch] = works, tensors
+    def post_receive(self, message: Message, tensors: list[torch.Tensor]) -> None:
+        """Begin to receive a message that comes to this rank into `tensors`."""
+        self._awaited[message] = self._channel(message).post(dist.irecv, tensors), tensors
 
-    def take(self, kind: str, stage: int, microbatch: int) -> list[torch.Tensor]:
+    def take(self, message: Message) -> list[torch.Tensor]:
         """The tensors of a posted receive, once they have arrived."""
-        works, tensors = self._awaited.pop((kind, stage, microbatch))
+        works, tensors = self._awaited.pop(message)
         for work in works:
             work.wait()
         return tensors
+
+    def posted(self, kind: str) -> list[Message]:
+        """The messages of a kind that were posted and not yet taken."""
+        return [message for message in self._awaited if message.kind == kind]
 
     def wait_for_sends(self) -> None:
         """Wait until everything sent has left."""

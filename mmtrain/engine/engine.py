@@ -2,7 +2,7 @@
 
 - every rank runs exactly the instructions of `plan.schedule`, for each of its stages; nothing upstream of the first
   trainable stage runs backward or receives a gradient;
-- the frozen encoder's features may be prefetched, also past the optimizer: those of coming micro-batches wait;
+- the frozen encoder may be cut into slices on several ranks, and run ahead, also past the optimizer (`chain`);
 - a message is (position_ids and labels stacked (2, B, L), on the host; hidden (B, L, D)); a gradient is (B, L, D);
   `channels` carries them, matched by order alone;
 - no forward or backward waits for the device: what depends on data is known on the host;
@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -27,6 +26,7 @@ from mmtrain.base.errors import NonFiniteError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.bad_steps import report_bad_step
+from mmtrain.engine.chain import ChainLink, Encoded
 from mmtrain.engine.channels import Channels
 from mmtrain.engine.deepspeed_pipeline import DeepSpeedPipeline
 from mmtrain.engine.optimizer import MasterWeights, adamw_state, clip_coefficient, learning_rate, load_trained
@@ -36,16 +36,10 @@ from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Stage
+from mmtrain.plan.instructions import Instruction, Message, Op, Schedule, carried, in_common_order
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.rates import REST, parameter_groups
-from mmtrain.plan.schedule import Instruction, Op, Schedule, forward_schedule, in_common_order
-
-
-class _Input(NamedTuple):
-    """A micro-batch that stage 0 has read, and features (N, T, W) of its tiles once they are encoded."""
-
-    batch: PackedBatch  # on the device, but for position ids and labels
-    features: torch.Tensor | None = None
+from mmtrain.plan.schedule import forward_schedule, prelude, ranks_of
 
 
 class FrozenPipelineEngine(DeepSpeedPipeline):
@@ -96,7 +90,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._wants_stop = False
         self._training = True
         self._last_stage = plan.pipeline * plan.stages_per_rank - 1
-        self._prefetched: dict[int, _Input] = {}  # of the next step, by its micro-batches
+        self._has_begun = not any(encodes and encodes.ahead for encodes in plan.chain)
         warms_up = self.device.type == "cuda" if warms_up is None else warms_up
         if warms_up:
             warm_up(config, self.stages, self._masters, plan.first_trainable_stage, self.device)
@@ -104,6 +98,8 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         timeout = timedelta(seconds=config.parallel.timeout_seconds)
         self._channels = Channels(plan, self.global_rank, self.device, timeout)
         self.clock = StepClock(self.device)
+        link = plan, self.global_rank, self.stages[self.stage_id], self._channels, self.clock.waited
+        self._chain = ChainLink(*link, config.parallel.timeout_seconds)
         width = next(iter(self.stages.values())).language.hidden_size
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
         self._dtype = next(iter(self.stages.values())).dtype
@@ -139,24 +135,18 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
     def train_step(self, batches: Iterator[PackedBatch] | None) -> StepResult:
         """Run one optimizer step over `plan.microbatches_per_step` micro-batches; stage 0 reads them from `batches`.
 
-        With `plan.encode_ahead` stage 0 reads as many micro-batches of the next step, too, unless this is the last one
-        of the run or `batches` ends: give the same iterator to every step, and count what a step returns, not what was
-        read. A step whose loss or gradient is not finite changes no parameter; it is the last of the run, a
-        NonFiniteError on every rank, once the run has had more of them than `train.max_bad_steps`.
+        Where slices of the encoder are ahead, stage 0 reads as many micro-batches of coming steps, too, unless the run
+        or `batches` ends: give the same iterator to every step, and count what a step returns, not what was read. A
+        step whose loss or gradient is not finite changes no parameter; it is the last of the run, a NonFiniteError on
+        every rank, once the run has had more of them than `train.max_bad_steps`.
         """
         self._begin_step()
         self._batches = batches
         self._training = True
-        self._inputs = self._prefetched
-        if self.stage_id == 0:  # a run's first step begins with nothing at hand
-            self._run(
-                Instruction(op, 0, k)
-                for k in range(self.plan.encode_ahead)
-                if k not in self._inputs
-                for op in (Op.LOAD, Op.ENCODE)
-            )
-        self._run_schedule(self.plan.schedule)
-        self._prefetched = {k - self.plan.microbatches_per_step: waiting for k, waiting in self._inputs.items()}
+        if not self._has_begun:
+            self._has_begun = True
+            self._run_schedule(prelude(self.plan.chain), 0, is_prelude=True)
+        self._run_schedule(self.plan.schedule, self.plan.microbatches_per_step)
         self.step_index += 1
         return self._result
 
@@ -170,8 +160,9 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._begin_step()
         self._batches = batches
         self._training = False
-        self._inputs = {}  # what is encoded for the next training step stays as it is
-        self._run_schedule(forward_schedule(self.plan.pipeline, microbatches, self.plan.stages_per_rank))
+        shape = self.plan.pipeline, microbatches, self.plan.stages_per_rank
+        chain = ranks_of(self.plan.chain), self.plan.evaluation_lead
+        self._run_schedule(forward_schedule(*shape, *chain), microbatches)
         return self._statistics
 
     def _begin_step(self) -> None:
@@ -186,12 +177,15 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self.predicted = {}
         self.clock.begin()
 
-    def _run_schedule(self, schedule: Schedule) -> None:
+    def _run_schedule(self, schedule: Schedule, microbatches: int, *, is_prelude: bool = False) -> None:
+        """Run this rank's list, which uses so many micro-batches."""
         if not self._posts_ahead[self._training]:  # the first one: something may still wait for the whole device
             schedule = in_common_order(schedule)
-            self._posts_ahead[self._training] = True
+            self._posts_ahead[self._training] = not is_prelude
+        self._chain.begin(sum(x.op is Op.LOAD for x in schedule[0]), trains=self._training)
         self._run(schedule[self.stage_id])
         self.clock.start(None)
+        self._chain.end(microbatches)
         self._channels.wait_for_sends()
         self.clock.waited()
 
@@ -203,8 +197,11 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
             getattr(self, f"_{instruction.op}")(instruction.stage, instruction.microbatch)
             self.clock.done()
 
-    def _take(self, kind: str, stage: int, microbatch: int) -> list[torch.Tensor]:
-        tensors = self._channels.take(kind, stage, microbatch)
+    def _message(self, op: Op, stage: int, microbatch: int) -> Message:
+        return carried(Instruction(op, stage, microbatch), self.plan.pipeline, ())
+
+    def _take(self, op: Op, stage: int, microbatch: int) -> list[torch.Tensor]:
+        tensors = self._channels.take(self._message(op, stage, microbatch))
         self.clock.waited()
         return tensors
 
@@ -216,26 +213,25 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
             step = self.step_index + microbatch // self.plan.microbatches_per_step
             last = self.run_config.train.max_steps
             batch = None if last is not None and step >= last else next(self._batches, None)
-            if batch is None:
-                return
         else:
             batch = next(self._batches)
-        self._inputs[microbatch] = _Input(to_device(batch, self.device))
+        self._chain.load(microbatch, None if batch is None else to_device(batch, self.device))
 
     def _encode(self, stage: int, microbatch: int) -> None:
-        if microbatch not in self._inputs:  # there is no next step to read for
-            return
-        loaded = self._inputs[microbatch]
-        with torch.set_grad_enabled(self._training):
-            self._inputs[microbatch] = loaded._replace(features=self.stages[stage].encode(loaded.batch))
+        self._chain.encode(microbatch)
 
-    def _take_input(self, microbatch: int) -> _Input:
+    def _send_features(self, stage: int, microbatch: int) -> None:
+        self._chain.send(microbatch)
+
+    def _receive_features(self, stage: int, microbatch: int) -> None:
+        self._chain.receive(microbatch)
+
+    def _take_input(self, microbatch: int) -> Encoded:
         """What was read and encoded for a micro-batch of this step, which from now on counts as used."""
-        taken = self._inputs.pop(microbatch)
+        taken = self._chain.take(microbatch)
         batch = taken.batch
         counts = {"tokens": batch.tokens, "samples": batch.samples, "quarantined": len(batch.faults)}
-        tiles = 0 if batch.tiles is None else len(batch.tiles)
-        self._sums.add(**counts, images=len(batch.tilings), tiles=tiles)
+        self._sums.add(**counts, images=len(batch.tilings), tiles=max(taken.tiles, 0))
         if self.global_rank == self.plan.data - 1:  # the last replica's share ends with the step's last pack
             self._epoch = batch.epochs[-1]
         self._keys[microbatch] = batch.keys
@@ -244,7 +240,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
     def _receive_activation(self, stage: int, microbatch: int) -> None:
         integers = torch.empty((2, *self._shape[:2]), dtype=torch.int64)
         hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
-        self._channels.post_receive("activation", stage, microbatch, [integers, hidden])
+        self._channels.post_receive(self._message(Op.RECEIVE_ACTIVATION, stage, microbatch), [integers, hidden])
 
     def _forward(self, stage: int, microbatch: int) -> None:
         module = self.stages[stage]
@@ -252,11 +248,11 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         trains = self._training and stage >= first
         with torch.set_grad_enabled(trains):
             if stage == 0:
-                batch, features = self._take_input(microbatch)
+                batch, features, _ = self._take_input(microbatch)
                 hidden = module.start(batch, features)
                 integers = torch.stack([batch.position_ids, batch.labels])
             else:
-                integers, hidden = self._take("activation", stage, microbatch)
+                integers, hidden = self._take(Op.RECEIVE_ACTIVATION, stage, microbatch)
                 hidden.requires_grad_(trains and stage > first)
             position_ids, labels = integers
             if stage < self._last_stage:
@@ -280,17 +276,18 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
     def _send_activation(self, stage: int, microbatch: int) -> None:
         key = (stage, microbatch)
         hidden = self._output.pop(key)
-        self._channels.send("activation", stage, [self._integers.pop(key), hidden.detach().contiguous()])
+        tensors = [self._integers.pop(key), hidden.detach().contiguous()]
+        self._channels.send(self._message(Op.SEND_ACTIVATION, stage, microbatch), tensors)
         if self._training and stage >= self.plan.first_trainable_stage:
             self._output[key] = get_gradient_edge(hidden)  # backward needs the graph behind it, not the values
 
     def _receive_gradient(self, stage: int, microbatch: int) -> None:
         gradient = torch.empty(self._shape, dtype=self._dtype, device=self.device)
-        self._channels.post_receive("gradient", stage, microbatch, [gradient])
+        self._channels.post_receive(self._message(Op.RECEIVE_GRADIENT, stage, microbatch), [gradient])
 
     def _backward(self, stage: int, microbatch: int) -> None:
         output = self._output.pop((stage, microbatch))
-        upstream = None if stage == self._last_stage else self._take("gradient", stage, microbatch)[0]
+        upstream = None if stage == self._last_stage else self._take(Op.RECEIVE_GRADIENT, stage, microbatch)[0]
         torch.autograd.backward(output, upstream)
         if stage > self.plan.first_trainable_stage:
             gradient = self._input.pop((stage, microbatch)).grad
@@ -299,7 +296,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
 
     def _send_gradient(self, stage: int, microbatch: int) -> None:
         gradient = self._input_gradient.pop((stage, microbatch))
-        self._channels.send("gradient", stage, [gradient.contiguous()])
+        self._channels.send(self._message(Op.SEND_GRADIENT, stage, microbatch), [gradient.contiguous()])
 
     def _reduce_gradients(self, stage: int, microbatch: int) -> None:
         self._masters.reduce_gradients(self._replicas)

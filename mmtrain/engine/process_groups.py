@@ -41,6 +41,12 @@ def replica_group(plan: Plan, rank: int, device: torch.device, timeout_seconds: 
     return mine
 
 
+def host_group(replicas: Sequence[Sequence[int]], rank: int, timeout_seconds: int) -> dist.ProcessGroup:
+    """The ranks of this rank's replica, for tensors on the host; every rank of the job calls it, in one order."""
+    groups = {tuple(ranks): dist.new_group(ranks, timedelta(seconds=timeout_seconds), "gloo") for ranks in replicas}
+    return next(group for ranks, group in groups.items() if rank in ranks)
+
+
 def channel_group(ranks: Sequence[int], device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     """Two ranks that send each other tensors on `device`; every rank of the job calls it, in one order."""
     if device.type != "cuda":

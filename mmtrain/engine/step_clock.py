@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mmtrain.engine.trace import WORK_OF, Interval, Work
-from mmtrain.plan.schedule import Instruction
+from mmtrain.plan.instructions import Instruction
 
 COMPUTING = (Work.ENCODE, Work.FORWARD, Work.BACKWARD)
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from mmtrain.base.collectives import on_rank_0
 from mmtrain.base.durable import whole_file
 from mmtrain.base.errors import UserError
+from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
-from mmtrain.plan.schedule import Instruction, Op
 
 TRACE = "trace.json"
 MOST_EVENTS = 2_000_000  # of a file: some 400 MB, the most that a viewer in a browser opens

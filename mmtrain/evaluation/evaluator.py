@@ -19,12 +19,9 @@ from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.statistics import Statistics
 from mmtrain.evaluation.held_out import Extent, HeldOut
-from mmtrain.plan.schedule import Instruction
+from mmtrain.plan.instructions import Instruction
+from mmtrain.plan.placement import EVALUATION_ROUND
 from mmtrain.processes.rank_records import Whereabouts
-
-# Micro-batches of one `engine.evaluate`, per pipeline rank. The first stage may be so many ahead of the last one, so
-# this bounds the hidden states that wait in between, and the idle share of a round to (p - 1) / (5p - 1).
-MICROBATCHES_PER_ROUND = 4
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Evaluator:
             packs = self.held_out.packs_permuted if permuted else self.held_out.packs
             batches = self.held_out.batches(self.held_out.share(packs))
         what = "evaluation with permuted images" if permuted else "evaluation"
-        total, in_round = self.extent.microbatches, MICROBATCHES_PER_ROUND * self.engine.plan.pipeline
+        total, in_round = self.extent.microbatches, EVALUATION_ROUND * self.engine.plan.pipeline
         rounds = []
         for done in range(0, total, in_round):
             self.show(done, total)

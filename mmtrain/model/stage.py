@@ -156,7 +156,7 @@ class Stage(nn.Module):
             features = self.encode(batch)
         embeddings = self.language.embed(batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, 0))
         image_embeddings = self.front(features, batch.tilings)
-        if batch.tiles is None:
+        if not batch.tilings:
             hidden = fuse(embeddings, batch.image_places, None)
             return hidden + 0.0 * image_embeddings.sum().to(hidden.dtype)
         return fuse(embeddings, batch.image_places, image_embeddings)

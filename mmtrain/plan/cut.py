@@ -66,12 +66,17 @@ def best_cut(costs: StageCosts) -> Cut | None:
     )[1]
 
 
-def even_cut(costs: StageCosts, stages: int) -> Cut:
-    """The cut into any number of stages whose slowest takes the fewest seconds, memory and recomputation left out."""
+def even_cut(costs: StageCosts, stages: int, encode: float, *, front_alone: bool = False) -> Cut:
+    """The cut into any number of stages whose slowest takes the fewest seconds, memory and recomputation left out.
+
+    The encoder counts for `encode` seconds on stage 0, which may have to hold the front alone.
+    """
 
     def seconds(stage: int, begin: int, end: int) -> float:
+        if front_alone and begin == 0 and end > 1:
+            return math.inf
         found = costs.stage(begin, end, 0)
-        return found.forward + found.backward + (costs.timings.encode if begin == 0 else 0.0)
+        return found.forward + found.backward + (encode if begin == 0 else 0.0)
 
     _, cut = _search(costs.count, stages, seconds, max, costs.compute_seconds)
     assert cut is not None

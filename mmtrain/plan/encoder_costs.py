@@ -24,7 +24,8 @@ class EncoderCost:
     frozen: bool  # else it belongs to the step, is not prefetched, and is whole on stage 0
     working_bytes: int  # of one ENCODE, of any slice: tiles go through all slices in the same groups
     feature_bytes: int  # what a micro-batch's features take until its forward
-    batch_bytes: int  # what a loaded micro-batch takes until its forward
+    batch_bytes: int  # what a loaded micro-batch takes until its forward, pixels left out
+    pixel_bytes: int = 0  # of a loaded micro-batch, until it is encoded
     in_fp32: bool = False
     blocks: int = 0  # that run
     block_forward: int = 0  # FLOPs of one
@@ -76,7 +77,8 @@ def encoder_costs(
         frozen=not upstream,
         working_bytes=working,
         feature_bytes=features,
-        batch_bytes=round(3 * INTEGER * work.tokens) + pixels,  # token ids, positions, labels, images as bytes
+        batch_bytes=round(3 * INTEGER * work.tokens),  # token ids, positions, labels
+        pixel_bytes=pixels,
         in_fp32=size == FP32,
         blocks=vision.blocks_run,
         block_forward=in_blocks // blocks,

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.plan.schedule import COMPUTES, SENDS, Message, Op, Schedule, steps_of
+from mmtrain.plan.instructions import COMPUTES, RECEIVES, SENDS, Message, Op, Schedule, chain_of, steps_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,10 @@ class Buffers:
 
     hidden: int  # an activation's hidden states, or a gradient
     integers: int  # which cross a border with an activation
-    features: int  # from ENCODE to stage 0's FORWARD
-    batch: int  # from LOAD to stage 0's FORWARD
+    features: int  # from the last slice's ENCODE to stage 0's FORWARD
+    batch: int  # from LOAD to stage 0's FORWARD, without pixels
+    pixels: int = 0  # from LOAD to the first slice's ENCODE
+    between_slices: int = 0  # from a slice's ENCODE to the next one's
 
 
 class StageBytes(NamedTuple):
@@ -68,8 +70,8 @@ def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, in
     found: dict[tuple[Op, int, tuple[int, ...]], int] = {}
     kept = [0] * (max(x.stage for x in instructions) // ranks + 1)
     with_backward = {x.stage for x in instructions if x.op is Op.BACKWARD}
-    prefetched = next((x.microbatch for x in instructions if x.op is Op.ENCODE), 0)
-    waiting = prefetched * (buffers.features + buffers.batch)
+    chain = chain_of(schedule)
+    waiting = _waiting_at_begin(schedule, rank, buffers)
     on_their_way: list[tuple[int, int]] = []  # (index at which it is known to be gone, bytes)
 
     def note(op: Op, place: int) -> None:
@@ -78,19 +80,19 @@ def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, in
 
     for i, (_, x, message) in enumerate(steps_of(schedule, rank)):
         op, place = x.op, max(x.stage, 0) // ranks
-        size = 0 if message is None else buffers.hidden + buffers.integers * (message.kind == "activation")
+        size = 0 if message is None else _size(message, buffers)
         if op is Op.LOAD:
-            waiting += buffers.batch
+            waiting += buffers.batch + buffers.pixels
         elif op is Op.ENCODE:
             note(op, 0)
-            waiting += buffers.features
+            waiting -= buffers.between_slices if rank else buffers.pixels
+            waiting += buffers.features * (len(chain) == 1)
         elif op in COMPUTES:
             kept[place] -= op is Op.BACKWARD
             note(op, place)
-            waiting -= size
             if op is Op.FORWARD:
                 kept[place] += x.stage in with_backward
-                waiting -= (buffers.features + buffers.batch) * (x.stage == 0)
+            waiting -= buffers.features + buffers.batch if op is Op.FORWARD and x.stage == 0 else size
         else:
             if i in gone:
                 waiting -= sum(size for index, size in on_their_way if index < i)
@@ -101,26 +103,55 @@ def _walk(schedule: Schedule, rank: int, buffers: Buffers, gone: Mapping[int, in
     return [Instant(*key, size) for key, size in found.items()]
 
 
+def _waiting_at_begin(schedule: Schedule, rank: int, buffers: Buffers) -> int:
+    """Bytes of what waits when a step begins: what came from the slice before, on rank 0 batches and features."""
+    chain = chain_of(schedule)
+    if rank not in chain:
+        return 0
+    # A slice encodes in turn, from the first micro-batch that it has not.
+    ahead = [next((x.microbatch for x in schedule[r] if x.op is Op.ENCODE), 0) for r in chain]
+    if rank == 0:
+        return ahead[0] * buffers.batch + ahead[-1] * buffers.features
+    place = chain.index(rank)
+    return (ahead[place - 1] - ahead[place]) * buffers.between_slices
+
+
+def _size(message: Message, buffers: Buffers) -> int:
+    if message.kind == "features":
+        return buffers.between_slices if message.consumer else buffers.features
+    return buffers.hidden + buffers.integers * (message.kind == "activation")
+
+
 def _known_gone(schedule: Schedule) -> list[dict[int, int]]:
-    """Per rank, for each send by index: the index of the compute whose input tells that the message was taken."""
+    """Per rank, for each send by index: the index of the compute whose input tells that the message was taken.
+
+    A slice's message is gone, too, when its sender runs a FORWARD of that micro-batch: its features have been used.
+    """
     sent: dict[Message, int] = {}  # where its sender lists it
-    used: dict[Message, int] = {}  # where its receiver uses it
+    used: dict[Message, int] = {}  # where its receiver uses it, if it does in this step
+    forwards: dict[tuple[int, int], int] = {}  # by rank and micro-batch, the first
     flows: dict[tuple[int, int], list[Message]] = defaultdict(list)  # by source and destination
     for rank in range(len(schedule)):
         for i, (_, x, message) in enumerate(steps_of(schedule, rank)):
-            if message is not None and x.op in COMPUTES:
-                used[message] = i
-            elif x.op in SENDS:
-                flows[message.source, message.destination].append(message)
+            if x.op is Op.FORWARD:
+                forwards.setdefault((rank, x.microbatch), i)
+            if x.op in SENDS:
                 sent[message] = i
+                flows[message.source, message.destination].append(message)
+            elif message is not None and x.op not in RECEIVES:
+                used[message] = i
     gone: list[dict[int, int]] = [{} for _ in schedule]
     for (source, destination), messages in flows.items():
-        answers = flows.get((destination, source), [])  # in the order sent
+        # In the order sent; a slice's may be used in another step.
+        answers = [answer for answer in flows.get((destination, source), ()) if answer.kind != "features"]
         places = [sent[answer] for answer in answers]
         never = len(schedule[source])
         known = [never, *itertools.accumulate((used[a] for a in reversed(answers)), min)][::-1]
         for message in messages:
-            gone[source][sent[message]] = known[bisect_right(places, used[message])]
+            taken = known[bisect_right(places, used[message])] if message in used else never
+            if message.kind == "features":
+                taken = min(taken, forwards.get((source, message.microbatch), never))
+            gone[source][sent[message]] = taken
     return gone
 
 

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from mmtrain.plan.block_costs import Flops
-from mmtrain.plan.schedule import Schedule
+from mmtrain.plan.instructions import Schedule
+from mmtrain.plan.schedule import Chain
 from mmtrain.plan.simulate import StageSeconds
 
 
@@ -127,7 +128,8 @@ class Plan:
     boundaries: tuple[int, ...]  # decoder layer at which stage 1, 2, ... begins
     first_trainable_stage: int
     microbatches_per_step: int  # of one replica
-    encode_ahead: int  # micro-batches prefetched: encoded before their step begins
+    chain: Chain  # per pipeline rank: where the slice of the encoder runs that it holds
+    evaluation_lead: int  # micro-batches that each slice encodes first in an evaluation
     packs_per_microbatch: int
     pack_length: int
     image: ExpectedImage | None  # None where all images take the same, or there are none
@@ -138,15 +140,22 @@ class Plan:
     minimal_flops_share: float  # of what a step computes: what every exact way of training must compute
     uniform: UniformCut | None  # None with one rank, or with fewer decoder layers than ranks
     fewer_stages_time_ratio: float | None  # a step of the best plan with fewer stages a rank over this one's
+    rank_0_time_ratio: float | None  # a step of the best plan with the whole encoder on rank 0 over this one's
     no_prefetch_time_ratio: float | None  # of this plan without prefetch over this one's
     seconds: StageSeconds  # what was simulated; see `costs`
     ranks: tuple[RankPlan, ...]
     schedule: Schedule  # per pipeline rank
 
+    @property
+    def encode_ahead(self) -> int:
+        """Micro-batches whose features are there when their step begins."""
+        return min(encodes.ahead for encodes in self.chain if encodes is not None)
+
     def as_dict(self) -> dict[str, Any]:
         """The content of plan.json: everything but the instructions."""
-        content = asdict(replace(self, schedule=()))
-        del content["schedule"]
+        content = asdict(replace(self, schedule=(), chain=()))
+        del content["schedule"], content["chain"]
+        content["encode_ahead"] = self.encode_ahead
         for entry, rank in zip(content["ranks"], self.ranks, strict=True):
             entry["stages"] = [
                 {"stage": s.stage, "layers": list(s.layers), "recompute_layers": s.recompute_layers}

@@ -15,9 +15,18 @@ from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models, minimal_flops
 from mmtrain.plan.cut import given_cut, uniform_cut
+from mmtrain.plan.placement import EVALUATION_ROUND
 from mmtrain.plan.plan import ExpectedImage, GroupPlan, Plan, RankPlan, StagePlan, UniformCut, stage_of
 from mmtrain.plan.rates import check_groups, parameter_groups
-from mmtrain.plan.refusals import check_layout, check_prefetch, check_trainable, does_not_fit
+from mmtrain.plan.refusals import (
+    check_encoder_ranks,
+    check_layout,
+    check_prefetch,
+    check_trainable,
+    does_not_fit,
+    search_of,
+)
+from mmtrain.plan.schedule import ranks_of
 from mmtrain.plan.search import Layout, Search
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
 from mmtrain.plan.workload import expected_image
@@ -58,10 +67,11 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     check_trainable(config, models)
     check_groups(config, models)
     check_prefetch(config, models)
+    check_encoder_ranks(config, models)
     check_export_format(config, [p.name for p in models.parameters if matches(p.name, config.model.trainable)])
     refuse_missing_marks(config)
     costs = stage_costs(config, models, limit, device)
-    search = Search(costs, config.parallel.encoder_prefetch)
+    search = search_of(config, costs)
     if config.parallel.boundaries is None:
         found = search.find(config.parallel.stages_per_rank)
     else:
@@ -85,6 +95,11 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         messages = "" if costs.timings.measured_messages or pipeline == 1 else "; messages assumed"
         described = f"calibrated on {device}{messages}"
     without = search.layout(cut)  # prefetch
+    alone = None
+    if len(ranks_of(layout.chain)) > 1:  # the best plan with the whole encoder on rank 0
+        by_one = Search(costs, config.parallel.encoder_prefetch)
+        given = config.parallel.boundaries
+        (alone, *_) = by_one.find(config.parallel.stages_per_rank) if given is None else (by_one.with_encodes(cut),)
     return Plan(
         run=config.run.name,
         llm=config.model.llm.path,
@@ -98,7 +113,8 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         boundaries=tuple(border - 1 for border in cut[1:-1]),
         first_trainable_stage=layout.first_trainable_stage,
         microbatches_per_step=microbatches,
-        encode_ahead=layout.prefetched,
+        chain=layout.chain,
+        evaluation_lead=search.evaluation_lead(layout, EVALUATION_ROUND * pipeline),
         packs_per_microbatch=config.train.packs_per_microbatch,
         pack_length=config.data.pack_length,
         image=_expected_image(config, models.layout),
@@ -109,6 +125,7 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         minimal_flops_share=needed / computed,
         uniform=_uniform(search, seconds),
         fewer_stages_time_ratio=found[1].simulation.seconds / seconds if len(found) > 1 else None,
+        rank_0_time_ratio=None if alone is None else alone.simulation.seconds / seconds,
         no_prefetch_time_ratio=None if without.schedule == layout.schedule else without.simulation.seconds / seconds,
         seconds=layout.seconds,
         ranks=ranks,
@@ -141,10 +158,15 @@ def _ranks(
     cut, need, data = layout.cut, layout.needs[pipeline_rank], config.parallel.data
     mine = range(pipeline_rank, len(cut) - 1, config.parallel.pipeline)
     placed = tuple(stage_of(cut, s, layout.recompute_layers[s]) for s in mine)
+    encoder, blocks = costs.costs.encoder, layout.slices[pipeline_rank]
+    first = sum(layout.slices[:pipeline_rank])
+    if len(ranks_of(layout.chain)) > 1 and layout.chain[pipeline_rank] is not None:
+        placed = (replace(placed[0], encoder=(first, first + blocks)), *placed[1:])
     held = [costs.layers_of(cut[s], cut[s + 1]) for s in mine]
     layers = [layer for stage in held for layer in stage]
     names = tuple(name for layer in layers for name in layer.trainable_names)
-    flops = sum((layer.flops for layer in layers), Flops(costs.costs.encoder.forward * placed[0].front))
+    of_slice = encoder.stem_forward * placed[0].front + encoder.block_forward * blocks
+    flops = sum((layer.flops for layer in layers), Flops(of_slice))
     again = [
         layer.flops.forward * bool(layer.kept_bytes)
         for stage, there in zip(placed, held, strict=True)

@@ -17,7 +17,7 @@ from mmtrain.plan.costs import Models
 from mmtrain.plan.cut import best_cut, given_cut
 from mmtrain.plan.plan import RankPlan, stage_of
 from mmtrain.plan.search import Search
-from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu, stage_costs
+from mmtrain.plan.stage_costs import RESERVED_SHARE, StageCosts, limit_on_gpu, stage_costs
 from mmtrain.plan.workload import expected_image, typical_tiling
 from mmtrain.pretrained.adapters import is_adapter
 from mmtrain.pretrained.layouts import ImageLayout
@@ -122,6 +122,38 @@ def check_prefetch(config: RunConfig, models: Models) -> None:
         )
 
 
+def check_encoder_ranks(config: RunConfig, models: Models) -> None:
+    """Raises UserError for slices of an encoder that trains, or on ranks that are not there."""
+    ranks, pipeline = config.parallel.encoder_ranks, config.parallel.pipeline
+    if ranks in ("auto", 0):
+        return
+    wrong = [rank for rank in ranks if rank >= pipeline]
+    if wrong or len(set(ranks)) < len(ranks):
+        raise UserError(
+            f"parallel.encoder_ranks: {list(ranks)}, but parallel.pipeline {pipeline} has the ranks 0 to "
+            f"{pipeline - 1}; name each once at most"
+        )
+    if models.vision.blocks_run == 0 or set(ranks) == {0}:
+        return
+    trained = next((p.name for p in models.vision.parameters if matches(p.name, config.model.trainable)), None)
+    if trained is not None:
+        raise UserError(
+            f"parallel.encoder_ranks: {list(ranks)}, but {trained} trains: an encoder that trains is whole on rank 0; "
+            "use auto or 0"
+        )
+    if len(ranks) > models.vision.blocks_run:
+        raise UserError(
+            f"parallel.encoder_ranks: {len(ranks)} ranks, but {models.vision.source} runs "
+            f"{models.vision.blocks_run} blocks: at most one rank a block"
+        )
+
+
+def search_of(config: RunConfig, costs: StageCosts) -> Search:
+    """The search for a layout as the config asks for it."""
+    ranks = config.parallel.encoder_ranks
+    return Search(costs, config.parallel.encoder_prefetch, (0,) if ranks == 0 else ranks)
+
+
 def check_environment(config: RunConfig, environment: Mapping[str, str]) -> None:
     """Raises UserError for variables with which the ranks of a pipeline on GPUs can wait for each other for ever.
 
@@ -190,7 +222,7 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
     pipeline = config.parallel.pipeline
     by_hand = config.parallel.boundaries is not None
     stages_per_rank = 1 if config.parallel.stages_per_rank == "auto" else config.parallel.stages_per_rank
-    cut = given_cut(config, search.costs) if by_hand else search.smallest_cut(stages_per_rank)
+    cut = given_cut(config, search.costs) if by_hand else search.cuts.smallest_cut(stages_per_rank)
     stated = config.parallel.device_memory_gib is not None
     source = "parallel.device_memory_gib" if stated else "the GPU's memory, less what CUDA and NCCL take"
     lines = [
@@ -291,10 +323,11 @@ class _Trial:
         changed = self.config.changed({**changes, "parallel.calibration": None})
         costs = stage_costs(changed, self.models, self.limit, self.device)
         parallel = changed.parallel
-        search = Search(costs, parallel.encoder_prefetch)
+        search = search_of(changed, costs)
         if parallel.boundaries is not None:
             return search.fits(search.with_encodes(given_cut(changed, costs)))
-        if parallel.encoder_prefetch in ("auto", 0) and parallel.stages_per_rank in ("auto", 1):
+        one_rank = parallel.encoder_ranks == 0 or not costs.costs.encoder.frozen
+        if one_rank and parallel.encoder_prefetch in ("auto", 0) and parallel.stages_per_rank in ("auto", 1):
             return best_cut(costs) is not None
         return bool(search.find(parallel.stages_per_rank))
 
@@ -308,6 +341,7 @@ def _left_to_the_planner(config: RunConfig) -> list[dict[str, Any]]:
         for by_hand, change in (
             (parallel.recompute_layers != "auto", {"parallel.recompute_layers": "auto"}),
             (parallel.stages_per_rank not in ("auto", 1), {"parallel.stages_per_rank": 1, **cut}),
+            (parallel.encoder_ranks != "auto", {"parallel.encoder_ranks": "auto"}),
             (parallel.encoder_prefetch not in ("auto", 0), {"parallel.encoder_prefetch": "auto"}),
         )
         if by_hand

@@ -1,72 +1,36 @@
 """The layout whose simulated step is shortest: cut x stages per rank x recomputation x where the encoder runs.
 
-seeds (the best cut by its slowest rank, the uniform one, the even one) --move a layer to another stage while that is
-faster--> a cut for each number of stages a rank --encoder prefetch--> the fastest, unless fewer are as fast
+cuts for each number of stages a rank (`cut_search`) --the encoder on rank 0, or in slices on several, and where those
+run (`placement`)--> the fastest, unless fewer stages a rank or fewer slices are as fast
 
-Where there are few cuts, all are tried.
-
-Every step is simulated from the instruction lists that the engine will run, with memory walked on the same lists. A
-bound spares most simulations: a rank cannot begin before its first input has passed the ranks before it, works
-microbatches x its seconds, and its last gradient must pass them back. The search is deterministic.
+Every step is simulated from the instruction lists that the engine will run, with memory walked on the same lists. The
+search is deterministic.
 """
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from mmtrain.plan.cut import Cut, best_cut, even_cut, first_trainable_stage, ranges_of, smallest_cut, uniform_cut
-from mmtrain.plan.memory import Instant, instants
-from mmtrain.plan.prefetch import best_encodes
-from mmtrain.plan.schedule import Schedule, training_schedule
+from mmtrain.plan.cut import Cut, ranges_of
+from mmtrain.plan.cut_search import SIMULATED_INSTRUCTIONS, Charge, CutSearch, Slices
+from mmtrain.plan.instructions import Schedule
+from mmtrain.plan.memory import instants
+from mmtrain.plan.placement import GAIN, placements
+from mmtrain.plan.schedule import Chain, forward_schedule, leading_encodes, ranks_of, training_schedule
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
-from mmtrain.plan.stage_costs import LayerRange, RankNeed, StageCosts
+from mmtrain.plan.stage_costs import RankNeed, StageCosts
 
 MOST_STAGES_PER_RANK = 4
 STAGE_GAIN = 0.01
 """Share of a step that more stages a rank must save: they cost messages, which may be dearer than assumed."""
-SIMULATED_INSTRUCTIONS = 500_000
-"""Of all moves together, a quarter of a second; the largest layouts then end at a cut that one more move might better.
-
-The first cut of each kind is simulated in any case."""
-FEW_CUTS = 400
-"""So many are all tried."""
-FEW_STAGES = 12
-"""Of so many all layers are moved anywhere, else those of the two slowest ranks."""
-MOST_SEEDS = 3
-HOPEFUL = 1.08
-"""Times the step to beat: a first cut that is slower is not worth moves."""
-MOST_TRIALS = 16
-"""Moves simulated before a cut counts as the best of its neighbours, those with the lowest bound first."""
-
-
-class _Form(NamedTuple):
-    """What depends on a layout's form alone."""
-
-    stages_per_rank: int
-    first_trainable_stage: int
-    schedule: Schedule
-    program: Program
-    instants: tuple[tuple[Instant, ...], ...]  # per rank
-
-
-class _Bound(NamedTuple):
-    """What a cut takes at least, to be compared in this order."""
-
-    overflow: int  # bytes beyond the limit, over all ranks
-    seconds: float
-    squares: float  # of ranks' seconds, so that descending does not stop at the first of several slow ranks
-    ranks: tuple[float, ...]
-
-
-class _Score(NamedTuple):
-    """How good a cut is; less is better, and what does not fit is worst."""
-
-    overflow: int  # bytes beyond the limit, over all ranks
-    seconds: float
+SLICES_GAIN = 0.005
+"""Share of a step that more slices of the encoder must save, likewise."""
+MOST_PLACEMENTS = 4
+"""Of a cut and its slices whose lists are made and simulated, the most promising first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +43,8 @@ class Layout:
     needs: tuple[RankNeed, ...]  # per pipeline rank
     seconds: StageSeconds
     schedule: Schedule
-    prefetched: int
+    slices: Slices
+    chain: Chain
     simulation: Simulation
 
     @property
@@ -91,121 +56,148 @@ class Layout:
 
 
 class Search:
-    """Looks for layouts with the costs of one run; everything that is costly to make is made once."""
+    """Looks for layouts with the costs of one run."""
 
-    def __init__(self, costs: StageCosts, prefetch: Literal["auto"] | int) -> None:
-        """`prefetch`: how many micro-batches a step begins with encoded; auto: whatever is fastest."""
+    def __init__(
+        self,
+        costs: StageCosts,
+        prefetch: Literal["auto"] | int,
+        encoder_ranks: Literal["auto"] | Sequence[int] = (0,),
+    ) -> None:
+        """`prefetch`: how many micro-batches a step begins with encoded; auto: whatever is fastest.
+
+        `encoder_ranks`: the pipeline ranks that hold blocks of the encoder; auto: whatever is fastest.
+        """
         self.costs = costs
         self.prefetch = prefetch
-        self.pipeline = costs.setting.pipeline
-        self.microbatches = costs.setting.microbatches_per_step
-        self._forms: dict[tuple[int, int], _Form] = {}
-        self._needs: dict[tuple[tuple[int, int], int, tuple[LayerRange, ...]], RankNeed] = {}
-        self._left = SIMULATED_INSTRUCTIONS
+        self.cuts = CutSearch(costs)
+        self.pipeline, self.microbatches = self.cuts.pipeline, self.cuts.microbatches
+        encoder = costs.costs.encoder
+        self.encoder_ranks = encoder_ranks if self.pipeline > 1 and encoder.frozen and encoder.blocks else (0,)
 
     # ---- one layout
 
     def layout(self, cut: Cut) -> Layout:
-        """A given cut, each micro-batch encoded right before its forward."""
-        form, needs = self._placed(cut)
-        seconds = self._stage_seconds(needs, self.costs.timings.encode)
+        """A given cut, the encoder on rank 0 and each micro-batch encoded right before its forward."""
+        slices = self.cuts.alone
+        form, needs = self.cuts.placed(cut, slices)
+        seconds = self.cuts.stage_seconds(needs, self.costs.timings.encode)
+        chain = leading_encodes(form.schedule, self.microbatches, (0,), 1)
         simulation = simulate(form.program, seconds)
-        return Layout(cut, *form[:2], needs, seconds, form.schedule, 0, simulation)
+        return Layout(cut, *form[:2], needs, seconds, form.schedule, slices, chain, simulation)
 
     def fits(self, layout: Layout) -> bool:
         """Whether every rank of it fits."""
-        return all(self.costs.fits(need) for need in layout.needs)
+        return self.cuts.overflow(layout.needs) == 0
 
-    def _placed(self, cut: Cut) -> tuple[_Form, tuple[RankNeed, ...]]:
-        """The form of a cut, and what its ranks take."""
-        kind = (len(cut) - 1) // self.pipeline, first_trainable_stage(self.costs, cut)
-        if kind not in self._forms:
-            schedule = training_schedule(self.pipeline, self.microbatches, kind[1], kind[0])
-            found = instants(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
-            self._forms[kind] = _Form(*kind, schedule, Program(schedule), found)
-        form, needs = self._forms[kind], []
-        for rank in range(self.pipeline):
-            ranges = tuple(self.costs.same_range(*layer_range) for layer_range in ranges_of(cut, rank, self.pipeline))
-            key = kind, rank, ranges
-            if key not in self._needs:
-                self._needs[key] = self.costs.need(rank, ranges, form.instants[rank])
-            needs.append(self._needs[key])
-        return form, tuple(needs)
+    def with_encodes(self, cut: Cut, limit: float = math.inf) -> Layout:
+        """A given cut with the encoder where it is best, as far as memory allows, or as the config asks.
 
-    def _overflow(self, needs: Sequence[RankNeed]) -> int:
-        """Bytes beyond the limit, over all ranks."""
-        return sum(max(0, need.total_bytes - self.costs.usable_bytes) for need in needs)
+        Anything that fits comes before what does not, and below `limit` seconds fewer slices before slightly faster
+        ones.
+        """
+        best: Layout | None = None
+        for slices in self._slices(cut):
+            if best is not None:
+                limit = min(limit, best.simulation.seconds * (1 - SLICES_GAIN))
+            best = self._placed(cut, slices, limit) or best
+        return best or self.layout(cut)
 
-    def _stage_seconds(self, needs: Sequence[RankNeed], encode: float) -> StageSeconds:
-        timings, stages = self.costs.timings, range(len(needs) * len(needs[0].stages))
-        found = [needs[s % len(needs)].stages[s // len(needs)] for s in stages]
-        return StageSeconds(
-            forward=tuple(stage.forward for stage in found),
-            backward=tuple(stage.backward for stage in found),
-            encode=encode,
-            send=timings.send,
-            receive=timings.receive,
-            transfer=timings.transfer,
-            end=timings.end,
-        )
+    def _slices(self, cut: Cut) -> list[Slices]:
+        """Ways to share out the blocks: on rank 0 alone, on 2 ranks, on half, on all; or as the config asks."""
+        if self.encoder_ranks != "auto":
+            return [self._shared_out(cut, self.encoder_ranks)]
+        works = [need.seconds for need in self.cuts.placed(cut, (0,) * self.pipeline)[1]]
+        others = sorted(range(1, self.pipeline), key=lambda rank: works[rank])
+        counts = sorted({1, 2, self.pipeline // 2, self.pipeline} - {0})
+        return list(dict.fromkeys(self._shared_out(cut, (0, *others[: count - 1])) for count in counts))
 
-    # ---- moving layers
+    def _shared_out(self, cut: Cut, ranks: Sequence[int]) -> Slices:
+        """Each block to the one of these ranks that has the least work so far."""
+        needs = self.cuts.placed(cut, (0,) * self.pipeline)[1]
+        block, slices = self.costs.timings.encode_block, [0] * self.pipeline
+        filled = [(needs[rank].seconds, rank) for rank in ranks]
+        heapq.heapify(filled)
+        for _ in range(self.costs.costs.encoder.blocks):
+            seconds, rank = filled[0]
+            slices[rank] += 1
+            heapq.heapreplace(filled, (seconds + block, rank))
+        return tuple(slices)
 
-    def _bound(self, cut: Cut, encode: float) -> _Bound:
-        """What a cut takes at least, without simulation."""
-        (stages_per_rank, first, *_), needs = self._placed(cut)
-        works = [sum(stage.forward + stage.backward for stage in need.stages) for need in needs]
-        works[0] += encode
-        ranks = []
-        before, behind, downstream = 0.0, 0.0, sum(works)
-        for rank, (need, work) in enumerate(zip(needs, works, strict=True)):
-            downstream -= work
-            least = before + self.microbatches * work + (behind if rank >= first else 0.0)
-            pairs = self.microbatches - self.pipeline + rank  # after the first backward, before the last forward
-            if stages_per_rank == 1 and rank >= first and pairs >= 0:
-                least = max(least, before + behind + (pairs + 1) * work + 2 * downstream)
-            ranks.append(least)
-            before += need.stages[0].forward + encode * (rank == 0)
-            behind += need.stages[0].backward
-        seconds = max(ranks) + self.costs.timings.end
-        return _Bound(self._overflow(needs), seconds, sum(x * x for x in ranks), tuple(ranks))
-
-    def _score(self, cut: Cut, encode: float, *, must: bool = False) -> _Score | None:
-        """None where no more may be simulated, unless it must be."""
-        form, needs = self._placed(cut)
-        if self._left < len(form.program.steps) and not must:
+    def _placed(self, cut: Cut, slices: Slices, limit: float) -> Layout | None:
+        """The layout with these slices where they run best; None where none fits and takes less than `limit`."""
+        form, needs = self.cuts.placed(cut, slices)
+        ranks = chain_of_slices(slices)
+        best: Layout | None = None
+        if len(ranks) == 1:
+            immediate = self.layout(cut)
+            if self.prefetch == 0 or not self._may_prefetch() or self.costs.timings.encode == 0:
+                return immediate if immediate.simulation.seconds < limit else None
+            if self.prefetch == "auto" and self.fits(immediate) and immediate.simulation.seconds < limit:
+                best, limit = immediate, immediate.simulation.seconds * (1 - GAIN)
+        elif self.cuts.overflow(needs):
             return None
-        self._left -= len(form.program.steps)
-        return _Score(self._overflow(needs), simulate(form.program, self._stage_seconds(needs, encode)).seconds)
+        encode = [
+            self.costs.timings.encode_of(blocks, rank == 0) if rank in ranks else 0.0
+            for rank, blocks in enumerate(slices)
+        ]
+        seconds = self.cuts.stage_seconds(needs, encode)
+        exactly = None if self.prefetch == "auto" else self.prefetch
+        shape = form.schedule, form.program, self.microbatches, seconds, ranks
+        tried = 0
+        for option in placements(*shape, exactly=exactly):
+            if option.least_seconds >= limit or tried == MOST_PLACEMENTS:
+                break
+            if exactly is None and not self._has_room(option.chain, needs):
+                continue
+            tried += 1
+            found = self._built(cut, slices, option.chain, needs, seconds)
+            if found.simulation.seconds < limit and (self.fits(found) or exactly is not None):
+                best, limit = found, found.simulation.seconds * (1 - GAIN)
+        return best
 
-    def _moves(self, cut: Cut, bound: _Bound) -> Iterator[Cut]:
-        """Cuts with one layer less in one stage and one more in another; of many stages those of the slowest ranks."""
-        stages = len(cut) - 1
-        slowest = sorted(range(self.pipeline), key=lambda rank: -bound.ranks[rank])
-        sources = set(slowest if stages <= FEW_STAGES else slowest[:2])
-        for source, target in itertools.permutations(range(stages), 2):
-            if source % self.pipeline in sources and cut[source + 1] - cut[source] > 1:
-                low, high, step = (source, target, -1) if source < target else (target, source, 1)
-                yield tuple(border + step * (low < i <= high) for i, border in enumerate(cut))
+    def _may_prefetch(self) -> bool:
+        return self.pipeline > 1 and self.prefetch != 0 and self.costs.costs.encoder.frozen
 
-    def improve(self, cut: Cut, encode: float) -> tuple[_Score, Cut]:
-        """Moves one layer at a time from a cut that may not fit, while its step gets shorter."""
-        best = self._score(cut, encode)
-        if best is None:
-            return _Score(0, math.inf), cut
-        moved = True
-        while moved:
-            moved = False
-            limit = best.overflow, best.seconds * (1 - 1e-9)
-            options = sorted((self._bound(x, encode), x) for x in self._moves(cut, self._bound(cut, encode)))
-            for bound, changed in options if len(cut) <= FEW_STAGES else options[:MOST_TRIALS]:
-                score = self._score(changed, encode) if bound[:2] < limit else None
-                if score is None:
-                    break
-                if score < limit:
-                    best, cut, moved = score, changed, True
-                    break
-        return best, cut
+    def _has_room(self, chain: Chain, needs: Sequence[RankNeed]) -> bool:
+        """Whether what waits at a step's begin fits on each rank: a bound that spares lists."""
+        buffers, before = self.costs.buffers, 0
+        for encodes, need in zip(chain, needs, strict=True):
+            if encodes is None:
+                continue
+            waiting = (before - encodes.ahead) * buffers.between_slices if before else encodes.ahead * buffers.batch
+            before = encodes.ahead
+            if need.weight_bytes + need.state_bytes + waiting > self.costs.usable_bytes:
+                return False
+        return True
+
+    def _built(
+        self, cut: Cut, slices: Slices, chain: Chain, needs: Sequence[RankNeed], seconds: StageSeconds
+    ) -> Layout:
+        """The layout with its lists, and with the memory that they take; what does not fit recomputes more."""
+        (stages_per_rank, first, *_), _ = self.cuts.placed(cut, slices)
+        schedule = training_schedule(self.pipeline, self.microbatches, first, stages_per_rank, chain)
+        walked = instants(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)
+        changed = []
+        for rank, (found, need, blocks) in enumerate(zip(walked, needs, slices, strict=True)):
+            ranges = ranges_of(cut, rank, self.pipeline)
+            now = self.costs.need_of(ranges, need.recompute_layers, found, blocks)
+            changed.append(now if self.costs.fits(now) else self.costs.need(rank, ranges, found, blocks))
+        seconds = self.cuts.stage_seconds(changed, seconds.encode)
+        simulation = simulate(Program(schedule), seconds)
+        return Layout(cut, stages_per_rank, first, tuple(changed), seconds, schedule, slices, chain, simulation)
+
+    def evaluation_lead(self, layout: Layout, microbatches: int) -> int:
+        """Micro-batches that each slice encodes first in an evaluation of so many: whatever is fastest."""
+        chain, fastest, best = ranks_of(layout.chain), math.inf, 1
+        if len(chain) == 1:
+            return best
+        for lead in (1, len(chain), 2 * len(chain)):
+            schedule = forward_schedule(self.pipeline, microbatches, layout.stages_per_rank, chain, lead)
+            found = simulate(Program(schedule), layout.seconds).seconds
+            if found < fastest * (1 - GAIN):
+                fastest, best = found, lead
+        return best
 
     # ---- everything
 
@@ -217,14 +209,14 @@ class Search:
         counts = self._possible_counts() if stages_per_rank == "auto" else (stages_per_rank,)
         found: list[Layout] = []
         for count in counts:
-            self._left = SIMULATED_INSTRUCTIONS * count // sum(counts)
+            self.cuts.left = SIMULATED_INSTRUCTIONS * count // sum(counts)
             best: Layout | None = None
             limit = found[-1].simulation.seconds * (1 - STAGE_GAIN) if found else math.inf
             one_stage = found[0].cut if found and found[0].stages_per_rank == 1 else None
             for cut in self._cuts(count, one_stage, limit):
                 if self._without_encoder(cut) >= limit:
                     continue
-                layout = self.with_encodes(cut)
+                layout = self.with_encodes(cut, limit)
                 if layout.simulation.seconds < limit and self.fits(layout):
                     best, limit = layout, layout.simulation.seconds
             if best is not None:
@@ -232,10 +224,11 @@ class Search:
         return tuple(found[:-3:-1])
 
     def _without_encoder(self, cut: Cut) -> float:
-        """Seconds if the encoder took none of rank 0's: prefetch makes no step shorter than that."""
-        form, needs = self._placed(cut)
-        encode = 0.0 if self._may_prefetch() else self.costs.timings.encode
-        return simulate(form.program, self._stage_seconds(needs, encode)).seconds
+        """Seconds if the encoder took none of any rank's, where that is possible at all: a bound."""
+        form, needs = self.cuts.placed(cut, (0,) * self.pipeline)
+        elsewhere = self._may_prefetch() or self.encoder_ranks != (0,)
+        encode = 0.0 if elsewhere else self.costs.timings.encode
+        return simulate(form.program, self.cuts.stage_seconds(needs, encode)).seconds
 
     def _possible_counts(self) -> tuple[int, ...]:
         """Stages a rank to try: 1 alone where the idle share of an even cut in 1F1B is less than more must save."""
@@ -244,115 +237,24 @@ class Search:
         return tuple(v for v in range(1, MOST_STAGES_PER_RANK + 1) if v == 1 or v * self.pipeline <= self.costs.count)
 
     def _cuts(self, stages_per_rank: int, one_stage: Cut | None, limit: float) -> list[Cut]:
-        """The best cuts found that fit, with the encoder before each forward, and with it in idle slots."""
-        found = []
-        encode = self.costs.timings.encode
-        counted = (encode, 0.0) if self._may_prefetch() else (encode,)
-        share = self._left // len(counted)
-        for seconds in counted:
-            self._left = share
-            score, cut = self.improved(stages_per_rank, seconds, one_stage, limit)
-            if score.overflow == 0 and score.seconds < math.inf:
-                found.append(cut)
+        """The best cuts found that fit: the encoder before each forward on rank 0, in idle slots, in equal slices."""
+        alone, encode, blocks = self.cuts.alone, self.costs.timings.encode, self.costs.costs.encoder.blocks
+        charges = []
+        if self.encoder_ranks == "auto" or 0 in self.encoder_ranks:
+            charges.append(Charge(encode, alone))
+            if self._may_prefetch() or self.encoder_ranks != (0,):
+                charges.append(Charge(0.0, alone))
+        if self.encoder_ranks != (0,) and self.costs.usable_bytes < math.inf:
+            several = range(self.pipeline) if self.encoder_ranks == "auto" else self.encoder_ranks
+            equal = -(-blocks // len(several))
+            charges.append(Charge(0.0, tuple(equal * (rank in several) for rank in range(self.pipeline))))
+        found, share = [], self.cuts.left // len(charges)
+        for charge in charges:
+            self.cuts.left = share
+            found += self.cuts.candidates(stages_per_rank, charge, one_stage, limit)
         return list(dict.fromkeys(found))
 
-    def improved(
-        self, stages_per_rank: int, encode: float, one_stage: Cut | None = None, limit: float = math.inf
-    ) -> tuple[_Score, Cut]:
-        """The best of all cuts if they are few, else the best that moves make of some first cuts.
 
-        A first cut that is far beyond `limit` is left as it is.
-        """
-        stages, decoder = self.pipeline * stages_per_rank, self.costs.count - 2
-        if math.comb(decoder + 1, stages - 1) <= FEW_CUTS:
-            return self._best_of_all(stages, encode)
-        seeds: list[Cut | None] = [best_cut(self.costs) if stages_per_rank == 1 else even_cut(self.costs, stages)]
-        if stages <= decoder:
-            seeds.append(uniform_cut(decoder, stages))
-        if one_stage is not None and stages_per_rank > 1:
-            seeds.append(_divided(one_stage, stages_per_rank))
-        known: list[tuple[_Score, Cut]] = []
-        for seed in dict.fromkeys(seeds):
-            score = self._score(seed, encode, must=not known) if seed is not None else None
-            if score is not None:
-                known.append((score, seed))
-        known.sort()
-        results = known[:1]
-        for score, seed in known[:MOST_SEEDS]:
-            if score.overflow or score.seconds < limit * HOPEFUL:
-                results.append(self.improve(seed, encode))
-        return min(results)
-
-    def _best_of_all(self, stages: int, encode: float) -> tuple[_Score, Cut]:
-        """The best of all cuts into so many stages, those with the lowest bound first."""
-        borders = itertools.combinations(range(1, self.costs.count), stages - 1)
-        cuts = [(0, *inner, self.costs.count) for inner in borders]
-        best = _Score(0, math.inf), cuts[0]
-        known = False
-        for bound, cut in sorted((self._bound(cut, encode), cut) for cut in cuts):
-            if known and bound[:2] >= best[0]:
-                break
-            score = self._score(cut, encode, must=not known)
-            if score is None:
-                break
-            if not known or score < best[0]:
-                best, known = (score, cut), True
-        return best
-
-    # ---- prefetch
-
-    def _may_prefetch(self) -> bool:
-        return self.pipeline > 1 and self.prefetch != 0 and self.costs.costs.encoder.frozen
-
-    def smallest_cut(self, stages_per_rank: int) -> Cut:
-        """For what fits nowhere: a cut that comes near."""
-        if stages_per_rank == 1:
-            return smallest_cut(self.costs)
-        return self.improved(stages_per_rank, self.costs.timings.encode)[1]
-
-    def with_encodes(self, cut: Cut) -> Layout:
-        """A given cut with the encoder where it is best, as far as memory allows, or as the config asks."""
-        layout = self.layout(cut)
-        if self.prefetch == 0 or not self.costs.costs.encoder.frozen:
-            return layout
-        buffered = max(1, self.costs.buffers.features + self.costs.buffers.batch)
-        most = self.microbatches if self.prefetch == "auto" else self.prefetch
-        if self.prefetch == "auto" and self.costs.usable_bytes < math.inf:
-            room = self.costs.usable_bytes - layout.needs[0].total_bytes
-            most = min(most, max(0, math.floor(room / buffered)))
-        while True:
-            found = self._prefetch(layout, most)
-            if self.prefetch != "auto" or most == 0 or self.costs.fits(found.needs[0]):
-                return found
-            most //= 2
-
-    def _prefetch(self, layout: Layout, most: int) -> Layout:
-        """The layout with at most `most` micro-batches prefetched; recomputes more only where that is asked for."""
-        exactly = None if self.prefetch == "auto" else self.prefetch
-        shape = self.pipeline, self.microbatches, layout.first_trainable_stage, layout.stages_per_rank
-        schedule, encodes, simulation = best_encodes(*shape, layout.seconds, most, exactly=exactly)
-        found = instants(schedule, self.costs.buffers, polls=self.costs.setting.polls_sends)[0]
-        seconds, ranges = layout.seconds, ranges_of(layout.cut, 0, self.pipeline)
-        need = self.costs.need_of(ranges, layout.needs[0].recompute_layers, found)
-        if exactly is not None and not self.costs.fits(need):
-            need = self.costs.need(0, ranges, found)
-            seconds = self._stage_seconds((need, *layout.needs[1:]), seconds.encode)
-            simulation = simulate(Program(schedule), seconds)
-        return replace(
-            layout,
-            needs=(need, *layout.needs[1:]),
-            seconds=seconds,
-            schedule=schedule,
-            prefetched=encodes.prefetched,
-            simulation=simulation,
-        )
-
-
-def _divided(cut: Cut, stages_per_rank: int) -> Cut | None:
-    """Each rank's layers of a cut with one stage a rank in so many stages; None if a rank has fewer layers."""
-    counts = [end - begin for begin, end in itertools.pairwise(cut)]
-    if min(counts) < stages_per_rank:
-        return None
-    # What does not divide goes to late stages, whose activations are kept for less long; the front counts as a layer.
-    sizes = [(count + turn) // stages_per_rank for turn in range(stages_per_rank) for count in counts]
-    return tuple(itertools.accumulate(sizes, initial=0))
+def chain_of_slices(slices: Slices) -> tuple[int, ...]:
+    """The pipeline ranks of the chain: rank 0, which makes the patches, and whoever holds blocks."""
+    return tuple(rank for rank, blocks in enumerate(slices) if blocks or rank == 0)

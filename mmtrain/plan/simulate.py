@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.plan.schedule import COMPUTES, SENDS, Instruction, Message, Op, Schedule, Step, all_steps
+from mmtrain.plan.instructions import COMPUTES, SENDS, Instruction, Message, Op, Schedule, Step, all_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,14 @@ class StageSeconds:
 
     forward: tuple[float, ...]  # per stage, without the encoder
     backward: tuple[float, ...]  # per stage, recomputation included; 0 where nothing runs backward
-    encode: float = 0.0
+    encode: tuple[float, ...] = (0.0,)  # per pipeline rank, of the slice that it holds
     send: float = 0.0  # of the sender, while it posts a message
     receive: float = 0.0  # of the receiver, when it takes one
     transfer: float = 0.0  # from the moment both sides have posted a message to its arrival
     end: float = 0.0  # reductions and optimizer
+    send_features: float = 0.0  # these three: the same of what slices send
+    receive_features: float = 0.0
+    transfer_features: float = 0.0
 
 
 class TimeSpan(NamedTuple):
@@ -52,6 +55,9 @@ class Simulation:
     def mean_idle(self) -> float:
         """Idle share over all ranks."""
         return sum(self.idle) / len(self.idle)
+
+
+_OF_FEATURES = frozenset({Op.SEND_FEATURES, Op.RECEIVE_FEATURES})
 
 
 class Program:
@@ -92,6 +98,7 @@ def simulate(
     for step, message, channel in program.steps:
         rank, x, _ = step
         op, begin = x.op, clock[rank]
+        of_features = op in _OF_FEATURES
         work = 0.0
         if op in COMPUTES:
             ready = arrived[message] if message >= 0 else 0.0
@@ -102,17 +109,21 @@ def simulate(
             begin = max(begin, ready)
             work = forward[x.stage] if op is Op.FORWARD else backward[x.stage]
             if message >= 0:
-                work += seconds.receive
+                work += seconds.receive if op is Op.BACKWARD or x.stage else seconds.receive_features
+        elif op is Op.ENCODE:
+            work = seconds.encode[rank]
+            if message >= 0:
+                begin = max(begin, arrived[message])
+                work += seconds.receive_features
         elif message >= 0:
             if op in SENDS:
-                work = seconds.send
+                work = seconds.send_features if of_features else seconds.send
             if message in posted:
                 moves = max(posted.pop(message), begin + work, channel_free[channel])
-                channel_free[channel] = arrived[message] = moves + seconds.transfer
+                takes = seconds.transfer_features if of_features else seconds.transfer
+                channel_free[channel] = arrived[message] = moves + takes
             else:
                 posted[message] = begin + work
-        elif op is Op.ENCODE:
-            work = seconds.encode
         clock[rank] = begin + work
         if work:
             busy[rank] += work

@@ -84,9 +84,9 @@ class StageCosts:
         self.usable_bytes = (
             math.inf if setting.memory_bytes is None else math.floor(setting.memory_bytes * (1 - RESERVED_SHARE))
         )
-        self.buffers = Buffers(
-            costs.hidden_bytes, costs.integer_bytes, costs.encoder.feature_bytes, costs.encoder.batch_bytes
-        )
+        encoder = costs.encoder
+        waiting = encoder.feature_bytes, encoder.batch_bytes, encoder.pixel_bytes, encoder.hidden_bytes
+        self.buffers = Buffers(costs.hidden_bytes, costs.integer_bytes, *waiting)
         self._weights = _sums(layer.weight_bytes for layer in costs.layers)
         self._state = _sums(layer.state_bytes for layer in costs.layers)
         self._trainable = _sums(layer.trainable for layer in costs.layers)

@@ -103,7 +103,21 @@ def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
     if plan.fewer_stages_time_ratio is not None:
         longer = plan.fewer_stages_time_ratio - 1
         yield f"{plan.stages_per_rank} stages a rank, interleaved: with fewer a step takes {longer:.1%} longer"
-    if plan.no_prefetch_time_ratio is not None:
+    slices = [
+        f"{stage.encoder[0]}-{stage.encoder[1] - 1} on {_ranks(plan, rank)}"
+        for rank in replica
+        for stage in rank.stages
+        if stage.encoder is not None and stage.encoder[1] > stage.encoder[0]
+    ]
+    if slices:
+        ahead = [encodes.ahead for encodes in plan.chain if encodes is not None]
+        yield (
+            f"encoder in {len(slices)} slices: blocks {', '.join(slices)}; they are {', '.join(map(str, ahead))} "
+            "micro-batches ahead when a step begins"
+        )
+    if plan.rank_0_time_ratio is not None:
+        yield f"with the encoder on rank 0 alone a step would take {plan.rank_0_time_ratio:.2f} times as long"
+    elif plan.no_prefetch_time_ratio is not None:
         batches = "micro-batch" if plan.encode_ahead == 1 else "micro-batches"
         prefetch = f"a step begins with {plan.encode_ahead} {batches} encoded" if plan.encode_ahead else "inside a step"
         yield f"encoder prefetch: {prefetch}; without, a step takes {plan.no_prefetch_time_ratio - 1:.1%} longer"

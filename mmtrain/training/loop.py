@@ -33,10 +33,10 @@ from mmtrain.evaluation.held_out import HeldOut
 from mmtrain.model.flash import say_ways
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.calibration import cpu_device, gpu_device
+from mmtrain.plan.instructions import Instruction
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.rates import parameter_groups
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
-from mmtrain.plan.schedule import Instruction
 from mmtrain.pretrained.connectors import connector, connector_parameters, has_newline
 from mmtrain.pretrained.shapes import matches
 from mmtrain.processes.rank import Rank

@@ -13,8 +13,8 @@ from mmtrain.__main__ import main
 from mmtrain.commands import plot as plot_schedule
 from mmtrain.config.load import load_config
 from mmtrain.engine.trace import Interval, TracedStep, Work, write_trace
+from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.planner import make_plan
-from mmtrain.plan.schedule import Instruction, Op
 
 LAYOUT = ("parallel.pipeline=2", "parallel.boundaries=[2, 4, 6]")
 

@@ -31,8 +31,8 @@ from mmtrain.engine.deepspeed_pipeline import REFUSED
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.stage import build_stage
+from mmtrain.plan.instructions import in_common_order
 from mmtrain.plan.planner import make_plan
-from mmtrain.plan.schedule import in_common_order
 
 
 def step(first_seed):

@@ -16,8 +16,8 @@ from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.step_clock import Reading, StepClock
 from mmtrain.engine.trace import Work
 from mmtrain.model.stage import build_stage
+from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.planner import make_plan
-from mmtrain.plan.schedule import Instruction, Op
 
 LOAD, FORWARD, SEND = Instruction(Op.LOAD, 0, 1), Instruction(Op.FORWARD, 0, 1), Instruction(Op.SEND_ACTIVATION, 0, 1)
 REDUCE, UPDATE = Instruction(Op.REDUCE_STATISTICS), Instruction(Op.OPTIMIZER_STEP)

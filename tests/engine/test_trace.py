@@ -15,8 +15,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.engine import trace
 from mmtrain.engine.trace import Interval, TracedStep, Tracer, Work, refuse_unfit_trace, write_trace
+from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.planner import make_plan
-from mmtrain.plan.schedule import Instruction, Op
 
 LAYOUT = ("parallel.pipeline=2", "parallel.boundaries=[2, 4, 6]", "parallel.encoder_prefetch=1")
 RUN = (*LAYOUT, "train.max_steps=4", "parallel.threads_per_rank=1", "parallel.device_tflops=0.05")

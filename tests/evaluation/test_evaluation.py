@@ -32,8 +32,8 @@ from mmtrain.evaluation.answers import write_answers
 from mmtrain.evaluation.evaluator import Evaluator
 from mmtrain.evaluation.held_out import HeldOut, permute_images
 from mmtrain.model.stage import build_stage
+from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
-from mmtrain.plan.schedule import Op
 from mmtrain.processes.rank_records import Whereabouts
 
 EOS = 110  # a token that the stock model, with these weights, says after many of the images

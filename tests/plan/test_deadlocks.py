@@ -14,17 +14,9 @@ from schedule_check import check_schedule
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
+from mmtrain.plan.instructions import Instruction, Op, Schedule, in_common_order
 from mmtrain.plan.refusals import check_environment
-from mmtrain.plan.schedule import (
-    Encodes,
-    Instruction,
-    Op,
-    Schedule,
-    forward_schedule,
-    immediate_encodes,
-    in_common_order,
-    training_schedule,
-)
+from mmtrain.plan.schedule import Encodes, forward_schedule, immediate_encodes, training_schedule
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "llava15_7b_pp4.yaml"
 SETTING = {

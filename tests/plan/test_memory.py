@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-
-from mmtrain.plan.memory import Buffers, Peak, StageBytes, instants, peak
 from mmtrain.plan.prefetch import best_encodes
-from mmtrain.plan.schedule import COMPUTES, Op, Schedule, needed_before, sent_after, training_schedule
+
+from mmtrain.plan.instructions import COMPUTES, Op, Schedule, needed_before, sent_after
+from mmtrain.plan.memory import Buffers, Peak, StageBytes, instants, peak
+from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.simulate import StageSeconds
 
 

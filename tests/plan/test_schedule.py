@@ -6,18 +6,11 @@ import itertools
 import random
 
 import pytest
+from mmtrain.plan.prefetch import best_encodes
 from schedule_check import check_schedule, most_buffered
 
-from mmtrain.plan.prefetch import best_encodes
-from mmtrain.plan.schedule import (
-    COMPUTES,
-    Encodes,
-    Instruction,
-    Op,
-    Schedule,
-    forward_schedule,
-    training_schedule,
-)
+from mmtrain.plan.instructions import COMPUTES, Instruction, Op, Schedule
+from mmtrain.plan.schedule import Encodes, forward_schedule, training_schedule
 from mmtrain.plan.simulate import StageSeconds
 
 END = ("reduce_gradients", "reduce_statistics", "optimizer_step")

@@ -21,8 +21,9 @@ from mmtrain.plan.cut import (
     smallest_cut,
     uniform_cut,
 )
+from mmtrain.plan.instructions import Op
 from mmtrain.plan.memory import instants, peak
-from mmtrain.plan.schedule import Op, training_schedule
+from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.search import SIMULATED_INSTRUCTIONS, Layout, Search
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 from mmtrain.plan.stage_costs import RESERVED_SHARE, StageCosts

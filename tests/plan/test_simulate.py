@@ -7,10 +7,11 @@ import itertools
 import random
 
 import pytest
+from mmtrain.plan.prefetch import best_encodes
 from schedule_check import most_buffered
 
-from mmtrain.plan.prefetch import best_encodes
-from mmtrain.plan.schedule import Instruction, Op, training_schedule
+from mmtrain.plan.instructions import Instruction, Op
+from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 
 

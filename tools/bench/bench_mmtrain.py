@@ -12,8 +12,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.model.stage import Stage, build_stage
+from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
-from mmtrain.plan.schedule import Instruction, Op
 
 
 class Mmtrain:

@@ -1,0 +1,182 @@
+"""One rank's part in the chain of encoder slices: what it has read, encoded and received for micro-batches to come.
+
+rank 0: LOAD --number of tiles, to every rank of the chain--> ENCODE --hidden--> next slice ... last slice --features-->
+rank 0: FORWARD of stage 0
+
+The number of a micro-batch's tiles, which a receive must know, goes from host to host, to the whole chain at once. It
+is NO_DATA where the run or the data end: such a micro-batch, like one without images, is encoded and sent by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mmtrain.data.stream.packs import PackedBatch
+from mmtrain.engine.channels import Channels
+from mmtrain.engine.process_groups import host_group
+from mmtrain.model.stage import Stage
+from mmtrain.plan.instructions import Instruction, Message, Op, carried
+from mmtrain.plan.plan import Plan
+from mmtrain.plan.schedule import ranks_of
+
+NO_DATA = -1
+
+
+class Encoded(NamedTuple):
+    """A micro-batch of stage 0, with features (N, T, W) of its tiles; None: it has none."""
+
+    batch: PackedBatch  # on the device, but for position ids and labels; without its tiles
+    features: torch.Tensor | None
+    tiles: int
+
+
+@dataclass
+class _Ahead:
+    """What one kind of steps has begun and not used; micro-batches by their number in the step."""
+
+    batches: dict[int, PackedBatch] = field(default_factory=dict)  # rank 0
+    tiles: dict[int, int] = field(default_factory=dict)  # the chain
+    made: dict[int, torch.Tensor] = field(default_factory=dict)  # by this rank's slice, and not yet sent or used
+    received: dict[int, torch.Tensor] = field(default_factory=dict)  # in an earlier step
+
+    def after(self, microbatches: int) -> _Ahead:
+        """The same as the next step numbers it."""
+
+        def later(found: dict) -> dict:
+            return {k - microbatches: value for k, value in found.items() if k >= microbatches}
+
+        return _Ahead(later(self.batches), later(self.tiles), later(self.made), later(self.received))
+
+
+class ChainLink:
+    """Every rank of the job constructs this at the same time; one outside the chain then has nothing to do.
+
+    `stage` is the rank's first, which holds its slice. `waited` is called where this rank has only waited until then.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        stage: Stage,
+        channels: Channels,
+        waited: Callable[[], None],
+        timeout_seconds: int,
+    ) -> None:
+        mine = plan.ranks[rank]
+        self._stage, self._channels, self._waited = stage, channels, waited
+        self._device = next(stage.parameters()).device
+        self._ranks, self._rank, self._chain = plan.pipeline, mine.pipeline, ranks_of(plan.chain)
+        self._is_alone = len(self._chain) == 1
+        self._is_in = self._rank in self._chain
+        places = {other.pipeline: other.rank for other in plan.ranks if other.data == mine.data}
+        self._reader, *self._others = (places[other] for other in self._chain)  # global ranks
+        if not self._is_alone:
+            replicas = [[other.rank for other in plan.ranks if other.data == data] for data in range(plan.data)]
+            self._group = host_group(replicas, rank, timeout_seconds)
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._of_training, self._now = _Ahead(), _Ahead()
+        self._trains, self._to_read = True, 0
+
+    def begin(self, loads: int, *, trains: bool) -> None:
+        """A step, or an evaluation, begins, in which rank 0 reads `loads` micro-batches.
+
+        An evaluation leaves alone what is there for the next step.
+        """
+        self._trains, self._to_read = trains, loads
+        self._now = self._of_training if trains else _Ahead()
+
+    def end(self, microbatches: int) -> None:
+        """It ends, and has used so many micro-batches; nothing stays under way."""
+        if self._is_alone or not self._is_in:
+            self._to_read = 0
+        for message in self._channels.posted("features"):
+            (self._now.received[message.microbatch],) = self._channels.take(message)
+        while self._rank and self._to_read:
+            self._read_number()
+        for work, _ in self._sent:
+            work.wait()
+        self._sent = []
+        self._waited()
+        if self._trains:
+            self._of_training = self._now.after(microbatches)
+
+    # ---- instructions
+
+    def load(self, microbatch: int, batch: PackedBatch | None) -> None:
+        """Rank 0 has read a micro-batch; None: there is no such one."""
+        tiles = NO_DATA
+        if batch is not None:
+            self._now.batches[microbatch] = batch
+            tiles = 0 if batch.tiles is None else len(batch.tiles)
+        self._now.tiles[microbatch] = tiles
+        for other in self._others:
+            said = torch.tensor([microbatch, tiles])
+            self._sent.append((dist.isend(said, other, group=self._group), said))
+
+    def encode(self, microbatch: int) -> None:
+        """Run this rank's slice."""
+        if self._rank:
+            made = None
+            if self._now.tiles.pop(microbatch) > 0:
+                made = self._stage.encode(self._take(microbatch))
+        elif self._now.tiles[microbatch] == NO_DATA:
+            return
+        else:
+            batch = self._now.batches[microbatch]
+            with torch.set_grad_enabled(self._trains):
+                made = self._stage.encode(batch)
+            self._now.batches[microbatch] = replace(batch, tiles=None)
+        if made is not None:
+            self._now.made[microbatch] = made
+
+    def send(self, microbatch: int) -> None:
+        """Send what this rank's slice has made to the next rank of the chain."""
+        made = self._now.made.pop(microbatch, None)
+        if made is not None:
+            self._channels.send(self._message(Op.SEND_FEATURES, microbatch), [made.contiguous()])
+
+    def receive(self, microbatch: int) -> None:
+        """Post the receive of what this rank's slice, or stage 0's FORWARD, takes."""
+        while microbatch not in self._now.tiles:
+            self._read_number()
+            self._waited()
+        tiles = self._now.tiles[microbatch]
+        if tiles > 0:
+            vision = self._stage.vision
+            assert vision is not None, "a rank of the chain holds a slice"
+            shape = vision.hidden_shape if self._rank else vision.feature_shape
+            room = torch.empty(tiles, *shape, dtype=vision.dtype, device=self._device)
+            self._channels.post_receive(self._message(Op.RECEIVE_FEATURES, microbatch), [room])
+
+    def take(self, microbatch: int) -> Encoded:
+        """Rank 0: what FORWARD of stage 0 takes; it counts as used."""
+        batch, tiles = self._now.batches.pop(microbatch), self._now.tiles.pop(microbatch)
+        features = self._now.made.pop(microbatch, None)
+        if not self._is_alone and tiles > 0:
+            features = self._take(microbatch)
+        return Encoded(batch, features, tiles)
+
+    # ---- parts
+
+    def _message(self, op: Op, microbatch: int) -> Message:
+        return carried(Instruction(op, self._rank, microbatch), self._ranks, self._chain)
+
+    def _take(self, microbatch: int) -> torch.Tensor:
+        if microbatch in self._now.received:
+            return self._now.received.pop(microbatch)
+        (found,) = self._channels.take(self._message(Op.RECEIVE_FEATURES, microbatch))
+        self._waited()
+        return found
+
+    def _read_number(self) -> None:
+        said = torch.empty(2, dtype=torch.int64)
+        dist.recv(said, self._reader, group=self._group)
+        microbatch, tiles = said.tolist()
+        self._now.tiles[microbatch] = tiles
+        self._to_read -= 1

@@ -1,0 +1,230 @@
+"""The words of a schedule: instructions, the messages that they send and receive, and how lists are read.
+
+`mmtrain.plan.schedule` makes the lists; engine, simulation and memory walk read them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Op(StrEnum):
+    """What a rank can be told to do; `stage` and `microbatch` of the instruction say where and for which data."""
+
+    LOAD = "load"  # stage 0: read a micro-batch, and tell the chain how many tiles it has
+    ENCODE = "encode"  # forward of the slice that the rank of `stage` holds
+    FORWARD = "forward"  # all but the encoder
+    BACKWARD = "backward"
+    SEND_ACTIVATION = "send_activation"  # output of `stage`, to stage + 1
+    RECEIVE_ACTIVATION = "receive_activation"  # post the receive of the input of `stage`, from stage - 1
+    SEND_GRADIENT = "send_gradient"  # gradient of the input of `stage`, to stage - 1
+    RECEIVE_GRADIENT = "receive_gradient"  # post the receive of the gradient of the output of `stage`, from stage + 1
+    SEND_FEATURES = "send_features"  # output of the slice of `stage`, to the next of the chain or, the last, to stage 0
+    RECEIVE_FEATURES = "receive_features"  # post the receive of what ENCODE of `stage`, or stage 0's FORWARD, takes
+    REDUCE_GRADIENTS = "reduce_gradients"
+    REDUCE_STATISTICS = "reduce_statistics"
+    OPTIMIZER_STEP = "optimizer_step"
+
+
+COMPUTES = frozenset({Op.FORWARD, Op.BACKWARD})
+SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.SEND_FEATURES})
+RECEIVES = frozenset({Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT, Op.RECEIVE_FEATURES})
+# Every rank ends a step with these, also one with nothing to train: it takes part in the same collectives.
+TRAINING_END = (Op.REDUCE_GRADIENTS, Op.REDUCE_STATISTICS, Op.OPTIMIZER_STEP)
+EVALUATION_END = (Op.REDUCE_STATISTICS,)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One piece of work; stage and micro-batch are -1 where the whole rank is meant.
+
+    Micro-batches count from 0 in each step; in LOAD, ENCODE and messages of slices `microbatches_per_step` + k is the
+    k-th of the next step, and so on.
+    """
+
+    op: Op
+    stage: int = -1
+    microbatch: int = -1
+
+    def __str__(self) -> str:
+        return self.op.name if self.stage < 0 else f"{self.op.name}(stage {self.stage}, micro-batch {self.microbatch})"
+
+
+Schedule = tuple[tuple[Instruction, ...], ...]
+
+
+class Message(NamedTuple):
+    """What crosses from one rank to another."""
+
+    source: int  # rank
+    destination: int  # rank
+    kind: str  # "activation", "gradient" or "features"
+    consumer: int  # stage that uses it; of features the stage of the ENCODE, or stage 0 for its FORWARD
+    microbatch: int
+
+    @property
+    def channel(self) -> tuple[int, int, str]:
+        """Messages of one channel arrive in the order in which they were sent."""
+        return self.source, self.destination, self.kind
+
+    @property
+    def receive(self) -> Instruction:
+        """What its destination posts."""
+        return Instruction(Op(f"receive_{self.kind}"), self.consumer, self.microbatch)
+
+
+class Step(NamedTuple):
+    """An instruction of a rank, with the message that it sends, posts the receive of or, if it computes, waits for."""
+
+    rank: int
+    instruction: Instruction
+    message: Message | None
+
+
+# ---- which messages there are
+
+
+def chain_of(schedule: Sequence[Sequence[Instruction]]) -> tuple[int, ...]:
+    """The pipeline ranks that hold a slice of the encoder, by what they do; rank 0 always is one."""
+    slices = (Op.ENCODE, Op.RECEIVE_FEATURES)
+    return tuple(rank for rank, order in enumerate(schedule) if rank == 0 or any(x.op in slices for x in order))
+
+
+def sent_after(
+    x: Instruction, ranks: int, stages: int, first_trainable_stage: int, chain: Sequence[int]
+) -> Message | None:
+    """The message another rank needs from this instruction; None where what comes next is here or needs nothing."""
+    if x.op is Op.FORWARD and x.stage + 1 < stages:
+        return between(x.stage, x.stage + 1, x.microbatch, ranks)
+    if x.op is Op.BACKWARD and x.stage > first_trainable_stage:
+        return between(x.stage, x.stage - 1, x.microbatch, ranks)
+    if x.op is Op.ENCODE:
+        return _features(x.stage, _after(chain, x.stage), x.microbatch)
+    return None
+
+
+def needed_before(x: Instruction, ranks: int, stages: int, chain: Sequence[int]) -> Message | None:
+    """The message from another rank that this instruction waits for, of this step or an earlier one."""
+    if x.op is Op.FORWARD and x.stage > 0:
+        return between(x.stage - 1, x.stage, x.microbatch, ranks)
+    if x.op is Op.BACKWARD and x.stage + 1 < stages:
+        return between(x.stage + 1, x.stage, x.microbatch, ranks)
+    if x.op is Op.FORWARD or (x.op is Op.ENCODE and x.stage > 0):
+        return _features(_after(chain, x.stage, -1), x.stage, x.microbatch)
+    return None
+
+
+def _after(chain: Sequence[int], rank: int, places: int = 1) -> int:
+    """The next of a chain, which goes round."""
+    return chain[(chain.index(rank) + places) % len(chain)] if rank in chain else rank
+
+
+def between(stage: int, consumer: int, microbatch: int, ranks: int) -> Message | None:
+    """A message from a stage to the one after or before it; None if both are on one rank."""
+    kind = "activation" if stage < consumer else "gradient"
+    return Message(stage % ranks, consumer % ranks, kind, consumer, microbatch) if ranks > 1 else None
+
+
+def _features(source: int, consumer: int, microbatch: int) -> Message | None:
+    return Message(source, consumer, "features", consumer, microbatch) if source != consumer else None
+
+
+# ---- reading the lists
+
+_STAGES = {  # of the source and of the consumer, counted from the instruction's own
+    Op.SEND_ACTIVATION: (0, 1),
+    Op.RECEIVE_ACTIVATION: (-1, 0),
+    Op.SEND_GRADIENT: (0, -1),
+    Op.RECEIVE_GRADIENT: (1, 0),
+}
+_USERS = {Op.RECEIVE_ACTIVATION: Op.FORWARD, Op.RECEIVE_GRADIENT: Op.BACKWARD}
+
+
+def carried(x: Instruction, ranks: int, chain: Sequence[int]) -> Message:
+    """What a send or a receive carries; in a schedule that is not fit to run its stage may be one that is not there."""
+    if x.op is Op.SEND_FEATURES:
+        return Message(x.stage, to := _after(chain, x.stage), "features", to, x.microbatch)
+    if x.op is Op.RECEIVE_FEATURES:
+        return Message(_after(chain, x.stage, -1), x.stage, "features", x.stage, x.microbatch)
+    source, consumer = (x.stage + offset for offset in _STAGES[x.op])
+    kind = "activation" if source < consumer else "gradient"
+    return Message(source % ranks, consumer % ranks, kind, consumer, x.microbatch)
+
+
+def user_of(receive: Instruction) -> Instruction:
+    """The instruction that uses what this receives."""
+    of_features = Op.ENCODE if receive.stage else Op.FORWARD
+    return Instruction(_USERS.get(receive.op, of_features), receive.stage, receive.microbatch)
+
+
+def steps_of(schedule: Schedule, rank: int) -> Iterator[Step]:
+    """A rank's list, each instruction with its message."""
+    chain = chain_of(schedule)
+    posted: dict[Instruction, Message] = {}  # by the instruction that uses it
+    for x in schedule[rank]:
+        moves = x.op in SENDS or x.op in RECEIVES
+        message = carried(x, len(schedule), chain) if moves else posted.get(x)
+        if x.op in RECEIVES:
+            posted[user_of(x)] = message
+        yield Step(rank, x, message)
+
+
+def all_steps(schedule: Schedule) -> list[Step]:
+    """All ranks' instructions in one order, what computes after the send of the message that it waits for.
+
+    Of several computes that can run the one of the deepest stage comes first, backward before forward before encode, so
+    that few messages wait. Raises ValueError where no rank can go on.
+    """
+    lists = [steps_of(schedule, rank) for rank in range(len(schedule))]
+    order: list[Step] = []
+    sent: set[Message | None] = {None}
+    waiting: dict[int, Step] = {}  # what each rank does next
+
+    def waits(step: Step) -> bool:
+        return step.instruction.op not in SENDS | RECEIVES and step.message not in sent
+
+    def run_to_next_compute(rank: int) -> None:
+        for step in lists[rank]:
+            if step.instruction.op in COMPUTES or waits(step):
+                waiting[rank] = step
+                return
+            done(step)
+
+    def done(step: Step) -> None:
+        order.append(step)
+        if step.instruction.op in SENDS:
+            sent.add(step.message)
+
+    for rank in range(len(schedule)):
+        run_to_next_compute(rank)
+    while runnable := [step for step in waiting.values() if not waits(step)]:
+        step = max(runnable, key=lambda x: (_URGENCY.get(x.instruction.op, 0), x.instruction.stage))
+        done(waiting.pop(step.rank))
+        run_to_next_compute(step.rank)
+    if waiting:
+        raise ValueError("the schedule cannot finish: every rank waits")
+    return order
+
+
+_URGENCY = {Op.BACKWARD: 2, Op.FORWARD: 1}
+
+
+def in_common_order(schedule: Schedule) -> Schedule:
+    """The same work in the same order, with every receive where it cannot hang, whatever waits for what.
+
+    All computes are put into one order for all ranks; a message is received at the place in that order at which it is
+    sent. So the first operation in that order that is not done never waits for a later one, not even where devices and
+    hosts wait for all that they were given (tests/deadlocks.py). Price: a receive may stand right before its use, and
+    its message cannot arrive while the rank computes. In simulated steps that is 0.1% to 0.3% where a message takes 1%
+    of a forward, 1% to 3% where it takes 10%.
+    """
+    ordered: list[list[Instruction]] = [[] for _ in schedule]
+    for rank, x, message in all_steps(schedule):
+        if x.op not in RECEIVES:
+            ordered[rank].append(x)
+        if x.op in SENDS:
+            ordered[message.destination].append(message.receive)
+    return tuple(map(tuple, ordered))

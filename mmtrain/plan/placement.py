@@ -1,0 +1,202 @@
+"""Where the slices of a frozen encoder run: in the slots in which their ranks would wait, also for coming steps.
+
+A frozen encoder needs no backward and does not depend on the optimizer, so each rank may run its slice for coming
+micro-batches, also those of later steps, whenever it waits for a message. Work in flight cannot be polled everywhere
+(gloo), so the places are chosen before the run: a step without encoder is simulated, encodes go into its gaps, and how
+far each slice must be ahead follows from the simulated times. Results do not change by a bit; the price is the memory
+of what waits between slices and of features.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from mmtrain.plan.instructions import Op, Schedule, Step
+from mmtrain.plan.schedule import Chain, Encodes, leading_encodes
+from mmtrain.plan.simulate import Program, StageSeconds, simulate
+
+GAPS = (1.0, 0.75, 0.5, 0.25, 0.1)
+"""Shares of an encode that a gap must hold to be used."""
+SHARES = (0.0, 0.125, 0.25, 0.5, 1.0)
+"""Of a rank's encodes that come before its first compute, whatever they delay."""
+GAIN = 0.002
+"""Share of a step that is not worth being further ahead."""
+MOST_STEPS_AHEAD = 3
+"""That the first slice of a chain may be ahead: what waits takes memory, and a run begins by making it."""
+EVALUATION_ROUND = 4
+"""Micro-batches of one pass of an evaluation, per pipeline rank. The first stage may be so many ahead of the last one,
+so this bounds the hidden states that wait in between, and the idle share of a pass to (p - 1) / (5p - 1)."""
+SLACK = 0.25
+"""Of an encode: how much earlier than simulated what a slice makes should be needed."""
+
+
+class Placement(NamedTuple):
+    """Where slices run, and the least that a step then takes, in seconds."""
+
+    least_seconds: float
+    chain: Chain
+
+    @property
+    def ahead(self) -> int:
+        """Micro-batches that all slices together are ahead."""
+        return sum(encodes.ahead for encodes in self.chain if encodes is not None)
+
+
+def placements(
+    schedule: Schedule,
+    program: Program,
+    microbatches: int,
+    seconds: StageSeconds,
+    chain: Sequence[int],
+    *,
+    most: float = math.inf,
+    exactly: int | None = None,
+) -> list[Placement]:
+    """Placements of the slices on the ranks `chain` into a step whose `program` encodes nothing ahead, the best first.
+
+    Of placements that are as fast as the best one those come first that are least ahead. Features wait for `most`
+    micro-batches at most; `exactly` asks for steps that begin with so many, whether that is faster or not.
+    """
+    found: dict[Chain, float] = {}
+    if len(chain) == 1:
+        counts = _candidates(int(min(microbatches, most))) if exactly is None else (exactly,)
+        for count in counts:
+            for gap in (1.0, 0.5):
+                encodes, least = _fill_rank_0(program, microbatches, seconds, count, gap, max(most, count))
+                found[(encodes, *[None] * (len(schedule) - 1))] = least
+    else:
+        # With none ahead the first forward comes after a whole chain, and the rest of the step after that forward.
+        least = simulate(program, _without_encoder(seconds)).seconds + sum(seconds.encode) * (not exactly)
+        one_stage = len(seconds.forward) == len(schedule)
+        for lead in {1, len(chain), 2 * len(chain), microbatches} if one_stage else {microbatches}:
+            if lead <= microbatches:
+                found[leading_encodes(schedule, microbatches, chain, lead, exactly or 0)] = least
+        if exactly != 0:
+            for gap in GAPS:
+                for share in SHARES:
+                    filled, least = _fill(program, microbatches, seconds, chain, gap, share)
+                    if filled[0].ahead <= MOST_STEPS_AHEAD * microbatches and filled[chain[-1]].ahead <= most:
+                        found[filled] = least
+    options = [Placement(least, encodes) for encodes, least in found.items()]
+    best = min(option.least_seconds for option in options) * (1 + GAIN)
+    return sorted(options, key=lambda x: (max(x.least_seconds, best), x.ahead, x.least_seconds))
+
+
+def _candidates(most: int) -> Iterator[int]:
+    """0, 1, 2, 3, 4, 6, 8, 12, ... and `most`: how many features a step may begin with."""
+    prefetched = 0
+    while prefetched < most:
+        yield prefetched
+        prefetched += max(1, 2 ** (prefetched.bit_length() - 2)) if prefetched > 1 else 1
+    yield most
+
+
+def _fill_rank_0(
+    program: Program, microbatches: int, seconds: StageSeconds, prefetched: int, gap: float, most: float
+) -> tuple[Encodes, float]:
+    """The whole encoder put into rank 0's gaps of at least `gap` encodes; each step begins with `prefetched` encoded.
+
+    At most `most` micro-batches are encoded and wait. With a lower bound of the step's seconds.
+    """
+    encode = seconds.encode[0]
+    before: list[int] = []
+    encoded, used = prefetched, 0
+    done = 0.0  # when rank 0's latest compute ends, at the earliest
+
+    def fill(step: Step, now: float, ready: float) -> float:
+        nonlocal encoded, used, done
+        if step.rank != 0:
+            return 0.0
+        x, count = step.instruction, 0
+        first_forward = x.op is Op.FORWARD and x.stage == 0
+        while encoded < microbatches + prefetched and encoded - used < most:
+            if ready - now - count * encode < gap * encode:
+                break
+            count += 1
+            encoded += 1
+        if first_forward and encoded <= x.microbatch:
+            count += 1
+            encoded += 1
+        used += first_forward
+        before.append(count)
+        done = max(now + count * encode, ready) + _work(step, seconds)
+        return count * encode
+
+    least = simulate(program, _without_encoder(seconds), before=fill).seconds
+    left = microbatches + prefetched - encoded
+    return Encodes(prefetched, (*before, left)), max(least, done + left * encode + seconds.end)
+
+
+class _Slice:
+    """One slice of a chain, while its encodes are put into the gaps of its rank."""
+
+    def __init__(self, seconds: float, microbatches: int) -> None:
+        self.seconds = seconds  # of one encode, with its messages
+        self.left = microbatches
+        self.before: list[int] = []
+        self.begins: list[float] = []  # of each encode
+        self.done = 0.0  # when the latest compute ends
+
+    def place(self, count: int, now: float) -> float:
+        """Put so many encodes here; returns their seconds."""
+        self.begins += [now + i * self.seconds for i in range(count)]
+        self.before.append(count)
+        self.left -= count
+        return count * self.seconds
+
+    def least_ahead(self, needed: Sequence[float], first: int, transfer: float) -> int:
+        """So many micro-batches ahead that each is made when it is `needed`: micro-batch `first`, `first` + 1, ...
+
+        What is made in an earlier step is there in any case.
+        """
+        latest = transfer + (1 + SLACK) * self.seconds
+        made = (bisect_right(self.begins, when - latest) for when in needed)
+        return max((first + i - count + 1 for i, count in enumerate(made)), default=0)
+
+
+def _fill(
+    program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int], gap: float, share: float
+) -> tuple[Chain, float]:
+    """Each slice put into its rank's gaps of at least `gap` of its encodes, a `share` of them before the first compute.
+
+    What finds no gap comes at the step's end. With a lower bound of the step's seconds.
+    """
+    messages = seconds.send_features + seconds.receive_features
+    slices = {rank: _Slice(seconds.encode[rank] + messages, microbatches) for rank in chain}
+    forwards: list[float] = []  # begins of stage 0's, by micro-batch
+
+    def fill(step: Step, now: float, ready: float) -> float:
+        spent, here = 0.0, slices.get(step.rank)
+        if here is not None:
+            count = 0 if here.before else round(share * microbatches)
+            while count < here.left and ready - now - count * here.seconds >= gap * here.seconds:
+                count += 1
+            spent = here.place(count, now)
+            here.done = max(now + spent, ready) + _work(step, seconds)
+        if step.instruction.op is Op.FORWARD and step.instruction.stage == 0:
+            forwards.append(max(now + spent, ready))
+        return spent
+
+    least = simulate(program, _without_encoder(seconds), before=fill).seconds
+    for one in slices.values():
+        least = max(least, one.done + one.place(one.left, one.done) + seconds.end)
+    ahead: dict[int, int] = {}
+    needed, first = forwards, 0
+    for rank in reversed(chain):
+        first = ahead[rank] = max(first, slices[rank].least_ahead(needed, first, seconds.transfer_features))
+        needed = slices[rank].begins
+    found = [Encodes(ahead[r], tuple(slices[r].before)) if r in slices else None for r in range(len(seconds.encode))]
+    return tuple(found), least
+
+
+def _work(step: Step, seconds: StageSeconds) -> float:
+    x = step.instruction
+    return seconds.forward[x.stage] if x.op is Op.FORWARD else seconds.backward[x.stage]
+
+
+def _without_encoder(seconds: StageSeconds) -> StageSeconds:
+    return replace(seconds, encode=(0.0,) * len(seconds.encode))

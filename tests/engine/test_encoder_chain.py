@@ -1,0 +1,152 @@
+"""Runs with the encoder in slices against runs with it on rank 0: the same to the last bit, whatever is ahead."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from scenes import (
+    as_batch,
+    make_config,
+    make_document,
+    save_parts,
+    stock_gradients,
+    stock_llava,
+    with_slices,
+)
+
+from mmtrain.engine.audit import RankAudit, model_fingerprint
+from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.engine.process_groups import join_process_group
+from mmtrain.model.stage import build_stage
+from mmtrain.plan.instructions import Op
+from mmtrain.plan.planner import make_plan
+
+LOCAL = 4  # micro-batches of a step and replica
+BLOCKS = 4  # of the encoder that run
+STEPS = 3
+INTERLEAVED = {2: (1, 2, 3), 3: (1, 2, 3, 4, 5)}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slices")
+    save_parts(folder, layers=6, vision_layers=BLOCKS + 1)
+    return folder
+
+
+def microbatches_of(step, data):
+    """Of a step: some with images, some of text alone, one of an image and hardly a word."""
+    images = (1, 0, 2, 3, 0, 1, 2, 0)
+    return [
+        [[make_document(100 * step + i, images=images[(i + step) % 8], text=2 if i == 3 else 12)]]
+        for i in range(LOCAL * data)
+    ]
+
+
+def train(config, slices, ahead, lead):
+    """Steps with evaluations in between; what each said, the gradients and what was left, and what ran."""
+    if not dist.is_initialized():
+        join_process_group(torch.device("cpu"), 60)
+    plan = make_plan(config)
+    if slices is not None:
+        plan = with_slices(plan, slices, ahead, lead)
+    mine = plan.ranks[dist.get_rank()]
+    stages = {stage.stage: build_stage(config, stage) for stage in mine.stages}
+    executed, gradients = [], []
+
+    def on_instruction(step, instruction):
+        executed.append(instruction)
+        if instruction.op is Op.OPTIMIZER_STEP:
+            gradients.append({name: p.grad.numpy().copy() for name, p in engine.trainable.items()})
+
+    engine = FrozenPipelineEngine(config, plan, stages, on_instruction)
+    audit = RankAudit(mine, stages, engine.optimizer, engine.trainable)
+    starts = [None] * dist.get_world_size()
+    dist.all_gather_object(starts, audit.start())
+
+    def share(step):
+        mine_of = microbatches_of(step, plan.data)[mine.data * LOCAL :][:LOCAL]
+        return [as_batch(x, config.data.pack_length) for x in mine_of]
+
+    reads = itertools.count()
+    stream = (batch for step in range(STEPS + 3) for batch in share(step) if next(reads) >= 0)
+    said = []
+    for step in range(STEPS):
+        said.append(engine.train_step(stream if mine.pipeline == 0 else None))
+        said[-1] = (said[-1].loss, said[-1].grad_norm, said[-1].samples, said[-1].images, said[-1].tiles)
+        for count in (1, LOCAL) if step < STEPS - 1 else ():
+            said.append(engine.evaluate(iter(share(7)) if mine.pipeline == 0 else None, count))
+    audit.check_versions()
+    left = {name: p.detach().numpy().copy() for name, p in {**engine.trainable, **engine.optimizer_state()}.items()}
+    encoded = {x.microbatch for x in executed if x.op is Op.ENCODE}
+    return said, gradients, left, next(reads), len(encoded), model_fingerprint(starts)
+
+
+LAYOUTS = [  # pipeline, replicas, interleaved, blocks a rank, ahead of each rank, lead
+    (2, 1, False, (2, 2), (0, 0), 1),
+    (2, 1, False, (0, 4), (1, 0), 1),
+    (2, 2, False, (3, 1), (5, 2), 1),
+    (3, 1, True, (1, 2, 1), (12, 9, 4), 4),
+    (4, 1, False, (1, 1, 1, 1), (3, 2, 1, 0), 2),
+]
+MORE_LAYOUTS = [
+    (pipeline, data, interleaved, slices, tuple(ahead - (rank * ahead) // 4 for rank in range(pipeline)), lead)
+    for pipeline, data, interleaved, slices in (
+        (2, 1, True, (2, 2)),
+        (2, 2, True, (1, 3)),
+        (2, 2, False, (0, 4)),
+        (3, 1, False, (2, 1, 1)),
+        (3, 2, False, (1, 0, 3)),
+        (3, 1, True, (0, 2, 2)),
+        (4, 1, False, (2, 0, 0, 2)),
+        (4, 2, False, (1, 1, 1, 1)),
+    )
+    for ahead, lead in ((0, 4), (2, 4), (4, 4), (12, 4))
+]
+
+
+def compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead):
+    config = make_config(
+        parts,
+        parallel__pipeline=pipeline,
+        parallel__data=data,
+        parallel__boundaries=INTERLEAVED[pipeline] if interleaved else None,
+        parallel__encoder_ranks=0,
+        parallel__encoder_prefetch=0,
+        train__packs_per_step=LOCAL * data,
+        train__max_steps=STEPS,
+    )
+    expected, found = (
+        run_ranks(pipeline * data, train, config, *arguments)
+        for arguments in ((None, None, None), (slices, ahead, lead))
+    )
+    for rank, (
+        (said, gradients, left, reads, encoded, model),
+        (said_0, gradients_0, left_0, reads_0, _, model_0),
+    ) in enumerate(zip(found, expected, strict=True)):
+        assert said == said_0 and model == model_0
+        for mine, other in zip([*gradients, left], [*gradients_0, left_0], strict=True):
+            assert mine.keys() == other.keys()
+            assert all(np.array_equal(mine[name], other[name]) for name in mine), "to the last bit"
+        assert reads == reads_0, "nothing is read beyond the run"
+        place = rank // data
+        assert bool(encoded) == (place == 0 or slices[place] > 0), "the slice runs on its rank"
+    return found
+
+
+@pytest.mark.parametrize(("pipeline", "data", "interleaved", "slices", "ahead", "lead"), LAYOUTS)
+def test_slices_of_the_encoder_change_no_bit(parts, pipeline, data, interleaved, slices, ahead, lead):
+    found = compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead)
+    loss, _ = stock_gradients(stock_llava(parts, seed=0), microbatches_of(0, data))
+    assert found[0][0][0][0] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("pipeline", "data", "interleaved", "slices", "ahead", "lead"), MORE_LAYOUTS)
+def test_slices_change_no_bit_in_more_layouts(parts, pipeline, data, interleaved, slices, ahead, lead):
+    compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead)
