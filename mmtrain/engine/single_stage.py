@@ -84,7 +84,13 @@ class SingleStage:
         shape = (*batch.position_ids.shape, module.language.hidden_size)
         self.input = torch.randn(shape, dtype=module.dtype, device=device)
         self.upstream = None if module.language.has_head else torch.randn(shape, dtype=module.dtype, device=device)
+        tiles, vision = 0 if batch.tiles is None else len(batch.tiles), module.vision
+        self._taken: PackedBatch | torch.Tensor | None = batch if module.front is not None else None
+        if vision is not None and module.front is None and tiles:
+            self._taken = torch.randn(tiles, *vision.hidden_shape, dtype=vision.dtype, device=device)
         self.features = self.encode()
+        if self.features is not None and vision is not None and not vision.is_last:  # made by another rank's slice
+            self.features = torch.randn(tiles, *vision.feature_shape, dtype=vision.dtype, device=device)
         self._kept: Any = None
 
     def recomputing(self) -> SingleStage:
@@ -99,8 +105,8 @@ class SingleStage:
             self.features = self.encode()  # its graph is used up by each backward
 
     def encode(self) -> torch.Tensor | None:
-        """What ENCODE runs, where there is an encoder."""
-        return self.module.encode(self.batch)
+        """What ENCODE runs, where there is an encoder or a slice of it."""
+        return self.module.encode(self._taken)
 
     def forward(self) -> None:
         """What FORWARD runs; the graph is kept as the engine keeps it: without the values that were sent."""

@@ -48,7 +48,7 @@ def microbatches_of(step, data):
     ]
 
 
-def train(config, slices, ahead, lead):
+def train(config, slices, ahead, lead, warms_up=None):
     """Steps with evaluations in between; what each said, the gradients and what was left, and what ran."""
     if not dist.is_initialized():
         join_process_group(torch.device("cpu"), 60)
@@ -64,7 +64,7 @@ def train(config, slices, ahead, lead):
         if instruction.op is Op.OPTIMIZER_STEP:
             gradients.append({name: p.grad.numpy().copy() for name, p in engine.trainable.items()})
 
-    engine = FrozenPipelineEngine(config, plan, stages, on_instruction)
+    engine = FrozenPipelineEngine(config, plan, stages, on_instruction, warms_up=warms_up)
     audit = RankAudit(mine, stages, engine.optimizer, engine.trainable)
     starts = [None] * dist.get_world_size()
     dist.all_gather_object(starts, audit.start())
@@ -110,7 +110,7 @@ MORE_LAYOUTS = [
 ]
 
 
-def compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead):
+def compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead, warms_up=None):
     config = make_config(
         parts,
         parallel__pipeline=pipeline,
@@ -123,7 +123,7 @@ def compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead)
     )
     expected, found = (
         run_ranks(pipeline * data, train, config, *arguments)
-        for arguments in ((None, None, None), (slices, ahead, lead))
+        for arguments in ((None, None, None), (slices, ahead, lead, warms_up))
     )
     for rank, (
         (said, gradients, left, reads, encoded, model),
@@ -144,6 +144,10 @@ def test_slices_of_the_encoder_change_no_bit(parts, pipeline, data, interleaved,
     found = compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead)
     loss, _ = stock_gradients(stock_llava(parts, seed=0), microbatches_of(0, data))
     assert found[0][0][0][0] == pytest.approx(loss, rel=1e-5)
+
+
+def test_slices_change_no_bit_where_everything_runs_once_before_the_first_message(parts):
+    compare_with_rank_0(parts, 3, 1, False, (0, 3, 1), (3, 2, 1), 1, warms_up=True)
 
 
 @pytest.mark.nightly
