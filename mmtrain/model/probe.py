@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
@@ -35,7 +36,7 @@ SECONDS = 300  # that the child may take
 PACKED_BOUND = 1e-4  # relative; rounding over 80 layers stays below 2e-5, a leak is above 1e-2
 
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*: .+")
-_RESULT = re.compile(r"^differences (\S+) (\S+)$", re.MULTILINE)  # libraries may print, too
+_RESULT = re.compile(r"^differences (.+)$", re.MULTILINE)  # libraries may print, too
 
 
 def probe(path: str, cut_points: Sequence[int]) -> None:
@@ -51,9 +52,13 @@ def probe(path: str, cut_points: Sequence[int]) -> None:
     if record.is_file():
         return
     family = config_json["model_type"]
-    staged, packed = _measure_in_child(family, folder, cut_points)
+    staged, packed = differences_in_child(__name__, [folder, *cut_points], family, "cannot be staged and packed")
     refuse_differences(family, staged, packed)
-    result = {"family": family, "cut_points": list(cut_points), "staged": staged, "packed": packed}
+    remember(record, {"family": family, "cut_points": list(cut_points), "staged": staged, "packed": packed})
+
+
+def remember(record: Path, result: dict[str, Any]) -> None:
+    """Write down what need not be tried again."""
     with contextlib.suppress(OSError):  # a home that cannot be written costs a second at the next launch, not the run
         record.parent.mkdir(parents=True, exist_ok=True)
         write_whole(record, json.dumps(result) + "\n")
@@ -80,34 +85,45 @@ def _fingerprint(folder: Path, cut_points: Sequence[int]) -> str:
         (folder / "config.json").read_bytes(),
         json.dumps(llm_config(folder), sort_keys=True).encode(),  # what pretrained/parts.py makes of it
         json.dumps([int(layer) for layer in cut_points]).encode(),
-        *(f"{name} {version(name)}".encode() for name in ("torch", "transformers")),
+    ]
+    return fingerprint_with_code(parts, ("torch", "transformers"))
+
+
+def fingerprint_with_code(parts: Sequence[bytes], libraries: Sequence[str]) -> str:
+    """Of what a trial is of, of the libraries' versions, and of the code of mmtrain's models."""
+    parts = [
+        *parts,
+        *(f"{name} {version(name)}".encode() for name in libraries),
         *(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))),
     ]
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
-def _measure_in_child(family: str, folder: Path, cut_points: Sequence[int]) -> tuple[float, float]:
-    """(staged, packed) differences; raises UserError if the child brings none back in time."""
-    command = python_child("-m", __name__, folder, *cut_points, CUDA_VISIBLE_DEVICES="")
+def differences_in_child(module: str, arguments: Sequence[object], tried: str, fault: str) -> tuple[float, ...]:
+    """The numbers that `module`, run as a child without a GPU, prints behind "differences".
+
+    Raises UserError if it brings none back in time, and what it raised as one itself; `tried` names the model, `fault`
+    says what a failure means for it.
+    """
+    command = python_child("-m", module, *arguments, CUDA_VISIBLE_DEVICES="")
     with tempfile.NamedTemporaryFile(prefix="mmtrain-probe-", suffix=".log", delete=False) as stream:
         log = stream.name
         try:
             child = subprocess.run(**command, stdout=subprocess.PIPE, stderr=stream, text=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:
-            late = f"{family}: its tiny model did not finish within {SECONDS:g} s; see {log}"
+            late = f"{tried}: its tiny model did not finish within {SECONDS:g} s; see {log}"
             raise UserError(late) from None
     found = _RESULT.findall(child.stdout)
     if child.returncode == 0 and found:
         Path(log).unlink()
-        staged, packed = found[-1]
-        return float(staged), float(packed)
+        return tuple(map(float, found[-1].split()))
     lines = Path(log).read_text(errors="replace").strip().splitlines()
     causes = [line for line in lines if _EXCEPTION.match(line)] or lines[-1:] or [f"exit code {child.returncode}"]
     refusal = f"{UserError.__module__}.{UserError.__qualname__}: "
     if causes[-1].startswith(refusal):
         Path(log).unlink()
         raise UserError(causes[-1].removeprefix(refusal))
-    raise UserError(f"{family} cannot be staged and packed: its tiny model failed ({causes[-1]}); see {log}")
+    raise UserError(f"{tried} {fault}: its tiny model failed ({causes[-1]}); see {log}")
 
 
 def _measure(folder: Path, cut_points: Sequence[int]) -> tuple[float, float]:

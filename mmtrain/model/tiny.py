@@ -12,6 +12,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from mmtrain.base.errors import UserError
@@ -138,7 +139,7 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     return model
 
 
-def randomise(model: PreTrainedModel, seed: int) -> None:
+def randomise(model: nn.Module, seed: int) -> None:
     """Draw weights of variance 1 / fan-in and move norms and biases off their start.
 
     With the default initialisation a layer hardly changes its input: one that wrongly rotates its queries then shows an

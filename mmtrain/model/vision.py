@@ -22,6 +22,7 @@ from torch import nn
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.model.language import quiet
+from mmtrain.model.tiny import randomise, shrink
 from mmtrain.model.vision_tower import VisionTower, block_list, drop_other_blocks
 from mmtrain.model.weights import open_tensors, tensor_files
 from mmtrain.pretrained.encoders import ENCODER_BLOCK, EncoderFamily, check_plain_vit, family_of
@@ -38,6 +39,7 @@ from mmtrain.pretrained.vision_files import check_vision_numbers, is_timm_name, 
 
 # What timm reads too, its preference first.
 WEIGHT_FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
+MADE_UP_PATCHES = 6  # a side, of images for encoders of random weights
 
 
 def load_vision(
@@ -257,24 +259,70 @@ def _load_hf(
             key_mapping={f"^{re.escape(prefix + outer)}": "" for outer in (*family.outer, "") if prefix + outer},
             output_loading_info=True,
         )
-    for name in unused:
-        path, _, last = name.rstrip(".").rpartition(".")
-        owner = model.get_submodule(path)
-        if isinstance(module := getattr(owner, last, None), nn.Module | nn.Parameter):
-            setattr(owner, last, nn.Identity() if isinstance(module, nn.Module) else None)
+    _leave_out(model, unused)
     missing = {family.published(name) for name, _ in model.named_parameters() if name in info["missing_keys"]}
     if missing or info["mismatched_keys"]:
         # transformers would only warn and train against an encoder that is partly random
         raise lacks_tensors(folder, sorted([*missing, *(str(key) for key in info["mismatched_keys"])]))
+    return _hf_tower(model, family, config, str(folder), held)
+
+
+def _hf_tower(
+    model: nn.Module,
+    family: EncoderFamily,
+    config: transformers.PreTrainedConfig,
+    source: str,
+    held: tuple[int, int] | None = None,
+) -> VisionTower:
     prefix_tokens = family.prefix_tokens({name: tuple(p.shape) for name, p in model.named_parameters()})
 
     def features(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         return model(images).last_hidden_state[:, prefix_tokens:]
 
-    image_size = square(config.image_size, "images", str(folder))
-    patch_size = square(config.patch_size, "patches", str(folder))
+    image_size = square(config.image_size, "images", source)
+    patch_size = square(config.patch_size, "patches", source)
     sizes = config.hidden_size, image_size, patch_size, prefix_tokens
     return VisionTower(model, features, *sizes, family.published, held)
+
+
+def _leave_out(model: nn.Module, unused: Sequence[str]) -> None:
+    """Drop modules and parameters, by name, of which no feature comes."""
+    for name in unused:
+        path, _, last = name.rstrip(".").rpartition(".")
+        owner = model.get_submodule(path)
+        if isinstance(module := getattr(owner, last, None), nn.Module | nn.Parameter):
+            setattr(owner, last, nn.Identity() if isinstance(module, nn.Module) else None)
+
+
+def made_up_encoder(name: str, depth: int, dtype: torch.dtype, *, final_norm: bool) -> VisionTower:
+    """An encoder such as `load_vision` loads, with `depth` blocks and random weights, of which none is read.
+
+    Of timm's in its own widths, of transformers' in tiny ones, so that none takes much memory. Raises as `load_vision`.
+    """
+    folder = None if is_timm_name(name) else model_folder(name)
+    config_json = {} if folder is None else encoder_config(folder)
+    if folder is not None and "architecture" not in config_json:
+        family = family_of(config_json.get("model_type"), name)
+        with foreign_files(f"model.vision.name: {folder}"):
+            config = shrink(stock_config(family, folder))
+        config.num_hidden_layers, config.vision_use_head = depth, False
+        model = model_class(family)(config)
+        model.set_attn_implementation("sdpa")
+        randomise(model, seed=0)
+        _leave_out(model, family.unused(final_norm, name))
+        return _hf_tower(model.to(dtype), family, config, name)
+    architecture, options = name if folder is None else f"local-dir:{folder}", {}
+    if folder is not None and holds_parts(folder):
+        check_wrapped_timm(config_json, folder)
+        architecture, options = config_json["architecture"], dict(config_json["model_args"] or {})
+    with foreign_files(f"model.vision.name: {name}"):
+        with torch.device("meta"):
+            patch_size = timm.create_model(architecture, pretrained=False, **options).patch_embed.patch_size
+        options |= {"depth": depth, "img_size": MADE_UP_PATCHES * square(patch_size, "patches", name)}
+        model = timm.create_model(architecture, pretrained=False, **options)
+    _keep_plain_vit(model, None, name)
+    randomise(model, seed=0)
+    return _cut_timm(model, name, -1, dtype, final_norm, None)
 
 
 def _is_held(name: str, held: tuple[int, int] | None) -> bool:

@@ -12,8 +12,10 @@ rotary tables and biases that blocks share stay what they are in the whole encod
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -180,3 +182,18 @@ def handed_over(blocks: nn.Sequential | nn.ModuleList, first: int, hidden: torch
         for block in blocks:
             if isinstance(block, Bookend):
                 block.handed_out = None
+
+
+def slices_difference(whole: VisionTower, cuts: Sequence[int], images: torch.Tensor) -> float:
+    """Largest difference between features of normalised images by slices with borders `cuts` and by the whole encoder.
+
+    0 only where all are equal to the bit; infinite where they differ by what is no number.
+    """
+    expected = whole.in_groups(images)
+    taken = images
+    for first, last in pairwise(cuts):
+        taken = whole.slice_of(first, last).in_groups(taken)
+    if torch.equal(taken, expected):
+        return 0.0
+    difference = float((taken.double() - expected.double()).abs().max())
+    return difference if math.isfinite(difference) else math.inf

@@ -1,0 +1,75 @@
+"""Before a run with slices: do slices of this encoder compute, to the bit, what the whole one computes?
+
+name, dtype, final norm --child process: few blocks, made-up weights; whole, in slices--> difference: 0, or refused
+
+An encoder's forward may do anything between its blocks, and most faults of a cut raise no error: they train on wrong
+features. So each encoder is tried once, in seconds, and remembered in the user's cache, as LLMs are (probe.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from mmtrain.base.cache import cache_folder
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.model.probe import differences_in_child, fingerprint_with_code, remember
+from mmtrain.pretrained.model_files import model_folder
+from mmtrain.pretrained.parts import encoder_config
+from mmtrain.pretrained.vision_files import is_timm_name
+from mmtrain.processes.parent import die_with_parent
+
+CUTS = ((0, 0, 1, 2, 3), (0, 2, 3))  # borders of slices: the stem alone, one block each; several blocks
+TILES = 2  # not 1, as the stem of later slices has
+
+
+class EncoderSliceError(UserError):
+    """Slices of this encoder are not known to compute what the whole one does; all of it on rank 0 still does."""
+
+
+def probe_encoder(config: RunConfig) -> None:
+    """Try `config`'s encoder in slices; nothing without an encoder.
+
+    Raises EncoderSliceError, naming encoder, difference and remedy, where slices differ from the whole encoder by a
+    bit, fail, or take longer than `probe.SECONDS`: 5 to 20 s the first time.
+    """
+    chosen = config.model.vision
+    if chosen is None:
+        return
+    asked = [chosen.name, config.model.vision_dtype, str(chosen.final_norm)]
+    said = "" if is_timm_name(chosen.name) else json.dumps(encoder_config(model_folder(chosen.name)), sort_keys=True)
+    parts = [json.dumps(asked).encode(), said.encode()]
+    record = cache_folder("probe") / f"encoder-{fingerprint_with_code(parts, ('torch', 'transformers', 'timm'))}.json"
+    if record.is_file():
+        return
+    remedy = "set parallel.encoder_ranks=0, which leaves the encoder whole on rank 0"
+    try:
+        (difference,) = differences_in_child(__name__, asked, chosen.name, "cannot be cut into slices")
+    except UserError as error:
+        raise EncoderSliceError(f"{error}; {remedy}") from None
+    if difference != 0:  # a NaN too
+        raise EncoderSliceError(
+            f"{chosen.name} cannot be cut into slices: features of its slices differ from the whole encoder's by up to "
+            f"{difference:.1e}, needed is 0; {remedy}"
+        )
+    remember(record, {"encoder": chosen.name, "difference": difference})
+
+
+def _measure(name: str, dtype: str, final_norm: bool) -> float:
+    """In the child: the largest difference of a feature over `CUTS`; infinite where one is not a number."""
+    import torch
+
+    from mmtrain.model.stage import DTYPES
+    from mmtrain.model.vision import made_up_encoder
+    from mmtrain.model.vision_tower import slices_difference
+
+    tower = made_up_encoder(name, CUTS[0][-1], DTYPES[dtype], final_norm=final_norm)
+    size = tower.image_size
+    images = torch.randn(TILES, 3, size, size, generator=torch.Generator().manual_seed(0))
+    return max(slices_difference(tower, cuts, images) for cuts in CUTS)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    print("\ndifferences", _measure(sys.argv[1], sys.argv[2], sys.argv[3] == str(True)))
