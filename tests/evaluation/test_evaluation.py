@@ -234,7 +234,7 @@ def permuted(scene) -> list[Held]:
 @pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
 def test_scores_control_and_answers_are_those_of_a_stock_llava(scene, permuted, monkeypatch, pipeline, data):
     monkeypatch.setattr(
-        "mmtrain.evaluation.evaluator.MICROBATCHES_PER_ROUND", 1
+        "mmtrain.evaluation.evaluator.EVALUATION_ROUND", 1
     )  # several rounds, although there is little to do
     whole = config_of(scene, pipeline, data)
     pairs = config_of(scene, pipeline, data, train__packs_per_microbatch=2)
@@ -287,7 +287,7 @@ def stop_on_the_way(config, at):
 
 @pytest.mark.parametrize(("pipeline", "data"), LAYOUTS)
 def test_a_request_to_stop_ends_scores_and_answers_on_every_rank_in_the_same_round(scene, monkeypatch, pipeline, data):
-    monkeypatch.setattr("mmtrain.evaluation.evaluator.MICROBATCHES_PER_ROUND", 1)
+    monkeypatch.setattr("mmtrain.evaluation.evaluator.EVALUATION_ROUND", 1)
     by_rank = run_ranks(pipeline * data, stop_on_the_way, config_of(scene, pipeline, data), 2)
     ((none, rounds, stopped, loss), (answers, tokens, stopped_too, _)) = by_rank[0]
     assert none is None and answers == [] and stopped and stopped_too
