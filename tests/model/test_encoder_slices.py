@@ -23,7 +23,10 @@ from mmtrain.plan.planner import make_plan
 from mmtrain.pretrained.encoders import ENCODER_BLOCK
 
 DEPTH = 4
-LORA = {"model__lora": {"targets": ("vision.encoder.layers.0.mlp.fc1",), "r": 2}}
+LORA = {
+    "model__trainable": ("projector", "vision.*.lora_*"),
+    "model__lora": {"targets": ("vision.encoder.layers.0.mlp.fc1",), "r": 2},
+}
 # Kinds of timm ViTs that differ in what stands around and between blocks.
 TIMM = {
     "vit": "vit_tiny_patch16_224",
