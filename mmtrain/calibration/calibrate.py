@@ -13,6 +13,7 @@ call's cost holds launches that a run overlaps with computing.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +27,17 @@ from mmtrain.base.collectives import of_all_ranks
 from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import bytes_used
-from mmtrain.calibration.message_costs import MessageCosts
-from mmtrain.calibration.solution import ENCODE, WINDOW, mean_of_ranks, recomputing, solve_layers, solve_messages
+from mmtrain.calibration.message_costs import FEATURES, MESSAGE, MessageCosts
+from mmtrain.calibration.solution import (
+    ENCODE,
+    ENCODE_HALF,
+    WINDOW,
+    mean_of_ranks,
+    recomputing,
+    solve_encoder,
+    solve_layers,
+    solve_messages,
+)
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.channels import Channels
@@ -36,8 +46,8 @@ from mmtrain.engine.process_groups import join_process_group, replica_group
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.engine.statistics import RankSums
 from mmtrain.engine.step_clock import Reading
-from mmtrain.model.stage import build_stage
-from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
+from mmtrain.model.stage import Front, build_stage
+from mmtrain.plan.calibration import Calibration, Device, Key, MessageSeconds, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
 from mmtrain.plan.plan import Plan, StagePlan
 from mmtrain.plan.planner import models_of
@@ -75,6 +85,7 @@ class Calibrator:
             if parameter.requires_grad
         }
         self._end = _StepEnd(config, plan, trained, device)
+        self._half = self._half_encoder()
         self._multiply, self._flops = matrix_products(self._stages[self._window[0]])
         for stage in self._stages.values():  # before any message: see `warm_up` of mmtrain.engine.single_stage
             stage.forward()
@@ -83,8 +94,8 @@ class Calibrator:
         if plan.pipeline > 1:
             timeout = timedelta(seconds=config.parallel.timeout_seconds)
             channels = Channels(plan, dist.get_rank(), device, timeout)
-            hidden = self._stages["front"].input
-            self._messages = MessageCosts(plan, dist.get_rank(), channels, hidden, self._compute)
+            messages = self._message_tensors()
+            self._messages = MessageCosts(plan, dist.get_rank(), channels, messages, device, self._compute)
         self.seconds: dict[str, list[float]] = {}
         """Of every round, by what was measured; see `solution`."""
 
@@ -111,6 +122,26 @@ class Calibrator:
                 stages[recomputing(name)] = stage.recomputing()
         return stages
 
+    def _half_encoder(self) -> Front | None:
+        """Half of the encoder's blocks as its first slice, over the whole one's weights; None if it cannot be cut."""
+        whole, encoder = self._stages["front"].module.front, self._costs.encoder
+        if whole is None or not encoder.frozen:
+            return None
+        half = whole.vision.slice_of(0, encoder.blocks // 2)
+        weights = dict(whole.vision.global_parameters())
+        for name, parameter in half.global_parameters():
+            parameter.data = weights[name].data
+        return Front(half, whole.projector, whole.transform)
+
+    def _message_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """What a micro-batch's messages hold, by their kind."""
+        hidden = self._stages["front"].input
+        found = {MESSAGE: [torch.zeros((2, *hidden.shape[:2]), dtype=torch.int64), torch.zeros_like(hidden)]}
+        if self._half is not None:
+            size = self._costs.encoder.hidden_bytes
+            found[FEATURES] = [torch.zeros(size, dtype=torch.uint8, device=self._device)]
+        return found
+
     # ---- time
 
     def warm_up(self, seconds: float) -> int:
@@ -132,6 +163,8 @@ class Calibrator:
             if name == "front":
                 self._time(LOAD, lambda: to_device(self._host_batch, self._device))
                 self._time(ENCODE, stage.encode)
+                if self._half is not None:
+                    self._time(ENCODE_HALF, functools.partial(self._half.encode, stage.batch.tiles))
             dist.barrier()
             self._time(f"{name} forward", stage.forward)
             stage.release_output()
@@ -191,18 +224,19 @@ class Calibrator:
         seconds = mean_of_ranks([medians for medians, _ in of_ranks])
         # The ranks have measured a whole number of images, and an update of what trains in one layer of each kind.
         tiles = self._host_batch.tiles
-        seconds[ENCODE] *= 1.0 if tiles is None else self._costs.work.tiles / len(tiles)
+        for name in (ENCODE, ENCODE_HALF) if tiles is not None else ():
+            if name in seconds:
+                seconds[name] *= self._costs.work.tiles / len(tiles)
         seconds[UPDATE] *= max(rank.trainable for rank in self._plan.ranks) / self._end.elements
         layers, call_seconds = solve_layers(seconds, of_ranks[0][1], self._kinds, self._window)
-        send, receive, transfer = solve_messages(seconds)
         return Calibration(
             key=self._key,
             layers=layers,
             compute_seconds=call_seconds,
             encode_seconds=seconds[LOAD],
-            send=send,
-            receive=receive,
-            transfer=transfer,
+            encode_block_seconds=solve_encoder(seconds, self._costs.encoder.blocks),
+            messages=solve_messages(seconds, MESSAGE),
+            features=solve_messages(seconds, FEATURES),
             end_seconds=seconds[REDUCE] + seconds[UPDATE],
             replicas=self._plan.data,
             matmul_flops_per_second=self._flops / seconds[MATMUL],
@@ -307,17 +341,22 @@ def table(found: Calibration, seconds: Mapping[str, Sequence[float]]) -> list[st
         layers.append((name, *(f"{time * 1e3:,.3f}" for time in times), *sizes))
     times = (">forward\nms", ">backward\nms", ">recomputing\nms")
     columns = ("one more", *times, ">kept", ">kept\nrecomputing", ">working")
-    messages = [
-        f"{name} was not measured: plans assume it" if cost is None else f"{name} {cost.fixed * 1e3:,.3f} ms"
-        for name, cost in (("send", found.send), ("receive", found.receive), ("transfer", found.transfer))
-    ]
+    messages = [_said_of_messages(name, cost) for name, cost in ((MESSAGE, found.messages), (FEATURES, found.features))]
     numbers = (statistics.median, min, max)
     spreads = [(name, *(f"{1e3 * of(values):,.3f}" for of in numbers)) for name, values in seconds.items()]
     return [
         *table_lines(columns, layers),
         f"call {found.compute_seconds * 1e3:,.3f} ms; step's end {found.end_seconds * 1e3:,.3f} ms; matrix products "
         f"{found.matmul_flops_per_second / 1e12:,.3f} TFLOP/s a rank",
+        f"encoder: each block {found.encode_block_seconds * 1e3:,.3f} ms",
         *messages,
         f"rank 0, {len(seconds[MATMUL])} rounds, in ms:",
         *table_lines(("", ">median", ">least", ">largest"), spreads),
     ]
+
+
+def _said_of_messages(kind: str, cost: MessageSeconds | None) -> str:
+    if cost is None:
+        return f"{kind} was not measured: plans assume it"
+    way = "assumed" if cost.transfer is None else f"{cost.transfer * 1e3:,.3f} ms"
+    return f"{kind}: send {cost.send * 1e3:,.3f} ms, receive {cost.receive * 1e3:,.3f} ms, transfer {way}"

@@ -3,15 +3,15 @@
 a stretch of compute alone, then the same with messages in it --difference--> sender's, receiver's seconds
 a message there and one back, nobody computing --the rest of half of it--> the transfer's seconds
 
-Messages are sent as a run sends them (`Channels`: the run's own process groups), and are as large: a calibration holds
-for one size of micro-batch. What a library's threads take from the computing ones is in the differences: a CPU has no
-cores to spare for them.
+Messages are sent as a run sends them (`Channels`: the run's own process groups), and are as large, between stages and
+between slices of the encoder: a calibration holds for one size of micro-batch. What a library's threads take from the
+computing ones is in the differences: a CPU has no cores to spare for them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,53 +23,63 @@ from mmtrain.plan.plan import Plan
 MESSAGES = 3  # in a stretch
 ECHOES = 4  # there and back, in a row
 SEND, RECEIVE, ECHO = "send", "receive", "echo"
+MESSAGE, FEATURES = "message", "features"  # between stages; between slices of the encoder
 
 
 class MessageCosts:
     """One rank's part: pipeline ranks 0 and 1 exchange messages, 2 and 3, and so on; every rank calls every method.
 
-    `hidden` (B, L, D) is like the hidden states between stages, `compute` one piece of work, about as long as a
+    `messages` are tensors like those of a message, by its kind, `compute` one piece of work, about as long as a
     stage's.
     """
 
     def __init__(
-        self, plan: Plan, rank: int, channels: Channels, hidden: torch.Tensor, compute: Callable[[], None]
+        self,
+        plan: Plan,
+        rank: int,
+        channels: Channels,
+        messages: Mapping[str, Sequence[torch.Tensor]],
+        device: torch.device,
+        compute: Callable[[], None],
     ) -> None:
         self._channels, self._compute = channels, compute
-        self._synchronize = torch.get_device_module(hidden.device).synchronize
+        self._synchronize = torch.get_device_module(device).synchronize
         place = plan.ranks[rank].pipeline
         self._receives = place % 2 == 1
         self._sends = not self._receives and place + 1 < plan.pipeline
         self._stage, self._ranks = place, plan.pipeline  # the first of this rank
         sender = place - 1 if self._receives else place
         self._echoes = (self._sends or self._receives) and plan.first_trainable_stage <= sender
-        self._message = [torch.zeros((2, *hidden.shape[:2]), dtype=torch.int64), torch.zeros_like(hidden)]
+        self._messages = messages
 
     def round(self) -> dict[str, float]:
-        """Seconds of one message: SEND or RECEIVE, which this rank does, and ECHO, one way, if there is a way back."""
-        alone = self._stretch(with_messages=False)
-        more = (self._stretch(with_messages=True) - alone) / MESSAGES
-        found = {SEND: more} if self._sends else {RECEIVE: more} if self._receives else {}
-        dist.barrier()
-        if self._echoes:
-            found[ECHO] = self._echo()
+        """Seconds of one message of each kind: SEND or RECEIVE, which this rank does, and ECHO, if there is a way back.
+
+        ECHO is one way. By names like "send features".
+        """
+        found = {}
+        alone = self._stretch(None)
+        for kind, message in self._messages.items():
+            more = (self._stretch(message) - alone) / MESSAGES
+            if self._sends or self._receives:
+                found[f"{SEND if self._sends else RECEIVE} {kind}"] = more
+            dist.barrier()
+            if self._echoes:
+                found[f"{ECHO} {kind}"] = self._echo(message)
         return found
 
-    def _buffers(self) -> list[torch.Tensor]:
-        return [torch.empty_like(tensor) for tensor in self._message]
-
-    def _stretch(self, *, with_messages: bool) -> float:
+    def _stretch(self, message: Sequence[torch.Tensor] | None) -> float:
         """Seconds of several computes; with messages, all are posted first and taken last, when they have long come."""
         channels = self._channels
-        receives = [self._buffers() for _ in range(MESSAGES) if with_messages and self._receives]
+        receives = [_buffers(message) for _ in range(MESSAGES) if message is not None and self._receives]
         dist.barrier()
         self._synchronize()
         began = time.perf_counter()
         for number, buffers in enumerate(receives):
             channels.post_receive(self._coming("activation", number), buffers)
         for _ in range(MESSAGES):
-            if with_messages and self._sends:
-                channels.send(self._going("activation"), self._message)
+            if message is not None and self._sends:
+                channels.send(self._going("activation"), message)
             self._compute()
         self._compute()
         for number in range(len(receives)):
@@ -87,19 +97,23 @@ class MessageCosts:
         step = 1 if kind == "activation" else -1
         return between(self._stage, self._stage + step, 0, self._ranks)
 
-    def _echo(self) -> float:
+    def _echo(self, message: Sequence[torch.Tensor]) -> float:
         """Seconds of one message one way, posting and taking included."""
         channels = self._channels
         mine, other = ("activation", "gradient") if self._sends else ("gradient", "activation")
         began = time.perf_counter()
         for _ in range(ECHOES):
-            channels.post_receive(self._coming(other), self._buffers())
+            channels.post_receive(self._coming(other), _buffers(message))
             if self._sends:
-                channels.send(self._going(mine), self._message)
+                channels.send(self._going(mine), message)
             channels.take(self._coming(other))
             if self._receives:
-                channels.send(self._going(mine), self._message)
+                channels.send(self._going(mine), message)
             self._synchronize()
         seconds = time.perf_counter() - began
         channels.wait_for_sends()
         return seconds / (2 * ECHOES)
+
+
+def _buffers(message: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.empty_like(tensor) for tensor in message]

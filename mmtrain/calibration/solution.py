@@ -10,11 +10,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from mmtrain.calibration.message_costs import ECHO, RECEIVE, SEND
-from mmtrain.plan.calibration import LayerMeasures, Linear
+from mmtrain.plan.calibration import LayerMeasures, MessageSeconds
 from mmtrain.plan.costs import LayerKind
 
 WINDOW = "layers in a row"
 ENCODE = "encode"
+ENCODE_HALF = "encode, half of the blocks"  # those before the others, rounded down, with the stem
 
 Seconds = Mapping[str, float]  # by stage and direction, as in "head forward"; of ENCODE; of messages
 Bytes = Mapping[str, Mapping[str, int]]  # by stage: "kept" until its backward, working in "forward" and "backward"
@@ -31,13 +32,21 @@ def mean_of_ranks(of_ranks: Sequence[Seconds]) -> dict[str, float]:
     return {name: statistics.fmean(rank[name] for rank in of_ranks if name in rank) for name in names}
 
 
-def solve_messages(seconds: Seconds) -> tuple[Linear | None, Linear | None, Linear | None]:
-    """What a message takes from its sender and its receiver, and its way; None: nobody has measured it."""
-    send, receive = (max(0.0, seconds[name]) if name in seconds else None for name in (SEND, RECEIVE))
-    if send is None or receive is None:
-        return None, None, None
-    transfer = Linear(max(0.0, seconds[ECHO] - send - receive), 0.0) if ECHO in seconds else None
-    return Linear(send, 0.0), Linear(receive, 0.0), transfer
+def solve_messages(seconds: Seconds, kind: str) -> MessageSeconds | None:
+    """What a message of this kind takes from its sender and its receiver, and its way; None: nobody has measured it."""
+    both = [max(0.0, seconds[f"{name} {kind}"]) for name in (SEND, RECEIVE) if f"{name} {kind}" in seconds]
+    if len(both) < 2:
+        return None
+    echo = seconds.get(f"{ECHO} {kind}")
+    return MessageSeconds(*both, transfer=None if echo is None else max(0.0, echo - sum(both)))
+
+
+def solve_encoder(seconds: Seconds, blocks: int) -> float:
+    """Seconds of one of the encoder's alike blocks: what the later half of them adds, at most its share of all."""
+    if ENCODE_HALF not in seconds:
+        return 0.0
+    more = max(0.0, seconds[ENCODE] - seconds[ENCODE_HALF])
+    return min(more / (blocks - blocks // 2), seconds[ENCODE] / blocks)
 
 
 def solve_layers(

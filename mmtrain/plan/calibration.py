@@ -29,7 +29,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.plan.costs import Models
 from mmtrain.processes.pool import usable_cores
 
-FORMAT = 2
+FORMAT = 3
 PACKAGES = ("mmtrain", "torch", "transformers", "timm")
 EXACTLY = ConfigDict(extra="forbid")  # a file has all fields and no others
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
@@ -90,22 +90,19 @@ class LayerMeasures:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """Seconds of something that takes `fixed` and `per_byte` for each byte."""
+class MessageSeconds:
+    """One message of the size that a micro-batch's messages have."""
 
     __pydantic_config__ = EXACTLY
 
-    fixed: Amount
-    per_byte: Amount
-
-    def __call__(self, size: float) -> float:
-        """Seconds for `size` bytes."""
-        return self.fixed + self.per_byte * size
+    send: Amount  # of the sender, while it posts a message
+    receive: Amount  # of the receiver, for posting and taking one that has arrived
+    transfer: Amount | None  # from the moment both sides have posted a message to its arrival; None: was not measured
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured on a device. Messages count all bytes of one instruction, hidden states and integers."""
+    """What was measured on a device."""
 
     __pydantic_config__ = EXACTLY
 
@@ -113,9 +110,9 @@ class Calibration:
     layers: Mapping[str, LayerMeasures]  # by name of the kind
     compute_seconds: Amount  # overhead of one FORWARD or BACKWARD, beyond the sum of its layers
     encode_seconds: Amount  # overhead of one ENCODE, with its LOAD, beyond the encoder's forward
-    send: Linear | None  # of the sender, while it posts a message; None, here and below: was not measured
-    receive: Linear | None  # of the receiver, for posting and taking one that has arrived
-    transfer: Linear | None  # from the moment both sides have posted a message to its arrival
+    encode_block_seconds: Amount  # part of the encoder's forward, of each of its blocks; 0 if it trains
+    messages: MessageSeconds | None  # between stages, hidden states and integers; None: were not measured
+    features: MessageSeconds | None  # between slices of a frozen encoder; None likewise
     end_seconds: Amount  # a step's end: reductions, of gradients over `replicas`, and optimizer
     replicas: Annotated[Count, Field(gt=0)]
     matmul_flops_per_second: Annotated[Amount, Field(gt=0)]  # of one rank, all `ranks` computing

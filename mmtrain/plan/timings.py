@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from mmtrain.base.errors import UserError
-from mmtrain.plan.calibration import Calibration, LayerMeasures, Linear
+from mmtrain.plan.calibration import Calibration, LayerMeasures
 from mmtrain.plan.costs import LayerCost, RunCosts
 from mmtrain.plan.workload import FP32
 
@@ -147,16 +147,14 @@ def calibrated(
     def cost(layer: LayerCost) -> LayerCost:
         return replace(layer, **{name: getattr(measures[layer.kind], name) for name in _MEASURED_BYTES})
 
-    message = costs.hidden_bytes + costs.integer_bytes / 2  # on average: gradients come without integers
     assumed = assumed_timings(costs, replicas, device)
     more_replicas = assumed.end - _ring(costs, calibration.replicas, device)
 
-    def of_message(measured: Linear | None, otherwise: float, size: float = message) -> float:
-        return otherwise if measured is None else measured(size)
+    def measured(value: float | None, otherwise: float) -> float:
+        return otherwise if value is None else value
 
-    # Blocks as their share of the encoder's FLOPs.
-    encoder, features = costs.encoder, costs.encoder.hidden_bytes
-    block = of_encoder.forward_seconds * encoder.block_forward / max(1, encoder.forward)
+    messages, features = calibration.messages, calibration.features
+    blocks, block = costs.encoder.blocks, calibration.encode_block_seconds
     return (
         replace(
             costs,
@@ -166,19 +164,19 @@ def calibrated(
         ),
         Timings(
             device=calibration.key.device,
-            measured_messages=calibration.transfer is not None,
+            measured_messages=messages is not None and messages.transfer is not None,
             layers=tuple(seconds(layer) for layer in costs.layers),
             whole_last=seconds(costs.whole_last),
-            encode_stem=of_encoder.forward_seconds - encoder.blocks * block + calibration.encode_seconds,
+            encode_stem=max(0.0, of_encoder.forward_seconds - blocks * block) + calibration.encode_seconds,
             encode_block=block,
-            encoder_blocks=encoder.blocks,
+            encoder_blocks=blocks,
             call=calibration.compute_seconds,
-            send=of_message(calibration.send, assumed.send),
-            receive=of_message(calibration.receive, assumed.receive),
-            transfer=of_message(calibration.transfer, assumed.transfer),
-            send_features=of_message(calibration.send, assumed.send_features, features),
-            receive_features=of_message(calibration.receive, assumed.receive_features, features),
-            transfer_features=of_message(calibration.transfer, assumed.transfer_features, features),
+            send=measured(messages and messages.send, assumed.send),
+            receive=measured(messages and messages.receive, assumed.receive),
+            transfer=measured(messages and messages.transfer, assumed.transfer),
+            send_features=measured(features and features.send, assumed.send_features),
+            receive_features=measured(features and features.receive, assumed.receive_features),
+            transfer_features=measured(features and features.transfer, assumed.transfer_features),
             end=max(0.0, calibration.end_seconds + more_replicas),
         ),
     )

@@ -15,13 +15,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from mmtrain.base.errors import UserError
 from mmtrain.calibration.allocations import Usage, bytes_used, tensor_bytes
 from mmtrain.calibration.calibrate import MATMUL, find_window, table
-from mmtrain.calibration.solution import ENCODE, WINDOW, mean_of_ranks, recomputing, solve_layers, solve_messages
+from mmtrain.calibration.solution import (
+    ENCODE,
+    ENCODE_HALF,
+    WINDOW,
+    mean_of_ranks,
+    recomputing,
+    solve_encoder,
+    solve_layers,
+    solve_messages,
+)
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.launch import main as launch
 from mmtrain.model.stage import build_stage
-from mmtrain.plan.calibration import Calibration, LayerMeasures, Linear, cpu_device, find_calibration
+from mmtrain.plan.calibration import Calibration, LayerMeasures, MessageSeconds, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerKind, run_costs
 from mmtrain.plan.plan import StagePlan
 from mmtrain.plan.planner import make_plan, models_of
@@ -60,8 +69,10 @@ def test_a_calibration_is_found_again_and_holds_every_kind_of_layer(calibrated, 
     assert 0 < layer.backward_working_bytes < layer.recomputing_working_bytes
     assert found.layers["encoder"].forward_seconds > 0 and found.layers["front"].backward_seconds > 0
     assert found.end_seconds > 0 and found.matmul_flops_per_second > 0
-    message = costs.hidden_bytes + costs.integer_bytes
-    assert found.send(message) + found.receive(message) + found.transfer(message) > 0
+    for message in (found.messages, found.features):
+        assert message.send + message.receive + message.transfer > 0
+    blocks = costs.encoder.blocks * found.encode_block_seconds
+    assert 0.2 * found.layers["encoder"].forward_seconds < blocks <= found.layers["encoder"].forward_seconds
 
 
 def test_a_plan_made_with_a_calibration_prints_seconds(calibrated, its_cache):
@@ -79,14 +90,14 @@ def test_a_plan_made_with_a_calibration_prints_seconds(calibrated, its_cache):
 def test_what_was_measured_is_a_table_of_80_columns():
     layer = LayerMeasures(1.5, 2.5, 31.25, 2**31, 2**30, 2**29, 2**28, 2**27)
     names = ("front", "encoder", "decoder of full attention, input gradient", "head")
-    message = Linear(1e-3, 1e-9)
-    found = Calibration(None, dict.fromkeys(names, layer), 0.1, 0.1, message, None, None, 0.1, 1, 1e12)
+    message = MessageSeconds(1e-3, 2e-3, None)
+    found = Calibration(None, dict.fromkeys(names, layer), 0.1, 0.1, 0.1, message, None, 0.1, 1, 1e12)
     seconds = {name: [0.01, 12.5] for name in (*names, "decoder of full attention, recomputing backward", MATMUL)}
     lines = table(found, seconds)
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
     assert "head 1,500.000 2,500.000 31,250.000 2.0 GiB 1.0 GiB 512.0 MiB" in text
-    assert f"{MATMUL} 6,255.000 10.000 12,500.000" in text and "receive was not measured" in text
+    assert f"{MATMUL} 6,255.000 10.000 12,500.000" in text and "features was not measured" in text
 
 
 def test_a_calibration_is_no_other_runs(calibrated, its_cache):
@@ -106,7 +117,7 @@ def test_a_calibration_goes_to_the_file_that_the_configuration_names(calibrated,
     assert ran.returncode == 0, ran.stdout + ran.stderr
     plan = make_plan(load_config(tiny / "config.yaml", named))
     assert plan.costs == f"calibrated on {cpu_device(load_config(tiny / 'config.yaml', named)).name}"
-    assert json.loads(file.read_text())["transfer"] is None, "one rank has nobody to send to"
+    assert json.loads(file.read_text())["messages"] is None, "one rank has nobody to send to"
 
 
 @pytest.mark.parametrize("place", ["a folder", "below a file"])
@@ -236,11 +247,23 @@ def test_layers_calls_and_recomputation_are_told_apart():
 
 
 def test_messages_cost_what_they_take_from_both_sides_and_the_rest_of_the_way():
-    ranks = [{"send": 1.0, "echo": 6.0}, {"receive": 2.0, "echo": 8.0}]
-    assert solve_messages(mean_of_ranks(ranks)) == (Linear(1.0, 0.0), Linear(2.0, 0.0), Linear(4.0, 0.0))
-    *_, transfer = solve_messages(mean_of_ranks([{"send": 1.0}, {"receive": 2.0}]))
-    assert transfer is None, "no message came back to tell"
-    assert solve_messages({}) == (None, None, None)
+    ranks = [{"send message": 1.0, "echo message": 6.0}, {"receive message": 2.0, "echo message": 8.0}]
+    ranks = [of | {name.replace("message", "features"): 3 * value for name, value in of.items()} for of in ranks]
+    assert solve_messages(mean_of_ranks(ranks), "message") == MessageSeconds(1.0, 2.0, 4.0)
+    assert solve_messages(mean_of_ranks(ranks), "features") == MessageSeconds(3.0, 6.0, 12.0)
+    one_way = solve_messages(mean_of_ranks([{"send message": 1.0}, {"receive message": 2.0}]), "message")
+    assert one_way.transfer is None, "no message came back to tell"
+    assert solve_messages({}, "message") is None
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7])
+def test_a_block_of_the_encoder_is_what_the_later_half_adds(blocks):
+    """Encoders put together from a stem of 3 and blocks of 5; with noise blocks take no more than the whole."""
+    seconds = {ENCODE: 3.0 + 5.0 * blocks, ENCODE_HALF: 3.0 + 5.0 * (blocks // 2)}
+    assert solve_encoder(seconds, blocks) == pytest.approx(5.0)
+    assert solve_encoder(seconds | {ENCODE_HALF: 0.0}, blocks) <= seconds[ENCODE] / blocks
+    assert solve_encoder({ENCODE: 2.0, ENCODE_HALF: 2.5}, blocks) == 0.0
+    assert solve_encoder({ENCODE: 2.0}, blocks) == 0.0, "an encoder that trains is not cut"
 
 
 def test_the_layers_in_a_row_are_alike_in_what_they_need():

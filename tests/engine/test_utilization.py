@@ -10,7 +10,7 @@ from mmtrain.config.load import load_config
 from mmtrain.engine.statistics import StepResult
 from mmtrain.engine.step_clock import RankSeconds
 from mmtrain.engine.utilization import MEASURED, Utilization, peak_flops
-from mmtrain.plan.calibration import Calibration, Device, Linear, calibration_key, cpu_device
+from mmtrain.plan.calibration import Calibration, Device, calibration_key, cpu_device
 from mmtrain.plan.costs import Workload, minimal_flops
 from mmtrain.plan.planner import models_of
 
@@ -88,8 +88,7 @@ def test_the_peak_is_the_config_or_a_calibration_of_this_device_or_unknown(confi
     device = cpu_device(config)
     assert peak_flops(config, device) is None
     key = calibration_key(config, models_of(config), device)
-    none = Linear(0.0, 0.0)
-    Calibration(key, {}, 0.0, 0.0, none, none, none, 0.0, 1, matmul_flops_per_second=3e10).save()
+    Calibration(key, {}, 0.0, 0.0, 0.0, None, None, 0.0, 1, matmul_flops_per_second=3e10).save()
     assert peak_flops(config, device) == 3e10
     assert peak_flops(config, Device("another", 1, 1)) is None
     stated = config.changed({"parallel.device_tflops": 0.5})

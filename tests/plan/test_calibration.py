@@ -18,7 +18,7 @@ from mmtrain.plan.calibration import (
     Device,
     Key,
     LayerMeasures,
-    Linear,
+    MessageSeconds,
     cached_file,
     calibration_key,
     cpu_device,
@@ -52,7 +52,7 @@ run: {name: test}
 model:
   llm: {path: lmsys/vicuna-7b-v1.5}
   vision: {name: vit_large_patch14_clip_quickgelu_336.openai}
-parallel: {pipeline: 4, stages_per_rank: 1, encoder_prefetch: 0}
+parallel: {pipeline: 4, stages_per_rank: 1, encoder_prefetch: 0, encoder_ranks: 0}
 data: {shards: none.tar}
 train: {packs_per_step: 16, max_steps: 1}
 """
@@ -76,9 +76,9 @@ def made_up(config: RunConfig, device: Device = DEVICE) -> Calibration:
         layers=layers,
         compute_seconds=0.125,
         encode_seconds=0.5,
-        send=Linear(0.01, 0.0),
-        receive=Linear(0.02, 0.0),
-        transfer=Linear(0.03, 0.0),
+        encode_block_seconds=0.125,
+        messages=MessageSeconds(0.01, 0.02, 0.03),
+        features=MessageSeconds(0.04, 0.05, 0.06),
         end_seconds=2.0,
         replicas=1,
         matmul_flops_per_second=1e12,
@@ -177,7 +177,7 @@ def test_a_pipe_or_a_device_is_refused_as_a_calibration_and_not_waited_for(tmp_p
 
 def test_what_cannot_be_read_in_the_cache_does_not_keep_a_run_from_being_planned(config, cache) -> None:
     file = made_up(config).save()
-    file.write_text(file.read_text().replace('"format": 2', '"format": 1'))
+    file.write_text(file.read_text().replace('"format": 3', '"format": 2'))
     assert make_plan(config, device=DEVICE).costs == "assumed"
 
 
@@ -222,7 +222,7 @@ def test_a_calibrated_plan_adds_up_what_was_measured(config, cache) -> None:
     plan = make_plan(config, device=DEVICE)
     assert plan.costs == "calibrated on Abacus 9000" and plan.boundaries == (7, 15, 23)
     seconds = plan.seconds
-    assert seconds.encode == 4.5 and seconds.end == 2.0
+    assert seconds.encode == (4.5, 0.0, 0.0, 0.0) and seconds.end == 2.0
     assert (seconds.send, seconds.receive, seconds.transfer) == (0.01, 0.02, 0.03)
     assert seconds.forward == (0.125 + 0.25 + 7, 8.125, 8.125, 0.125 + 8 + 0.5 + 0.5)
     assert seconds.backward == (0.125 + 0.75 + 14, 16.125, 16.125, 0.125 + 16 + 1 + 0.5)
@@ -234,8 +234,21 @@ def test_a_calibrated_plan_adds_up_what_was_measured(config, cache) -> None:
         assert rank.activation_bytes > (4 - rank.rank) * (1000 * (count - 1 + (rank.rank != 0)) + inputs) - 1
 
 
+def test_slices_of_the_encoder_take_what_was_measured_of_stem_blocks_and_features(config, tmp_path) -> None:
+    """An encoder of 4 seconds, its load 0.5 and each of 23 blocks 0.125; a call takes 0.125."""
+    costs = run_costs(config, models_of(config))
+    _, timings = calibrated(costs, made_up(config), 1, CPU)
+    assert timings.encode_of(23, first=True) == timings.encode == 4.5
+    assert timings.encode_of(0, first=True) == 4.5 - 23 * 0.125
+    assert timings.encode_of(4, first=False) == 5 * 0.125
+    assert (timings.send_features, timings.receive_features, timings.transfer_features) == (0.04, 0.05, 0.06)
+    one_way = replace(made_up(config), features=MessageSeconds(0.04, 0.05, None))
+    _, timings = calibrated(costs, one_way, 1, CPU)
+    assert timings.send_features == 0.04 and timings.transfer_features == 200e-6 + costs.encoder.hidden_bytes / 3e9
+
+
 def test_what_a_calibrations_layout_could_not_tell_is_assumed(config, tmp_path, cache) -> None:
-    replace(made_up(config), send=None, receive=None, transfer=None).save()
+    replace(made_up(config), messages=None, features=None).save()
     plan, assumed = make_plan(config, device=DEVICE), make_plan(config, device=replace(DEVICE, name="x"))
     assert plan.costs == "calibrated on Abacus 9000; messages assumed"
     assert plan.seconds.transfer == assumed.seconds.transfer > 0
