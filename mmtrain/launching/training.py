@@ -27,10 +27,12 @@ from mmtrain.launching.command_line import Options
 from mmtrain.launching.data import check_data, with_formats
 from mmtrain.launching.machine import job_here, plan_here, refuse_missing_trackers
 from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
+from mmtrain.model.encoder_probe import EncoderSliceError, probe_encoder
 from mmtrain.model.probe import probe
 from mmtrain.model.projector_files import refuse_unfit_init_from
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
+from mmtrain.plan.schedule import ranks_of
 from mmtrain.plan.table import render
 from mmtrain.processes.gpus import visible_gpus
 from mmtrain.processes.job import Job
@@ -49,6 +51,9 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
     local_ranks = ranks_of_node(config, options) if rank is None else _ranks_of_torchrun(config, options)
     gpus = visible_gpus()
     plan = plan_here(config, gpus, local_ranks)
+    if rank is None and not _can_slice(config, plan, alone=options.nnodes == 1):
+        config = config.changed({"parallel.encoder_ranks": 0})
+        plan = plan_here(config, gpus, local_ranks)
     refuse_unfit_trace(plan, options.trace, config.train.max_steps)
     job = dataclasses.replace(
         job_here(config, plan, gpus, local_ranks, run_folder(config)),
@@ -93,6 +98,7 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
         set_rank_environment(job.threads, on_gpus=job.on_gpus)
         if is_first:
             try_family()
+            _can_slice(config, plan, alone=False)
         store = agree(given, plan, options.trace or 0, rank)  # and wait until rank 0 has prepared the folder
         stopped = run_rank(functools.partial(_train_and_say, target, how), job)
         del store  # it may be the one that all ranks meet at
@@ -126,6 +132,24 @@ def _start(target: Train, try_family: Callable[[], None], job: Job, how_to_go_on
         else:
             note("nothing was saved yet: the same command begins where this run began")
     return failure.exit_code
+
+
+def _can_slice(config: RunConfig, plan: Plan, *, alone: bool) -> bool:
+    """Whether the encoder can be cut as planned; tried with a few of its blocks, once.
+
+    Raises UserError where that was asked for and it cannot, or where other machines have planned it, too: `alone` is
+    False.
+    """
+    if len(ranks_of(plan.chain)) == 1:
+        return True
+    try:
+        probe_encoder(config)
+    except EncoderSliceError as error:
+        if config.parallel.encoder_ranks != "auto" or not alone:
+            raise
+        note(f"the encoder stays whole on rank 0: {error}")
+        return False
+    return True
 
 
 def _leave_page(folder: Path) -> None:

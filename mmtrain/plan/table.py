@@ -112,8 +112,8 @@ def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
     if slices:
         ahead = [encodes.ahead for encodes in plan.chain if encodes is not None]
         yield (
-            f"encoder in {len(slices)} slices: blocks {', '.join(slices)}; they are {', '.join(map(str, ahead))} "
-            "micro-batches ahead when a step begins"
+            f"the encoder in slices: blocks {', '.join(slices)}; rank by rank of them, patches of rank 0 first, "
+            f"{', '.join(map(str, ahead))} micro-batches are encoded ahead"
         )
     if plan.rank_0_time_ratio is not None:
         yield f"with the encoder on rank 0 alone a step would take {plan.rank_0_time_ratio:.2f} times as long"

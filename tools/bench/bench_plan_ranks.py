@@ -99,6 +99,7 @@ def layout_config(settings: Settings, layout: Layout, folder: Path, calibration:
         "stages_per_rank": layout.stages_per_rank,
         "recompute_layers": layout.recompute,
         "encoder_prefetch": layout.prefetch,
+        "encoder_ranks": 0,
     }
     return RunConfig.model_validate(tree)
 
