@@ -21,6 +21,7 @@ from mmtrain.base.printing import run_command
 COMMANDS = {
     "peers": "against stock transformers, DeepSpeed's pipeline and torch's pipelining",
     "plan": "predicted against measured step time, idle share and memory",
+    "encoder_plans": "plans of real models with the encoder in slices, against others; nothing runs",
     "gpu": "a 7B-shaped model on one CUDA device, against the stock loop",
 }
 EXIT_CODES = """\

@@ -1,0 +1,364 @@
+"""Plans of real models with the frozen encoder in slices over the ranks, beside what else could be done; nothing runs.
+
+    models    step over balanced work: slices, the whole encoder on rank 0, the front alone on stage 0, a cut by hand
+    scaling   the same plans with more and more replicas, up to --ranks ranks, each with as many micro-batches as before
+
+Balanced work is what a step computes, nothing recomputed, in equal parts on all ranks: no order of work is below 1.
+Each plan is the planner's own, of the instruction lists that the engine would run, at speeds assumed of a GPU
+(mmtrain/plan/timings.py says which, and why) and without a memory limit. Beside slices:
+
+    rank 0    the whole encoder on rank 0, where that would wait; cut and stages a rank as are best
+    front     the same, and stage 0 holds encoder, projector and embedding alone
+    by hand   LLaVA-OneVision-2's settings: stage 0 as before, the decoder layers in equal numbers on the other ranks,
+              one stage a rank, each micro-batch encoded right before its forward, every decoder layer recomputed
+
+Replicas are assumed to take as long as each other and never to wait for data. Gradients of what trains go round a ring
+of all replicas, at the speed and with the latency of a message, while nothing else runs.
+
+Models that mmtrain has no record of are made from the numbers in their published config.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench_tables import one_of, positive, print_table
+
+from mmtrain.base.printing import say
+from mmtrain.config.load import validated
+from mmtrain.plan.costs import Models, run_costs
+from mmtrain.plan.cut import even_cut, uniform_cut
+from mmtrain.plan.search import MOST_STAGES_PER_RANK, Layout, Search
+from mmtrain.plan.stage_costs import Setting, StageCosts
+from mmtrain.plan.timings import GPU, assumed_timings
+from mmtrain.pretrained.connectors import connector
+from mmtrain.pretrained.layouts import SQUARE, TILES, ImageLayout
+from mmtrain.pretrained.shapes import LlmShape, VisionShape, llm_shape, llm_shape_from, vision_shape, vision_shape_from
+
+EXAMPLES = """\
+examples:
+  everything, some minutes on one core:
+    python tools/bench/bench.py encoder_plans --json encoder_plans.json
+  one model on a pipeline of 8:
+    python tools/bench/bench.py encoder_plans models --model "SigLIP 81 + Qwen3-8B" --pipeline 8
+"""
+ROWS = ("models", "scaling")
+PIPELINES, MICROBATCHES = (4, 8, 16), (16, 32, 64)
+SIGLIP, QWEN3_8B, QWEN25_72B = "vit_so400m_patch14_siglip_384.webli", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-72B-Instruct"
+INTERN_VIT, INTERN_LM2 = "InternViT-6B-448px-V1-5", "InternLM2-20B"
+
+
+@dataclass(frozen=True)
+class Case:
+    """An encoder beside an LLM, with the images and texts that they are planned for."""
+
+    vision: str
+    llm: str
+    connector: str
+    positions_per_tile: int
+    tiles: int = 1  # of an image
+    factor: int | None = None
+    pack_length: int = 4096
+    text_tokens: int = 80  # of a sample, beside one image
+
+
+CASES = {
+    "InternViT-6B + InternLM2-20B": Case(INTERN_VIT, INTERN_LM2, "shuffle_mlp2x_gelu", 256, 5, 2, 16384),
+    "InternViT-6B + Qwen2.5-72B": Case(INTERN_VIT, QWEN25_72B, "shuffle_mlp2x_gelu", 256, 5, 2, 16384),
+    "SigLIP 81 + Qwen3-8B": Case(SIGLIP, QWEN3_8B, "shuffle_swiglu", 81, factor=3),
+    "SigLIP 729 + Qwen3-8B": Case(SIGLIP, QWEN3_8B, "mlp2x_gelu", 729),
+    "SigLIP 81 + Qwen2.5-72B": Case(SIGLIP, QWEN25_72B, "shuffle_swiglu", 81, factor=3),
+    "SigLIP 729 + Qwen2.5-72B": Case(SIGLIP, QWEN25_72B, "mlp2x_gelu", 729),
+}
+
+
+class Figures(NamedTuple):
+    """A plan against balanced work, which is 1."""
+
+    step: float
+    slowest: float  # the work of the rank that has most
+    layout: Layout
+
+
+# ---- models
+
+
+@functools.cache
+def _vision_shape(name: str) -> VisionShape:
+    """A recorded shape, or InternViT-6B's: 45 blocks of width 3,200, their queries and keys normed, no biases there."""
+    if name != INTERN_VIT:
+        return vision_shape(name, -1)
+    width, inner, patch, image = 3200, 12800, 14, 448
+    tensors: dict[str, tuple[int, ...]] = {
+        "embeddings.patch_embeddings.projection.weight": (width, 3, patch, patch),
+        "embeddings.patch_embeddings.projection.bias": (width,),
+        "embeddings.position_embeddings": (1, (image // patch) ** 2 + 1, width),
+        "embeddings.cls_token": (1, 1, width),
+    }
+    for block in range(45):
+        before = f"encoder.layer.{block}"
+        for each in ("q_proj", "k_proj", "v_proj", "projection_layer"):
+            tensors[f"{before}.attention.{each}.weight"] = (width, width)
+        tensors[f"{before}.attention.projection_layer.bias"] = (width,)
+        for norm in ("attention.q_norm", "attention.k_norm", "layernorm_before", "layernorm_after"):
+            tensors[f"{before}.{norm}.weight"] = (width,)
+        tensors |= {f"{before}.lambda_{number}": (width,) for number in (1, 2)}
+        tensors |= {f"{before}.mlp.fc1.weight": (inner, width), f"{before}.mlp.fc1.bias": (inner,)}
+        tensors |= {f"{before}.mlp.fc2.weight": (width, inner), f"{before}.mlp.fc2.bias": (width,)}
+    config = {
+        "model_type": "internvl_vision",
+        "image_size": [image, image],
+        "patch_size": [patch, patch],
+        "num_attention_heads": 25,
+        "num_hidden_layers": 45,
+        "hidden_size": width,
+    }
+    return vision_shape_from(config, tensors, -1, "made from its config.json")
+
+
+@functools.cache
+def _llm_shape(name: str) -> LlmShape:
+    """A recorded shape, or InternLM2-20B's, which is a Llama with queries, keys and values in one matrix."""
+    if name != INTERN_LM2:
+        return llm_shape(name)
+    hidden, inner, heads, kv_heads, vocabulary = 6144, 16384, 48, 8, 92544
+    tensors: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+    for layer in range(48):
+        before = f"model.layers.{layer}"
+        for each in ("q_proj", "o_proj"):
+            tensors[f"{before}.self_attn.{each}.weight"] = (hidden, hidden)
+        for each in ("k_proj", "v_proj"):
+            tensors[f"{before}.self_attn.{each}.weight"] = (hidden // heads * kv_heads, hidden)
+        for each in ("gate_proj", "up_proj"):
+            tensors[f"{before}.mlp.{each}.weight"] = (inner, hidden)
+        tensors[f"{before}.mlp.down_proj.weight"] = (hidden, inner)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{before}.{norm}.weight"] = (hidden,)
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": 48,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": False,
+    }
+    return llm_shape_from(config, tensors, "made from its config.json")
+
+
+def costs_of(
+    case: Case,
+    pipeline: int,
+    microbatches: int,
+    *,
+    replicas: int = 1,
+    memory_bytes: int | None = None,
+    recompute_all: bool = False,
+) -> StageCosts:
+    """What planning needs to know of a case; a rank may use `memory_bytes`."""
+    name = SQUARE if case.tiles == 1 else TILES
+    projector = {"type": case.connector} | ({} if case.factor is None else {"factor": case.factor})
+    data: dict[str, Any] = {
+        "shards": "none.tar",
+        "pack_length": case.pack_length,
+        "expected_text_tokens": case.text_tokens,
+    }
+    if case.tiles > 1:
+        expected = {"tiles": case.tiles, "positions": case.tiles * case.positions_per_tile}
+        data |= {f"expected_image_{key}": value for key, value in expected.items()}
+    content = {
+        "run": {"name": "plan"},
+        "model": {
+            "llm": {"path": case.llm},
+            "vision": {"name": case.vision, "select_layer": -1, "layout": name},
+            "projector": projector,
+        },
+        "data": data,
+        "parallel": {"pipeline": pipeline},
+        "train": {"packs_per_step": microbatches, "max_steps": 1},
+    }
+    config = validated(content, "a case")
+    vision, llm = _vision_shape(case.vision), _llm_shape(case.llm)
+    operations = connector(config.model.projector, vision.width, llm.hidden_size)
+    models = Models(llm, vision, operations, ImageLayout(name, case.positions_per_tile, vision.image_size))
+    costs = run_costs(config, models)
+    recompute = (len(llm.decoder),) * pipeline if recompute_all else "auto"
+    setting = Setting(pipeline, microbatches, memory_bytes, recompute)
+    return StageCosts(costs, assumed_timings(costs, replicas, GPU), setting)
+
+
+# ---- plans
+
+
+def balanced_seconds(costs: StageCosts) -> float:
+    """Seconds of a step's work, nothing recomputed, in equal parts on all ranks."""
+    work = costs.timings.encode + sum(layer.forward + layer.backward for layer in costs.timings.layers)
+    return work * costs.setting.microbatches_per_step / costs.setting.pipeline
+
+
+def encoder_share(costs: StageCosts) -> float:
+    """The encoder's part of a step's work."""
+    ranks = costs.setting.pipeline / costs.setting.microbatches_per_step
+    return costs.timings.encode / (balanced_seconds(costs) * ranks)
+
+
+def figures(layout: Layout, costs: StageCosts) -> Figures:
+    """A layout against balanced work."""
+    work = balanced_seconds(costs)
+    slowest = max(need.seconds for need in layout.needs) * costs.setting.microbatches_per_step
+    return Figures(layout.simulation.seconds / work, slowest / work, layout)
+
+
+def in_slices(costs: StageCosts) -> Layout:
+    """The planner's own choice."""
+    return Search(costs, "auto", "auto").find("auto")[0]
+
+
+def on_rank_0(costs: StageCosts) -> Layout:
+    """The best plan with the whole encoder on rank 0."""
+    return Search(costs, "auto", (0,)).find("auto")[0]
+
+
+def front_alone(costs: StageCosts) -> Layout:
+    """The best plan, of any number of stages a rank, whose stage 0 holds the front alone and rank 0 the encoder."""
+    search, pipeline = Search(costs, "auto", (0,)), costs.setting.pipeline
+    counts = [count for count in range(1, MOST_STAGES_PER_RANK + 1) if count * pipeline <= costs.count]
+    cuts = [even_cut(costs, count * pipeline, 0.0, front_alone=True) for count in counts]
+    return min((search.with_encodes(cut) for cut in cuts), key=lambda layout: layout.simulation.seconds)
+
+
+def by_hand(costs: StageCosts) -> Layout:
+    """The front alone, equal numbers of decoder layers, nothing ahead; every layer recomputes if `costs` say so."""
+    others = uniform_cut(costs.count - 2, costs.setting.pipeline - 1)
+    return Search(costs, 0).layout((0, 1, *others[1:]))
+
+
+# ---- tables
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `bench.py encoder_plans`."""
+    add = parser.add_argument
+    add("rows", nargs="*", type=one_of(ROWS), metavar="ROW", help=f"what to plan: {', '.join(ROWS)} (all)")
+    add("--json", type=lambda text: Path(text).expanduser(), metavar="FILE", help="write every plan's figures there")
+    add("--model", action="append", choices=CASES, metavar="NAME", help=f"only these of: {'; '.join(CASES)}")
+    add("--pipeline", type=positive, action="append", metavar="N", help="ranks of a pipeline (4, 8 and 16)")
+    add("--microbatches", type=positive, action="append", metavar="N", help="of a step and replica (16, 32 and 64)")
+    add("--ranks", type=positive, default=1024, metavar="N", help="of the last row of scaling (%(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the tables; the exit code."""
+    names = options.model or list(CASES)
+    result: dict[str, Any] = {"assumed": asdict(GPU)}
+    for row, table in (("models", _models), ("scaling", _scaling)):
+        if row in (options.rows or ROWS):
+            result[row] = table(names, options)
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _models(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    found = []
+    for name in names:
+        for pipeline in options.pipeline or PIPELINES:
+            for microbatches in options.microbatches or MICROBATCHES:
+                say(f"{name}, pipeline {pipeline}, {microbatches} micro-batches")
+                found.append({"model": name, **compared(CASES[name], pipeline, microbatches)})
+    columns = (
+        "model",
+        ">encoder",
+        ">p",
+        ">m",
+        ">slices",
+        ">slowest",
+        ">stages",
+        ">rank 0",
+        ">front",
+        ">by hand",
+        ">gain",
+    )
+    rows = [
+        (
+            one["model"],
+            f"{one['encoder_share']:.1%}",
+            one["pipeline"],
+            one["microbatches"],
+            *(f"{one[key]:.3f}" for key in ("slices", "slowest")),
+            one["stages_per_rank"],
+            *(f"{one[key]:.3f}" for key in ("rank_0", "front", "by_hand")),
+            f"{one['rank_0'] / one['slices']:.2f}",
+        )
+        for one in found
+    ]
+    print_table(columns, rows)
+    return found
+
+
+def compared(case: Case, pipeline: int, microbatches: int) -> dict[str, Any]:
+    """Steps over balanced work of the planner's choice and of what else could be done."""
+    costs = costs_of(case, pipeline, microbatches)
+    recomputing = costs_of(case, pipeline, microbatches, recompute_all=True)
+    chosen = figures(in_slices(costs), costs)
+    others = {"rank_0": on_rank_0(costs), "front": front_alone(costs), "by_hand": by_hand(recomputing)}
+    return {
+        "pipeline": pipeline,
+        "microbatches": microbatches,
+        "encoder_share": encoder_share(costs),
+        "slices": chosen.step,
+        "slowest": chosen.slowest,
+        "stages_per_rank": chosen.layout.stages_per_rank,
+        "blocks": chosen.layout.slices,
+        "ahead": [encodes and encodes.ahead for encodes in chosen.layout.chain],
+        **{key: figures(layout, costs).step for key, layout in others.items()},
+    }
+
+
+def _scaling(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    found = []
+    for name in names:
+        for pipeline in options.pipeline or (8,):
+            for microbatches in options.microbatches or (32,):
+                alone = costs_of(CASES[name], pipeline, microbatches)
+                layout = in_slices(alone)
+                replicas = 1
+                while replicas * pipeline <= options.ranks:
+                    costs = costs_of(CASES[name], pipeline, microbatches, replicas=replicas)
+                    latency = 2 * (replicas - 1) * GPU.latency_seconds
+                    step = layout.simulation.seconds + costs.timings.end + latency
+                    found.append(
+                        {
+                            "model": name,
+                            "pipeline": pipeline,
+                            "microbatches": microbatches,
+                            "ranks": replicas * pipeline,
+                            "step_over_balanced": step / balanced_seconds(alone),
+                            "efficiency": layout.simulation.seconds / step,
+                        }
+                    )
+                    replicas *= 4
+    columns = ("model", ">p", ">m", ">ranks", ">step over balanced", ">efficiency")
+    print_table(
+        columns,
+        [
+            (
+                *(one[key] for key in ("model", "pipeline", "microbatches")),
+                f"{one['ranks']:,}",
+                f"{one['step_over_balanced']:.3f}",
+                f"{one['efficiency']:.1%}",
+            )
+            for one in found
+        ],
+    )
+    return found
