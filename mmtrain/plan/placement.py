@@ -79,7 +79,9 @@ def placements(
             for gap in GAPS:
                 for share in SHARES:
                     filled, least = _fill(program, microbatches, seconds, chain, gap, share)
-                    if filled[0].ahead <= MOST_STEPS_AHEAD * microbatches and filled[chain[-1]].ahead <= most:
+                    features = filled[chain[-1]].ahead
+                    within = filled[0].ahead <= MOST_STEPS_AHEAD * microbatches and features <= most
+                    if within and exactly in (None, features):
                         found[filled] = least
     options = [Placement(least, encodes) for encodes, least in found.items()]
     best = min(option.least_seconds for option in options) * (1 + GAIN)

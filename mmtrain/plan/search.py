@@ -106,19 +106,20 @@ class Search:
     def _slices(self, cut: Cut) -> list[Slices]:
         """Ways to share out the blocks: on rank 0 alone, on 2 ranks, on half, on all; or as the config asks."""
         if self.encoder_ranks != "auto":
-            return [self._shared_out(cut, self.encoder_ranks)]
+            return [self._shared_out(cut, self.encoder_ranks, least=1)]
         works = [need.seconds for need in self.cuts.placed(cut, (0,) * self.pipeline)[1]]
         others = sorted(range(1, self.pipeline), key=lambda rank: works[rank])
         counts = sorted({1, 2, self.pipeline // 2, self.pipeline} - {0})
         return list(dict.fromkeys(self._shared_out(cut, (0, *others[: count - 1])) for count in counts))
 
-    def _shared_out(self, cut: Cut, ranks: Sequence[int]) -> Slices:
-        """Each block to the one of these ranks that has the least work so far."""
+    def _shared_out(self, cut: Cut, ranks: Sequence[int], least: int = 0) -> Slices:
+        """Each block to the one of these ranks that has the least work so far, once all have `least`."""
         needs = self.cuts.placed(cut, (0,) * self.pipeline)[1]
-        block, slices = self.costs.timings.encode_block, [0] * self.pipeline
-        filled = [(needs[rank].seconds, rank) for rank in ranks]
+        blocks, block = self.costs.costs.encoder.blocks, self.costs.timings.encode_block
+        slices = [min(least, blocks) * (rank in ranks) for rank in range(self.pipeline)]
+        filled = [(needs[rank].seconds + slices[rank] * block, rank) for rank in ranks]
         heapq.heapify(filled)
-        for _ in range(self.costs.costs.encoder.blocks):
+        for _ in range(blocks - sum(slices)):
             seconds, rank = filled[0]
             slices[rank] += 1
             heapq.heapreplace(filled, (seconds + block, rank))
@@ -244,7 +245,7 @@ class Search:
             charges.append(Charge(encode, alone))
             if self._may_prefetch() or self.encoder_ranks != (0,):
                 charges.append(Charge(0.0, alone))
-        if self.encoder_ranks != (0,) and self.costs.usable_bytes < math.inf:
+        if self.encoder_ranks != (0,) and (self.costs.usable_bytes < math.inf or not charges):
             several = range(self.pipeline) if self.encoder_ranks == "auto" else self.encoder_ranks
             equal = -(-blocks // len(several))
             charges.append(Charge(0.0, tuple(equal * (rank in several) for rank in range(self.pipeline))))

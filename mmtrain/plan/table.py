@@ -55,6 +55,13 @@ def _ranks(plan: Plan, rank: RankPlan) -> str:
     return f"rank{'s' * (plan.data > 1)} {_numbers(plan, rank)}"
 
 
+def _blocks(first: int, last: int) -> str:
+    """What a slice of the encoder holds."""
+    if first == last:
+        return "patches alone"
+    return f"blocks {first}-{last - 1}" if last - first > 1 else f"block {first}"
+
+
 def _headline(plan: Plan) -> tuple[str, str]:
     limit = "no memory limit" if plan.memory_limit_bytes is None else f"{bytes_text(plan.memory_limit_bytes)} per rank"
     packs = "pack" if plan.packs_per_microbatch == 1 else "packs"
@@ -104,16 +111,16 @@ def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         longer = plan.fewer_stages_time_ratio - 1
         yield f"{plan.stages_per_rank} stages a rank, interleaved: with fewer a step takes {longer:.1%} longer"
     slices = [
-        f"{stage.encoder[0]}-{stage.encoder[1] - 1} on {_ranks(plan, rank)}"
+        f"{_blocks(*stage.encoder)} on {_ranks(plan, rank)}"
         for rank in replica
         for stage in rank.stages
-        if stage.encoder is not None and stage.encoder[1] > stage.encoder[0]
+        if stage.encoder is not None
     ]
     if slices:
         ahead = [encodes.ahead for encodes in plan.chain if encodes is not None]
         yield (
-            f"the encoder in slices: blocks {', '.join(slices)}; rank by rank of them, patches of rank 0 first, "
-            f"{', '.join(map(str, ahead))} micro-batches are encoded ahead"
+            f"the encoder in slices: {', '.join(slices)}; so many micro-batches are encoded ahead when a step begins, "
+            f"slice by slice: {', '.join(map(str, ahead))}"
         )
     if plan.rank_0_time_ratio is not None:
         yield f"with the encoder on rank 0 alone a step would take {plan.rank_0_time_ratio:.2f} times as long"

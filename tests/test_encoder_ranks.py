@@ -1,0 +1,81 @@
+"""Runs whose encoder is cut into slices over pipeline ranks, as users meet them: asked for, resumed, killed, shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.load import load_config
+from mmtrain.launch import main as launch_command
+from mmtrain.plan.plan import Plan
+from mmtrain.plan.planner import make_plan
+
+
+def plan_of(tiny, *overrides: str) -> Plan:
+    return make_plan(load_config(tiny / "config.yaml", overrides))
+
+
+# ---- asked for
+
+
+@pytest.mark.parametrize(
+    ("asked", "pipeline", "holders"),
+    [("[0,1]", 2, [0, 1]), ("[1,2]", 3, [1, 2]), ("[3,0]", 4, [0, 3]), ("0", 2, [])],
+)
+def test_every_rank_that_is_named_holds_blocks_and_no_other(tiny, asked, pipeline, holders):
+    plan = plan_of(tiny, f"parallel.pipeline={pipeline}", f"parallel.encoder_ranks={asked}")
+    slices = [(rank.pipeline, *stage.encoder) for rank in plan.ranks for stage in rank.stages if stage.encoder]
+    assert [rank for rank, first, last in slices if last > first] == holders
+    assert sum(last - first for _, first, last in slices) == (3 if holders else 0), "of 4 blocks select_layer -2 runs 3"
+    assert [rank for rank, *_ in slices] == sorted({0, *holders} if holders else ())
+
+
+@pytest.mark.parametrize("prefetched", [0, 5])
+def test_a_step_begins_with_as_many_features_as_was_asked_for(tiny, prefetched):
+    plan = plan_of(tiny, "parallel.encoder_ranks=[0,1,2]", f"parallel.encoder_prefetch={prefetched}")
+    assert plan.encode_ahead == prefetched
+
+
+def test_a_plan_says_which_rank_holds_what(tiny, capsys):
+    assert launch_command([str(tiny / "config.yaml"), "--plan", "parallel.encoder_ranks=[1,3]"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the encoder in slices: patches alone on rank 0, " in said
+    assert "block 2 on rank 3; so many " in said or "blocks 1-2 on rank 3; so many " in said
+
+
+TRAINS = ("model.trainable=[projector, vision]",)
+ADAPTED = ("model.trainable=[projector, 'vision.*.lora_*']", "model.lora.r=4", "model.lora.targets=[vision.*]")
+
+
+@pytest.mark.parametrize("learns", [TRAINS, ADAPTED], ids=["trains", "adapters"])
+def test_an_encoder_that_learns_is_whole_on_rank_0(tiny, learns):
+    for asked in ("auto", "0", "[0]"):
+        plan = plan_of(tiny, *learns, f"parallel.encoder_ranks={asked}")
+        assert all(stage.encoder is None for rank in plan.ranks for stage in rank.stages)
+        assert [encodes is not None for encodes in plan.chain] == [True, False, False, False]
+    with pytest.raises(UserError, match=r"parallel.encoder_ranks: \[0, 1\], but vision\.\S+ trains.*use auto or 0"):
+        plan_of(tiny, *learns, "parallel.encoder_ranks=[0,1]")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("[]", ["[]", "a non-empty list"]),
+        ("[0,0]", ["[0, 0]", "name each once"]),
+        ("[7]", ["[7]", "the ranks 0 to 3", "name each once"]),
+        ("-1", ["-1", "auto", "0"]),
+        ("[-1]", ["-1", "0"]),
+        ("1", ["1 is not allowed", "auto, 0 or a"]),
+        ("all", ["all", "auto", "0"]),
+        ("[0,1,2,3]", ["4 ranks", "3 blocks", "at most"]),
+        ("[true]", ["True"]),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_by_name(tiny, tmp_path, capsys, asked, said):
+    arguments = [str(tiny / "config.yaml"), f"run.dir={tmp_path / 'runs'}", f"parallel.encoder_ranks={asked}"]
+    assert launch_command(arguments) == 2
+    refused = capsys.readouterr().err
+    assert refused.startswith("error: ") and "Traceback" not in refused
+    for words in ("parallel.encoder_ranks", *said):
+        assert words in refused, refused
+    assert not (tmp_path / "runs").exists()
