@@ -11,7 +11,10 @@ walk does not reach never happens. (Operations are only ever waited for, never c
 - A message moves on the stream of its channel, in order of issue, and starts after the computes issued before it.
 - A forward's positions and labels come through a channel between hosts: the host waits for them before it issues that
   forward. The last stage's forward, and statistics that are reduced over all ranks, make the host wait for the device.
-- A step ends with the computes' stream waiting for everything sent.
+- Before a rank of the encoder's chain posts the receive of what a slice sends, its host waits for the number of tiles,
+  which rank 0's host sends when it loads that micro-batch. Rank 0 itself knows it.
+- A step ends with the computes' stream waiting for what was posted for coming steps; then the chain's hosts read the
+  numbers that they have not needed, and rank 0's waits for that; then the stream waits for everything sent.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
-from mmtrain.plan.instructions import RECEIVES, SENDS, Message, Op, Schedule, steps_of
+from mmtrain.plan.instructions import RECEIVES, SENDS, Message, Op, Schedule, chain_of, steps_of
 
 
 class Ordering(Enum):
@@ -46,6 +49,10 @@ class Stuck(NamedTuple):
     instruction: int  # of its list in that step; past the end: where it waits for what it sent
 
 
+Load = tuple[int, int]
+"""Kind of step (0: training, which its prelude begins; else an evaluation) and micro-batch, counted from the first."""
+
+
 @dataclass(slots=True)
 class _Operation:
     """Something that a rank issues; its events are 3 i (issued), 3 i + 1 (started) and 3 i + 2 (done), i its index."""
@@ -57,19 +64,28 @@ class _Operation:
     uses: Sequence[int] = ()  # sends or receives of this rank that must be done first
     collective: bool = False
     host_waits: bool = False  # for this, before it issues what follows
+    load: Load | None = None  # that this is
+    after_loads: Sequence[Load] = ()  # whose numbers of tiles the host must have before it issues this
+    end: int | None = None  # of this step on a rank of the chain
 
 
 def find_deadlock(steps: Sequence[Schedule], ordering: Ordering) -> list[Stuck]:
     """Where each rank that cannot go on stops, when all run these steps one after the other; empty: all reach the end.
 
-    A step is what runs from one reduction of statistics to the next, training or evaluation; in the lists of each,
-    what an instruction needs of its own rank stands before it.
+    A step is what runs from one reduction of statistics to the next, training or evaluation, or the prelude; in the
+    lists of each, what an instruction needs of its own rank stands before it.
     """
     operations: list[_Operation] = []
     begins = [0]
     for rank in range(len(steps[0])):
+        used = 0  # micro-batches of training
         for number, schedule in enumerate(steps):
-            _issue(operations, number, schedule, rank)
+            is_evaluation = {x.op for x in schedule[rank]} & {Op.REDUCE_STATISTICS, Op.OPTIMIZER_STEP} == {
+                Op.REDUCE_STATISTICS
+            }
+            _issue(operations, number, schedule, rank, (number + 1, 0) if is_evaluation else (0, used))
+            if not is_evaluation:
+                used += sum(x.op is Op.FORWARD and x.stage == 0 for x in schedule[0])
         begins.append(len(operations))
     happened = _events(operations, begins, ordering)
     stuck = []
@@ -81,9 +97,12 @@ def find_deadlock(steps: Sequence[Schedule], ordering: Ordering) -> list[Stuck]:
     return stuck
 
 
-def _issue(operations: list[_Operation], step: int, schedule: Schedule, rank: int) -> None:
-    """Append what the host of `rank` issues in a step."""
-    last_stage = max(x.stage for instructions in schedule for x in instructions)
+def _issue(operations: list[_Operation], step: int, schedule: Schedule, rank: int, first: Load) -> None:
+    """Append what the host of `rank` issues in a step, whose micro-batch 0 is `first`."""
+    last_stage = max((x.stage for instructions in schedule for x in instructions), default=0)
+    kind, begin = first
+    chain = chain_of(schedule)
+    listens = len(chain) > 1 and rank in chain[1:]
     received: dict[Message, int] = {}
     sent: list[int] = []
     for place, (_, x, message) in enumerate(steps_of(schedule, rank)):
@@ -92,13 +111,18 @@ def _issue(operations: list[_Operation], step: int, schedule: Schedule, rank: in
             operations.append(_Operation(step, place, message, sends=True))
         elif x.op in RECEIVES:
             received[message] = len(operations)
-            operations.append(_Operation(step, place, message))
+            loads = [(kind, begin + x.microbatch)] if x.op is Op.RECEIVE_FEATURES and listens else []
+            operations.append(_Operation(step, place, message, after_loads=loads))
         else:
             reduces = x.op is Op.REDUCE_STATISTICS
             waits = reduces or (x.op is Op.FORWARD and x.stage == last_stage)
-            uses = [received[message]] if message else []
-            operations.append(_Operation(step, place, uses=uses, collective=reduces, host_waits=waits))
-    operations.append(_Operation(step, len(schedule[rank]), uses=sent))
+            uses = [received.pop(message)] if message else []
+            load = (kind, begin + x.microbatch) if x.op is Op.LOAD else None
+            operations.append(_Operation(step, place, uses=uses, collective=reduces, host_waits=waits, load=load))
+    operations.append(_Operation(step, len(schedule[rank]), uses=list(received.values())))
+    loads = [(kind, begin + x.microbatch) for x in schedule[0] if x.op is Op.LOAD and listens]
+    end = step if len(chain) > 1 and rank in chain else None
+    operations.append(_Operation(step, len(schedule[rank]), uses=sent, after_loads=loads, end=end))
 
 
 def _events(operations: Sequence[_Operation], begins: Sequence[int], ordering: Ordering) -> bytearray:
@@ -113,6 +137,10 @@ def _events(operations: Sequence[_Operation], begins: Sequence[int], ordering: O
     channels: dict[tuple[int, int, str], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     collectives: dict[int, list[int]] = defaultdict(list)
     device_wide = ordering is Ordering.DEVICE_WIDE_WAITS
+    # The number of tiles goes out after its load, where the host waits for that before it issues anything else.
+    loaded = 2 if device_wide or ordering is Ordering.BLOCKING else 0
+    loads = {x.load: 3 * i + loaded for i, x in enumerate(operations) if x.load is not None}
+    readers = {x.end: 3 * i for i, x in enumerate(operations[: begins[1]]) if x.end is not None}  # on rank 0
     for begin, end in pairwise(begins):
         compute: int | None = None  # the latest
         pending: list[int] = []  # messages that no device-wide wait has waited for
@@ -121,6 +149,11 @@ def _events(operations: Sequence[_Operation], begins: Sequence[int], ordering: O
             x = operations[i]
             issued, started, done = 3 * i, 3 * i + 1, 3 * i + 2
             wait(started, issued)
+            for load in x.after_loads:
+                if load in loads:  # else it came in an earlier step
+                    wait(issued, loads[load])
+            if begin and x.end is not None:
+                wait(readers[x.end], issued)
             if i > begin:
                 held = ordering is Ordering.BLOCKING or operations[i - 1].host_waits
                 held = held or (device_wide and operations[i - 1].message is None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from deadlocks import Ordering, find_deadlock
 
@@ -17,6 +17,7 @@ from mmtrain.plan.instructions import (
     Op,
     Schedule,
     carried,
+    chain_of,
     needed_before,
 )
 
@@ -27,20 +28,53 @@ def check_schedule(
     """Raises ValueError, naming rank and instruction, unless the schedule is one that every rank can finish.
 
     Proves: each FORWARD once, each BACKWARD once from the first trainable stage on and none before it (None: an
-    evaluation, no BACKWARD at all); micro-batches loaded and encoded once each, in order, before stage 0's FORWARD, as
-    many left for the next step as were at hand; the sends and receives of each channel are the same messages in the
-    same order; nothing is sent before it is computed; all ranks reach their end with sends asynchronous and a message
-    arriving once both sides have posted it; every rank ends with the same collectives.
+    evaluation, no BACKWARD at all); micro-batches loaded once each and encoded once by each slice, in order, along the
+    chain, before stage 0's FORWARD, as many left for the next step as were at hand; the sends and receives of each
+    channel are the same messages in the same order; nothing is sent before it is computed; all ranks reach their end
+    with sends asynchronous and a message arriving once both sides have posted it; every rank ends with the same
+    collectives. Steps one after the other follow: each begins with what the one before it leaves, the first with what
+    `check_prelude` proves.
     """
     ranks, stages = len(schedule), len(schedule) * stages_per_rank
     first_backward = stages if first_trainable_stage is None else first_trainable_stage
     end = EVALUATION_END if first_trainable_stage is None else TRAINING_END
     for rank, instructions in enumerate(schedule):
         _check_places(rank, instructions, ranks, stages, end)
-    _check_encodes(schedule[0], microbatches, may_prefetch=first_trainable_stage is not None)
+    chain = chain_of(schedule)
+    ahead = ahead_of(schedule)
+    if first_trainable_stage is None and any(ahead):
+        raise ValueError(f"rank 0 has {max(ahead)} micro-batches encoded before an evaluation begins")
+    if sorted(ahead, reverse=True) != ahead:
+        raise ValueError(f"slices of the chain {chain} are ahead by {ahead}: none may be more than the one before it")
+    _check_turns(schedule, chain, {rank: range(n, n + microbatches) for rank, n in zip(chain, ahead, strict=True)})
     _check_computes(schedule, microbatches, stages, first_backward)
     _check_channels(schedule, ranks, stages, first_backward)
+    left = _features_after(schedule, chain, _features_ahead(chain, ahead))
+    if left != _features_ahead(chain, [microbatches + n for n in ahead], microbatches):
+        raise ValueError(f"a step that begins with slices {ahead} ahead must end so; it leaves {left}")
     _check_progress(schedule, ranks, stages)
+
+
+def check_prelude(schedule: Schedule, ahead: Sequence[int]) -> None:
+    """Raises ValueError unless a prelude makes what each slice, in the chain's order, is `ahead`, and can finish."""
+    chain = chain_of(schedule)
+    if any(x.op in COMPUTES for instructions in schedule for x in instructions):
+        raise ValueError("a prelude uses nothing")
+    _check_turns(schedule, chain, {rank: range(n) for rank, n in zip(chain, ahead, strict=False)})
+    _check_channels(schedule, len(schedule), len(schedule), len(schedule))
+    if _features_after(schedule, chain, {}) != _features_ahead(chain, ahead[: len(chain)]):
+        raise ValueError(f"a prelude must leave slices {ahead} ahead")
+    _check_progress(schedule, len(schedule), len(schedule))
+
+
+def ahead_of(schedule: Schedule) -> list[int]:
+    """Micro-batches that each slice of the chain has encoded before its first ENCODE of this step."""
+    chain = chain_of(schedule)
+    return [next((x.microbatch for x in schedule[rank] if x.op is Op.ENCODE), 0) for rank in chain]
+
+
+OF_SLICES = frozenset({Op.ENCODE, Op.SEND_FEATURES, Op.RECEIVE_FEATURES})
+MADE_BY = {Op.SEND_ACTIVATION: Op.FORWARD, Op.SEND_GRADIENT: Op.BACKWARD, Op.SEND_FEATURES: Op.ENCODE}
 
 
 def _place(rank: int, index: int, instruction: Instruction) -> str:
@@ -57,29 +91,61 @@ def _check_places(rank: int, instructions: Sequence[Instruction], ranks: int, st
             raise ValueError(f"{_place(rank, i, instruction)}: belongs to the end of the step")
         if not 0 <= instruction.stage < stages or instruction.stage % ranks != rank:
             raise ValueError(f"{_place(rank, i, instruction)}: this stage is not on this rank")
-        if instruction.op in (Op.LOAD, Op.ENCODE) and instruction.stage != 0:
+        if instruction.op is Op.LOAD and instruction.stage != 0:
             raise ValueError(f"{_place(rank, i, instruction)}: only stage 0 reads data")
+        if instruction.op in OF_SLICES and instruction.stage >= ranks:
+            raise ValueError(f"{_place(rank, i, instruction)}: a slice belongs to its rank's first stage")
 
 
-def _check_encodes(instructions: Sequence[Instruction], microbatches: int, *, may_prefetch: bool) -> None:
-    """LOAD and ENCODE come in pairs, micro-batch after micro-batch, and always before stage 0's FORWARD."""
-    found = [i for i, x in enumerate(instructions) if x.op is Op.ENCODE]
-    if [i for i, x in enumerate(instructions) if x.op is Op.LOAD] != [i - 1 for i in found]:
-        raise ValueError("rank 0: LOAD and ENCODE must come in pairs, LOAD first")
-    prefetched = instructions[found[0]].microbatch if found else 0
-    if prefetched and not may_prefetch:
-        raise ValueError(f"rank 0 has {prefetched} micro-batches encoded before an evaluation begins")
-    expected = list(range(prefetched, prefetched + microbatches))
-    for op, pairs in ((Op.LOAD, [i - 1 for i in found]), (Op.ENCODE, found)):
-        if [instructions[i].microbatch for i in pairs] != expected:
-            raise ValueError(
-                f"rank 0 must {op.name} each of micro-batches {prefetched} to {prefetched + microbatches - 1} in turn"
-            )
-    encoded = prefetched
-    for i, x in enumerate(instructions):
-        encoded += x.op is Op.ENCODE
-        if x.op is Op.FORWARD and x.stage == 0 and x.microbatch >= encoded:
-            raise ValueError(f"{_place(0, i, x)}: its ENCODE does not stand before it")
+def _check_turns(schedule: Schedule, chain: Sequence[int], expected: Mapping[int, Sequence[int]]) -> None:
+    """Each slice encodes its micro-batches in turn; rank 0 loads each before that, in a chain of several one ahead."""
+    for rank, microbatches in expected.items():
+        for op in (Op.LOAD, Op.ENCODE) if rank == 0 else (Op.ENCODE,):
+            if [x.microbatch for x in schedule[rank] if x.op is op] != list(microbatches):
+                name = f"{microbatches[0]} to {microbatches[-1]}" if microbatches else "none"
+                raise ValueError(f"rank {rank} must {op.name} each of micro-batches {name} in turn")
+    found = [i for i, x in enumerate(schedule[0]) if x.op in (Op.LOAD, Op.ENCODE)]
+    ops = [schedule[0][i].op for i in found]
+    pairs = [Op.LOAD, Op.ENCODE] * (len(ops) // 2)
+    if len(chain) == 1:
+        if ops != pairs or any(b - a != 1 for a, b in zip(found[::2], found[1::2], strict=True)):
+            raise ValueError("rank 0: LOAD and ENCODE must come in pairs, LOAD first")
+    elif ops and (found[0] != 0 or ops != [Op.LOAD, *pairs[:-2], *pairs[-1:]]):
+        raise ValueError("rank 0: LOADs must be one ahead of ENCODEs, the first of them at the list's begin")
+
+
+def _features_ahead(chain: Sequence[int], ahead: Sequence[int], used: int = 0) -> dict[int, list[int]]:
+    """What is at hand on each rank between steps: of each slice's input what it has not encoded, features last.
+
+    Micro-batches count from those of the step; `used` have been used by stage 0.
+    """
+    found = {0: range(used, ahead[-1])}
+    for rank, made, taken in zip(chain[1:], ahead, ahead[1:], strict=False):
+        found[rank] = range(taken, made)
+    return {rank: list(ks) for rank, ks in found.items() if ks}
+
+
+def _features_after(
+    schedule: Schedule, chain: Sequence[int], at_hand: Mapping[int, Sequence[int]]
+) -> dict[int, list[int]]:
+    """What is at hand after a list that begins with `at_hand`; each is used once, and after it has come."""
+    found: dict[int, list[int]] = {}
+    for rank in chain:
+        there = set(at_hand.get(rank, ()))
+        for i, x in enumerate(schedule[rank]):
+            comes = Op.ENCODE if len(chain) == 1 else Op.RECEIVE_FEATURES
+            takes = Op.ENCODE if rank else Op.FORWARD
+            if x.op is comes:
+                if x.microbatch in there:
+                    raise ValueError(f"{_place(rank, i, x)}: comes a second time")
+                there.add(x.microbatch)
+            elif x.op is takes and x.stage == rank:
+                if x.microbatch not in there:
+                    raise ValueError(f"{_place(rank, i, x)}: the ENCODE that it needs does not stand before it")
+                there.remove(x.microbatch)
+        if there:
+            found[rank] = sorted(there)
+    return found
 
 
 def _check_computes(schedule: Schedule, microbatches: int, stages: int, first_backward: int) -> None:
@@ -107,12 +173,13 @@ def _check_computes(schedule: Schedule, microbatches: int, stages: int, first_ba
 
 def _check_channels(schedule: Schedule, ranks: int, stages: int, first_backward: int) -> None:
     """Message i that a channel's source sends is message i that its destination receives, and none is sent twice."""
+    chain = chain_of(schedule)
     sides: tuple[dict, dict] = (defaultdict(list), defaultdict(list))
     for rank, instructions in enumerate(schedule):
         for i, instruction in enumerate(instructions):
             if instruction.op not in SENDS | RECEIVES:
                 continue
-            message, where = carried(instruction, ranks), _place(rank, i, instruction)
+            message, where = carried(instruction, ranks, chain), _place(rank, i, instruction)
             if not 0 <= message.consumer < stages or message.source == message.destination:
                 raise ValueError(f"{where}: there is no other rank at that end")
             if message.kind == "gradient" and message.consumer < first_backward:
@@ -140,10 +207,9 @@ def _check_progress(schedule: Schedule, ranks: int, stages: int) -> None:
         for i, x in enumerate(instructions):
             op, stage, k = x.op, x.stage, x.microbatch
             if op in SENDS:
-                made_by = Op.FORWARD if op is Op.SEND_ACTIVATION else Op.BACKWARD
-                if Instruction(made_by, stage, k) not in before:
+                if Instruction(MADE_BY[op], stage, k) not in before:
                     raise ValueError(f"{_place(rank, i, x)}: sent before it is computed")
-            elif op in COMPUTES and needed_before(x, ranks, stages) is not None:
+            elif op in COMPUTES and (op, stage) != (Op.FORWARD, 0) and needed_before(x, ranks, stages, ()) is not None:
                 receive = Op.RECEIVE_ACTIVATION if op is Op.FORWARD else Op.RECEIVE_GRADIENT
                 if Instruction(receive, stage, k) not in before:
                     raise ValueError(f"{_place(rank, i, x)}: its receive was not posted before it")
@@ -160,10 +226,10 @@ def _check_progress(schedule: Schedule, ranks: int, stages: int) -> None:
 
 def most_buffered(schedule: Schedule) -> int:
     """Most micro-batches whose features exist at once, on rank 0."""
-    first = next((x.microbatch for x in schedule[0] if x.op is Op.ENCODE), 0)
-    waiting = most = first
+    waiting = most = ahead_of(schedule)[-1]
+    comes = Op.ENCODE if len(chain_of(schedule)) == 1 else Op.RECEIVE_FEATURES
     for x in schedule[0]:
-        waiting += x.op is Op.ENCODE
+        waiting += x.op is comes
         most = max(most, waiting)
-        waiting -= x.op in COMPUTES and x.op is Op.FORWARD and x.stage == 0
+        waiting -= x.op is Op.FORWARD and x.stage == 0
     return most

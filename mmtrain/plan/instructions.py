@@ -223,8 +223,10 @@ def in_common_order(schedule: Schedule) -> Schedule:
     """
     ordered: list[list[Instruction]] = [[] for _ in schedule]
     for rank, x, message in all_steps(schedule):
-        if x.op not in RECEIVES:
+        if x.op not in RECEIVES and x.stage >= 0:
             ordered[rank].append(x)
         if x.op in SENDS:
             ordered[message.destination].append(message.receive)
-    return tuple(map(tuple, ordered))
+    # Ranks end together: one that has nothing left to compute may still be sent features for coming steps.
+    ends = [[x for x in instructions if x.stage < 0] for instructions in schedule]
+    return tuple((*order, *end) for order, end in zip(ordered, ends, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from deadlocks import Ordering, Stuck, find_deadlock
+from made_up_steps import chains, made_up_step
 from schedule_check import check_schedule
 
 from mmtrain.base.errors import UserError
@@ -16,7 +18,7 @@ from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.instructions import Instruction, Op, Schedule, in_common_order
 from mmtrain.plan.refusals import check_environment
-from mmtrain.plan.schedule import Encodes, forward_schedule, immediate_encodes, training_schedule
+from mmtrain.plan.schedule import Chain, Encodes, forward_schedule, leading_encodes, prelude, training_schedule
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "llava15_7b_pp4.yaml"
 SETTING = {
@@ -41,9 +43,9 @@ class Layout(NamedTuple):
         """A training step, an evaluation, a training step."""
         shape = self.pipeline, self.microbatches, self.first_trainable_stage, self.stages_per_rank
         training = training_schedule(*shape)
-        if self.prefetched:  # each where the one before it would be, the rest at the end
-            before = list(immediate_encodes(training[0]).before)
-            training = training_schedule(*shape, Encodes(self.prefetched, tuple(before)))
+        if self.prefetched:  # each where the one before it would be
+            chain = leading_encodes(training, self.microbatches, (0,), 1, self.prefetched)
+            training = training_schedule(*shape, chain)
         return training, forward_schedule(self.pipeline, self.microbatches, self.stages_per_rank), training
 
 
@@ -81,9 +83,13 @@ def config_of(pipeline: int) -> RunConfig:
 
 
 def lists(*ranks: str) -> Schedule:
-    """`F0.1`: forward of stage 0, micro-batch 1; a and A send and receive what it makes, g and G its gradient."""
+    """`F0.1`: forward of stage 0, micro-batch 1; a and A send and receive what it makes, g and G its gradient.
+
+    L0.1 loads and E0.1 encodes micro-batch 1 on rank 0; e sends what E makes, X receives what E or stage 0's F takes.
+    """
     ops = {"F": Op.FORWARD, "B": Op.BACKWARD, "a": Op.SEND_ACTIVATION, "g": Op.SEND_GRADIENT}
     ops |= {"A": Op.RECEIVE_ACTIVATION, "G": Op.RECEIVE_GRADIENT}
+    ops |= {"L": Op.LOAD, "E": Op.ENCODE, "e": Op.SEND_FEATURES, "X": Op.RECEIVE_FEATURES}
     return tuple(tuple(Instruction(ops[x[0]], int(x[1]), int(x[3])) for x in rank.split()) for rank in ranks)
 
 
@@ -165,5 +171,89 @@ def test_the_common_order_does_the_same_work(pipeline: int, stages_per_rank: int
     ordered = in_common_order(plain)
     check_schedule(ordered, microbatches, first, stages_per_rank=stages_per_rank)
     for before, after in zip(plain, ordered, strict=True):
-        receives = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+        receives = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT, Op.RECEIVE_FEATURES)
         assert [x for x in before if x.op not in receives] == [x for x in after if x.op not in receives]
+
+
+# ---- slices of the encoder on several ranks
+
+
+def test_a_load_that_is_not_one_ahead_hangs_where_hosts_wait():
+    """Rank 1 asks for micro-batch 1, whose number of tiles it must know, before it makes the features of 0."""
+    other = "X1.0 X1.1 E1.0 e1.0 E1.1 e1.1 A1.0 F1.0 A1.1 F1.1"
+    late = lists("L0.0 E0.0 e0.0 X0.0 F0.0 a0.0 L0.1 E0.1 e0.1 X0.1 F0.1 a0.1", other)
+    assert Ordering.HOST_WAITS in hangs(late) and Ordering.IDEAL not in hangs(late)
+    ahead = lists("L0.0 L0.1 E0.0 e0.0 X0.0 E0.1 e0.1 X0.1 F0.0 a0.0 F0.1 a0.1", other)
+    assert Ordering.HOST_WAITS not in hangs(ahead)
+
+
+def test_a_slice_that_encodes_after_what_needs_it_hangs_always():
+    after = lists("L0.0 E0.0 e0.0 X0.0 F0.0 a0.0", "X1.0 A1.0 F1.0 E1.0 e1.0")
+    assert hangs(after) == set(Ordering)
+
+
+class SlicedRun(NamedTuple):
+    """A run with the encoder in slices, and what its lists are."""
+
+    what: str
+    steps: tuple[Schedule, ...]  # prelude, two steps, an evaluation, a step
+
+
+def sliced_runs(seed: int, pipelines: Iterable[int], microbatches: Iterable[int]) -> Iterator[SlicedRun]:
+    """Chains of every rank, of some, with rank 0 for the stem alone; placed by the planner, and with any lead."""
+    draw = random.Random(seed)
+    for p, v, m in product(pipelines, (1, 2), microbatches):
+        for ranks in chains(p):
+            step = made_up_step(draw, p, v, m, ranks)
+            options: list[Chain] = [chain for _, chain in step.placed()]
+            options = draw.sample(options, min(2, len(options)))
+            if v == 1:
+                lead, ahead = draw.randrange(1, m + 1), draw.randrange(2 * m)
+                options.append(leading_encodes(step.lists(), m, ranks, lead, ahead))
+            evaluation = forward_schedule(p, draw.randrange(1, 4 * p), v, ranks, draw.choice([1, len(ranks), 2 * p]))
+            for chain in options:
+                training = step.lists(chain)
+                what = f"pipeline {p}, {v} stages a rank, {m} micro-batches: {step.first_trainable_stage}, {chain}"
+                yield SlicedRun(what, (prelude(chain), training, training, evaluation, training))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ((2, 3, 4), (1, 3, 7)),
+        pytest.param(((2, 3, 4, 5, 8), range(1, 13)), marks=pytest.mark.nightly),
+    ],
+)
+def runs_in_slices(request) -> list[SlicedRun]:
+    return list(sliced_runs(0, *request.param))
+
+
+def test_no_run_in_slices_hangs_where_streams_work_by_themselves_or_hosts_wait(runs_in_slices):
+    """Nor where the first steps, which may load kernels, run in the common order."""
+    assert len(runs_in_slices) > 30
+    for run in runs_in_slices:
+        first, second, *others = run.steps
+        begun_safely = [in_common_order(first), in_common_order(second), *others]
+        assert not find_deadlock(run.steps, Ordering.IDEAL), run.what
+        assert not find_deadlock(run.steps, Ordering.HOST_WAITS), run.what
+        assert not find_deadlock(begun_safely, Ordering.IDEAL), run.what
+
+
+def test_no_run_in_slices_hangs_in_the_common_order_under_any_ordering(runs_in_slices):
+    for run in runs_in_slices[::3]:
+        common = [in_common_order(schedule) for schedule in run.steps]
+        assert not [ordering for ordering in Ordering if find_deadlock(common, ordering)], run.what
+
+
+def test_slices_hang_under_the_orderings_that_are_refused_and_no_others(runs_in_slices):
+    """A setting that can hang any pipeline is refused for all; slices add no further one."""
+    hung = {ordering for run in runs_in_slices[::3] for ordering in Ordering if find_deadlock(run.steps, ordering)}
+    assert hung == {Ordering.LAUNCH_ORDER, Ordering.BLOCKING, Ordering.DEVICE_WIDE_WAITS}
+
+
+def test_ranks_end_together_in_the_common_order_whatever_is_still_sent_to_them():
+    """Rank 0 has nothing left to compute when the last slice makes features for the next step."""
+    chain = (Encodes(2, (1, 1, 0)), Encodes(1, (0, 1, 0, 0, 1)))
+    ordered = in_common_order(training_schedule(2, 2, 1, encodes=chain))
+    check_schedule(ordered, 2, 1)
+    assert ordered[0][-4] == Instruction(Op.RECEIVE_FEATURES, 0, 2)

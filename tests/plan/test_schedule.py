@@ -6,12 +6,11 @@ import itertools
 import random
 
 import pytest
-from mmtrain.plan.prefetch import best_encodes
-from schedule_check import check_schedule, most_buffered
+from made_up_steps import ahead_along, chains, made_up_step
+from schedule_check import ahead_of, check_prelude, check_schedule, most_buffered
 
 from mmtrain.plan.instructions import COMPUTES, Instruction, Op, Schedule
-from mmtrain.plan.schedule import Encodes, forward_schedule, training_schedule
-from mmtrain.plan.simulate import StageSeconds
+from mmtrain.plan.schedule import Encodes, forward_schedule, leading_encodes, prelude, ranks_of, training_schedule
 
 END = ("reduce_gradients", "reduce_statistics", "optimizer_step")
 
@@ -106,10 +105,10 @@ def test_evaluation_runs_forwards_and_reduces_statistics_only() -> None:
 
 def test_encodes_stand_where_they_are_told_and_reach_into_the_next_step() -> None:
     """Two micro-batches, the first encoded when a step begins: it encodes the second, and at its end the next one."""
-    schedule = training_schedule(2, 2, 0, encodes=Encodes(1, (0, 0, 0, 1, 1)))
-    with pytest.raises(ValueError, match=r"FORWARD\(stage 0, micro-batch 1\): its ENCODE does not stand before it"):
+    schedule = training_schedule(2, 2, 0, encodes=(Encodes(1, (0, 0, 0, 1, 1)), None))
+    with pytest.raises(ValueError, match=r"FORWARD\(stage 0, micro-batch 1\): the ENCODE that it needs does not stand"):
         check_schedule(schedule, 2, 0)
-    schedule = training_schedule(2, 2, 0, encodes=Encodes(1, (0, 1, 0, 0, 1)))
+    schedule = training_schedule(2, 2, 0, encodes=(Encodes(1, (0, 1, 0, 0, 1)), None))
     check_schedule(schedule, 2, 0)
     assert written(schedule)[0] == [
         "forward 0.0",
@@ -169,23 +168,134 @@ def test_every_schedule_with_prefetch_passes_the_checker(pipeline: int) -> None:
     draw = random.Random(pipeline)
     with_prefetch = 0
     for microbatches, stages_per_rank in itertools.product((1, 2, 5, 8, 16), (1, 2, 3)):
-        stages = pipeline * stages_per_rank
-        first, most = draw.choice([0, 0, draw.randrange(stages)]), draw.randrange(microbatches + 1)
-        seconds = StageSeconds(
-            forward=tuple(draw.uniform(0.5, 1.5) for _ in range(stages)),
-            backward=tuple(draw.uniform(0.5, 2) if s >= first else 0.0 for s in range(stages)),
-            encode=draw.uniform(0.1, 1) / stages_per_rank,
-            transfer=draw.choice([0.0, 0.1]),
-        )
+        step = made_up_step(draw, pipeline, stages_per_rank, microbatches, (0,))
+        most = draw.randrange(microbatches + 1)
         for exactly in (None, most):
-            schedule, encodes, _ = best_encodes(
-                pipeline, microbatches, first, stages_per_rank, seconds, most, exactly=exactly
-            )
-            check_schedule(schedule, microbatches, first, stages_per_rank=stages_per_rank)
+            chain = step.best(most, exactly)
+            schedule = step.lists(chain)
+            check_schedule(schedule, microbatches, step.first_trainable_stage, stages_per_rank=stages_per_rank)
+            check_prelude(prelude(chain), ahead_along(chain))
             assert most_buffered(schedule) <= max(most, 1), "a micro-batch is encoded before its forward in any case"
-            assert exactly is None or encodes.prefetched == exactly
-            with_prefetch += encodes.prefetched > 0
+            assert exactly is None or ahead_along(chain) == [exactly]
+            with_prefetch += ahead_along(chain) != [0]
     assert with_prefetch > 5
+
+
+# ---- slices on several ranks
+
+
+def test_a_chain_of_two_slices_runs_the_hand_written_lists() -> None:
+    """Two micro-batches, one stage a rank, only the last one trains; rank 0's slice is one ahead."""
+    chain = (Encodes(1, (0, 2, 0)), Encodes(0, (1, 0, 1, 0, 0)))
+    schedule = training_schedule(2, 2, 1, encodes=chain)
+    check_schedule(schedule, 2, 1)
+    assert written(schedule) == [
+        [
+            "load 0.1",
+            "receive_features 0.0",
+            "forward 0.0",
+            "send_activation 0.0",
+            "load 0.2",
+            "encode 0.1",
+            "send_features 0.1",
+            "receive_features 0.1",
+            "encode 0.2",
+            "send_features 0.2",
+            "forward 0.1",
+            "send_activation 0.1",
+            *END,
+        ],
+        [
+            "receive_activation 1.0",
+            "encode 1.0",
+            "send_features 1.0",
+            "forward 1.0",
+            "receive_activation 1.1",
+            "receive_features 1.1",
+            "backward 1.0",
+            "encode 1.1",
+            "send_features 1.1",
+            "forward 1.1",
+            "backward 1.1",
+            "receive_features 1.2",
+            *END,
+        ],
+    ]
+    begin = prelude(chain)
+    check_prelude(begin, [1, 0])
+    assert written(begin) == [["load 0.0", "encode 0.0", "send_features 0.0"], ["receive_features 1.0"]]
+
+
+@pytest.mark.parametrize("pipeline", RANKS[1:])
+def test_every_chain_passes_the_checker_with_its_prelude_and_evaluation(pipeline: int) -> None:
+    """Whatever the planner may place, also far beyond the next step, and slices that lead by any number."""
+    draw = random.Random(pipeline)
+    far = 0
+    for ranks, stages_per_rank in itertools.product(chains(pipeline), (1, 2)):
+        for microbatches in (1, 2, 5, 12):
+            step = made_up_step(draw, pipeline, stages_per_rank, microbatches, ranks)
+            options = [chain for _, chain in step.placed()]
+            options = draw.sample(options, min(3, len(options)))
+            if stages_per_rank == 1:
+                lead, ahead = draw.randrange(1, microbatches + 1), draw.randrange(3 * microbatches)
+                options.append(leading_encodes(step.lists(), microbatches, ranks, lead, ahead))
+            for chain in options:
+                assert ranks_of(chain) == ranks
+                schedule = step.lists(chain)
+                check_schedule(schedule, microbatches, step.first_trainable_stage, stages_per_rank=stages_per_rank)
+                assert ahead_of(schedule) == ahead_along(chain)
+                check_prelude(prelude(chain), ahead_along(chain))
+                far += ahead_along(chain)[0] > microbatches
+            rounds, lead = draw.randrange(1, 4 * pipeline), draw.randrange(1, 2 * pipeline)
+            evaluation = forward_schedule(pipeline, rounds, stages_per_rank, ranks, lead)
+            check_schedule(evaluation, rounds, None, stages_per_rank=stages_per_rank)
+    assert far >= 3
+
+
+CHAIN_OF_THREE = (
+    Encodes(3, (0, 1, 1, 1, 0, 0, 0)),
+    Encodes(1, (1, 1, 1, 0, 0, 0, 0)),
+    Encodes(1, (0, 1, 1, 1, 0, 0, 0)),
+)
+
+
+def test_the_checker_refuses_any_single_missing_or_repeated_instruction_of_a_chain() -> None:
+    schedule = training_schedule(3, 3, 0, encodes=CHAIN_OF_THREE)
+    check_schedule(schedule, 3, 0)
+    for rank, instructions in enumerate(schedule):
+        for i in range(len(instructions)):
+            for broken in ([*instructions[:i], *instructions[i + 1 :]], [*instructions[: i + 1], *instructions[i:]]):
+                with pytest.raises(ValueError):
+                    check_schedule(changed(schedule, rank, broken), 3, 0)
+
+
+def test_the_checker_names_a_slice_that_is_further_ahead_than_the_one_before_it() -> None:
+    chain = (CHAIN_OF_THREE[1], CHAIN_OF_THREE[0], CHAIN_OF_THREE[2])
+    with pytest.raises(ValueError, match=r"slices of the chain \(0, 1, 2\) are ahead by \[1, 3, 1\]: none may be more"):
+        check_schedule(training_schedule(3, 3, 0, encodes=chain), 3, 0)
+
+
+def test_the_checker_names_features_that_are_used_before_they_come() -> None:
+    """Rank 0 uses what the last slice makes after rank 0's forward of it."""
+    schedule = training_schedule(2, 2, 0, encodes=(Encodes(0, (1, 1, 0, 0, 0)), Encodes(0, (0, 0, 2, 0, 0))))
+    with pytest.raises(ValueError, match="every rank waits"):
+        check_schedule(schedule, 2, 0)
+
+
+def test_the_checker_names_a_load_that_comes_too_late() -> None:
+    schedule = training_schedule(3, 3, 0, encodes=CHAIN_OF_THREE)
+    instructions = list(schedule[0])
+    load = instructions.pop(instructions.index(Instruction(Op.LOAD, 0, 5)))
+    instructions.insert(instructions.index(Instruction(Op.ENCODE, 0, 5)), load)
+    with pytest.raises(ValueError, match="LOADs must be one ahead"):
+        check_schedule(changed(schedule, 0, instructions), 3, 0)
+
+
+@pytest.mark.parametrize("ahead", [(2, 1, 1), (3, 1, 0), (3, 2, 1)])
+def test_the_checker_refuses_a_prelude_that_makes_too_little_or_too_much(ahead: tuple[int, ...]) -> None:
+    check_prelude(prelude(CHAIN_OF_THREE), [3, 1, 1])
+    with pytest.raises(ValueError):
+        check_prelude(prelude(CHAIN_OF_THREE), ahead)
 
 
 def most_in_flight(instructions: tuple[Instruction, ...]) -> int:

@@ -1,4 +1,4 @@
-"""Simulated steps against drawings made by hand and known idle shares; encoder prefetch."""
+"""Simulated steps against drawings made by hand and known idle shares; encoder prefetch on rank 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import random
 
 import pytest
-from mmtrain.plan.prefetch import best_encodes
+from made_up_steps import Step, made_up_step
 from schedule_check import most_buffered
 
 from mmtrain.plan.instructions import Instruction, Op
@@ -61,7 +61,7 @@ def test_a_step_with_messages_encoder_and_end_by_hand() -> None:
     Rank 0: E 0-1, F 1-3, send 3-3.5. On the way 3.5-4.5. Rank 1: F 4.5-6.75, B 6.75-10.75, send 10.75-11.25; 1 on the
     way. Rank 0: B 12.25-15.5, then the end.
     """
-    seconds = StageSeconds((2, 2), (3, 4), encode=1, send=0.5, receive=0.25, transfer=1, end=2)
+    seconds = StageSeconds((2, 2), (3, 4), encode=(1, 0), send=0.5, receive=0.25, transfer=1, end=2)
     step = step_of(2, 1, 0, seconds, spans=True)
     assert step.seconds == 17.5
     assert step.idle == pytest.approx((1 - (1 + 2 + 0.5 + 3.25 + 2) / 17.5, 1 - (2.25 + 4 + 0.5 + 2) / 17.5))
@@ -89,7 +89,7 @@ def test_a_schedule_that_cannot_finish_has_no_program() -> None:
         Program(lists)
 
 
-# ---- encoder prefetch
+# ---- the encoder on rank 0
 
 
 def test_prefetch_is_never_slower_and_never_holds_more_than_it_may() -> None:
@@ -97,35 +97,26 @@ def test_prefetch_is_never_slower_and_never_holds_more_than_it_may() -> None:
     gained = 0
     for _ in range(60):
         pipeline, stages_per_rank, microbatches = draw.randrange(2, 5), draw.randrange(1, 4), draw.randrange(1, 13)
-        stages, most = pipeline * stages_per_rank, draw.randrange(13)
-        first = draw.choice([0, 0, draw.randrange(stages)])
-        seconds = StageSeconds(
-            forward=tuple(draw.uniform(0.5, 1.5) for _ in range(stages)),
-            backward=tuple(draw.uniform(0.5, 2) if s >= first else 0.0 for s in range(stages)),
-            encode=draw.choice([0.0, draw.uniform(0.05, 1.5)]),
-            transfer=draw.choice([0.0, 0.2]),
-            send=draw.choice([0.0, 0.05]),
-            end=draw.choice([0.0, 0.3]),
-        )
-        without = step_of(pipeline, microbatches, first, seconds)
-        schedule, encodes, step = best_encodes(pipeline, microbatches, first, stages_per_rank, seconds, most)
-        assert step == simulate(Program(schedule), seconds), "what is promised is what the lists take"
-        assert step.seconds <= without.seconds
-        assert encodes.prefetched <= min(most, microbatches) and most_buffered(schedule) <= max(1, most)
-        hidden = step_of(pipeline, microbatches, first, dataclasses.replace(seconds, encode=0.0))
-        assert step.seconds >= hidden.seconds - 1e-9
-        gained += step.seconds < 0.98 * without.seconds
+        most = draw.randrange(13)
+        step = made_up_step(draw, pipeline, stages_per_rank, microbatches, (0,))
+        chain = step.best(most)
+        seconds, without = step.simulated(chain).seconds, step.simulated().seconds
+        assert seconds <= without
+        assert chain[0].ahead <= min(most, microbatches) and most_buffered(step.lists(chain)) <= max(1, most)
+        hidden = dataclasses.replace(step.seconds, encode=(0.0,) * pipeline)
+        assert seconds >= step._replace(seconds=hidden).simulated().seconds - 1e-9
+        gained += seconds < 0.98 * without
     assert gained >= 10
 
 
 def test_an_encoder_that_fits_into_what_is_idle_costs_nothing() -> None:
     """p = 4, m = 4: rank 0 waits 6 of 14; four encodes of 1 fit there, the first of them for the step that follows."""
-    seconds = StageSeconds((1.0,) * 4, (1.0,) * 4, encode=1.0)
-    _, encodes, step = best_encodes(4, 4, 0, 1, seconds, 4)
-    assert step_of(4, 4, 0, seconds).seconds == pytest.approx(15)
-    assert step.seconds == pytest.approx(14) and encodes.prefetched > 0
+    step = Step(4, 1, 4, 0, StageSeconds((1.0,) * 4, (1.0,) * 4, (1.0, 0.0, 0.0, 0.0)), (0,))
+    chain = step.best(4)
+    assert step.simulated().seconds == pytest.approx(15)
+    assert step.simulated(chain).seconds == pytest.approx(14) and chain[0].ahead > 0
 
 
 def test_without_room_for_features_nothing_is_prefetched() -> None:
-    seconds = StageSeconds((1.0,) * 4, (1.0,) * 4, encode=1.0)
-    assert best_encodes(4, 4, 0, 1, seconds, 0)[0] == training_schedule(4, 4, 0)
+    step = Step(4, 1, 4, 0, StageSeconds((1.0,) * 4, (1.0,) * 4, (1.0, 0.0, 0.0, 0.0)), (0,))
+    assert step.lists(step.best(0)) == training_schedule(4, 4, 0)
