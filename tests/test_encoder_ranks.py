@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+from processes import Command, running, wait_for
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
@@ -79,3 +87,43 @@ def test_ranks_that_cannot_be_are_refused_by_name(tiny, tmp_path, capsys, asked,
     for words in ("parallel.encoder_ranks", *said):
         assert words in refused, refused
     assert not (tmp_path / "runs").exists()
+
+
+# ---- stopped and killed
+
+
+LAUNCH = ("-m", "mmtrain.launch")
+SLICED = (
+    *("parallel.pipeline=3", "parallel.encoder_ranks=[0,1,2]", "parallel.threads_per_rank=1", "data.workers=0"),
+    *("train.max_steps=100000", "train.packs_per_step=4", "run.name=tiny", "eval.show_answers=0"),
+)
+
+
+@contextlib.contextmanager
+def training(tiny: Path, folder: Path, *overrides: str) -> Iterator[Command]:
+    """A run with a slice on every rank, started; killed when the block ends."""
+    with running([*LAUNCH, tiny / "config.yaml", f"run.dir={folder}", *SLICED, *overrides], folder) as command:
+        yield command
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "tiny" / "metrics.jsonl"
+    return path.read_text().count('"kind": "train"') if path.exists() else 0
+
+
+def wait_for_steps(command: Command, folder: Path, steps: int) -> None:
+    wait_for(lambda: steps_done(folder) >= steps or command.process.poll() is not None, 120, f"{steps} steps")
+    assert command.process.poll() is None, command.stderr
+
+
+def pid_of(folder: Path, rank: int) -> int:
+    return int(re.search(rf"\[rank {rank}\] process (\d+) on ", (folder / "tiny" / "log.txt").read_text())[1])
+
+
+def test_kill_9_of_a_rank_in_the_middle_of_the_chain_names_it(tiny, tmp_path):
+    with training(tiny, tmp_path) as command:
+        wait_for_steps(command, tmp_path, 2)
+        os.kill(pid_of(tmp_path, 1), signal.SIGKILL)
+        assert command.seconds_until_gone(timeout=20) < 10
+        assert command.wait() == 1
+    assert re.match(r"error: rank 1 \(stage 1\) was killed by SIGKILL \(.*\) in step \d+ .*, at [A-Z]", command.stderr)

@@ -158,7 +158,12 @@ class Plan:
         content["encode_ahead"] = self.encode_ahead
         for entry, rank in zip(content["ranks"], self.ranks, strict=True):
             entry["stages"] = [
-                {"stage": s.stage, "layers": list(s.layers), "recompute_layers": s.recompute_layers}
+                {
+                    "stage": s.stage,
+                    "encoder": s.encoder and list(s.encoder),
+                    "layers": list(s.layers),
+                    "recompute_layers": s.recompute_layers,
+                }
                 for s in rank.stages
             ]
             entry |= {"recompute_layers": rank.recompute_layers, "total_bytes": rank.total_bytes}

@@ -269,3 +269,47 @@ def test_prefetch_leaves_the_same_bits_and_records_resumed_or_not(tiny, tmp_path
         assert run.lines("metrics.jsonl", "epoch") == at_once.lines("metrics.jsonl", "epoch")
         assert steps(run) == steps(at_once)
         assert_bitwise(tensors(run, STEPS), tensors(at_once, STEPS))
+
+
+SLICED = ("parallel.encoder_ranks=[0,1]", "parallel.encoder_prefetch=4")  # a whole step ahead
+TAIL = ("parallel.encoder_ranks=[1]", "parallel.encoder_prefetch=1")
+ALONE = ("parallel.encoder_ranks=0",)
+
+
+def held(run: Run) -> list[list[int] | None]:
+    """What each rank of a run held of the encoder."""
+    return [rank["stages"][0]["encoder"] for rank in json.loads((run.folder / "plan.json").read_text())["ranks"]]
+
+
+def assert_alike(run: Run, other: Run, *, length: int = STEPS) -> None:
+    for name in ("quarantine.jsonl", "samples.jsonl"):
+        assert (run.folder / name).read_bytes() == (other.folder / name).read_bytes(), name
+    for kind in ("train", "eval", "eval_permuted", "epoch"):
+        found, expected = (
+            [{key: value for key, value in line.items() if key not in (*MEASURED, "seconds")} for line in lines]
+            for lines in (run.lines("metrics.jsonl", kind), other.lines("metrics.jsonl", kind))
+        )
+        assert found == expected and found, kind
+    assert_bitwise(tensors(run, length), tensors(other, length))
+    states = [one.checkpoint(length).state for one in (run, other)]
+    for key in ("frozen_fingerprint", "data", "trained"):
+        assert states[0][key] == states[1][key], key
+
+
+def test_slices_of_the_encoder_leave_the_same_bits_and_records_resumed_or_not(tiny, tmp_path, damaged_shards):
+    options = (*RUN, f"data.shards={damaged_shards}", "data.max_quarantine_rate=0.2", "data.pack_length=88")
+    options += (*SAVED, f"checkpoint.every_steps={CUT}", f"run.dir={tmp_path}", *layout_of(2, 1))
+    options += ("eval.fraction=0.2", "eval.every_steps=2", "eval.show_answers=2")
+    alone, sliced = (
+        train(tiny / "config.yaml", *options, *how, f"run.name={name}")
+        for name, how in (("alone", ALONE), ("sliced", SLICED))
+    )
+    assert held(alone) == [None, None]
+    assert (first := held(sliced))[0][0] == 0 and first[0][1] == first[1][0] > 0 and first[1][1] == 3
+    assert alone.lines("quarantine.jsonl")[-1]["step"] is not None, "else nothing damaged went through the chain"
+    assert_alike(sliced, alone)
+    for before, name, how in ((sliced, "tail", TAIL), (sliced, "back", ALONE), (alone, "begun", SLICED)):
+        again = branch(before, name, tiny / "config.yaml", *options, *how, cut=CUT)
+        assert_alike(again, alone)
+        assert [line["changed"] for line in again.lines("metrics.jsonl", "resume")] == [[]], name
+    assert held(again) == held(sliced)

@@ -160,7 +160,8 @@ def test_attention_that_looks_into_the_next_document_or_has_wrong_gradients_is_s
 
 
 def test_a_stage_that_computes_something_else_on_the_other_device_is_seen(tmp_path, monkeypatch):
-    config = demo_config(Here(tmp_path, tmp_path, RECORD), "stages", "parallel.pipeline=2")
+    slices = "parallel.encoder_ranks=[0,1]"  # which here nobody would pass on
+    config = demo_config(Here(tmp_path, tmp_path, RECORD), "stages", "parallel.pipeline=2", slices)
     seen = doctor_numbers.compare_stages(config, "cpu")
     assert {name.split(":")[0] for name in seen.facts} == {"stage 0", "stage 1"} and set(seen.facts.values()) == {0.0}
     assert {"stage 0: output", "stage 1: loss", "stage 1: gradient of its input"} < set(seen.facts)
