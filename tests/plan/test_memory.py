@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from mmtrain.plan.prefetch import best_encodes
+from made_up_steps import Step, chains, made_up_step
+from schedule_check import ahead_of
 
-from mmtrain.plan.instructions import COMPUTES, Op, Schedule, needed_before, sent_after
+from mmtrain.plan.instructions import COMPUTES, SENDS, Op, Schedule, chain_of, needed_before, sent_after
 from mmtrain.plan.memory import Buffers, Peak, StageBytes, instants, peak
 from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.simulate import StageSeconds
@@ -23,31 +24,53 @@ def plain_walk(
     schedule: Schedule, rank: int, first: int, stages: list[StageBytes], buffers: Buffers, polls: bool
 ) -> int:
     """The same with a dictionary of everything that is alive, by name, and messages let go by looking into lists."""
-    ranks, count = len(schedule), len(stages)
+    ranks, count, chain = len(schedule), len(stages), chain_of(schedule)
     instructions = schedule[rank]
-    prefetched = next((x.microbatch for x in instructions if x.op is Op.ENCODE), 0)
-    alive: dict = {("input", k): buffers.batch + buffers.features for k in range(prefetched)}
-    activation, most = buffers.hidden + buffers.integers, 0
+    sizes = {"activation": buffers.hidden + buffers.integers, "gradient": buffers.hidden}
+    alive: dict = {}
+    if rank in chain:
+        ahead, place = ahead_of(schedule), chain.index(rank)
+        if rank == 0:
+            alive = {("batch", k): buffers.batch for k in range(ahead[0])}
+            alive |= {("features", k): buffers.features for k in range(ahead[-1])}
+        else:
+            alive = {("features", k): buffers.between_slices for k in range(ahead[place], ahead[place - 1])}
+    at_begin, most = sum(alive.values()), 0
+
+    def size_of(message) -> int:
+        if message.kind == "features":
+            return buffers.between_slices if message.destination else buffers.features
+        return sizes[message.kind]
 
     def is_known_to_be_gone(message, now: int) -> bool:
-        """Whether this rank has used a message that its receiver sent after using this one."""
+        """Whether this rank has used a message that its receiver sent after using this one, or what became of it."""
+        if message.kind == "features" and any(
+            x.op is Op.FORWARD and x.microbatch == message.microbatch for x in instructions[:now]
+        ):
+            return True
         other = schedule[message.destination]
-        used = next(i for i, x in enumerate(other) if x.op in COMPUTES and needed_before(x, ranks, count) == message)
-        later = [sent_after(x, ranks, count, first) for x in other[used:] if x.op in COMPUTES]
+        uses = (Op.FORWARD, Op.BACKWARD, Op.ENCODE)
+        used = [i for i, x in enumerate(other) if x.op in uses and needed_before(x, ranks, count, chain) == message]
+        later = (
+            [sent_after(x, ranks, count, first, chain) for x in other[used[0] :] if x.op in COMPUTES] if used else []
+        )
         # What that very compute makes is sent after it, too.
         answers = {m for m in later if m is not None and m.destination == rank}
-        return any(x.op in COMPUTES and needed_before(x, ranks, count) in answers for x in instructions[:now])
+        return any(x.op in COMPUTES and needed_before(x, ranks, count, chain) in answers for x in instructions[:now])
 
     for i, x in enumerate(instructions):
         working = 0
         if x.op is Op.LOAD:
-            alive["input", x.microbatch] = buffers.batch
+            alive["batch", x.microbatch] = buffers.batch
+            alive["pixels", x.microbatch] = buffers.pixels
         elif x.op is Op.ENCODE:
             working = 7
+        elif x.op is Op.RECEIVE_FEATURES:
+            alive["features", x.microbatch] = buffers.between_slices if rank else buffers.features
         elif x.op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
             kind = "activation" if x.op is Op.RECEIVE_ACTIVATION else "gradient"
-            alive["received", kind, x.stage, x.microbatch] = activation if kind == "activation" else buffers.hidden
-        elif x.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT) and polls:
+            alive["received", kind, x.stage, x.microbatch] = sizes[kind]
+        elif x.op in SENDS and polls:
             for key in [key for key in alive if key[0] == "sent" and is_known_to_be_gone(key[1], i)]:
                 if key[2] < i:
                     del alive[key]
@@ -60,43 +83,46 @@ def plain_walk(
             working = 3
         most = max(most, sum(alive.values()) + working)
         if x.op is Op.ENCODE:
-            alive["input", x.microbatch] += buffers.features
-        if x.op not in COMPUTES:
-            continue
-        kind = "activation" if x.op is Op.FORWARD else "gradient"
-        alive.pop(("received", kind, x.stage, x.microbatch), None)
-        if x.op is Op.FORWARD:
-            if x.stage == 0:
-                del alive["input", x.microbatch]
-            if x.stage >= first:
+            del alive["features" if rank else "pixels", x.microbatch]
+            if len(chain) == 1:
+                alive["features", x.microbatch] = buffers.features
+        elif x.op in COMPUTES:
+            kind = "activation" if x.op is Op.FORWARD else "gradient"
+            alive.pop(("received", kind, x.stage, x.microbatch), None)
+            if x.op is Op.FORWARD and x.stage == 0:
+                del alive["batch", x.microbatch], alive["features", x.microbatch]
+            if x.op is Op.FORWARD and x.stage >= first:
                 alive["kept", x.stage, x.microbatch] = stages[x.stage].kept
-        message = sent_after(x, ranks, count, first)
+        message = sent_after(x, ranks, count, first, chain)
         if message is not None:
-            alive["sent", message, i + 1] = activation if kind == "activation" else buffers.hidden
+            alive["sent", message, i + 1] = size_of(message)
+    assert sum(size for key, size in alive.items() if key[0] != "sent") == at_begin, "as much waits at its end"
     return most
 
 
 def test_peaks_are_those_of_a_plain_walk_over_the_lists() -> None:
     draw = random.Random(0)
-    with_prefetch = 0
-    for _ in range(40):
+    with_prefetch = in_slices = 0
+    for _ in range(60):
         pipeline, stages_per_rank, microbatches = draw.randrange(1, 5), draw.randrange(1, 4), draw.randrange(1, 9)
         stages_per_rank = 1 if pipeline == 1 else stages_per_rank
         count = pipeline * stages_per_rank
-        first = draw.randrange(count)
-        seconds = StageSeconds((1.0,) * count, tuple(1.0 * (s >= first) for s in range(count)), encode=0.7)
-        schedule, encodes, _ = best_encodes(pipeline, microbatches, first, stages_per_rank, seconds, draw.randrange(9))
-        with_prefetch += encodes.prefetched > 0
+        ranks = draw.choice([(0,), *chains(pipeline)]) if pipeline > 1 else (0,)
+        step = made_up_step(draw, pipeline, stages_per_rank, microbatches, ranks)
+        chain = draw.choice(step.placed(most=draw.randrange(9)))[1]
+        schedule, first = step.lists(chain), step.first_trainable_stage
+        with_prefetch += len(ranks) == 1 and chain[0].ahead > 0
+        in_slices += len(ranks) > 1 and chain[0].ahead > 0
         stages = []
         for stage in range(count):
             kept = draw.randrange(20) * (stage >= first)
             stages.append(StageBytes(kept, kept + draw.randrange(20), kept + draw.randrange(20)))
-        buffers = Buffers(draw.randrange(9), draw.randrange(3), draw.randrange(9), draw.randrange(9))
+        buffers = Buffers(*(draw.randrange(9) for _ in range(6)))
         for polls in (True, False):
             found = peaks_of(schedule, stages, buffers, polls)
             plain = [plain_walk(schedule, rank, first, stages, buffers, polls) for rank in range(pipeline)]
             assert found == plain
-    assert with_prefetch >= 5
+    assert min(with_prefetch, in_slices) >= 5, (with_prefetch, in_slices)
 
 
 def test_a_rank_of_1f1b_keeps_as_many_microbatches_as_ranks_follow() -> None:
@@ -127,12 +153,12 @@ def test_an_answer_tells_that_a_message_is_gone() -> None:
 
 
 def test_features_that_wait_are_counted() -> None:
-    seconds = StageSeconds((1.0,) * 4, (1.0,) * 4, encode=1.0)
-    schedule, encodes, _ = best_encodes(4, 4, 0, 1, seconds, 4)
-    without = instants(training_schedule(4, 4, 0), Buffers(0, 0, 0, 0), polls=True)
+    step = Step(4, 1, 4, 0, StageSeconds((1.0,) * 4, (1.0,) * 4, (1.0, 0.0, 0.0, 0.0)), (0,))
+    chain = step.best(4)
+    without = instants(step.lists(), Buffers(0, 0, 0, 0), polls=True)
     buffers = Buffers(0, 0, 1000, 10)
     stages = [StageBytes(0, 0, 0)]
-    assert encodes.prefetched > 0
-    most = sum(peak(instants(schedule, buffers, polls=True)[0], stages, 0, 0))
-    assert encodes.prefetched * 1010 <= most <= 4 * 1010
+    assert chain[0].ahead > 0
+    most = sum(peak(instants(step.lists(chain), buffers, polls=True)[0], stages, 0, 0))
+    assert chain[0].ahead * 1010 <= most <= 4 * 1010
     assert sum(peak(without[0], stages, 0, 0)) == 0
