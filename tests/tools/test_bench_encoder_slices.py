@@ -42,6 +42,39 @@ def test_the_cases_are_those_that_have_a_target():
     assert {case.pipeline for case in cases} == {4, 8} and {case.microbatches for case in cases} == {16}
 
 
+def test_a_gain_counts_turns_whose_both_steps_count(capsys):
+    def layout(name, seconds, **changes):
+        found = {"name": name, "pipeline": 2, "measured_seconds": seconds, "predicted_seconds": 1.0}
+        found |= {"predicted_idle": [0.1], "measured_idle": [[0.1]] * 3, "predicted_bytes": [1], "measured_bytes": [1]}
+        found |= {"measured_evaluations": [2.0, 2.0, 2.0], "predicted_evaluation": 2.0, "encoder_share": 0.36}
+        return found | {"slices": [[0, 1], [1, 2]], "boundaries": [1], "encode_ahead": 1} | changes
+
+    ours = layout("slices", [1.0, 2.0, 1.0])
+    rank_0 = layout("rank 0", [1.2, 2.6, 9.0], predicted_seconds=1.3, measured_evaluations=[3.0, 3.0, 4.0])
+    names = ("slices", "rank 0", "slices, evaluation", "rank 0, evaluation")
+    factors = {name: [1.0, 1.0, 1.0] for name in names} | {"rank 0": [1.0, 0.5, None]}
+    found = {"layouts": [ours, rank_0], "pairs": [], "factors": factors, "calibration_rounds": [1.0]}
+    step, evaluation = bench_encoder_slices.report_real("36%", found)["gains"]
+    assert step["measured"] == pytest.approx([1.2, 0.65]) and step["planned"] == pytest.approx(1.3)
+    assert evaluation["measured"] == pytest.approx([1.5, 1.5, 2.0]) and evaluation["planned"] == 1.0
+    said = capsys.readouterr().out
+    assert "2/3" in said and ">= 0.98" in said and ">= 1.15" in said
+
+
+@pytest.mark.nightly
+def test_what_computes_is_predicted_and_measured(tmp_path):
+    command = [sys.executable, TOOLS / "bench" / "bench.py", "encoder_slices", "real", "--quick", "--noise", "100"]
+    command += ["--folder", tmp_path, "--json", tmp_path / "found.json"]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["real tiny"]
+    assert [layout["name"] for layout in found["layouts"]] == ["slices", "rank 0", "uniform cut", "front alone"]
+    for layout in found["layouts"]:
+        assert layout["predicted_bytes"] == pytest.approx(layout["measured_bytes"], rel=0.2)
+        assert layout["predicted_evaluation"] > 0 and layout["predicted_seconds"] > 0
+    assert [len(gain["measured"]) for gain in found["gains"]] == [2] * 4
+
+
 @pytest.mark.nightly
 def test_sleeping_stages_take_what_was_planned(tmp_path):
     """Within a wide margin, since the machine may be busy; a stage that did not sleep would take a tenth."""

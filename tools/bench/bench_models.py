@@ -73,6 +73,8 @@ class ModelSize:
 SHAPES = {
     "ratios": ModelSize(32, 512, 1376, 8, 3968, 12, 192, 3, 168, 14, 24),
     "7b": ModelSize(32, 4096, 11008, 32, 32000, 24, 1024, 16, 336, 14, 80, "lmsys/vicuna-7b-v1.5"),
+    # Decoder layers of a 20B model (InternLM2) and the blocks of InternViT-6B that run, without their widths.
+    "48 layers": ModelSize(48, 32, 64, 2, 128, 46, 32, 2, 56, 14, 8),
     "tiny": ModelSize(4, 64, 96, 4, 128, 3, 32, 2, 56, 14, 8),
 }
 

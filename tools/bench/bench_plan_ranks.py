@@ -36,11 +36,20 @@ from mmtrain.plan.calibration import calibration_key, cpu_device
 from mmtrain.plan.costs import Models
 from mmtrain.plan.plan import Plan, StagePlan
 from mmtrain.plan.planner import make_plan, models_of
-from mmtrain.plan.simulate import Program, Simulation, simulate
+from mmtrain.plan.schedule import forward_schedule, ranks_of
+from mmtrain.plan.search import Search
+from mmtrain.plan.simulate import Program, StageSeconds, simulate
+from mmtrain.plan.stage_costs import stage_costs
 from mmtrain.processes.rank import Rank
 
 # An encoder whose forward is a quarter of the LLM's; 8 layers of 28 MB in fp32, more than a processor's caches hold.
 SIZES = {**SHAPES, "quarter": ModelSize(8, 768, 2048, 12, 2304, 10, 384, 6, 168, 14, 24)}
+# 16 layers, and an encoder that is such a share of the exact FLOPs.
+SIZES |= {
+    "15%": ModelSize(16, 384, 1024, 6, 1024, 28, 192, 3, 168, 14, 24),
+    "36%": ModelSize(16, 384, 1024, 6, 1024, 31, 320, 5, 168, 14, 24),
+    "60%": ModelSize(16, 384, 1024, 6, 1024, 31, 512, 8, 168, 14, 24),
+}
 DEVICE = torch.device("cpu")
 PROBE_SIZE = 768  # rows and columns of the probe's matrices
 PROBE_PRODUCTS = 12
@@ -56,9 +65,11 @@ class Layout:
     pipeline: int
     microbatches: int  # of a replica's step
     boundaries: tuple[int, ...] | None = None  # None: the planner's choice
-    stages_per_rank: int = 1
+    stages_per_rank: int | str = 1
     recompute: tuple[int, ...] | int = 0
     prefetch: str | int = 0
+    encoder_ranks: str | int = 0
+    evaluates: bool = False  # whether evaluations of as many micro-batches as a step has are measured, too
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ def layout_config(settings: Settings, layout: Layout, folder: Path, calibration:
         "stages_per_rank": layout.stages_per_rank,
         "recompute_layers": layout.recompute,
         "encoder_prefetch": layout.prefetch,
-        "encoder_ranks": 0,
+        "encoder_ranks": layout.encoder_ranks,
     }
     return RunConfig.model_validate(tree)
 
@@ -122,6 +133,7 @@ class Runner:
         self._batches = _batches(config, models, replicas) if mine.pipeline == 0 else None
         self.seconds: list[float] = []
         self.idle: list[list[float]] = []  # of each step, by rank
+        self.evaluations: list[float] = []  # seconds of each
         for _ in range(WARM_UP_STEPS):
             self.engine.train_step(self._batches)
 
@@ -133,6 +145,14 @@ class Runner:
         dist.barrier()
         self.seconds.append(time.perf_counter() - began)
         self.idle.append([rank.idle_fraction for rank in result.ranks])
+
+    def evaluate(self) -> None:
+        """One evaluation of as many micro-batches as a step has, likewise."""
+        dist.barrier()
+        began = time.perf_counter()
+        self.engine.evaluate(self._batches, self.plan.microbatches_per_step)
+        dist.barrier()
+        self.evaluations.append(time.perf_counter() - began)
 
     def peak_bytes(self) -> int:
         """Bytes of weights, optimizer state and everything else that live at once on this rank in a step.
@@ -245,6 +265,9 @@ def _race(
     Returns the probes before and after each turn, as rank 0 saw them, the same on every rank.
     """
     steps: list[tuple[str, Callable[[], None]]] = [(name, runner.step) for name, runner in runners.items()]
+    steps += [
+        (evaluation_of(layout.name), runners[layout.name].evaluate) for layout in settings.layouts if layout.evaluates
+    ]
     calibration = (CALIBRATION, calibrator.round)
     half = len(steps) // 2
     turns = [*steps[:half], calibration, *steps[half:], calibration]
@@ -273,9 +296,12 @@ def describe(settings: Settings, runner: Runner, name: str) -> dict[str, Any]:
     """
     peaks: list[int] = [0] * settings.world
     dist.all_gather_object(peaks, runner.peak_bytes())
-    plan = make_plan(runner.config, device=cpu_device(runner.config))
-    predicted = predict(runner.plan, plan)
-    working = predicted.seconds - plan.seconds.end  # a window of the engine's clock ends before the optimizer
+    plan, seconds = runner.plan, measured_seconds(runner.config, runner.plan)
+    predicted = simulate(Program(plan.schedule), seconds)
+    working = predicted.seconds - seconds.end  # a window of the engine's clock ends before the optimizer
+    lead = ranks_of(plan.chain), plan.evaluation_lead
+    passes = forward_schedule(plan.pipeline, plan.microbatches_per_step, plan.stages_per_rank, *lead)
+    evaluation = simulate(Program(passes), seconds).seconds
     return {
         "name": name,
         "pipeline": plan.pipeline,
@@ -284,17 +310,32 @@ def describe(settings: Settings, runner: Runner, name: str) -> dict[str, Any]:
         "microbatches": plan.microbatches_per_step,
         "boundaries": plan.boundaries,
         "recompute_layers": [sum(s.recompute_layers for s in rank.stages) for rank in plan.ranks],
-        "encode_ahead": runner.plan.encode_ahead,
+        "slices": [rank.stages[0].encoder for rank in plan.ranks],
+        "encode_ahead": plan.encode_ahead,
         "predicted_seconds": predicted.seconds,
         "measured_seconds": runner.seconds,
         "predicted_idle": [predicted.idle[r.pipeline] * predicted.seconds / working for r in plan.ranks],
         "measured_idle": runner.idle,
-        "predicted_bytes": [rank.total_bytes for rank in runner.plan.ranks],
+        "predicted_bytes": [rank.total_bytes for rank in plan.ranks],
         "measured_bytes": peaks,
+        "predicted_evaluation": evaluation,
+        "measured_evaluations": runner.evaluations,
+        "encoder_share": sum(seconds.encode) / sum((*seconds.encode, *seconds.forward, *seconds.backward)),
     }
 
 
-def predict(executed: Plan, planned: Plan) -> Simulation:
-    """A step of the executed schedule with the costs of another plan of the same layout."""
-    assert executed.boundaries == planned.boundaries
-    return simulate(Program(executed.schedule), planned.seconds)
+def evaluation_of(name: str) -> str:
+    """The name of the turns in which a layout evaluates."""
+    return f"{name}, evaluation"
+
+
+def measured_seconds(config: RunConfig, executed: Plan) -> StageSeconds:
+    """What the instructions of an executed plan cost by the calibration that is in the config's file now."""
+    costs = stage_costs(config, models_of(config), None, cpu_device(config))
+    cut = (0, *(boundary + 1 for boundary in executed.boundaries), costs.count)
+    seconds = Search(costs, 0).layout(cut).seconds
+    slices = [rank.stages[0].encoder for rank in executed.ranks if rank.data == 0]
+    if not any(slices):
+        return seconds
+    encode = tuple(0.0 if s is None else costs.timings.encode_of(s[1] - s[0], s[0] == 0) for s in slices)
+    return replace(seconds, encode=encode)

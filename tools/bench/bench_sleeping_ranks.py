@@ -10,7 +10,6 @@ until the planned time is over. Transfers are planned to take none: a tiny model
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_models import ModelSize, run_config
+from bench_models import SHAPES, run_config
 
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.schema import RunConfig
@@ -38,9 +37,8 @@ from mmtrain.plan.schedule import prelude
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.processes.rank import Rank
 
-# Decoder layers of a 20B model (InternLM2) and the blocks of InternViT-6B that run, without their widths.
-SLEEPER = ModelSize(48, 32, 64, 2, 128, 46, 32, 2, 56, 14, 8)
 FRONT, HEAD = 0.01, 0.1  # forward of each, and backward, in forwards of a decoder layer
+TIMEOUT_SECONDS = 600
 WAYS = ("slices", "rank 0")
 
 
@@ -54,17 +52,16 @@ class Case:
     share: float  # of the encoder in a step's exact work
     work_seconds: float  # of each rank in a step, if all did the same
     steps: int  # of each way, besides the first
-    shape: ModelSize = SLEEPER
-    timeout_seconds: int = 600
+    shape: str = "48 layers"
 
 
 def case_config(case: Case, folder: Path, way: str, calibration: Path | None) -> RunConfig:
     """The run of one way, planned from made-up seconds."""
     config = run_config(
-        case.shape,
+        SHAPES[case.shape],
         folder,
         dtype="float32",
-        pack_length=case.shape.sample_tokens,
+        pack_length=SHAPES[case.shape].sample_tokens,
         microbatches=case.microbatches,
         pipeline=case.pipeline,
         threads=1,
@@ -225,18 +222,20 @@ class Sleeper:
 
 def run_case(case: Case, folder: Path, rank: Rank) -> None:
     """What every rank runs; rank 0 writes what was found."""
-    join_process_group(torch.device("cpu"), case.timeout_seconds)
+    join_process_group(torch.device("cpu"), TIMEOUT_SECONDS)
     file = rank.folder / f"{case.name}-seconds.json"
     plain = case_config(case, folder, WAYS[0], None)
     models = models_of(plain)
-    if rank.rank == 0:
+    plans: list[Plan | None] = [None] * len(WAYS)
+    if rank.rank == 0:  # once: on few cores that many searches at the same time would take minutes
         make_calibration(case, plain, models).save(file)
-    dist.barrier()
+        configs = [case_config(case, folder, way, file) for way in WAYS]
+        plans = [make_plan(config, device=cpu_device(config)) for config in configs]
+    dist.broadcast_object_list(plans)
     sleepers = {}
-    for way in WAYS:
-        rank.progress.at(0, way)
-        config = case_config(case, folder, way, file)
-        sleepers[way] = Sleeper(case, config, models, make_plan(config, device=cpu_device(config)))
+    for way, plan in zip(WAYS, plans, strict=True):
+        assert plan is not None
+        sleepers[way] = Sleeper(case, case_config(case, folder, way, file), models, plan)
     with ProgressBar("steps", case.steps, rank.console, "steps") as progress:
         for done in range(case.steps + 1):
             for way in reversed(WAYS) if done % 2 else WAYS:
@@ -248,8 +247,3 @@ def run_case(case: Case, folder: Path, rank: Rank) -> None:
         (rank.folder / f"{case.name}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def job_of(case: Case, folder: Path) -> Callable[[Rank], None]:
-    """What a job of ranks is given."""
-    return functools.partial(run_case, case, folder)
