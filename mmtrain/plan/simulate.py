@@ -10,7 +10,7 @@ earlier ones of its channel have moved; sending and receiving also cost the two 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -57,24 +57,48 @@ class Simulation:
         return sum(self.idle) / len(self.idle)
 
 
-_OF_FEATURES = frozenset({Op.SEND_FEATURES, Op.RECEIVE_FEATURES})
+_COMPUTE, _ENCODE, _FIRST_POST, _SECOND_POST = range(4)
+
+
+class _Kind(NamedTuple):
+    """Instructions that cost the same."""
+
+    op: Op
+    place: int  # stage, or rank of an ENCODE
+    waits: bool  # for a message
 
 
 class Program:
-    """A schedule in one order of all ranks' instructions; made once, simulated with many costs."""
+    """A schedule in one order of all ranks' instructions; made once, simulated with many costs.
+
+    What only depends on that order is told here, once: who posts a message first, and how often each rank does what.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         """Raises ValueError where no rank can go on."""
         self.ranks = len(schedule)
-        self.steps: list[tuple[Step, int, int]] = []  # with the numbers of its message and channel, -1: none
-        messages: dict[Message, int] = {}
-        channels: dict[tuple[int, int, str], int] = {}
+        self.steps: list[tuple[int, int, int, int, int, Step]] = []
+        """What works or carries a message: what it is, rank, its kind, its message and channel (-1: none)."""
+        self.kinds: dict[_Kind, int] = {}
+        self.counts: Counter[tuple[int, int]] = Counter()  # by rank and kind
+        self.channels: dict[tuple[int, int, str], int] = {}
+        self.messages: dict[Message, int] = {}
+        posted: set[int] = set()  # by one side
         for step in all_steps(schedule):
-            number = channel = -1
-            if step.message is not None:
-                number = messages.setdefault(step.message, len(messages))
-                channel = channels.setdefault(step.message.channel, len(channels))
-            self.steps.append((step, number, channel))
+            rank, x, message = step
+            number = -1 if message is None else self.messages.setdefault(message, len(self.messages))
+            if x.op in COMPUTES or x.op is Op.ENCODE:
+                does = _ENCODE if x.op is Op.ENCODE else _COMPUTE
+            elif message is None:
+                continue
+            else:
+                does = _SECOND_POST if number in posted else _FIRST_POST
+                posted.add(number)
+            channel = -1 if message is None else self.channels.setdefault(message.channel, len(self.channels))
+            kind = _Kind(x.op, x.stage, message is not None)
+            known = self.kinds.setdefault(kind, len(self.kinds))
+            self.counts[rank, known] += 1
+            self.steps.append((does, rank, known, number, channel, step))
 
 
 def simulate(
@@ -89,48 +113,56 @@ def simulate(
     `spans` asks for what happened when. `before(step, now, ready)`, if given, is called before each compute and returns
     seconds of other work that its rank does first, where it is `now` and could begin the compute at `ready`.
     """
-    clock, busy = [0.0] * program.ranks, [0.0] * program.ranks
-    posted: dict[int, float] = {}  # of one side, until the other has posted, too
-    arrived: dict[int, float] = {}
-    channel_free: dict[int, float] = defaultdict(float)
+    works = [_work(kind, seconds) for kind in program.kinds]
+    transfers = [
+        seconds.transfer_features if kind == "features" else seconds.transfer for _, _, kind in program.channels
+    ]
+    clock, other_work = [0.0] * program.ranks, [0.0] * program.ranks
+    when = [0.0] * (len(program.messages) + 1)  # a message is posted by one side, then arrives; the last: no message
+    channel_free = [0.0] * len(program.channels)
     history: list[TimeSpan] = []
-    forward, backward = seconds.forward, seconds.backward
-    for step, message, channel in program.steps:
-        rank, x, _ = step
-        op, begin = x.op, clock[rank]
-        of_features = op in _OF_FEATURES
-        work = 0.0
-        if op in COMPUTES:
-            ready = arrived[message] if message >= 0 else 0.0
-            if before is not None:
+    for does, rank, kind, message, channel, step in program.steps:
+        begin, work = clock[rank], works[kind]
+        if does <= _ENCODE:
+            ready = when[message]
+            if before is not None and does == _COMPUTE:
                 other = before(step, begin, ready)
                 begin += other
-                busy[rank] += other
-            begin = max(begin, ready)
-            work = forward[x.stage] if op is Op.FORWARD else backward[x.stage]
-            if message >= 0:
-                work += seconds.receive if op is Op.BACKWARD or x.stage else seconds.receive_features
-        elif op is Op.ENCODE:
-            work = seconds.encode[rank]
-            if message >= 0:
-                begin = max(begin, arrived[message])
-                work += seconds.receive_features
-        elif message >= 0:
-            if op in SENDS:
-                work = seconds.send_features if of_features else seconds.send
-            if message in posted:
-                moves = max(posted.pop(message), begin + work, channel_free[channel])
-                takes = seconds.transfer_features if of_features else seconds.transfer
-                channel_free[channel] = arrived[message] = moves + takes
-            else:
-                posted[message] = begin + work
-        clock[rank] = begin + work
-        if work:
-            busy[rank] += work
-            if spans:
-                history.append(TimeSpan(rank, x, begin, begin + work))
+                other_work[rank] += other
+            if ready > begin:
+                begin = ready
+            clock[rank] = begin + work
+        elif does == _FIRST_POST:
+            clock[rank] = when[message] = begin + work
+        else:
+            clock[rank] = moves = begin + work
+            if when[message] > moves:
+                moves = when[message]
+            if channel_free[channel] > moves:
+                moves = channel_free[channel]
+            channel_free[channel] = when[message] = moves + transfers[channel]
+        if spans and work:
+            history.append(TimeSpan(rank, step.instruction, begin, begin + work))
     total = max(clock) + seconds.end
-    idle = tuple(1 - (b + seconds.end) / total if total else 0.0 for b in busy)
+    busy = [work + seconds.end for work in other_work]
+    for (rank, kind), count in program.counts.items():
+        busy[rank] += count * works[kind]
+    idle = tuple(max(0.0, 1 - work / total) if total else 0.0 for work in busy)
     if spans and seconds.end:
         history += [TimeSpan(rank, Instruction(Op.OPTIMIZER_STEP), max(clock), total) for rank in range(program.ranks)]
     return Simulation(total, idle, tuple(history))
+
+
+def _work(kind: _Kind, seconds: StageSeconds) -> float:
+    """Seconds of an instruction, with those of taking the message that it waits for."""
+    op, place, waits = kind
+    if op is Op.FORWARD:
+        received = seconds.receive if place else seconds.receive_features
+        return seconds.forward[place] + received * waits
+    if op is Op.BACKWARD:
+        return seconds.backward[place] + seconds.receive * waits
+    if op is Op.ENCODE:
+        return seconds.encode[place] + seconds.receive_features * waits
+    if op in SENDS:
+        return seconds.send_features if op is Op.SEND_FEATURES else seconds.send
+    return 0.0
