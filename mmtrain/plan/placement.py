@@ -19,10 +19,12 @@ from mmtrain.plan.instructions import Op, Schedule, Step
 from mmtrain.plan.schedule import Chain, Encodes, leading_encodes
 from mmtrain.plan.simulate import Program, StageSeconds, simulate
 
-GAPS = (1.0, 0.75, 0.5, 0.25, 0.1)
+GAPS = (1.0, 0.6, 0.4, 0.25, 0.1)
 """Shares of an encode that a gap must hold to be used."""
-SHARES = (0.0, 0.125, 0.25, 0.5, 1.0)
+SHARES = (0.0, 0.125, 0.5)
 """Of a rank's encodes that come before its first compute, whatever they delay."""
+NEARER = 0.85
+"""Times a gap, or once less: what is tried near the best of these, twice, beside one encode more or less at first."""
 GAIN = 0.002
 """Share of a step that is not worth being further ahead."""
 MOST_STEPS_AHEAD = 3
@@ -76,13 +78,11 @@ def placements(
             if lead <= microbatches:
                 found[leading_encodes(schedule, microbatches, chain, lead, exactly or 0)] = least
         if exactly != 0:
-            for gap in GAPS:
-                for share in SHARES:
-                    filled, least = _fill(program, microbatches, seconds, chain, gap, share)
-                    features = filled[chain[-1]].ahead
-                    within = filled[0].ahead <= MOST_STEPS_AHEAD * microbatches and features <= most
-                    if within and exactly in (None, features):
-                        found[filled] = least
+            for filled, least in _fills(program, microbatches, seconds, chain):
+                features = filled[chain[-1]].ahead
+                within = filled[0].ahead <= MOST_STEPS_AHEAD * microbatches and features <= most
+                if within and exactly in (None, features):
+                    found[filled] = least
     options = [Placement(least, encodes) for encodes, least in found.items()]
     best = min(option.least_seconds for option in options) * (1 + GAIN)
     return sorted(options, key=lambda x: (max(x.least_seconds, best), x.ahead, x.least_seconds))
@@ -136,19 +136,30 @@ def _fill_rank_0(
 class _Slice:
     """One slice of a chain, while its encodes are put into the gaps of its rank."""
 
-    def __init__(self, seconds: float, microbatches: int) -> None:
+    def __init__(self, seconds: float, microbatches: int, first: int) -> None:
         self.seconds = seconds  # of one encode, with its messages
         self.left = microbatches
+        self.first = first  # so many come before the first compute in any case
         self.before: list[int] = []
         self.begins: list[float] = []  # of each encode
-        self.done = 0.0  # when the latest compute ends
+        self.compute: tuple[Step, float]  # the latest one, and when it begins
 
     def place(self, count: int, now: float) -> float:
         """Put so many encodes here; returns their seconds."""
-        self.begins += [now + i * self.seconds for i in range(count)]
         self.before.append(count)
+        if not count:
+            return 0.0
+        self.begins += [now + i * self.seconds for i in range(count)]
         self.left -= count
         return count * self.seconds
+
+    def fill(self, gap: float, now: float, ready: float) -> float:
+        """Put encodes before a compute, as many as each find `gap` of its seconds; returns their seconds."""
+        count = 0 if self.before else self.first
+        if self.left > count:
+            fitting = math.floor((ready - now) / self.seconds - gap) + 1 if self.seconds else self.left
+            count = min(max(count, fitting), self.left)
+        return self.place(count, now)
 
     def least_ahead(self, needed: Sequence[float], first: int, transfer: float) -> int:
         """So many micro-batches ahead that each is made when it is `needed`: micro-batch `first`, `first` + 1, ...
@@ -160,38 +171,61 @@ class _Slice:
         return max((first + i - count + 1 for i, count in enumerate(made)), default=0)
 
 
+def _fills(
+    program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int]
+) -> Iterator[tuple[Chain, float]]:
+    """Slices put into gaps in many ways, then in ways near the fastest, each with a lower bound of a step's seconds."""
+    found: dict[tuple[float, int], tuple[Chain, float]] = {}
+
+    def fill(gap: float, first: int) -> None:
+        if 0 <= first <= microbatches and (gap, first) not in found:
+            found[gap, first] = _fill(program, microbatches, seconds, chain, gap, first)
+
+    for gap in GAPS:
+        for share in SHARES:
+            fill(gap, round(share * microbatches))
+    for _ in range(2):
+        gap, first = min(found, key=lambda x: found[x][1])
+        for near in (gap * NEARER, first), (gap / NEARER, first), (gap, first - 1), (gap, first + 1):
+            fill(*near)
+    yield from found.values()
+
+
 def _fill(
-    program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int], gap: float, share: float
+    program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int], gap: float, first: int
 ) -> tuple[Chain, float]:
-    """Each slice put into its rank's gaps of at least `gap` of its encodes, a `share` of them before the first compute.
+    """Each slice put into its rank's gaps of at least `gap` of its encodes, `first` of them before the first compute.
 
     What finds no gap comes at the step's end. With a lower bound of the step's seconds.
     """
     messages = seconds.send_features + seconds.receive_features
-    slices = {rank: _Slice(seconds.encode[rank] + messages, microbatches) for rank in chain}
+    slices = [None] * len(seconds.encode)
+    for rank in chain:
+        slices[rank] = _Slice(seconds.encode[rank] + messages, microbatches, first)
     forwards: list[float] = []  # begins of stage 0's, by micro-batch
 
     def fill(step: Step, now: float, ready: float) -> float:
-        spent, here = 0.0, slices.get(step.rank)
+        rank, x, _ = step
+        here = slices[rank]
+        spent = 0.0 if here is None else here.fill(gap, now, ready)
+        begin = max(now + spent, ready)
         if here is not None:
-            count = 0 if here.before else round(share * microbatches)
-            while count < here.left and ready - now - count * here.seconds >= gap * here.seconds:
-                count += 1
-            spent = here.place(count, now)
-            here.done = max(now + spent, ready) + _work(step, seconds)
-        if step.instruction.op is Op.FORWARD and step.instruction.stage == 0:
-            forwards.append(max(now + spent, ready))
+            here.compute = step, begin
+        if x.stage == 0 and x.op is Op.FORWARD:
+            forwards.append(begin)
         return spent
 
     least = simulate(program, _without_encoder(seconds), before=fill).seconds
-    for one in slices.values():
-        least = max(least, one.done + one.place(one.left, one.done) + seconds.end)
+    for rank in chain:
+        step, begin = slices[rank].compute
+        done = begin + _work(step, seconds)
+        least = max(least, done + slices[rank].place(slices[rank].left, done) + seconds.end)
     ahead: dict[int, int] = {}
-    needed, first = forwards, 0
+    needed, at_least = forwards, 0
     for rank in reversed(chain):
-        first = ahead[rank] = max(first, slices[rank].least_ahead(needed, first, seconds.transfer_features))
+        at_least = ahead[rank] = max(at_least, slices[rank].least_ahead(needed, at_least, seconds.transfer_features))
         needed = slices[rank].begins
-    found = [Encodes(ahead[r], tuple(slices[r].before)) if r in slices else None for r in range(len(seconds.encode))]
+    found = [one and Encodes(ahead[rank], tuple(one.before)) for rank, one in enumerate(slices)]
     return tuple(found), least
 
 

@@ -95,11 +95,8 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         messages = "" if costs.timings.measured_messages or pipeline == 1 else "; messages assumed"
         described = f"calibrated on {device}{messages}"
     without = search.layout(cut)  # prefetch
-    alone = None
-    if len(ranks_of(layout.chain)) > 1:  # the best plan with the whole encoder on rank 0
-        by_one = Search(costs, config.parallel.encoder_prefetch)
-        given = config.parallel.boundaries
-        (alone, *_) = by_one.find(config.parallel.stages_per_rank) if given is None else (by_one.with_encodes(cut),)
+    in_slices = len(ranks_of(layout.chain)) > 1
+    alone = _on_rank_0(config, search) if in_slices else None
     return Plan(
         run=config.run.name,
         llm=config.model.llm.path,
@@ -131,6 +128,18 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         ranks=ranks,
         schedule=layout.schedule,
     )
+
+
+def _on_rank_0(config: RunConfig, search: Search) -> Layout | None:
+    """The best plan with the whole encoder on rank 0; None where none fits."""
+    if config.parallel.encoder_ranks == "auto":
+        return search.on_rank_0
+    alone, cut = Search(search.costs, config.parallel.encoder_prefetch), config.parallel.boundaries
+    if cut is None:
+        alone.find(config.parallel.stages_per_rank)
+    else:
+        alone.with_encodes(given_cut(config, search.costs))
+    return alone.on_rank_0
 
 
 def _expected_image(config: RunConfig, layout: ImageLayout) -> ExpectedImage | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,6 +71,8 @@ class Search:
         self.costs = costs
         self.prefetch = prefetch
         self.cuts = CutSearch(costs)
+        self.on_rank_0: Layout | None = None
+        """The best with the whole encoder on rank 0, once something was found, if that may be and fits."""
         self.pipeline, self.microbatches = self.cuts.pipeline, self.cuts.microbatches
         encoder = costs.costs.encoder
         self.encoder_ranks = encoder_ranks if self.pipeline > 1 and encoder.frozen and encoder.blocks else (0,)
@@ -90,27 +92,40 @@ class Search:
         """Whether every rank of it fits."""
         return self.cuts.overflow(layout.needs) == 0
 
-    def with_encodes(self, cut: Cut, limit: float = math.inf) -> Layout:
+    def with_encodes(self, cut: Cut) -> Layout:
         """A given cut with the encoder where it is best, as far as memory allows, or as the config asks.
 
-        Anything that fits comes before what does not, and below `limit` seconds fewer slices before slightly faster
-        ones.
+        Anything that fits comes before what does not.
         """
+        self.on_rank_0 = self._on_rank_0(cut, math.inf)
+        limit = math.inf if self.on_rank_0 is None else self._to_beat(self.on_rank_0, SLICES_GAIN)
+        return self._in_slices(cut, limit) or self.on_rank_0 or self.layout(cut)
+
+    def _to_beat(self, layout: Layout | None, gain: float) -> float:
+        """Seconds of a step that would be so much shorter, where there is a layout to beat."""
+        return math.inf if layout is None else layout.simulation.seconds * (1 - gain)
+
+    def _on_rank_0(self, cut: Cut, limit: float) -> Layout | None:
+        """The cut with the whole encoder on rank 0; None where the config asks for another place."""
+        return self._placed(cut, self.cuts.alone, limit) if self.encoder_ranks in ("auto", (0,)) else None
+
+    def _in_slices(self, cut: Cut, limit: float) -> Layout | None:
+        """The cut with the encoder on several ranks; fewer slices come before slightly faster ones."""
         best: Layout | None = None
         for slices in self._slices(cut):
-            if best is not None:
-                limit = min(limit, best.simulation.seconds * (1 - SLICES_GAIN))
             best = self._placed(cut, slices, limit) or best
-        return best or self.layout(cut)
+            limit = min(limit, self._to_beat(best, SLICES_GAIN))
+        return best
 
     def _slices(self, cut: Cut) -> list[Slices]:
-        """Ways to share out the blocks: on rank 0 alone, on 2 ranks, on half, on all; or as the config asks."""
+        """Ways to share out the blocks over several ranks: 2, half of them, all; or as the config asks."""
         if self.encoder_ranks != "auto":
-            return [self._shared_out(cut, self.encoder_ranks, least=1)]
+            return [self._shared_out(cut, self.encoder_ranks, least=1)] if self.encoder_ranks != (0,) else []
         works = [need.seconds for need in self.cuts.placed(cut, (0,) * self.pipeline)[1]]
         others = sorted(range(1, self.pipeline), key=lambda rank: works[rank])
-        counts = sorted({1, 2, self.pipeline // 2, self.pipeline} - {0})
-        return list(dict.fromkeys(self._shared_out(cut, (0, *others[: count - 1])) for count in counts))
+        counts = sorted({2, self.pipeline // 2, self.pipeline} - {0, 1})
+        options = dict.fromkeys(self._shared_out(cut, (0, *others[: count - 1])) for count in counts)
+        return [slices for slices in options if slices != self.cuts.alone]
 
     def _shared_out(self, cut: Cut, ranks: Sequence[int], least: int = 0) -> Slices:
         """Each block to the one of these ranks that has the least work so far, once all have `least`."""
@@ -136,7 +151,7 @@ class Search:
                 return immediate if immediate.simulation.seconds < limit else None
             if self.prefetch == "auto" and self.fits(immediate) and immediate.simulation.seconds < limit:
                 best, limit = immediate, immediate.simulation.seconds * (1 - GAIN)
-        elif self.cuts.overflow(needs):
+        elif self.cuts.overflow(needs) or self._least_seconds(needs) >= limit:
             return None
         encode = [
             self.costs.timings.encode_of(blocks, rank == 0) if rank in ranks else 0.0
@@ -156,6 +171,10 @@ class Search:
             if found.simulation.seconds < limit and (self.fits(found) or exactly is not None):
                 best, limit = found, found.simulation.seconds * (1 - GAIN)
         return best
+
+    def _least_seconds(self, needs: Sequence[RankNeed]) -> float:
+        """Of a step in which the rank with the most work never waits."""
+        return self.microbatches * max(need.seconds for need in needs) + self.costs.timings.end
 
     def _may_prefetch(self) -> bool:
         return self.pipeline > 1 and self.prefetch != 0 and self.costs.costs.encoder.frozen
@@ -209,20 +228,34 @@ class Search:
         """
         counts = self._possible_counts() if stages_per_rank == "auto" else (stages_per_rank,)
         found: list[Layout] = []
+        self.on_rank_0 = None
         for count in counts:
             self.cuts.left = SIMULATED_INSTRUCTIONS * count // sum(counts)
-            best: Layout | None = None
-            limit = found[-1].simulation.seconds * (1 - STAGE_GAIN) if found else math.inf
+            limit = self._to_beat(found[-1] if found else None, STAGE_GAIN)
             one_stage = found[0].cut if found and found[0].stages_per_rank == 1 else None
-            for cut in self._cuts(count, one_stage, limit):
-                if self._without_encoder(cut) >= limit:
-                    continue
-                layout = self.with_encodes(cut, limit)
-                if layout.simulation.seconds < limit and self.fits(layout):
-                    best, limit = layout, layout.simulation.seconds
+            cuts = self._cuts(count, one_stage, limit)
+            best = self._fastest(cuts, self._on_rank_0, self._to_beat(self.on_rank_0, STAGE_GAIN))
+            self.on_rank_0 = best or self.on_rank_0
+            if best is not None and best.simulation.seconds >= limit:
+                best = None
+            limit = min(limit, self._to_beat(best, SLICES_GAIN))
+            best = self._fastest(cuts, self._in_slices, limit) or best
             if best is not None:
                 found.append(best)
         return tuple(found[:-3:-1])
+
+    def _fastest(
+        self, cuts: Sequence[Cut], placed: Callable[[Cut, float], Layout | None], limit: float
+    ) -> Layout | None:
+        """The fastest layout of these cuts that fits and takes less than `limit` seconds."""
+        best: Layout | None = None
+        for cut in cuts:
+            if self._without_encoder(cut) >= limit:
+                continue
+            layout = placed(cut, limit)
+            if layout is not None and self.fits(layout):
+                best, limit = layout, layout.simulation.seconds
+        return best
 
     def _without_encoder(self, cut: Cut) -> float:
         """Seconds if the encoder took none of any rank's, where that is possible at all: a bound."""
