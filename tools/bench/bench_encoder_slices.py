@@ -159,7 +159,8 @@ def report_sleep(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             of_way["median_seconds"] = statistics.median(of_way["measured_seconds"])
             of_way["step_error"] = of_way["predicted_seconds"] / of_way["median_seconds"] - 1
             first = f"{of_way['first_seconds']:.2f}", f"{of_way['predicted_first_seconds']:.2f}"
-            steps = f"{of_way['median_seconds']:.3f}", f"{of_way['predicted_seconds']:.3f}"
+            least = min(of_way["measured_seconds"])
+            steps = (f"{seconds:.3f}" for seconds in (of_way["median_seconds"], least, of_way["predicted_seconds"]))
             blocks = " ".join(map(str, of_way["blocks"])) if any(of_way["blocks"]) else "all on rank 0"
             ahead = " ".join("-" if count is None else str(count) for count in of_way["ahead"])
             rows.append((case["name"], way, *steps, f"{of_way['step_error']:+.1%}", *first, blocks, ahead))
@@ -170,7 +171,7 @@ def report_sleep(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         gains.append((case["name"], f"{gain:.2f}", f"{planned:.2f}", "" if target is None else f">= {target:.2f}"))
         judged.append({**case, **ways, "gain": gain, "planned_gain": planned})
     say("", f"stages that sleep, steps in seconds (target: predictions within {STEP_ERROR:.0%})")
-    columns = ("", "encoder", ">step", ">plan", ">error", ">first", ">plan", "blocks a rank", "ahead")
+    columns = ("", "encoder", ">step", ">least", ">plan", ">error", ">first", ">plan", "blocks a rank", "ahead")
     print_table(columns, rows)
     say("", "the step with the encoder on rank 0, over that with slices")
     print_table(("", ">measured", ">planned", ">target"), gains)
