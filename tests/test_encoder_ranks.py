@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,3 +129,58 @@ def test_kill_9_of_a_rank_in_the_middle_of_the_chain_names_it(tiny, tmp_path):
         assert command.seconds_until_gone(timeout=20) < 10
         assert command.wait() == 1
     assert re.match(r"error: rank 1 \(stage 1\) was killed by SIGKILL \(.*\) in step \d+ .*, at [A-Z]", command.stderr)
+
+
+@pytest.mark.nightly
+def test_a_rank_of_the_chain_that_stands_still_ends_the_run_and_the_ranks_that_wait_say_where(tiny, tmp_path):
+    with training(tiny, tmp_path, "parallel.timeout_seconds=5") as command:
+        wait_for_steps(command, tmp_path, 2)
+        os.kill(pid_of(tmp_path, 1), signal.SIGSTOP)
+        assert command.wait(60) == 1
+        assert command.seconds_until_gone(timeout=20) < 10
+    assert re.match(r"error: rank \d \(stage \d\) lost its connection to another rank in step \d+ ", command.stderr)
+    assert re.search(r"\n  rank 1 \(stage 1\) was in step \d+ \(counted from 0\), at [A-Z]", command.stderr)
+
+
+@pytest.mark.nightly
+def test_ranks_of_the_chain_that_are_late_change_nothing(tiny, tmp_path):
+    few = ("train.max_steps=20", "data.ledger=true")
+    with training(tiny, tmp_path / "alone", *few, "parallel.encoder_ranks=0") as command:
+        assert command.wait(200) == 0, command.stderr
+    with training(tiny, tmp_path / "late", *few) as command:
+        wait_for_steps(command, tmp_path / "late", 2)
+        for rank in (1, 2, 0):
+            os.kill(pid_of(tmp_path / "late", rank), signal.SIGSTOP)
+            time.sleep(0.5)
+            os.kill(pid_of(tmp_path / "late", rank), signal.SIGCONT)
+        assert command.wait(200) == 0, command.stderr
+    alone, late = (tmp_path / name / "tiny" for name in ("alone", "late"))
+    for file in ("samples.jsonl", "checkpoints/step-00000020/projector.safetensors"):
+        assert (alone / file).read_bytes() == (late / file).read_bytes(), file
+
+
+@pytest.mark.nightly
+def test_a_run_that_is_asked_to_stop_is_saved_and_goes_on_in_other_slices(tiny, tmp_path):
+    with training(tiny, tmp_path, "data.ledger=true") as command:
+        wait_for_steps(command, tmp_path, 3)
+        os.kill(command.process.pid, signal.SIGTERM)
+        assert command.wait(60) == 3, command.stderr
+    done = steps_done(tmp_path)
+    assert (tmp_path / f"tiny/checkpoints/step-{done:08d}").is_dir()
+    more = (f"train.max_steps={done + 2}", "data.ledger=true", "parallel.encoder_ranks=[2]")
+    with training(tiny, tmp_path, *more, "--allow-change", "train.max_steps") as command:
+        assert command.wait(200) == 0, command.stderr
+    ledger = [json.loads(line)["step"] for line in (tmp_path / "tiny/samples.jsonl").read_text().splitlines()]
+    assert ledger == list(range(done + 2))
+
+
+@pytest.mark.nightly
+def test_a_trace_shows_slices_and_their_messages_on_every_rank(tiny, tmp_path):
+    with training(tiny, tmp_path, "train.max_steps=3", "--trace", "1") as command:
+        assert command.wait(200) == 0, command.stderr
+    events = json.loads((tmp_path / "tiny/trace.json").read_text())["traceEvents"]
+    ran = {(event["tid"], event["args"]["op"]) for event in events if "op" in event.get("args", ())}
+    for op in ("encode", "send_features", "receive_features"):
+        assert {rank for rank, ran_op in ran if ran_op == op} == {0, 1, 2}, op
+    idle = [json.loads(line) for line in (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()]
+    assert all(len(line["idle_fraction"]) == 3 for line in idle if line["kind"] == "train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tarfile
 from typing import Any
@@ -147,8 +148,12 @@ def test_a_run_on_tiles_goes_on_with_its_newline_as_if_it_had_never_stopped(tiny
 
 @pytest.fixture
 def damaged_shards(tiny, tmp_path, make_tiny):
+    return damage(tiny, tmp_path, make_tiny)
+
+
+def damage(tiny, folder, make_tiny) -> str:
     """60 samples, of which one is no JSON, which its index says, and two were damaged after they had been indexed."""
-    shards = make_tiny.make_tiny_shards(tmp_path / "shards", samples=60, shards=2, text_only_fraction=0)
+    shards = make_tiny.make_tiny_shards(folder / "shards", samples=60, shards=2, text_only_fraction=0)
     places = {}
     for shard in shards:
         with tarfile.open(shard) as archive:
@@ -164,7 +169,7 @@ def damaged_shards(tiny, tmp_path, make_tiny):
     ensure_indexes(shards, str(tiny / "llm"), "plain")
     flip("000030.json", 30)
     flip(next(name for name in places if name.startswith("000010") and not name.endswith("json")), 30)
-    return f"{tmp_path}/shards/*.tar"
+    return f"{folder}/shards/*.tar"
 
 
 def test_counts_and_quarantine_go_on_as_if_the_run_had_never_been_cut(tiny, tmp_path, damaged_shards):
@@ -281,7 +286,7 @@ def held(run: Run) -> list[list[int] | None]:
     return [rank["stages"][0]["encoder"] for rank in json.loads((run.folder / "plan.json").read_text())["ranks"]]
 
 
-def assert_alike(run: Run, other: Run, *, length: int = STEPS) -> None:
+def assert_alike(run: Run, other: Run) -> None:
     for name in ("quarantine.jsonl", "samples.jsonl"):
         assert (run.folder / name).read_bytes() == (other.folder / name).read_bytes(), name
     for kind in ("train", "eval", "eval_permuted", "epoch"):
@@ -290,26 +295,66 @@ def assert_alike(run: Run, other: Run, *, length: int = STEPS) -> None:
             for lines in (run.lines("metrics.jsonl", kind), other.lines("metrics.jsonl", kind))
         )
         assert found == expected and found, kind
-    assert_bitwise(tensors(run, length), tensors(other, length))
-    states = [one.checkpoint(length).state for one in (run, other)]
+    assert_bitwise(tensors(run, STEPS), tensors(other, STEPS))
+    states = [one.checkpoint(STEPS).state for one in (run, other)]
     for key in ("frozen_fingerprint", "data", "trained"):
         assert states[0][key] == states[1][key], key
 
 
-def test_slices_of_the_encoder_leave_the_same_bits_and_records_resumed_or_not(tiny, tmp_path, damaged_shards):
-    options = (*RUN, f"data.shards={damaged_shards}", "data.max_quarantine_rate=0.2", "data.pack_length=88")
-    options += (*SAVED, f"checkpoint.every_steps={CUT}", f"run.dir={tmp_path}", *layout_of(2, 1))
+SAME = (  # a run that goes on, and how
+    ("sliced", TAIL),
+    pytest.param("sliced", ALONE, marks=pytest.mark.nightly),
+    pytest.param("alone", SLICED, marks=pytest.mark.nightly),
+)
+
+
+@pytest.fixture(scope="module")
+def by_slices(tiny, tmp_path_factory, make_tiny):
+    """Options of a run over damaged data, and what it leaves with the encoder on rank 0 and in slices."""
+    folder = tmp_path_factory.mktemp("slices")
+    options = (*RUN, f"data.shards={damage(tiny, folder, make_tiny)}", "data.max_quarantine_rate=0.2")
+    options += (*SAVED, "data.pack_length=88", f"checkpoint.every_steps={CUT}", f"run.dir={folder}", *layout_of(2, 1))
     options += ("eval.fraction=0.2", "eval.every_steps=2", "eval.show_answers=2")
+    runs = {
+        name: train(tiny / "config.yaml", *options, *how, f"run.name={name}")
+        for name, how in (("alone", ALONE), ("sliced", SLICED))
+    }
+    return options, runs
+
+
+def test_slices_of_the_encoder_leave_the_same_bits_and_records(by_slices):
+    _, runs = by_slices
+    assert held(runs["alone"]) == [None, None]
+    first, second = held(runs["sliced"])
+    assert first[0] == 0 and first[1] == second[0] > 0 and second[1] == 3
+    assert runs["alone"].lines("quarantine.jsonl")[-1]["step"] is not None, "else the chain met nothing damaged"
+    assert_alike(runs["sliced"], runs["alone"])
+    answers = [re.findall("given .*", run.printed) for run in runs.values()]
+    assert answers[0] == answers[1] and answers[0]
+
+
+@pytest.mark.parametrize(("before", "how"), SAME)
+def test_a_run_goes_on_in_other_slices_as_if_it_had_never_stopped(tiny, by_slices, before, how):
+    options, runs = by_slices
+    name = f"{before}-{len(how)}-{'prefetch' in how[-1]}"
+    again = branch(runs[before], name, tiny / "config.yaml", *options, *how, cut=CUT)
+    assert_alike(again, runs["alone"])
+    assert [line["changed"] for line in again.lines("metrics.jsonl", "resume")] == [[]]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("end", [("train.max_steps=1",), ("train.max_steps=null", "train.epochs=1")])
+@pytest.mark.parametrize("shape", [layout_of(2, 1), layout_of(3, 1), layout_of(2, 2)])
+def test_slices_that_are_further_ahead_than_the_run_goes_end_with_it(tiny, tmp_path, end, shape):
+    options = (*RUN, *SAVED, *end, *shape, "train.packs_per_step=8", f"run.dir={tmp_path}")
+    ranks = "parallel.encoder_ranks=[0,1]"
     alone, sliced = (
         train(tiny / "config.yaml", *options, *how, f"run.name={name}")
-        for name, how in (("alone", ALONE), ("sliced", SLICED))
+        for name, how in (("alone", ALONE), ("sliced", (ranks, "parallel.encoder_prefetch=4")))
     )
-    assert held(alone) == [None, None]
-    assert (first := held(sliced))[0][0] == 0 and first[0][1] == first[1][0] > 0 and first[1][1] == 3
-    assert alone.lines("quarantine.jsonl")[-1]["step"] is not None, "else nothing damaged went through the chain"
-    assert_alike(sliced, alone)
-    for before, name, how in ((sliced, "tail", TAIL), (sliced, "back", ALONE), (alone, "begun", SLICED)):
-        again = branch(before, name, tiny / "config.yaml", *options, *how, cut=CUT)
-        assert_alike(again, alone)
-        assert [line["changed"] for line in again.lines("metrics.jsonl", "resume")] == [[]], name
-    assert held(again) == held(sliced)
+    length = len(alone.lines("metrics.jsonl", "train"))
+    assert length == 1 or "epochs" in end[-1]
+    assert alone.losses() == sliced.losses()
+    assert (sliced.folder / "samples.jsonl").read_bytes() == (alone.folder / "samples.jsonl").read_bytes()
+    assert sliced.lines("metrics.jsonl", "epoch") == alone.lines("metrics.jsonl", "epoch")
+    assert_bitwise(tensors(sliced, length), tensors(alone, length))
