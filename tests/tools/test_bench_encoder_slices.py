@@ -68,11 +68,11 @@ def test_what_computes_is_predicted_and_measured(tmp_path):
     ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads((tmp_path / "found.json").read_text())["real tiny"]
-    assert [layout["name"] for layout in found["layouts"]] == ["slices", "rank 0", "uniform cut", "front alone"]
+    assert [layout["name"] for layout in found["layouts"]] == ["slices", "auto", "rank 0", "uniform cut", "front alone"]
     for layout in found["layouts"]:
         assert layout["predicted_bytes"] == pytest.approx(layout["measured_bytes"], rel=0.2)
         assert layout["predicted_evaluation"] > 0 and layout["predicted_seconds"] > 0
-    assert [len(gain["measured"]) for gain in found["gains"]] == [2] * 4
+    assert [len(gain["measured"]) for gain in found["gains"]] == [2] * 5
 
 
 @pytest.mark.nightly

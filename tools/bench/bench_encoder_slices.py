@@ -2,8 +2,8 @@
 
     sleep    pipeline 4 and 8 on any machine: the engine, its messages and its lists, with stages that sleep the seconds
              that they are planned to take; InternViT-6B + 20B (the encoder is 36% of the exact work) and one with 15%
-    real     pipeline 2 with real compute on two cores: the planner's choice against its best with the encoder on rank
-             0, against a uniform cut and against the front alone on rank 0; evaluation; step time and memory as planned
+    real     pipeline 2 with real compute on two cores: slices on both ranks against the planner's choice, its best with
+             the encoder on rank 0, a uniform cut and the front alone on rank 0; evaluation; time and memory as planned
 
 Ways take turns within one run. A gain is the median of the turns' ratios. `real` measures as `bench.py plan` does: the
 same calibration in the same minutes, corrected by probes; see there.
@@ -49,7 +49,7 @@ ROWS = ("sleep", "real")
 TIMEOUT_SECONDS = 600
 STEP_ERROR = 0.05  # of a prediction, at most
 TARGETS = {"p4-36%": 1.35, "p8-36%": 2.6, "p8-15%": 1.2}  # rank 0's step over that of slices
-SLICES, RANK_0, UNIFORM, FRONT_ALONE = "slices", "rank 0", "uniform cut", "front alone"
+SLICES, AUTO, RANK_0, UNIFORM, FRONT_ALONE = "slices", "auto", "rank 0", "uniform cut", "front alone"
 REAL_TARGETS = {  # what takes so many times as long as with slices
     "15%": {
         ("step", RANK_0): 0.98,
@@ -186,11 +186,12 @@ def settings_of(options: argparse.Namespace) -> tuple[Settings, ...]:
     from bench_plan_ranks import Layout, Settings
 
     def layouts(layers: int, *, against_hand: bool) -> tuple[Layout, ...]:
-        auto = Layout(SLICES, 2, 8, None, "auto", prefetch="auto", encoder_ranks="auto", evaluates=True)
+        slices = Layout(SLICES, 2, 8, None, "auto", prefetch="auto", encoder_ranks=(0, 1), evaluates=True)
+        auto = Layout(AUTO, 2, 8, None, "auto", prefetch="auto", encoder_ranks="auto")
         rank_0 = Layout(RANK_0, 2, 8, None, "auto", prefetch="auto", evaluates=True)
         uniform = Layout(UNIFORM, 2, 8, (layers // 2,))
         alone = Layout(FRONT_ALONE, 2, 8, (0,), prefetch="auto")
-        return (auto, rank_0, uniform, alone) if against_hand else (auto, rank_0)
+        return (slices, auto, rank_0, uniform, alone) if against_hand else (slices, auto, rank_0)
 
     repeats = options.repetitions, options.rounds, options.noise
     if options.quick:
@@ -211,6 +212,7 @@ def report_real(share: str, found: Mapping[str, Any]) -> dict[str, Any]:
     say("", f"encoder {ours['encoder_share']:.0%} of the seconds; blocks {ours['slices']}, cut {ours['boundaries']}")
     gains, rows = [], []
     for what, rival, kind in (
+        ("step", AUTO, "seconds"),
         ("step", RANK_0, "seconds"),
         ("step", UNIFORM, "seconds"),
         ("step", FRONT_ALONE, "seconds"),

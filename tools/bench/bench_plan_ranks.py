@@ -68,7 +68,7 @@ class Layout:
     stages_per_rank: int | str = 1
     recompute: tuple[int, ...] | int = 0
     prefetch: str | int = 0
-    encoder_ranks: str | int = 0
+    encoder_ranks: tuple[int, ...] | str | int = 0
     evaluates: bool = False  # whether evaluations of as many micro-batches as a step has are measured, too
 
 
