@@ -60,10 +60,12 @@ def placements(
 ) -> list[Placement]:
     """Placements of the slices on the ranks `chain` into a step whose `program` encodes nothing ahead, the best first.
 
-    Of placements that are as fast as the best one those come first that are least ahead. Features wait for `most`
+    Of placements that are as fast as the best one those come first that are least ahead; where several ranks encode,
+    those without gaps come last, since little is known of their seconds. Features wait for `most`
     micro-batches at most; `exactly` asks for steps that begin with so many, whether that is faster or not.
     """
     found: dict[Chain, float] = {}
+    leading: list[Chain] = []
     if len(chain) == 1:
         counts = _candidates(int(min(microbatches, most))) if exactly is None else (exactly,)
         for count in counts:
@@ -72,20 +74,24 @@ def placements(
                 found[(encodes, *[None] * (len(schedule) - 1))] = least
     else:
         # With none ahead the first forward comes after a whole chain, and the rest of the step after that forward.
-        least = simulate(program, _without_encoder(seconds)).seconds + sum(seconds.encode) * (not exactly)
+        bound = simulate(program, _without_encoder(seconds)).seconds + sum(seconds.encode) * (not exactly)
         one_stage = len(seconds.forward) == len(schedule)
         for lead in {1, len(chain), 2 * len(chain), microbatches} if one_stage else {microbatches}:
             if lead <= microbatches:
-                found[leading_encodes(schedule, microbatches, chain, lead, exactly or 0)] = least
+                leading.append(leading_encodes(schedule, microbatches, chain, lead, exactly or 0))
         if exactly != 0:
             for filled, least in _fills(program, microbatches, seconds, chain):
                 features = filled[chain[-1]].ahead
                 within = filled[0].ahead <= MOST_STEPS_AHEAD * microbatches and features <= most
                 if within and exactly in (None, features):
                     found[filled] = least
+        for encodes in leading:
+            found.setdefault(encodes, bound)
     options = [Placement(least, encodes) for encodes, least in found.items()]
     best = min(option.least_seconds for option in options) * (1 + GAIN)
-    return sorted(options, key=lambda x: (max(x.least_seconds, best), x.ahead, x.least_seconds))
+    # In a chain of several, the bound of what is not put into gaps is far from what its lists take.
+    loosely = set(leading)
+    return sorted(options, key=lambda x: (x.chain in loosely, max(x.least_seconds, best), x.ahead, x.least_seconds))
 
 
 def _candidates(most: int) -> Iterator[int]:

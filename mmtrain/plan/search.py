@@ -162,9 +162,9 @@ class Search:
         shape = form.schedule, form.program, self.microbatches, seconds, ranks
         tried = 0
         for option in placements(*shape, exactly=exactly):
-            if option.least_seconds >= limit or tried == MOST_PLACEMENTS:
+            if tried == MOST_PLACEMENTS:
                 break
-            if exactly is None and not self._has_room(option.chain, needs):
+            if option.least_seconds >= limit or (exactly is None and not self._has_room(option.chain, needs)):
                 continue
             tried += 1
             found = self._built(cut, slices, option.chain, needs, seconds)

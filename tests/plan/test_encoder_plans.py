@@ -1,0 +1,82 @@
+"""Plans with the encoder in slices: real models against the work that is shared out; never slower than rank 0."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from bench_encoder_plans import CASES, costs_of, figures, in_slices
+from made_up_costs import made_up_costs
+
+from mmtrain.plan.search import Search
+from mmtrain.plan.stage_costs import StageCosts
+
+INTERN_20B, INTERN_72B, SIGLIP = "InternViT-6B + InternLM2-20B", "InternViT-6B + Qwen2.5-72B", "SigLIP 81 + Qwen3-8B"
+nightly = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "step", "slowest"),
+    [
+        (INTERN_20B, 16, 1.08, 1.04),
+        pytest.param(INTERN_20B, 32, 1.08, 1.04, marks=nightly),
+        pytest.param(INTERN_72B, 16, 1.09, 1.04, marks=nightly),
+        pytest.param(INTERN_72B, 32, 1.07, 1.04, marks=nightly),
+        pytest.param(SIGLIP, 16, 1.19, 1.05, marks=nightly),
+        (SIGLIP, 32, 1.13, 1.05),
+    ],
+)
+def test_a_pipeline_of_8_takes_little_longer_than_its_work(name, microbatches, step, slowest) -> None:
+    costs = costs_of(CASES[name], 8, microbatches)
+    found = figures(in_slices(costs), costs)
+    assert found.step <= step and found.slowest <= slowest
+
+
+def never_worse(costs: StageCosts) -> tuple[bool, bool]:
+    """Checks a plan against that of rank 0 alone; whether it is in slices, and whether only slices fit."""
+    alone, free = Search(costs, "auto").find("auto"), Search(costs, "auto", "auto").find("auto")
+    if alone:
+        assert free, "it fits where the whole encoder on rank 0 does"
+        # More stages a rank may be left for 1%, more slices for half of that.
+        assert free[0].simulation.seconds <= 1.015 * alone[0].simulation.seconds
+    sliced = bool(free) and sum(blocks > 0 for blocks in free[0].slices) > 1
+    return sliced, sliced and not alone
+
+
+def made_up(number: int) -> StageCosts:
+    draw = random.Random(number)
+    pipeline = draw.randrange(2, 6)
+    costs = made_up_costs(
+        draw,
+        draw.randrange(pipeline, 20),
+        pipeline=pipeline,
+        microbatches=draw.randrange(1, 17),
+        memory_bytes=draw.choice([None, draw.randrange(200, 1500)]),
+    )
+    timings = replace(costs.timings, encode_block=costs.timings.encode_block + draw.randrange(30))
+    return StageCosts(costs.costs, timings, costs.setting)
+
+
+def test_slices_are_never_slower_than_rank_0_alone() -> None:
+    found = [never_worse(made_up(number)) for number in range(6)]
+    assert any(sliced for sliced, _ in found)
+
+
+@nightly
+def test_slices_are_never_slower_than_rank_0_alone_in_200_runs() -> None:
+    found = [never_worse(made_up(number)) for number in range(1000, 1170)]
+    for case in CASES.values():
+        for pipeline, microbatches in ((2, 8), (4, 16), (8, 16)):
+            found.append(never_worse(costs_of(case, pipeline, microbatches)))
+            found.append(never_worse(costs_of(case, pipeline, microbatches, memory_bytes=80 * 2**30)))
+    assert len(found) >= 200 and sum(sliced for sliced, _ in found) > 20
+
+
+def test_an_encoder_that_fits_on_no_rank_is_planned_in_slices() -> None:
+    """InternViT-6B takes 10.3 GiB, more than rank 0 has left beside the connector and the embedding."""
+    costs = costs_of(replace(CASES[INTERN_20B], pack_length=4096), 8, 8, memory_bytes=14 * 2**30)
+    assert not Search(costs, "auto").find(1)
+    search = Search(costs, "auto", "auto")
+    (layout, *_) = search.find(1)
+    assert search.fits(layout) and max(layout.slices) < 45 and search.on_rank_0 is None
