@@ -49,7 +49,7 @@ data.samples.records  data.samples.formats  data.samples.sample
 data.stream.order  data.stream.image_totals  data.stream.catalog
 data.inspection.survey
 checkpoint.run_folder  checkpoint.step_folder  checkpoint.choose  checkpoint.begin
-engine.utilization  engine.trace  evaluation.console  model.projector_files  model.probe
+engine.utilization  engine.trace  evaluation.console  model.projector_files  model.probe  model.encoder_probe
 """
 IMPORT_TORCH = {"torch", "torchvision", "transformers", "timm", "deepspeed", "webdataset", "safetensors.torch"}
 ONLY_IMPORTER = {"deepspeed": "engine.deepspeed_pipeline", "mmtrain.training.loop": "launching.training"}
