@@ -261,11 +261,11 @@ def test_tied_embeddings_are_held_by_both_ends_and_once_by_a_single_rank(tiny, m
 
 
 def test_prefetch_that_is_asked_for_is_planned(config_file) -> None:
-    plan = plan_of(config_file, "parallel.encoder_prefetch=3")
+    plan = plan_of(config_file, "parallel.encoder_ranks=0", "parallel.encoder_prefetch=3")
     assert plan.encode_ahead == 3 and "begins with 3 micro-batches encoded" in sentences(plan)
-    none = plan_of(config_file, "parallel.encoder_prefetch=0")
+    none = plan_of(config_file, "parallel.encoder_ranks=0", "parallel.encoder_prefetch=0")
     assert none.encode_ahead == 0 and none.no_prefetch_time_ratio is None
-    more = plan_of(config_file, "parallel.encoder_prefetch=16")
+    more = plan_of(config_file, "parallel.encoder_ranks=0", "parallel.encoder_prefetch=16")
     assert more.ranks[0].activation_bytes > none.ranks[0].activation_bytes + 12 * 3 * 576 * 1024 * 2, "features wait"
 
 
@@ -300,7 +300,8 @@ def test_the_table_says_who_holds_and_trains_what(config_file) -> None:
 
 
 def test_a_plan_with_several_stages_a_rank_says_which_and_why(config_file) -> None:
-    plan = plan_of(config_file, "parallel.stages_per_rank=auto", "parallel.device_memory_gib=80")
+    by_rank_0 = "parallel.encoder_ranks=0", "parallel.device_memory_gib=80"
+    plan = plan_of(config_file, "parallel.stages_per_rank=auto", *by_rank_0)
     assert plan.stages_per_rank == 2 and plan.fewer_stages_time_ratio > 1.05
     lines = [line.split() for line in render(plan)]
     first = next(i for i, line in enumerate(lines) if line[:4] == ["0", "0", "front,", "0-1"])
@@ -308,7 +309,7 @@ def test_a_plan_with_several_stages_a_rank_says_which_and_why(config_file) -> No
     assert f"with fewer a step takes {plan.fewer_stages_time_ratio - 1:.1%} longer" in sentences(plan)
     assert "rank 1: NoOp, all of its layers are frozen" in sentences(plan)
     assert [stage.stage for stage in plan.ranks[1].stages] == [1, 5]
-    one = plan_of(config_file, "parallel.device_memory_gib=80")
+    one = plan_of(config_file, *by_rank_0)
     assert plan.idle_share < one.idle_share and one.fewer_stages_time_ratio is None
 
 

@@ -69,6 +69,7 @@ def planned(mode: str, pipelines: tuple[int, ...] = PIPELINES) -> Planned:
     fullest = []
     for pipeline in pipelines:
         layout = (f"parallel.pipeline={pipeline}", "parallel.stages_per_rank=1", "parallel.device_memory_gib=null")
+        layout += ("parallel.encoder_ranks=0",)
         plans = [
             make_plan(configured(mode, BIG, 32, 128, *layout, f"parallel.recompute_layers={count}"))
             for count in (0, 1000)
