@@ -326,7 +326,8 @@ class _Trial:
         search = search_of(changed, costs)
         if parallel.boundaries is not None:
             return search.fits(search.with_encodes(given_cut(changed, costs)))
-        one_rank = parallel.encoder_ranks == 0 or not costs.costs.encoder.frozen
+        # The encoder in slices may fit where it does not fit on rank 0; to try that, too, would take minutes.
+        one_rank = parallel.encoder_ranks in ("auto", 0)
         if one_rank and parallel.encoder_prefetch in ("auto", 0) and parallel.stages_per_rank in ("auto", 1):
             return best_cut(costs) is not None
         return bool(search.find(parallel.stages_per_rank))
