@@ -73,9 +73,8 @@ class ParallelSection(Section):
     encoder_ranks: Free[
         Literal["auto", 0] | Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_LAYERS)], ...], Field(min_length=1)]
     ] = "auto"
-    """pipeline ranks that hold slices of a frozen encoder, e.g. [0, 1, 3]: whole blocks, shared out so that all have as
-    much to do; rank 0 always makes the patches; 0: rank 0 alone holds it; auto: what the simulation favours. It changes
-    no result"""
+    """pipeline ranks that hold blocks of a frozen encoder, e.g. [0, 1, 3]; rank 0 always makes the patches; 0: rank 0
+    holds all; auto: what the simulation favours. It changes no result"""
     boundaries: Free[tuple[LayerIndex, ...] | None] = None
     """decoder layer at which stage 1, 2, ... begins, e.g. [8, 16, 24]; null: the planner chooses"""
     device_memory_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = None
