@@ -258,7 +258,7 @@ def test_neither_a_run_nor_its_log_holds_what_a_terminal_obeys(tiny, tmp_path):
         assert_obeyed_by_none(said)
 
 
-# Their stdout is log.PrefixedLog, in ranks and while the launcher waits for them; of gpus.py and of both probes, a pipe.
+# Their stdout is log.PrefixedLog, in ranks and while the launcher waits for them; of gpus.py and both probes, a pipe.
 OTHERS = {
     "mmtrain/processes/rank.py",
     "mmtrain/checkpoint/write.py",
