@@ -32,7 +32,7 @@ def probe_encoder(config: RunConfig) -> None:
     """Try `config`'s encoder in slices; nothing without an encoder.
 
     Raises EncoderSliceError, naming encoder, difference and remedy, where slices differ from the whole encoder by a
-    bit, fail, or take longer than `probe.SECONDS`: 5 to 20 s the first time.
+    bit, fail, or take longer than `probe.SECONDS`: 5 to 20 s the first time, on a busy machine a minute.
     """
     chosen = config.model.vision
     if chosen is None:

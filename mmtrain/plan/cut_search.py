@@ -22,7 +22,7 @@ from mmtrain.plan.simulate import Program, StageSeconds, simulate
 from mmtrain.plan.stage_costs import LayerRange, RankNeed, StageCosts
 
 SIMULATED_INSTRUCTIONS = 2_000_000
-"""Of all moves together, a quarter of a second; the largest layouts then end at a cut that one more move might better.
+"""Of all moves together, a fraction of a second; the largest layouts then end at a cut that one more move might better.
 
 The first cut of each kind is simulated in any case."""
 FEW_CUTS = 400

@@ -61,8 +61,8 @@ def placements(
     """Placements of the slices on the ranks `chain` into a step whose `program` encodes nothing ahead, the best first.
 
     Of placements that are as fast as the best one those come first that are least ahead; where several ranks encode,
-    those without gaps come last, since little is known of their seconds. Features wait for `most`
-    micro-batches at most; `exactly` asks for steps that begin with so many, whether that is faster or not.
+    those without gaps come last, since little is known of their seconds. Features wait for `most` micro-batches at
+    most; `exactly` asks for steps that begin with so many, whether that is faster or not.
     """
     found: dict[Chain, float] = {}
     leading: list[Chain] = []

@@ -103,12 +103,17 @@ def _image_positions(config: RunConfig, layout: ImageLayout) -> int:
     return 0 if tiling is None else math.ceil(max(tiling.positions, expected_image(config, layout)[1]))
 
 
+def _trained_of_encoder(config: RunConfig, models: Models) -> str | None:
+    """The first of the encoder's parameters that trains."""
+    return next((p.name for p in models.vision.parameters if matches(p.name, config.model.trainable)), None)
+
+
 def check_prefetch(config: RunConfig, models: Models) -> None:
     """Raises UserError for a prefetch of features though the encoder trains, or of more than a step has."""
     count = config.parallel.encoder_prefetch
     if count in ("auto", 0):
         return
-    trained = next((p.name for p in models.vision.parameters if matches(p.name, config.model.trainable)), None)
+    trained = _trained_of_encoder(config, models)
     if trained is not None:
         raise UserError(
             f"parallel.encoder_prefetch: {count}, but {trained} trains: features of an encoder that trains cannot be "
@@ -135,7 +140,7 @@ def check_encoder_ranks(config: RunConfig, models: Models) -> None:
         )
     if models.vision.blocks_run == 0 or set(ranks) == {0}:
         return
-    trained = next((p.name for p in models.vision.parameters if matches(p.name, config.model.trainable)), None)
+    trained = _trained_of_encoder(config, models)
     if trained is not None:
         raise UserError(
             f"parallel.encoder_ranks: {list(ranks)}, but {trained} trains: an encoder that trains is whole on rank 0; "

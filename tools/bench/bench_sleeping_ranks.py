@@ -131,9 +131,9 @@ class SleepingStage(Stage):
     def _timed(self, work: Callable[..., Any], hidden: torch.Tensor, *others: torch.Tensor) -> Any:
         """A forward whose graph is timed, too, from its output's gradient to its input's."""
         end = time.perf_counter() + self._forward
-        found = work(_BackwardEnds.apply(hidden, self), *others)
+        found = work(_InBackward.apply(hidden, self.backward_ends), *others)
         first, *more = found if isinstance(found, tuple) else (found,)
-        first = _BackwardBegins.apply(first, self)
+        first = _InBackward.apply(first, self.backward_begins)
         sleep_until(end)
         return (first, *more) if more else first
 
@@ -144,31 +144,17 @@ class SleepingStage(Stage):
         sleep_until(self._began + self._backward)
 
 
-class _BackwardBegins(torch.autograd.Function):
-    """Nothing, but says when the gradient comes."""
+class _InBackward(torch.autograd.Function):
+    """Nothing, but calls something when the gradient comes by."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, stage: SleepingStage) -> torch.Tensor:
-        ctx.stage = stage
+    def forward(ctx: Any, value: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.stage.backward_begins()
-        return gradient, None
-
-
-class _BackwardEnds(torch.autograd.Function):
-    """Nothing, but the gradient leaves when the planned time is over."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, stage: SleepingStage) -> torch.Tensor:
-        ctx.stage = stage
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.stage.backward_ends()
+        ctx.call()
         return gradient, None
 
 
