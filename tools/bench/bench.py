@@ -2,6 +2,7 @@
 
     peers           is it faster than what people would otherwise use?
     plan            does the planner predict what then happens?
+    encoder_plans   what would slices of the encoder gain for real models on many GPUs, as planned?
     encoder_slices  what do slices of the encoder over all ranks gain?
     gpu             what does a 7B model do on one GPU, beside the stock loop?
 

@@ -254,7 +254,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", action="append", choices=CASES, metavar="NAME", help=f"only these of: {'; '.join(CASES)}")
     add("--pipeline", type=positive, action="append", metavar="N", help="ranks of a pipeline (4, 8 and 16)")
     add("--microbatches", type=positive, action="append", metavar="N", help="of a step and replica (16, 32 and 64)")
-    add("--ranks", type=positive, default=1024, metavar="N", help="of the last row of scaling (%(default)s)")
+    add("--ranks", type=positive, default=1024, metavar="N", help="of the last rows of scaling (%(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -325,6 +325,11 @@ def compared(case: Case, pipeline: int, microbatches: int) -> dict[str, Any]:
     }
 
 
+def _doubled(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`."""
+    return sorted({*(2**i for i in range(most.bit_length())), most} - {0})
+
+
 def _scaling(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for name in names:
@@ -332,8 +337,7 @@ def _scaling(names: list[str], options: argparse.Namespace) -> list[dict[str, An
             for microbatches in options.microbatches or (32,):
                 alone = costs_of(CASES[name], pipeline, microbatches)
                 layout = in_slices(alone)
-                replicas = 1
-                while replicas * pipeline <= options.ranks:
+                for replicas in _doubled(options.ranks // pipeline):
                     costs = costs_of(CASES[name], pipeline, microbatches, replicas=replicas)
                     latency = 2 * (replicas - 1) * GPU.latency_seconds
                     step = layout.simulation.seconds + costs.timings.end + latency
@@ -347,7 +351,6 @@ def _scaling(names: list[str], options: argparse.Namespace) -> list[dict[str, An
                             "efficiency": layout.simulation.seconds / step,
                         }
                     )
-                    replicas *= 4
     columns = ("model", ">p", ">m", ">ranks", ">step over balanced", ">efficiency")
     print_table(
         columns,
