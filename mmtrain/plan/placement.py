@@ -204,11 +204,13 @@ def _fill(
 
     What finds no gap comes at the step's end. With a lower bound of the step's seconds.
     """
-    messages = seconds.send_features + seconds.receive_features
     slices = [None] * len(seconds.encode)
     for rank in chain:
+        messages = seconds.send_features + seconds.receive_features * (rank > 0)
         slices[rank] = _Slice(seconds.encode[rank] + messages, microbatches, first)
     forwards: list[float] = []  # begins of stage 0's, by micro-batch
+    first_forward = seconds.forward[0] + seconds.receive_features
+    others = replace(_without_encoder(seconds), forward=(first_forward, *seconds.forward[1:]))
 
     def fill(step: Step, now: float, ready: float) -> float:
         rank, x, _ = step
@@ -221,10 +223,10 @@ def _fill(
             forwards.append(begin)
         return spent
 
-    least = simulate(program, _without_encoder(seconds), before=fill).seconds
+    least = simulate(program, others, before=fill).seconds
     for rank in chain:
         step, begin = slices[rank].compute
-        done = begin + _work(step, seconds)
+        done = begin + _work(step, others)
         least = max(least, done + slices[rank].place(slices[rank].left, done) + seconds.end)
     ahead: dict[int, int] = {}
     needed, at_least = forwards, 0

@@ -15,7 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmtrain.plan.instructions import COMPUTES, SENDS, Instruction, Message, Op, Schedule, Step, all_steps
+from mmtrain.plan.instructions import (
+    COMPUTES,
+    SENDS,
+    Instruction,
+    Message,
+    Op,
+    Schedule,
+    Step,
+    all_steps,
+    chain_of,
+    needed_before,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,7 @@ class _Kind(NamedTuple):
 
     op: Op
     place: int  # stage, or rank of an ENCODE
-    waits: bool  # for a message
+    takes: bool  # a message, of this step or an earlier one
 
 
 class Program:
@@ -79,11 +90,14 @@ class Program:
         self.ranks = len(schedule)
         self.steps: list[tuple[int, int, int, int, int, Step]] = []
         """What works or carries a message: what it is, rank, its kind, its message and channel (-1: none)."""
-        self.kinds: dict[_Kind, int] = {}
+        self.kinds: list[_Kind] = []
         self.counts: Counter[tuple[int, int]] = Counter()  # by rank and kind
         self.channels: dict[tuple[int, int, str], int] = {}
         self.messages: dict[Message, int] = {}
         posted: set[int] = set()  # by one side
+        kinds: dict[tuple[Op, int], int] = {}
+        chain = chain_of(schedule)
+        stages = 1 + max((x.stage for instructions in schedule for x in instructions), default=0)
         for step in all_steps(schedule):
             rank, x, message = step
             number = -1 if message is None else self.messages.setdefault(message, len(self.messages))
@@ -95,8 +109,10 @@ class Program:
                 does = _SECOND_POST if number in posted else _FIRST_POST
                 posted.add(number)
             channel = -1 if message is None else self.channels.setdefault(message.channel, len(self.channels))
-            kind = _Kind(x.op, x.stage, message is not None)
-            known = self.kinds.setdefault(kind, len(self.kinds))
+            known = kinds.setdefault((x.op, x.stage), len(kinds))
+            if known == len(self.kinds):
+                takes = needed_before(x, self.ranks, stages, chain) is not None
+                self.kinds.append(_Kind(x.op, x.stage, takes))
             self.counts[rank, known] += 1
             self.steps.append((does, rank, known, number, channel, step))
 
@@ -154,15 +170,15 @@ def simulate(
 
 
 def _work(kind: _Kind, seconds: StageSeconds) -> float:
-    """Seconds of an instruction, with those of taking the message that it waits for."""
-    op, place, waits = kind
+    """Seconds of an instruction, with those of taking a message."""
+    op, place, takes = kind
     if op is Op.FORWARD:
         received = seconds.receive if place else seconds.receive_features
-        return seconds.forward[place] + received * waits
+        return seconds.forward[place] + received * takes
     if op is Op.BACKWARD:
-        return seconds.backward[place] + seconds.receive * waits
+        return seconds.backward[place] + seconds.receive * takes
     if op is Op.ENCODE:
-        return seconds.encode[place] + seconds.receive_features * waits
+        return seconds.encode[place] + seconds.receive_features * takes
     if op in SENDS:
         return seconds.send_features if op is Op.SEND_FEATURES else seconds.send
     return 0.0
