@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.stage_costs import LayerRange, StageCosts
@@ -38,15 +38,17 @@ def uniform_cut(decoder_layers: int, stages: int) -> Cut:
 # ---- the best cut for one stage a rank
 
 
-def best_cut(costs: StageCosts) -> Cut | None:
+def best_cut(costs: StageCosts, slices: Sequence[int] | None = None) -> Cut | None:
     """The cut whose slowest rank takes the fewest seconds, all ranks within the memory limit; None if none fits.
+
+    `slices`: blocks of the encoder that each rank holds; None: rank 0 has all of them.
 
     Exact, for one stage a rank. Of several such cuts the one with the smallest sum of squared seconds, then the one
     whose late stages hold the most layers: the answer is a function of the costs alone.
     """
 
     def seconds(stage: int, begin: int, end: int) -> float:
-        need = costs.one_stage_need(stage, begin, end)
+        need = costs.one_stage_need(stage, begin, end, slices and slices[stage])
         return need.seconds if costs.fits(need) else math.inf
 
     pipeline = costs.setting.pipeline

@@ -211,7 +211,7 @@ class CutSearch:
             return [self._best_of_all(stages, charge)]
         seeds: list[Cut | None] = [even_cut(self.costs, stages, charge.seconds)]
         if stages_per_rank == 1:
-            seeds.append(best_cut(self.costs))
+            seeds.append(best_cut(self.costs, charge.slices))
         alone = even_cut(self.costs, stages, charge.seconds, front_alone=True) if stages <= decoder + 1 else None
         seeds.append(alone)
         if stages <= decoder:

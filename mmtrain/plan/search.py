@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -224,28 +224,48 @@ class Search:
     def find(self, stages_per_rank: Literal["auto"] | int) -> tuple[Layout, ...]:
         """The fastest layout that fits, of a number of stages a rank or of any; empty if none was found.
 
-        Where it has several stages a rank, the best one with fewer that was found before follows.
+        Where it has several stages a rank, the best one with fewer that was found before follows. The search with the
+        encoder on rank 0 is the same whether or not slices may follow, and slices must beat what it finds.
         """
         counts = self._possible_counts() if stages_per_rank == "auto" else (stages_per_rank,)
-        found: list[Layout] = []
+        cuts: dict[int, list[Cut]] = {count: [] for count in counts}
+        found, limit = [], math.inf
         self.on_rank_0 = None
-        for count in counts:
-            self.cuts.left = SIMULATED_INSTRUCTIONS * count // sum(counts)
-            limit = self._to_beat(found[-1] if found else None, STAGE_GAIN)
+        if self.encoder_ranks in ("auto", (0,)):
+            found = self._better_and_better(cuts, self._charges_on_rank_0(), self._on_rank_0, limit)
+        if found:
+            self.on_rank_0 = found[-1]
+            limit = self._to_beat(found[-1], SLICES_GAIN)
+        if self.encoder_ranks != (0,):
+            found += self._better_and_better(cuts, self._charges_in_slices(), self._in_slices, limit)
+        fewer = [layout for layout in found if layout.stages_per_rank < found[-1].stages_per_rank]
+        return (*found[-1:], *fewer[-1:])
+
+    def _better_and_better(
+        self,
+        cuts: dict[int, list[Cut]],
+        charges: Sequence[Charge],
+        placed: Callable[[Cut, float], Layout | None],
+        limit: float,
+    ) -> list[Layout]:
+        """For each number of stages a rank the fastest layout, if it saves STAGE_GAIN of the one before and fits.
+
+        All take less than `limit` seconds. `cuts` are those known by their number of stages a rank; more are added.
+        """
+        found: list[Layout] = []
+        for count, known in cuts.items():
+            limit = min(limit, self._to_beat(found[-1] if found else None, STAGE_GAIN))
             one_stage = found[0].cut if found and found[0].stages_per_rank == 1 else None
-            cuts = self._cuts(count, one_stage, limit)
-            best = self._fastest(cuts, self._on_rank_0, self._to_beat(self.on_rank_0, STAGE_GAIN))
-            self.on_rank_0 = best or self.on_rank_0
-            if best is not None and best.simulation.seconds >= limit:
-                best = None
-            limit = min(limit, self._to_beat(best, SLICES_GAIN))
-            best = self._fastest(cuts, self._in_slices, limit) or best
+            for charge in charges:
+                self.cuts.left = SIMULATED_INSTRUCTIONS * count // (sum(cuts) * len(charges))
+                known += self.cuts.candidates(count, charge, one_stage, limit)
+            best = self._fastest(dict.fromkeys(known), placed, limit)
             if best is not None:
                 found.append(best)
-        return tuple(found[:-3:-1])
+        return found
 
     def _fastest(
-        self, cuts: Sequence[Cut], placed: Callable[[Cut, float], Layout | None], limit: float
+        self, cuts: Iterable[Cut], placed: Callable[[Cut, float], Layout | None], limit: float
     ) -> Layout | None:
         """The fastest layout of these cuts that fits and takes less than `limit` seconds."""
         best: Layout | None = None
@@ -270,23 +290,22 @@ class Search:
             return (1,)
         return tuple(v for v in range(1, MOST_STAGES_PER_RANK + 1) if v == 1 or v * self.pipeline <= self.costs.count)
 
-    def _cuts(self, stages_per_rank: int, one_stage: Cut | None, limit: float) -> list[Cut]:
-        """The best cuts found that fit: the encoder before each forward on rank 0, in idle slots, in equal slices."""
-        alone, encode, blocks = self.cuts.alone, self.costs.timings.encode, self.costs.costs.encoder.blocks
-        charges = []
-        if self.encoder_ranks == "auto" or 0 in self.encoder_ranks:
-            charges.append(Charge(encode, alone))
-            if self._may_prefetch() or self.encoder_ranks != (0,):
-                charges.append(Charge(0.0, alone))
-        if self.encoder_ranks != (0,) and (self.costs.usable_bytes < math.inf or not charges):
-            several = range(self.pipeline) if self.encoder_ranks == "auto" else self.encoder_ranks
-            equal = -(-blocks // len(several))
-            charges.append(Charge(0.0, tuple(equal * (rank in several) for rank in range(self.pipeline))))
-        found, share = [], self.cuts.left // len(charges)
-        for charge in charges:
-            self.cuts.left = share
-            found += self.cuts.candidates(stages_per_rank, charge, one_stage, limit)
-        return list(dict.fromkeys(found))
+    def _charges_on_rank_0(self) -> list[Charge]:
+        """The whole encoder before each forward, or in idle slots."""
+        charges = [Charge(self.costs.timings.encode, self.cuts.alone)]
+        return charges + [Charge(0.0, self.cuts.alone)] * self._may_prefetch()
+
+    def _charges_in_slices(self) -> list[Charge]:
+        """Equal slices in idle slots; where the config asks for rank 0 among others, also all of them there."""
+        asks_for_0 = self.encoder_ranks != "auto" and 0 in self.encoder_ranks
+        return [*self._charges_on_rank_0() * asks_for_0, Charge(0.0, self.equal_slices)]
+
+    @property
+    def equal_slices(self) -> Slices:
+        """At least as many blocks as there are, the same number on every rank that may hold some."""
+        several = range(self.pipeline) if self.encoder_ranks == "auto" else self.encoder_ranks
+        each = -(-self.costs.costs.encoder.blocks // len(several))
+        return tuple(each * (rank in several) for rank in range(self.pipeline))
 
 
 def chain_of_slices(slices: Slices) -> tuple[int, ...]:

@@ -99,7 +99,9 @@ class StageCosts:
         self.stage = functools.cache(self._stage)
         self._one_stage_instants = functools.cache(self._find_one_stage_instants)
         self._one_stage_need = functools.cache(
-            lambda rank, first, layer_range: self.need(rank, [layer_range], self._one_stage_instants(first)[rank])
+            lambda rank, first, layers, encoder: self.need(
+                rank, [layers], self._one_stage_instants(first)[rank], encoder
+            )
         )
 
     # ---- stages
@@ -233,8 +235,8 @@ class StageCosts:
 
     # ---- one stage a rank
 
-    def one_stage_need(self, rank: int, begin: int, end: int) -> RankNeed:
-        """The need of a rank of 1F1B that holds layers [begin, end) as its only stage.
+    def one_stage_need(self, rank: int, begin: int, end: int, encoder: int | None = None) -> RankNeed:
+        """The need of a rank of 1F1B that holds layers [begin, end) as its only stage; `encoder` as in `need`.
 
         What its schedule keeps depends on the rest of the cut in one way only: whether anything before it trains.
         """
@@ -242,7 +244,7 @@ class StageCosts:
             first = rank + 1
         else:
             first = rank if begin <= self.first_trainable else 0
-        return self._one_stage_need(rank, first, self.same_range(begin, end))
+        return self._one_stage_need(rank, first, self.same_range(begin, end), encoder)
 
     def _find_one_stage_instants(self, first: int) -> tuple[tuple[Instant, ...], ...]:
         setting = self.setting
