@@ -179,8 +179,15 @@ def test_a_trace_shows_slices_and_their_messages_on_every_rank(tiny, tmp_path):
     with training(tiny, tmp_path, "train.max_steps=3", "--trace", "1") as command:
         assert command.wait(200) == 0, command.stderr
     events = json.loads((tmp_path / "tiny/trace.json").read_text())["traceEvents"]
+    called = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert [called[rank].split(", ")[0] for rank in range(3)] == [f"rank {n}: encoder block {n}" for n in range(3)]
     ran = {(event["tid"], event["args"]["op"]) for event in events if "op" in event.get("args", ())}
     for op in ("encode", "send_features", "receive_features"):
         assert {rank for rank, ran_op in ran if ran_op == op} == {0, 1, 2}, op
-    idle = [json.loads(line) for line in (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()]
-    assert all(len(line["idle_fraction"]) == 3 for line in idle if line["kind"] == "train")
+    names = {event["name"].split(" micro-batch ")[0] for event in events}
+    assert {f"{what} stage {n}" for n in range(3) for what in ("encode", "send features", "receive features")} < names
+    records = [json.loads(line) for line in (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()]
+    for line in [record for record in records if record["kind"] == "train"]:
+        assert all(0 <= share < 1 for share in line["idle_fraction"]) and len(line["idle_fraction"]) == 3
+        assert min(line["compute_seconds"]) > 0
+        assert [seconds > 0 for seconds in line["data_seconds"]] == [True, False, False], "only rank 0 reads data"

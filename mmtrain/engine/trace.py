@@ -137,7 +137,8 @@ def _names(plan: Plan) -> Iterator[dict[str, Any]]:
     for replica in range(plan.data):
         yield {"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica}"}}
     for rank in plan.ranks:
-        stages = ", ".join(stage.summary for stage in rank.stages)
+        slices = [f"encoder {stage.slice}" for stage in rank.stages if stage.slice]
+        stages = ", ".join([*slices, *(stage.summary for stage in rank.stages)])
         place = {"ph": "M", "pid": rank.data, "tid": rank.pipeline}
         yield {**place, "name": "thread_name", "args": {"name": f"rank {rank.rank}: {stages}"}}
         yield {**place, "name": "thread_sort_index", "args": {"sort_index": rank.pipeline}}

@@ -41,6 +41,16 @@ class StagePlan:
             parts.append(f"llm.layers.{self.first}-{self.last - 1}")
         return " + ".join(parts + ["head"] * self.head)
 
+    @property
+    def slice(self) -> str:
+        """What its rank holds of an encoder in slices: `blocks 0-6`; empty where it is whole, or elsewhere."""
+        if self.encoder is None:
+            return ""
+        first, last = self.encoder
+        return (
+            f"blocks {first}-{last - 1}" if last - first > 1 else f"block {first}" if last > first else "patches alone"
+        )
+
 
 def stage_of(cut: Sequence[int], stage: int, recompute_layers: int = 0) -> StagePlan:
     """Stage `stage` of a cut, whose borders count the front as layer 0 and the head as the last layer."""

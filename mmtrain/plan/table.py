@@ -55,13 +55,6 @@ def _ranks(plan: Plan, rank: RankPlan) -> str:
     return f"rank{'s' * (plan.data > 1)} {_numbers(plan, rank)}"
 
 
-def _blocks(first: int, last: int) -> str:
-    """What a slice of the encoder holds."""
-    if first == last:
-        return "patches alone"
-    return f"blocks {first}-{last - 1}" if last - first > 1 else f"block {first}"
-
-
 def _headline(plan: Plan) -> tuple[str, str]:
     limit = "no memory limit" if plan.memory_limit_bytes is None else f"{bytes_text(plan.memory_limit_bytes)} per rank"
     packs = "pack" if plan.packs_per_microbatch == 1 else "packs"
@@ -110,12 +103,7 @@ def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
     if plan.fewer_stages_time_ratio is not None:
         longer = plan.fewer_stages_time_ratio - 1
         yield f"{plan.stages_per_rank} stages a rank, interleaved: with fewer a step takes {longer:.1%} longer"
-    slices = [
-        f"{_blocks(*stage.encoder)} on {_ranks(plan, rank)}"
-        for rank in replica
-        for stage in rank.stages
-        if stage.encoder is not None
-    ]
+    slices = [f"{stage.slice} on {_ranks(plan, rank)}" for rank in replica for stage in rank.stages if stage.slice]
     if slices:
         ahead = [encodes.ahead for encodes in plan.chain if encodes is not None]
         yield (

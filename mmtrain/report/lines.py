@@ -213,6 +213,7 @@ class Stage(_Checked):
     """What a rank holds of the pipeline."""
 
     stage: Count
+    encoder: tuple[Count, Count] | None = None
     layers: Annotated[list[Name], Field(max_length=10_000)]
     recompute_layers: Count = 0
 

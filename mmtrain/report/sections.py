@@ -22,7 +22,7 @@ from mmtrain.report.elements import (
 )
 from mmtrain.report.faults import faults, samples
 from mmtrain.report.headline import audit_sentence, data_source, models
-from mmtrain.report.lines import Evaluation
+from mmtrain.report.lines import Evaluation, RankPlan
 from mmtrain.report.machine import memory, rank_times
 from mmtrain.report.pictures import shown_questions
 from mmtrain.report.records import RunRecord
@@ -33,7 +33,8 @@ WORDS = (
     ("pack", "a token sequence of fixed length, which holds samples one after another"),
     ("micro-batch", "what one pipeline forward handles: one or several packs"),
     ("step", "one optimizer step, a global number that no layout changes"),
-    ("front", "encoder, connector and embedding, on stage 0; of a text run the embedding"),
+    ("front", "connector, embedding and, unless it is in slices, encoder, on stage 0; of a text run the embedding"),
+    ("slice", "whole blocks of the frozen encoder, which a rank runs ahead of need in time in which it would wait"),
     ("layer", "the front, a decoder layer or the head"),
     ("stage", "a position in the pipeline, whose contents run as one call"),
     ("rank", "one process, which holds one or several stages"),
@@ -70,7 +71,7 @@ def trained(run: RunRecord) -> Section:
     rows = [
         (
             str(rank.rank),
-            "; ".join(first_few(_ranges(stage.layers), SHOWN_NAMES) for stage in rank.stages),
+            "; ".join([*_slice(rank), *(first_few(_ranges(stage.layers), SHOWN_NAMES) for stage in rank.stages)]),
             rank.trainable,
             rank.optimizer,
             rank.reason,
@@ -180,6 +181,12 @@ def words(run: RunRecord) -> Section:
 # ---- parts
 
 
+def _slice(rank: RankPlan) -> list[str]:
+    """What it holds of an encoder in slices, if anything."""
+    held = [stage.encoder for stage in rank.stages if stage.encoder is not None]
+    return [_numbers("encoder block", first, last - 1) for first, last in held[:1] if last > first]
+
+
 def _ranges(layers: Sequence[str]) -> list[str]:
     """`llm.layers.0`, `llm.layers.1`, ... as `layers 0-1`."""
     numbers = [int(tail) for layer in layers if (tail := layer.removeprefix("llm.layers.")).isdecimal()]
@@ -187,8 +194,12 @@ def _ranges(layers: Sequence[str]) -> list[str]:
     if not numbers:
         return others
     first, last = min(numbers), max(numbers)
-    held = f"layer {first}" if first == last else f"layers {first}-{last}"
+    held = _numbers("layer", first, last)
     return [*(name for name in others if name != "head"), held, *(name for name in others if name == "head")]
+
+
+def _numbers(what: str, first: int, last: int) -> str:
+    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
 
 
 def _rates(run: RunRecord) -> list[tuple[int, tuple[str, Curve]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from http.client import HTTPConnection
@@ -213,7 +214,7 @@ def long_questions(run: Path) -> None:
 def many_stages(run: Path) -> None:
     plan = json.loads((run / "plan.json").read_text())
     rank = plan["ranks"][0]
-    stage = {"stage": 0, "layers": [f"<{n}{'y' * 290}" for n in range(12)]}
+    stage = {"stage": 0, "encoder": [0, 2**53], "layers": [f"<{n}{'y' * 290}" for n in range(12)]}
     plan["ranks"] = [{**rank, "rank": n, "stages": [stage] * 60, "reason": "<" * 300} for n in range(64)]
     (run / "plan.json").write_text(json.dumps(plan))
 
@@ -229,6 +230,21 @@ def many_groups(run: Path) -> None:
 
 def many_keys(run: Path) -> None:
     (run / "config.yaml").write_text(json.dumps({f"k{n}": "<" * 400 for n in range(1500)}))
+
+
+def test_a_page_says_which_rank_holds_which_blocks_of_an_encoder_in_slices(run):
+    plan = json.loads((run / "plan.json").read_text())
+    rank = plan["ranks"][0]
+    slices = ([0, 0], [0, 2], [2, 3], None)
+    plan["ranks"] = [
+        {**rank, "rank": n, "stages": [{"stage": n, "encoder": held, "layers": [f"llm.layers.{n}"]}]}
+        for n, held in enumerate(slices)
+    ]
+    (run / "plan.json").write_text(json.dumps(plan))
+    page = make_page([run])
+    assert re.findall(r"<td[^>]*>((?:encoder [^;<]*; )?layer \d)</td>", page) == [
+        *("layer 0", "encoder blocks 0-1; layer 1", "encoder block 2; layer 2", "layer 3")
+    ]
 
 
 @pytest.mark.parametrize(
