@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import tarfile
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from processes import wait_for
 from rank_runs import Run, train
 from safetensors.torch import load_file, save_file
 
 from mmtrain.data.prepare.sharding import write_shard
 from mmtrain.data.samples.templates import load_tokenizer
 from mmtrain.data.shards.indexing import ensure_indexes
+from mmtrain.doctor.crash_job import POLL, SECONDS_AFTER_TIMEOUT, SECONDS_TO_END, Launched, expected_message
 from mmtrain.engine.utilization import MEASURED
 
 STEPS, CUT = 8, 3  # an epoch is 24 packs: six steps
@@ -308,13 +316,17 @@ SAME = (  # a run that goes on, and how
 )
 
 
+def over_damaged_data(tiny, folder, make_tiny, pipeline: int) -> tuple[str, ...]:
+    """Options of a run in `folder` that evaluates, answers, saves, and reads damaged data."""
+    options = (*RUN, f"data.shards={damage(tiny, folder, make_tiny)}", "data.max_quarantine_rate=0.2")
+    options += (*SAVED, "data.pack_length=88", f"checkpoint.every_steps={CUT}", f"run.dir={folder}")
+    return (*options, *layout_of(pipeline, 1), "eval.fraction=0.2", "eval.every_steps=2", "eval.show_answers=2")
+
+
 @pytest.fixture(scope="module")
 def by_slices(tiny, tmp_path_factory, make_tiny):
-    """Options of a run over damaged data, and what it leaves with the encoder on rank 0 and in slices."""
-    folder = tmp_path_factory.mktemp("slices")
-    options = (*RUN, f"data.shards={damage(tiny, folder, make_tiny)}", "data.max_quarantine_rate=0.2")
-    options += (*SAVED, "data.pack_length=88", f"checkpoint.every_steps={CUT}", f"run.dir={folder}", *layout_of(2, 1))
-    options += ("eval.fraction=0.2", "eval.every_steps=2", "eval.show_answers=2")
+    """Options of a run, and what it leaves with the encoder on rank 0 and in slices."""
+    options = over_damaged_data(tiny, tmp_path_factory.mktemp("slices"), make_tiny, 2)
     runs = {
         name: train(tiny / "config.yaml", *options, *how, f"run.name={name}")
         for name, how in (("alone", ALONE), ("sliced", SLICED))
@@ -322,15 +334,39 @@ def by_slices(tiny, tmp_path_factory, make_tiny):
     return options, runs
 
 
+def assert_slices_change_nothing(sliced: Run, alone: Run) -> None:
+    assert held(alone) == [None] * len(held(alone))
+    blocks = [block for first, last in filter(None, held(sliced)) for block in range(first, last)]
+    assert blocks == [0, 1, 2], "each that runs is on one rank"
+    assert alone.lines("quarantine.jsonl")[-1]["step"] is not None, "else the chain met nothing damaged"
+    assert_alike(sliced, alone)
+    answers = [run.lines("answers.jsonl") for run in (sliced, alone)]
+    assert answers[0] == answers[1] and answers[0]
+
+
 def test_slices_of_the_encoder_leave_the_same_bits_and_records(by_slices):
     _, runs = by_slices
-    assert held(runs["alone"]) == [None, None]
-    first, second = held(runs["sliced"])
-    assert first[0] == 0 and first[1] == second[0] > 0 and second[1] == 3
-    assert runs["alone"].lines("quarantine.jsonl")[-1]["step"] is not None, "else the chain met nothing damaged"
-    assert_alike(runs["sliced"], runs["alone"])
-    answers = [re.findall("given .*", run.printed) for run in runs.values()]
-    assert answers[0] == answers[1] and answers[0]
+    assert all(last > first for first, last in held(runs["sliced"]))
+    assert_slices_change_nothing(runs["sliced"], runs["alone"])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("pipeline", "ways"),
+    [
+        (3, [("[0,1,2]", "4"), ("[0,1,2]", "auto"), ("[1,2]", "1")]),
+        (4, [("[0,1,3]", "2"), ("[1,2,3]", "0")]),
+    ],
+)
+def test_three_slices_leave_the_same_bits_and_records(tiny, tmp_path, make_tiny, pipeline, ways):
+    options = over_damaged_data(tiny, tmp_path, make_tiny, pipeline)
+    alone = train(tiny / "config.yaml", *options, *ALONE, "run.name=alone")
+    for number, (ranks, ahead) in enumerate(ways):
+        how = (f"parallel.encoder_ranks={ranks}", f"parallel.encoder_prefetch={ahead}")
+        sliced = train(tiny / "config.yaml", *options, *how, f"run.name=sliced-{number}")
+        holders = [rank for rank, blocks in enumerate(held(sliced)) if blocks and blocks[1] > blocks[0]]
+        assert holders == json.loads(ranks)
+        assert_slices_change_nothing(sliced, alone)
 
 
 @pytest.mark.parametrize(("before", "how"), SAME)
@@ -358,3 +394,67 @@ def test_slices_that_are_further_ahead_than_the_run_goes_end_with_it(tiny, tmp_p
     assert (sliced.folder / "samples.jsonl").read_bytes() == (alone.folder / "samples.jsonl").read_bytes()
     assert sliced.lines("metrics.jsonl", "epoch") == alone.lines("metrics.jsonl", "epoch")
     assert_bitwise(tensors(sliced, length), tensors(alone, length))
+
+
+AHEAD = 4  # micro-batches, a whole step
+IN_PRELUDE = re.compile(rf"(LOAD|ENCODE|\w+_FEATURES)\(stage \d, micro-batch [0-{AHEAD - 1}]\)")
+IN_EVALUATION = re.compile(r"evaluation.*: ENCODE")  # while features of the next step wait
+HANG_TIMEOUT = 5  # seconds
+FAULTS = (  # one after the other, a start each: which rank is killed or stopped, at what, and not before which step
+    (1, "rank", IN_PRELUDE, 0),
+    (0, "rank", IN_EVALUATION, 4),
+    (2, "rank", IN_PRELUDE, CUT),  # of a run that goes on
+    (1, "stop", IN_EVALUATION, 4),
+    (1, "rank", re.compile("BACKWARD"), 4),
+    (0, "rank", IN_PRELUDE, CUT),
+)
+
+
+def strike(run: Launched, rank: int, who: str, at: re.Pattern, first_step: int) -> str:
+    """SIGKILL the rank when it is there, or stop it; where that was."""
+    process = None
+
+    def doing() -> str | None:
+        step, work = run.progress().get(rank, (0, ""))
+        return f"in step {step} (counted from 0), at {work}" if step >= first_step and at.match(work) else None
+
+    while True:
+        assert run.process.poll() is None, f"the moment did not come: {run.stderr.read_text()}"
+        if process is None:
+            process = run.ranks().get(rank)
+        elif doing():
+            os.kill(process, signal.SIGSTOP)
+            wait_for(lambda: psutil.Process(process).status() == psutil.STATUS_STOPPED, 10, "the rank to stand still")
+            if found := doing():
+                if who == "rank":
+                    os.kill(process, signal.SIGKILL)
+                return found
+            os.kill(process, signal.SIGCONT)
+        time.sleep(POLL)
+
+
+@pytest.mark.nightly
+def test_a_run_in_slices_of_which_a_rank_dies_at_any_moment_goes_on_as_if_none_had(tiny, tmp_path, make_tiny):
+    options = over_damaged_data(tiny, tmp_path, make_tiny, 3)
+    alone = train(tiny / "config.yaml", *options, *ALONE, "run.name=alone")
+    killed = Run(tmp_path / "killed", "")
+    how = ("parallel.encoder_ranks=[0,1,2]", f"parallel.encoder_prefetch={AHEAD}", "parallel.threads_per_rank=1")
+    arguments = [str(tiny / "config.yaml"), *options, *how, "run.name=killed"]
+    with tempfile.TemporaryDirectory(prefix="kill-") as scratch:  # its path must be short
+        for number, (rank, who, at, first_step) in enumerate(FAULTS):
+            timeout = [f"parallel.timeout_seconds={HANG_TIMEOUT}"] if who == "stop" else []
+            run = Launched([*arguments, *timeout], killed.folder, Path(scratch, str(number)))
+            try:
+                where = strike(run, rank, who, at, first_step)
+                limit = HANG_TIMEOUT + SECONDS_AFTER_TIMEOUT if who == "stop" else SECONDS_TO_END
+                wait_for(lambda run=run: not run.processes(), limit, "all processes to end")
+            finally:
+                run.end()
+            said = run.stderr.read_text()
+            assert re.search(expected_message(rank, who), said) and (who == "stop" or where in said), said
+        last = Launched(arguments, killed.folder, Path(scratch, "last"))
+        try:
+            assert last.process.wait(200) == 0, last.stderr.read_text()
+        finally:
+            last.end()
+    assert_slices_change_nothing(killed, alone)
