@@ -47,9 +47,9 @@ class StagePlan:
         if self.encoder is None:
             return ""
         first, last = self.encoder
-        return (
-            f"blocks {first}-{last - 1}" if last - first > 1 else f"block {first}" if last > first else "patches alone"
-        )
+        if first == last:
+            return "patches alone"
+        return f"blocks {first}-{last - 1}" if last - first > 1 else f"block {first}"
 
 
 def stage_of(cut: Sequence[int], stage: int, recompute_layers: int = 0) -> StagePlan:

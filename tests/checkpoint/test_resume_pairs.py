@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import tarfile
 import tempfile
 import time
@@ -412,25 +410,24 @@ FAULTS = (  # one after the other, a start each: which rank is killed or stopped
 
 def strike(run: Launched, rank: int, who: str, at: re.Pattern, first_step: int) -> str:
     """SIGKILL the rank when it is there, or stop it; where that was."""
-    process = None
 
-    def doing() -> str | None:
-        step, work = run.progress().get(rank, (0, ""))
-        return f"in step {step} (counted from 0), at {work}" if step >= first_step and at.match(work) else None
-
-    while True:
+    def where() -> str | None:
         assert run.process.poll() is None, f"the moment did not come: {run.stderr.read_text()}"
-        if process is None:
-            process = run.ranks().get(rank)
-        elif doing():
-            os.kill(process, signal.SIGSTOP)
-            wait_for(lambda: psutil.Process(process).status() == psutil.STATUS_STOPPED, 10, "the rank to stand still")
-            if found := doing():
-                if who == "rank":
-                    os.kill(process, signal.SIGKILL)
-                return found
-            os.kill(process, signal.SIGCONT)
-        time.sleep(POLL)
+        step, doing = run.progress().get(rank, (0, ""))
+        return f"in step {step} (counted from 0), at {doing}" if step >= first_step and at.match(doing) else None
+
+    wait_for(lambda: rank in run.ranks(), 120, "the rank to begin")
+    process = psutil.Process(run.ranks()[rank])
+    while True:
+        while not where():
+            time.sleep(POLL)
+        process.suspend()
+        wait_for(lambda: process.status() == psutil.STATUS_STOPPED, 10, "the rank to stand still")
+        if found := where():  # and not beyond it
+            if who == "rank":
+                process.kill()
+            return found
+        process.resume()
 
 
 @pytest.mark.nightly
