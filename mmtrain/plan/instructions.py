@@ -146,7 +146,8 @@ _USERS = {Op.RECEIVE_ACTIVATION: Op.FORWARD, Op.RECEIVE_GRADIENT: Op.BACKWARD}
 def carried(x: Instruction, ranks: int, chain: Sequence[int]) -> Message:
     """What a send or a receive carries; in a schedule that is not fit to run its stage may be one that is not there."""
     if x.op is Op.SEND_FEATURES:
-        return Message(x.stage, to := _after(chain, x.stage), "features", to, x.microbatch)
+        consumer = _after(chain, x.stage)
+        return Message(x.stage, consumer, "features", consumer, x.microbatch)
     if x.op is Op.RECEIVE_FEATURES:
         return Message(_after(chain, x.stage, -1), x.stage, "features", x.stage, x.microbatch)
     source, consumer = (x.stage + offset for offset in _STAGES[x.op])
@@ -173,10 +174,11 @@ def steps_of(schedule: Schedule, rank: int) -> Iterator[Step]:
 
 
 def all_steps(schedule: Schedule) -> list[Step]:
-    """All ranks' instructions in one order, what computes after the send of the message that it waits for.
+    """All ranks' instructions in one order, each after the send of the message that it waits for.
 
-    Of several computes that can run the one of the deepest stage comes first, backward before forward before encode, so
-    that few messages wait. Raises ValueError where no rank can go on.
+    A rank goes on to its next FORWARD or BACKWARD, or until it waits. Of several that can run a backward comes before a
+    forward before an encode, and of these the deepest stage, so that few messages wait. Raises ValueError where no rank
+    can go on.
     """
     lists = [steps_of(schedule, rank) for rank in range(len(schedule))]
     order: list[Step] = []

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mmtrain.plan.instructions import (
@@ -75,9 +75,9 @@ def training_schedule(
     stages = pipeline * stages_per_rank
     assert microbatches >= 1 and 0 <= first_trainable_stage < stages
     orders = _training_orders(pipeline, microbatches, first_trainable_stage, stages_per_rank)
-    chain = encodes or leading_encodes(orders, microbatches, (0,), 1)
-    orders = _with_encodes(orders, microbatches, chain)
-    return _with_messages(orders, stages, first_trainable_stage, ranks_of(chain), TRAINING_END)
+    encodes = encodes or leading_encodes(orders, microbatches, (0,), 1)
+    orders = _with_encodes(orders, microbatches, encodes)
+    return _with_messages(orders, stages, first_trainable_stage, ranks_of(encodes), TRAINING_END)
 
 
 @functools.cache
@@ -95,18 +95,18 @@ def forward_schedule(
     return _with_messages(_with_encodes(orders, microbatches, encodes), stages, stages, chain, EVALUATION_END)
 
 
-def prelude(chain: Chain) -> Schedule:
+def prelude(encodes: Chain) -> Schedule:
     """What comes before the first step of a process: every slice encodes what it is ahead when a step begins."""
     orders = [
         [] if one is None else [Instruction(Op.ENCODE, rank, k) for k in range(one.ahead)]
-        for rank, one in enumerate(chain)
+        for rank, one in enumerate(encodes)
     ]
-    return _with_messages(orders, len(chain), len(chain), ranks_of(chain), ())
+    return _with_messages(orders, len(orders), len(orders), ranks_of(encodes), ())
 
 
-def ranks_of(chain: Chain) -> tuple[int, ...]:
+def ranks_of(encodes: Chain) -> tuple[int, ...]:
     """The pipeline ranks that hold a slice."""
-    return tuple(rank for rank, encodes in enumerate(chain) if encodes is not None)
+    return tuple(rank for rank, one in enumerate(encodes) if one is not None)
 
 
 def _in_groups(rank: int, pipeline: int, stages: int, microbatches: int, op: Op, first: int = 0) -> list[Instruction]:
@@ -184,21 +184,21 @@ def _training_orders(pipeline: int, microbatches: int, first: int, stages_per_ra
 
 
 def _with_encodes(
-    orders: Sequence[Sequence[Instruction]], microbatches: int, chain: Chain
+    orders: Sequence[Sequence[Instruction]], microbatches: int, encodes: Chain
 ) -> list[Sequence[Instruction]]:
-    """The ranks' computes, with ENCODE among those of the chain."""
+    """The ranks' computes, with ENCODE among those of ranks that hold a slice."""
     found: list[Sequence[Instruction]] = []
-    for rank, (order, encodes) in enumerate(zip(orders, chain, strict=True)):
-        if encodes is None:
+    for rank, (order, one) in enumerate(zip(orders, encodes, strict=True)):
+        if one is None:
             found.append(order)
             continue
-        result, encoded = [], encodes.ahead
-        for compute, count in zip([*order, None], encodes.before, strict=True):
+        result, encoded = [], one.ahead
+        for compute, count in zip([*order, None], one.before, strict=True):
             result += [Instruction(Op.ENCODE, rank, encoded + i) for i in range(count)]
             encoded += count
             if compute is not None:
                 result.append(compute)
-        assert encoded == encodes.ahead + microbatches, "a step encodes as many micro-batches as it uses"
+        assert encoded == one.ahead + microbatches, "a step encodes as many micro-batches as it uses"
         found.append(result)
     return found
 
@@ -239,32 +239,32 @@ def _with_messages(
             if message is not None:
                 incoming[message.channel].append(message)
     to_come = {message for messages in incoming.values() for message in messages}  # else an earlier step has sent it
+
+    def receives_for(x: Instruction) -> Iterator[Instruction]:
+        """What `x` needs and is not posted; a channel is first in, first out, so all that was sent before it, too."""
+        needed = needed_before(x, ranks, stages, chain)
+        while needed in to_come:
+            message = incoming[needed.channel].popleft()
+            to_come.remove(message)
+            yield message.receive
+
     schedule = []
     for rank, order in enumerate(orders):
         computes = [x for x in order if x.op in COMPUTES]
         begun = 0
         instructions: list[Instruction] = []
-
-        def post_before(x: Instruction, instructions: list[Instruction] = instructions) -> None:
-            needed = needed_before(x, ranks, stages, chain)
-            # A channel is first in, first out: whatever was sent before the needed message is received before it.
-            while needed in to_come:
-                message = incoming[needed.channel].popleft()
-                to_come.remove(message)
-                instructions.append(message.receive)
-
         to_load = deque(x.microbatch for x in order if x.op is Op.ENCODE and rank == 0)
         if len(chain) > 1 and to_load:
             instructions.append(Instruction(Op.LOAD, 0, to_load.popleft()))
         for i, x in enumerate(order):
             for soon in computes[begun : begun + 1 + MESSAGES_POSTED_AHEAD]:
                 if soon.op is Op.BACKWARD or soon.stage > 0:
-                    post_before(soon)
+                    instructions += receives_for(soon)
             if x.op is Op.ENCODE and to_load:
                 instructions.append(Instruction(Op.LOAD, 0, to_load.popleft()))
             for soon in order[i : i + 1 + MESSAGES_POSTED_AHEAD]:
                 if soon.op is Op.ENCODE or (soon.op is Op.FORWARD and soon.stage == 0):
-                    post_before(soon)
+                    instructions += receives_for(soon)
             instructions.append(x)
             begun += x.op in COMPUTES
             if (message := sent_after(x, ranks, stages, first_trainable_stage, chain)) is not None:
