@@ -185,7 +185,7 @@ def _cut_timm(
     select_layer: int,
     dtype: torch.dtype,
     final_norm: bool,
-    blocks: tuple[int, int] | None,
+    held: tuple[int, int] | None,
 ) -> VisionTower:
     patches = model.patch_embed
     _check_layer(select_layer, len(model.blocks), name)
@@ -202,7 +202,7 @@ def _cut_timm(
         )[0]
 
     prefix_tokens = model.num_prefix_tokens
-    tower = VisionTower(model, features, model.embed_dim, image_size, patch_size, prefix_tokens, blocks=blocks)
+    tower = VisionTower(model, features, model.embed_dim, image_size, patch_size, prefix_tokens, blocks=held)
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(dtype)
     for buffer in tower.buffers():
@@ -230,9 +230,9 @@ def _load_hf(
     stock, unused = model_class(family), family.unused(final_norm, str(folder))
     with foreign_files(f"model.vision.name: {folder}"):
         config = stock_config(family, folder)
-    blocks = config.num_hidden_layers
-    _check_layer(select_layer, blocks, str(folder))
-    config.num_hidden_layers = blocks + 1 + select_layer
+    depth = config.num_hidden_layers
+    _check_layer(select_layer, depth, str(folder))
+    config.num_hidden_layers = depth + 1 + select_layer
     config.vision_use_head = False
     if any(folder.glob("*.safetensors")):
         files = tensor_files(folder)
@@ -339,8 +339,8 @@ def lacks_tensors(folder: Path, lacking: Sequence[str]) -> UserError:
     )
 
 
-def _check_layer(select_layer: int, blocks: int, name: str) -> None:
-    if not -blocks <= select_layer <= -1:
+def _check_layer(select_layer: int, depth: int, name: str) -> None:
+    if not -depth <= select_layer <= -1:
         raise UserError(
-            f"model.vision.select_layer: {select_layer}, but {name} has {blocks} blocks; needed is -{blocks} to -1"
+            f"model.vision.select_layer: {select_layer}, but {name} has {depth} blocks; needed is -{depth} to -1"
         )

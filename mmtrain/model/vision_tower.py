@@ -32,7 +32,7 @@ class VisionTower(nn.Module):
     """Blocks [first, last) of an encoder, loaded frozen; all, or a slice of them.
 
     `blocks` are those it holds of the `depth` that run. The first slice takes images (N, 3, S, S) float32, each other
-    one hidden states (N, *hidden_shape) of the one before; so may the second begin with block 0, too, behind one that
+    one hidden states (N, *hidden_shape) of the one before: the second, too, may begin with block 0, behind one that
     holds none. The last one gives features (N, *feature_shape), others hidden states. All but images are of type
     `dtype`, the encoder's.
     """
@@ -81,10 +81,13 @@ class VisionTower(nn.Module):
         return next(self.model.parameters()).dtype
 
     def slice_of(self, first: int, last: int) -> VisionTower:
-        """A copy of blocks [first, last) of a whole encoder."""
+        """A copy of blocks [first, last) of a whole encoder, which is left alone."""
         assert self.is_whole, self.blocks
+        blocks = block_list(self.model, self.published)
+        # deepcopy takes these for copied.
+        absent = {id(block): Bookend(block) for i, block in enumerate(blocks) if not first <= i < last}
         part = copy.copy(self)
-        part._modules = {"model": slice_of(self.model, first, last, self.published)}
+        part._modules = {"model": copy.deepcopy(self.model, absent)}
         part.blocks = (first, last)
         return part
 
@@ -159,13 +162,6 @@ def drop_other_blocks(blocks: nn.Sequential | nn.ModuleList, first: int, last: i
     for i, block in enumerate(blocks):
         if not first <= i < last:
             blocks[i] = Bookend(block)
-
-
-def slice_of(model: nn.Module, first: int, last: int, published: Callable[[str], str] = str) -> nn.Module:
-    """Blocks [first, last) of an encoder in memory; copies what it keeps, `model` is left alone."""
-    blocks = block_list(model, published)
-    absent = {id(block): Bookend(block) for i, block in enumerate(blocks) if not first <= i < last}
-    return copy.deepcopy(model, dict(absent))
 
 
 @contextmanager
