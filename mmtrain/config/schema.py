@@ -68,7 +68,7 @@ class ParallelSection(Section):
     encoder_prefetch: Annotated[
         Free[Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)]], RenamedFrom("encoder_run_ahead")
     ] = "auto"
-    """micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which its rank would
+    """micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which its ranks would
     wait; auto: what the simulation favours; 0: none. It changes no result"""
     encoder_ranks: Free[
         Literal["auto", 0] | Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_LAYERS)], ...], Field(min_length=1)]

@@ -128,7 +128,7 @@ def check_prefetch(config: RunConfig, models: Models) -> None:
 
 
 def check_encoder_ranks(config: RunConfig, models: Models) -> None:
-    """Raises UserError for slices of an encoder that trains, or on ranks that are not there."""
+    """Raises UserError where the encoder trains, for ranks that are not there, and for more ranks than blocks."""
     ranks, pipeline = config.parallel.encoder_ranks, config.parallel.pipeline
     if ranks in ("auto", 0):
         return

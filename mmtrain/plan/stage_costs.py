@@ -107,7 +107,7 @@ class StageCosts:
     # ---- stages
 
     def same_range(self, begin: int, end: int) -> LayerRange:
-        """The first layer_range of layers that takes exactly what [begin, end) takes: most decoder layers are alike."""
+        """The first layers that take exactly what [begin, end) takes: most decoder layers are alike."""
         first = self._run_begins[begin]
         if first == begin or end >= self.count - 1 or self._run_begins[end - 1] != first:
             return begin, end
@@ -180,22 +180,22 @@ class StageCosts:
         return self.costs.encoder.stem_bytes + blocks * self.costs.encoder.block_bytes
 
     def need(
-        self, rank: int, ranges: Sequence[LayerRange], found: Sequence[Instant], encoder: int | None = None
+        self, rank: int, ranges: Sequence[LayerRange], found: Sequence[Instant], blocks: int | None = None
     ) -> RankNeed:
         """What a rank with these stages takes, at the instants of its schedule.
 
         With "auto" recompute the fewest layers that fit, or, where nothing does, as many as take the least memory.
-        `encoder`: blocks of its slice of the encoder; layer 0's rank has a slice even if it has none. By default layer
-        0's rank has all of them, and another has none.
+        `blocks`: how many its slice of the encoder has; layer 0's rank has a slice even if that has none. By default
+        layer 0's rank has all of them, and another has none.
         """
         asked = self.setting.recompute_layers
         if asked != "auto":
-            return self.need_of(ranges, _split(asked[rank], [self.decoder_layers(x) for x in ranges]), found, encoder)
+            return self.need_of(ranges, _split(asked[rank], [self.decoder_layers(x) for x in ranges]), found, blocks)
         # Stages without backward keep nothing that could be recomputed.
         layers = [self.decoder_layers(x) if x[1] > self.first_trainable else 0 for x in ranges]
         needs = []
         for count in range(sum(layers) + 1):
-            needs.append(self.need_of(ranges, _split(count, layers), found, encoder))
+            needs.append(self.need_of(ranges, _split(count, layers), found, blocks))
             if self.fits(needs[-1]):
                 return needs[-1]
         return min(needs, key=lambda need: need.total_bytes)
@@ -205,11 +205,12 @@ class StageCosts:
         ranges: Sequence[LayerRange],
         recompute: Sequence[int],
         found: Sequence[Instant],
-        encoder: int | None = None,
+        blocks: int | None = None,
     ) -> RankNeed:
         """The same where so many decoder layers of each stage recompute, the first ones."""
         is_first = ranges[0][0] == 0
-        blocks = self.costs.encoder.blocks * is_first if encoder is None else encoder
+        if blocks is None:
+            blocks = self.costs.encoder.blocks * is_first
         has_slice = is_first or blocks > 0
         stages = tuple(self.stage(*layer_range, count) for layer_range, count in zip(ranges, recompute, strict=True))
         end_working = FP32 * sum(self._trainable[end] - self._trainable[begin] for begin, end in ranges)  # AdamW's root

@@ -51,7 +51,7 @@ class Timings:
     layers: tuple[LayerSeconds, ...]  # front without the encoder's forward, decoder layers, head
     whole_last: LayerSeconds  # the last decoder layer where the head is on another stage
     encode_stem: float  # of LOAD and of what the encoder's first slice runs besides blocks
-    encode_block: float  # of each of them
+    encode_block: float  # of each block
     encoder_blocks: int
     call: float  # of one FORWARD or BACKWARD, beyond its layers
     send: float
