@@ -252,8 +252,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("rows", nargs="*", type=one_of(ROWS), metavar="ROW", help=f"what to plan: {', '.join(ROWS)} (all)")
     add("--json", type=lambda text: Path(text).expanduser(), metavar="FILE", help="write every plan's figures there")
     add("--model", action="append", choices=CASES, metavar="NAME", help=f"only these of: {'; '.join(CASES)}")
-    add("--pipeline", type=positive, action="append", metavar="N", help="ranks of a pipeline (4, 8 and 16)")
-    add("--microbatches", type=positive, action="append", metavar="N", help="of a step and replica (16, 32 and 64)")
+    add("--pipeline", type=positive, action="append", metavar="N", help="ranks of a pipeline (4, 8 and 16; scaling: 8)")
+    add(
+        "--microbatches",
+        type=positive,
+        action="append",
+        metavar="N",
+        help="of a step and replica (16, 32 and 64; scaling: 32)",
+    )
     add("--ranks", type=positive, default=1024, metavar="N", help="of the last rows of scaling (%(default)s)")
 
 

@@ -154,7 +154,7 @@ def report_sleep(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Print what the cases found; returns them with the numbers that were printed."""
     judged, rows, gains = [], [], []
     for case in cases:
-        ways = {way: case[way] for way in ("slices", "rank 0")}
+        ways = {way: case[way] for way in (SLICES, RANK_0)}
         for way, of_way in ways.items():
             of_way["median_seconds"] = statistics.median(of_way["measured_seconds"])
             of_way["step_error"] = of_way["predicted_seconds"] / of_way["median_seconds"] - 1
@@ -164,9 +164,9 @@ def report_sleep(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             blocks = " ".join(map(str, of_way["blocks"])) if any(of_way["blocks"]) else "all on rank 0"
             ahead = " ".join("-" if count is None else str(count) for count in of_way["ahead"])
             rows.append((case["name"], way, *steps, f"{of_way['step_error']:+.1%}", *first, blocks, ahead))
-        measured = zip(*(of_way["measured_seconds"] for of_way in (ways["rank 0"], ways["slices"])), strict=True)
+        measured = zip(*(of_way["measured_seconds"] for of_way in (ways[RANK_0], ways[SLICES])), strict=True)
         gain = statistics.median(rank_0 / slices for rank_0, slices in measured)
-        planned = ways["rank 0"]["predicted_seconds"] / ways["slices"]["predicted_seconds"]
+        planned = ways[RANK_0]["predicted_seconds"] / ways[SLICES]["predicted_seconds"]
         target = TARGETS.get(case["name"])
         gains.append((case["name"], f"{gain:.2f}", f"{planned:.2f}", "" if target is None else f">= {target:.2f}"))
         judged.append({**case, **ways, "gain": gain, "planned_gain": planned})
