@@ -99,8 +99,8 @@ class StageCosts:
         self.stage = functools.cache(self._stage)
         self._one_stage_instants = functools.cache(self._find_one_stage_instants)
         self._one_stage_need = functools.cache(
-            lambda rank, first, layers, encoder: self.need(
-                rank, [layers], self._one_stage_instants(first)[rank], encoder
+            lambda rank, first, layers, blocks: self.need(
+                rank, [layers], self._one_stage_instants(first)[rank], blocks
             )
         )
 
@@ -236,8 +236,8 @@ class StageCosts:
 
     # ---- one stage a rank
 
-    def one_stage_need(self, rank: int, begin: int, end: int, encoder: int | None = None) -> RankNeed:
-        """The need of a rank of 1F1B that holds layers [begin, end) as its only stage; `encoder` as in `need`.
+    def one_stage_need(self, rank: int, begin: int, end: int, blocks: int | None = None) -> RankNeed:
+        """The need of a rank of 1F1B that holds layers [begin, end) as its only stage; `blocks` as in `need`.
 
         What its schedule keeps depends on the rest of the cut in one way only: whether anything before it trains.
         """
@@ -245,7 +245,7 @@ class StageCosts:
             first = rank + 1
         else:
             first = rank if begin <= self.first_trainable else 0
-        return self._one_stage_need(rank, first, self.same_range(begin, end), encoder)
+        return self._one_stage_need(rank, first, self.same_range(begin, end), blocks)
 
     def _find_one_stage_instants(self, first: int) -> tuple[tuple[Instant, ...], ...]:
         setting = self.setting
