@@ -1,6 +1,7 @@
 """Before a run with slices: do slices of this encoder compute, to the bit, what the whole one computes?
 
-name, dtype, final norm --child process: few blocks, made-up weights; whole, in slices--> difference: 0, or refused
+name, dtype, layer, final norm --child process--> all blocks, no weights: what passes each border, or refused
+                               few blocks, made-up weights: whole, in slices--> difference: 0, or refused
 
 An encoder's forward may do anything between its blocks, and most faults of a cut raise no error: they train on wrong
 features. So each encoder is tried once, in seconds, and remembered in the user's cache, as LLMs are (probe.py).
@@ -37,7 +38,7 @@ def probe_encoder(config: RunConfig) -> None:
     chosen = config.model.vision
     if chosen is None:
         return
-    asked = [chosen.name, config.model.vision_dtype, str(chosen.final_norm)]
+    asked = [chosen.name, config.model.vision_dtype, str(chosen.select_layer), str(chosen.final_norm)]
     said = "" if is_timm_name(chosen.name) else json.dumps(encoder_config(model_folder(chosen.name)), sort_keys=True)
     parts = [json.dumps(asked).encode(), said.encode()]
     record = cache_folder("probe") / f"encoder-{fingerprint_with_code(parts, ('torch', 'transformers', 'timm'))}.json"
@@ -56,15 +57,21 @@ def probe_encoder(config: RunConfig) -> None:
     remember(record, {"encoder": chosen.name, "difference": difference})
 
 
-def _measure(name: str, dtype: str, final_norm: bool) -> float:
-    """In the child: the largest difference of a feature over `CUTS`; infinite where one is not a number."""
+def _measure(name: str, dtype: str, select_layer: int, final_norm: bool) -> float:
+    """In the child: the largest difference of a feature over `CUTS`; infinite where one is not a number.
+
+    Raises UserError where blocks are unlike the first, which are tried, or where more passes than a hidden state.
+    """
     import torch
 
     from mmtrain.model.stage import DTYPES
     from mmtrain.model.vision import made_up_encoder
-    from mmtrain.model.vision_tower import slices_difference
+    from mmtrain.model.vision_tower import refuse_other_ways, slices_difference
 
-    tower = made_up_encoder(name, CUTS[0][-1], DTYPES[dtype], final_norm=final_norm)
+    tried = CUTS[0][-1]
+    every = made_up_encoder(name, torch.float32, final_norm=final_norm, select_layer=select_layer)
+    refuse_other_ways(every, tried, name)
+    tower = made_up_encoder(name, DTYPES[dtype], final_norm=final_norm, depth=tried)
     size = tower.image_size
     images = torch.randn(TILES, 3, size, size, generator=torch.Generator().manual_seed(0))
     return max(slices_difference(tower, cuts, images) for cuts in CUTS)
@@ -72,4 +79,4 @@ def _measure(name: str, dtype: str, final_norm: bool) -> float:
 
 if __name__ == "__main__":
     die_with_parent()
-    print("\ndifferences", _measure(sys.argv[1], sys.argv[2], sys.argv[3] == str(True)))
+    print("\ndifferences", _measure(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == str(True)))

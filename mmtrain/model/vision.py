@@ -207,7 +207,8 @@ def _cut_timm(
         parameter.data = parameter.data.to(dtype)
     for buffer in tower.buffers():
         # Not tower.to(dtype): rotary tables would be rounded. EVA's constant zero bias must follow its weights, though.
-        if buffer.is_floating_point() and torch.equal(buffer, buffer.to(dtype).to(buffer.dtype)):
+        # On the meta device there are no values to compare.
+        if buffer.is_floating_point() and not buffer.is_meta and torch.equal(buffer, buffer.to(dtype).to(buffer.dtype)):
             buffer.data = buffer.data.to(dtype)
     return tower
 
@@ -294,35 +295,45 @@ def _leave_out(model: nn.Module, unused: Sequence[str]) -> None:
             setattr(owner, last, nn.Identity() if isinstance(module, nn.Module) else None)
 
 
-def made_up_encoder(name: str, depth: int, dtype: torch.dtype, *, final_norm: bool) -> VisionTower:
-    """An encoder such as `load_vision` loads, with `depth` blocks and random weights, of which none is read.
+def made_up_encoder(
+    name: str, dtype: torch.dtype, *, final_norm: bool, select_layer: int = -1, depth: int = 0
+) -> VisionTower:
+    """An encoder such as `load_vision` loads, of which no weight is read: of its own sizes, on the meta device.
 
-    Of timm's in its own widths, of transformers' in tiny ones, so that none takes much memory. Raises as `load_vision`.
+    With `depth`, of so many blocks instead and random weights on the CPU: of timm's in its own widths, of
+    transformers' in tiny ones, so that none takes much memory. Raises as `load_vision`.
     """
     folder = None if is_timm_name(name) else model_folder(name)
     config_json = {} if folder is None else encoder_config(folder)
     if folder is not None and "architecture" not in config_json:
         family = family_of(config_json.get("model_type"), name)
         with foreign_files(f"model.vision.name: {folder}"):
-            config = shrink(stock_config(family, folder))
-        config.num_hidden_layers, config.vision_use_head = depth, False
-        model = model_class(family)(config)
-        model.set_attn_implementation("sdpa")
-        randomise(model, seed=0)
-        _leave_out(model, family.unused(final_norm, name))
-        return _hf_tower(model.to(dtype), family, config, name)
+            config = stock_config(family, folder)
+        blocks = depth or config.num_hidden_layers
+        _check_layer(select_layer, blocks, name)
+        config = shrink(config) if depth else config
+        config.num_hidden_layers, config.vision_use_head = blocks + 1 + select_layer, False
+        with torch.device("cpu" if depth else "meta"):
+            stock = model_class(family)(config)
+        stock.set_attn_implementation("sdpa")
+        if depth:
+            randomise(stock, seed=0)
+        _leave_out(stock, family.unused(final_norm, name))
+        return _hf_tower(stock.to(dtype), family, config, name)
     architecture, options = name if folder is None else f"local-dir:{folder}", {}
     if folder is not None and holds_parts(folder):
         check_wrapped_timm(config_json, folder)
         architecture, options = config_json["architecture"], dict(config_json["model_args"] or {})
     with foreign_files(f"model.vision.name: {name}"):
         with torch.device("meta"):
-            patch_size = timm.create_model(architecture, pretrained=False, **options).patch_embed.patch_size
-        options |= {"depth": depth, "img_size": MADE_UP_PATCHES * square(patch_size, "patches", name)}
-        model = timm.create_model(architecture, pretrained=False, **options)
-    _keep_plain_vit(model, None, name)
-    randomise(model, seed=0)
-    return _cut_timm(model, name, -1, dtype, final_norm, None)
+            model = timm.create_model(architecture, pretrained=False, **options)
+        _keep_plain_vit(model, None, name)
+        if depth:
+            pixels = MADE_UP_PATCHES * square(model.patch_embed.patch_size, "patches", name)
+            options |= {"depth": depth, "img_size": pixels}
+            model = timm.create_model(architecture, pretrained=False, **options)
+            randomise(model, seed=0)
+    return _cut_timm(model, name, select_layer, dtype, final_norm, None)
 
 
 def _is_held(name: str, held: tuple[int, int] | None) -> bool:

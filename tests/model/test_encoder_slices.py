@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from scenes import as_batch, images, make_config, make_document, perturb, save_parts
-from stock_encoders import ENCODERS
+from stock_encoders import ENCODERS, TEXT
+from torch import nn
+from transformers import PerceptionLMConfig, PerceptionLMForConditionalGeneration
 from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
@@ -16,8 +19,8 @@ from mmtrain.model import probe, vision
 from mmtrain.model.encoder_probe import EncoderSliceError, probe_encoder
 from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.stage import build_stage
-from mmtrain.model.vision import load_vision
-from mmtrain.model.vision_tower import VisionTower, slices_difference
+from mmtrain.model.vision import load_vision, made_up_encoder
+from mmtrain.model.vision_tower import VisionTower, refuse_other_ways, slices_difference
 from mmtrain.model.weights import open_tensors
 from mmtrain.plan.planner import make_plan
 from mmtrain.pretrained.encoders import ENCODER_BLOCK
@@ -31,7 +34,7 @@ LORA = {
 TIMM = {
     "vit": "vit_tiny_patch16_224",
     "siglip_timm": "vit_so400m_patch14_siglip_384",
-    "clip": "vit_large_patch14_clip_quickgelu_336",
+    "clip_timm": "vit_large_patch14_clip_quickgelu_336",
     "eva02": "eva02_tiny_patch14_224",
     "dinov3_timm": "vit_small_patch16_dinov3",
     "pe": "vit_pe_core_tiny_patch16_384",
@@ -39,7 +42,11 @@ TIMM = {
     "dinov2_timm": "vit_small_patch14_reg4_dinov2",
     "beit": "beitv2_base_patch16_224",
 }
-EVERY_DAY = ("internvl",)
+EVERY_DAY = ("internvl", "wrapped_timm", "pickled_clip")
+# A timm ViT in a whole model of transformers.
+SIZES = {"img_size": 28, "patch_size": 7, "embed_dim": 32, "depth": DEPTH, "num_heads": 2, "global_pool": ""}
+WRAPPED = {"model_type": "timm_wrapper", "architecture": TIMM["vit"], "model_args": SIZES}
+LLM = {"model_type": "llama", "head_dim": 8, **TEXT}
 nightly = pytest.mark.nightly
 
 
@@ -54,8 +61,15 @@ def encoder(tmp_path_factory):
             torch.manual_seed(0)
             if kind in TIMM:
                 make_tower(made[kind], TIMM[kind], {"depth": DEPTH})
+            elif kind == "wrapped_timm":
+                whole = PerceptionLMForConditionalGeneration(PerceptionLMConfig(vision_config=WRAPPED, text_config=LLM))
+                perturb(whole).save_pretrained(made[kind])
             else:
-                perturb(ENCODERS[kind][0]()).save_pretrained(made[kind])
+                perturb(ENCODERS[kind.removeprefix("pickled_")][0]()).save_pretrained(made[kind])
+            if kind.startswith("pickled_"):
+                weights = made[kind] / "model.safetensors"
+                torch.save(load_file(weights), made[kind] / "pytorch_model.bin")
+                weights.unlink()
         return made[kind]
 
     return folder_of
@@ -70,7 +84,7 @@ def sliced(folder: Path, cuts: Sequence[int], select_layer: int, dtype: torch.dt
 )
 def test_slices_are_the_whole_encoder_to_the_bit(encoder, kind):
     folder, pixels = encoder(kind), images(28)
-    norms = (False,) if kind.startswith("clip") and kind not in TIMM else (False, True)
+    norms = (False,) if kind in ("clip", "clip_vision", "pickled_clip") else (False, True)
     for dtype, final_norm in [(dtype, norm) for dtype in (torch.float32, torch.bfloat16) for norm in norms]:
         select_layer = -1 if final_norm else -2
         depth = DEPTH + 1 + select_layer
@@ -99,7 +113,7 @@ def test_a_slice_keeps_its_own_blocks_and_what_stands_around_all(encoder, kind):
         assert not part.is_whole
 
 
-@pytest.mark.parametrize("kind", ["internvl", "vit_classifier", "dinov3"])
+@pytest.mark.parametrize("kind", ["internvl", "vit_classifier", "dinov3", "wrapped_timm"])
 def test_weights_of_absent_blocks_are_never_opened(encoder, kind, monkeypatch):
     opened = set()
 
@@ -181,3 +195,86 @@ def test_an_encoder_that_looks_at_the_pixels_behind_its_blocks_is_found_out(enco
     assert slices_difference(tower, (0, 1, DEPTH), pixels) == 0
     tower.features = lambda model, seen: stock(model, seen) + seen.mean()
     assert slices_difference(tower, (0, 1, DEPTH), pixels) > 1e-3
+
+
+# ---- what cannot be cut, told from all blocks before a run
+
+
+def hollow(name: str, **options) -> VisionTower:
+    return made_up_encoder(name, torch.float32, final_norm=False, **options)
+
+
+def refuse(tower: VisionTower, name: str = "this one") -> None:
+    refuse_other_ways(tower, 3, name)
+
+
+# What is added to the kinds above: a distilled token, positions that blocks share, a class token behind them.
+MORE_TIMM = ("deit_tiny_distilled_patch16_224", "vit_srelpos_small_patch16_224", "cait_xxs24_224")
+
+
+@pytest.mark.parametrize(
+    "name", [TIMM["dinov3_timm"], *(pytest.param(name, marks=nightly) for name in (*TIMM.values(), *MORE_TIMM))]
+)
+def test_stacks_of_equal_blocks_are_passed(name):
+    for select_layer in (-1, -2):
+        refuse(hollow(name, select_layer=select_layer), name)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=nightly if kind != "siglip" else ()) for kind in ENCODERS])
+def test_encoders_of_transformers_are_passed(encoder, kind):
+    refuse(hollow(str(encoder(kind)), select_layer=-2), kind)
+
+
+def test_an_encoder_whose_later_blocks_are_of_another_kind_is_refused():
+    """ConViT's last two attend to a class token, which comes in before them: its first three tell nothing of that."""
+    with pytest.raises(UserError, match=r"^convit_tiny cannot be cut into slices: block 10 is unlike the first 3$"):
+        refuse(hollow("convit_tiny"), "convit_tiny")
+    refuse(hollow("convit_tiny", select_layer=-3))
+
+
+def doubled(block: nn.Module, taken: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (taken[0] * 2,)
+
+
+def doubled_in_place(block: nn.Module, taken: tuple[torch.Tensor, ...]) -> None:
+    with torch.no_grad():
+        taken[0].mul_(2)
+
+
+@pytest.mark.parametrize("between", [doubled, doubled_in_place])
+def test_what_is_done_between_two_blocks_is_found(between):
+    tower = hollow(TIMM["vit"])
+    tower.model.blocks[7].register_forward_pre_hook(between)
+    with pytest.raises(UserError, match="block 7 takes something else than what comes out before it"):
+        refuse(tower)
+
+
+def test_ways_past_blocks_are_found():
+    kept = []
+    tower = hollow(TIMM["vit"])
+    stock = tower.features
+    tower.model.blocks[5].register_forward_hook(lambda block, taken, found: kept.append(found))
+    tower.features = lambda model, seen: stock(model, seen) + kept[-1][:, 1:]
+    with pytest.raises(UserError, match="features come of more than the last of its blocks"):
+        refuse(tower)
+    tower.features = stock
+    later = tower.model.blocks[8].register_forward_hook(lambda block, taken, found: found + kept[-1])
+    with pytest.raises(UserError, match="block 8 sees more of an image"):
+        refuse(tower)
+    later.remove()
+    tower.features = lambda model, seen: stock(model, seen) + seen.mean()
+    with pytest.raises(UserError, match="features come of more than"):
+        refuse(tower)
+    tower.features = lambda model, seen: stock(
+        model, seen + model.blocks[3](seen.new_zeros(1, *tower.hidden_shape)).sum()
+    )
+    with pytest.raises(UserError, match="do not run once each, in their order"):
+        refuse(tower)
+
+
+def test_code_that_asks_an_absent_block_for_what_it_lacks_is_found():
+    tower = hollow(TIMM["vit"])
+    stock = tower.features
+    tower.features = lambda model, seen: stock(model, seen * bool(model.blocks[9].norm1))
+    with pytest.raises(AttributeError, match="norm1"):
+        refuse(tower)
