@@ -38,15 +38,15 @@ def probe_encoder(config: RunConfig) -> None:
     chosen = config.model.vision
     if chosen is None:
         return
-    asked = [chosen.name, config.model.vision_dtype, str(chosen.select_layer), str(chosen.final_norm)]
-    said = "" if is_timm_name(chosen.name) else json.dumps(encoder_config(model_folder(chosen.name)), sort_keys=True)
-    parts = [json.dumps(asked).encode(), said.encode()]
+    asked = [config.model.vision_dtype, str(chosen.select_layer), str(chosen.final_norm)]
+    of = chosen.name if is_timm_name(chosen.name) else encoder_config(model_folder(chosen.name))  # wherever it lies
+    parts = [json.dumps([of, *asked], sort_keys=True).encode()]
     record = cache_folder("probe") / f"encoder-{fingerprint_with_code(parts, ('torch', 'transformers', 'timm'))}.json"
     if record.is_file():
         return
     remedy = "set parallel.encoder_ranks=0, which leaves the encoder whole on rank 0"
     try:
-        (difference,) = differences_in_child(__name__, asked, chosen.name, "cannot be cut into slices")
+        (difference,) = differences_in_child(__name__, [chosen.name, *asked], chosen.name, "cannot be cut into slices")
     except UserError as error:
         raise EncoderSliceError(f"{error}; {remedy}") from None
     if difference != 0:  # a NaN too

@@ -32,7 +32,7 @@ LORA = {
 }
 # Kinds of timm ViTs that differ in what stands around and between blocks.
 TIMM = {
-    "vit": "vit_tiny_patch16_224",
+    "vit_timm": "vit_tiny_patch16_224",
     "siglip_timm": "vit_so400m_patch14_siglip_384",
     "clip_timm": "vit_large_patch14_clip_quickgelu_336",
     "eva02": "eva02_tiny_patch14_224",
@@ -45,7 +45,7 @@ TIMM = {
 EVERY_DAY = ("internvl", "wrapped_timm", "pickled_clip")
 # A timm ViT in a whole model of transformers.
 SIZES = {"img_size": 28, "patch_size": 7, "embed_dim": 32, "depth": DEPTH, "num_heads": 2, "global_pool": ""}
-WRAPPED = {"model_type": "timm_wrapper", "architecture": TIMM["vit"], "model_args": SIZES}
+WRAPPED = {"model_type": "timm_wrapper", "architecture": TIMM["vit_timm"], "model_args": SIZES}
 LLM = {"model_type": "llama", "head_dim": 8, **TEXT}
 nightly = pytest.mark.nightly
 
@@ -101,7 +101,7 @@ def test_slices_are_the_whole_encoder_to_the_bit(encoder, kind):
             assert torch.equal(x, expected), (cuts, dtype, final_norm)
 
 
-@pytest.mark.parametrize("kind", ["vit", "clip_vision"])
+@pytest.mark.parametrize("kind", ["vit_timm", "clip_vision"])
 def test_a_slice_keeps_its_own_blocks_and_what_stands_around_all(encoder, kind):
     folder = encoder(kind)
     whole = dict(load_vision(str(folder), -1, torch.float32).global_parameters())
@@ -172,13 +172,15 @@ def test_an_encoder_that_learns_is_refused_as_a_slice(tmp_path, trained):
         in_slices(config, (0, 1, 2))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("eva02", marks=nightly), "internvit"])
+@nightly  # daily, runs in slices begin with it
+@pytest.mark.parametrize("kind", ["eva02", "internvit"])
 def test_the_probe_passes_what_can_be_sliced_and_remembers_it(encoder, tmp_path, monkeypatch, kind):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = make_config(tmp_path, model__vision={"name": str(encoder(kind))})
     probe_encoder(config)
-    monkeypatch.setattr(probe, "SECONDS", 0)
-    probe_encoder(config)  # no time to try it again
+    (tmp_path / "elsewhere").symlink_to(encoder(kind))
+    monkeypatch.setattr(probe, "SECONDS", 0)  # no time to try it again
+    probe_encoder(make_config(tmp_path, model__vision={"name": str(tmp_path / "elsewhere")}))
 
 
 def test_the_probe_names_encoder_and_remedy(encoder, tmp_path, monkeypatch):
@@ -190,7 +192,7 @@ def test_the_probe_names_encoder_and_remedy(encoder, tmp_path, monkeypatch):
 
 
 def test_an_encoder_that_looks_at_the_pixels_behind_its_blocks_is_found_out(encoder):
-    tower = load_vision(str(encoder("vit")), -1, torch.float32)
+    tower = load_vision(str(encoder("vit_timm")), -1, torch.float32)
     pixels, stock = images(28), tower.features
     assert slices_difference(tower, (0, 1, DEPTH), pixels) == 0
     tower.features = lambda model, seen: stock(model, seen) + seen.mean()
@@ -243,7 +245,7 @@ def doubled_in_place(block: nn.Module, taken: tuple[torch.Tensor, ...]) -> None:
 
 @pytest.mark.parametrize("between", [doubled, doubled_in_place])
 def test_what_is_done_between_two_blocks_is_found(between):
-    tower = hollow(TIMM["vit"])
+    tower = hollow(TIMM["vit_timm"])
     tower.model.blocks[7].register_forward_pre_hook(between)
     with pytest.raises(UserError, match="block 7 takes something else than what comes out before it"):
         refuse(tower)
@@ -251,7 +253,7 @@ def test_what_is_done_between_two_blocks_is_found(between):
 
 def test_ways_past_blocks_are_found():
     kept = []
-    tower = hollow(TIMM["vit"])
+    tower = hollow(TIMM["vit_timm"])
     stock = tower.features
     tower.model.blocks[5].register_forward_hook(lambda block, taken, found: kept.append(found))
     tower.features = lambda model, seen: stock(model, seen) + kept[-1][:, 1:]
@@ -273,7 +275,7 @@ def test_ways_past_blocks_are_found():
 
 
 def test_code_that_asks_an_absent_block_for_what_it_lacks_is_found():
-    tower = hollow(TIMM["vit"])
+    tower = hollow(TIMM["vit_timm"])
     stock = tower.features
     tower.features = lambda model, seen: stock(model, seen * bool(model.blocks[9].norm1))
     with pytest.raises(AttributeError, match="norm1"):
