@@ -99,9 +99,7 @@ class StageCosts:
         self.stage = functools.cache(self._stage)
         self._one_stage_instants = functools.cache(self._find_one_stage_instants)
         self._one_stage_need = functools.cache(
-            lambda rank, first, layers, blocks: self.need(
-                rank, [layers], self._one_stage_instants(first)[rank], blocks
-            )
+            lambda rank, first, layers, blocks: self.need(rank, [layers], self._one_stage_instants(first)[rank], blocks)
         )
 
     # ---- stages
