@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
 
 @dataclass
 class _Ahead:
-    """What one kind of steps has begun and not used; micro-batches by their number in the step."""
+    """What training, or an evaluation, has begun and not used; micro-batches by their number in the step."""
 
     batches: dict[int, PackedBatch] = field(default_factory=dict)  # rank 0
     tiles: dict[int, int] = field(default_factory=dict)  # the chain
@@ -54,7 +54,7 @@ class _Ahead:
 
 
 class ChainLink:
-    """Every rank of the job constructs this at the same time; one outside the chain then has nothing to do.
+    """A rank's place in the chain; every rank of the job constructs one at the same time, one outside it, too.
 
     `stage` is the rank's first, which holds its slice. `waited` is called where this rank has only waited until then.
     """
@@ -73,7 +73,7 @@ class ChainLink:
         self._device = next(stage.parameters()).device
         self._ranks, self._rank, self._chain = plan.pipeline, mine.pipeline, ranks_of(plan.chain)
         self._is_alone = len(self._chain) == 1
-        self._is_in = self._rank in self._chain
+        self._is_told = self._rank in self._chain[1:]  # by rank 0, how many tiles each micro-batch has
         places = {other.pipeline: other.rank for other in plan.ranks if other.data == mine.data}
         self._reader, *self._others = (places[other] for other in self._chain)  # global ranks
         if not self._is_alone:
@@ -88,16 +88,14 @@ class ChainLink:
 
         An evaluation leaves alone what is there for the next step.
         """
-        self._trains, self._to_read = trains, loads
+        self._trains, self._to_read = trains, loads * self._is_told
         self._now = self._of_training if trains else _Ahead()
 
     def end(self, microbatches: int) -> None:
         """It ends, and has used so many micro-batches; nothing stays under way."""
-        if self._is_alone or not self._is_in:
-            self._to_read = 0
         for message in self._channels.posted("features"):
             (self._now.received[message.microbatch],) = self._channels.take(message)
-        while self._rank and self._to_read:
+        while self._to_read:
             self._read_number()
         for work, _ in self._sent:
             work.wait()

@@ -90,7 +90,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._wants_stop = False
         self._training = True
         self._last_stage = plan.pipeline * plan.stages_per_rank - 1
-        self._has_begun = not any(encodes and encodes.ahead for encodes in plan.chain)
+        self._needs_prelude = any(encodes and encodes.ahead for encodes in plan.chain)
         warms_up = self.device.type == "cuda" if warms_up is None else warms_up
         if warms_up:
             warm_up(config, self.stages, self._masters, plan.first_trainable_stage, self.device)
@@ -98,8 +98,14 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         timeout = timedelta(seconds=config.parallel.timeout_seconds)
         self._channels = Channels(plan, self.global_rank, self.device, timeout)
         self.clock = StepClock(self.device)
-        link = plan, self.global_rank, self.stages[self.stage_id], self._channels, self.clock.waited
-        self._chain = ChainLink(*link, config.parallel.timeout_seconds)
+        self._link = ChainLink(
+            plan,
+            self.global_rank,
+            self.stages[self.stage_id],
+            self._channels,
+            self.clock.waited,
+            config.parallel.timeout_seconds,
+        )
         width = next(iter(self.stages.values())).language.hidden_size
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
         self._dtype = next(iter(self.stages.values())).dtype
@@ -143,8 +149,8 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._begin_step()
         self._batches = batches
         self._training = True
-        if not self._has_begun:
-            self._has_begun = True
+        if self._needs_prelude:
+            self._needs_prelude = False
             self._run_schedule(prelude(self.plan.chain), 0, is_prelude=True)
         self._run_schedule(self.plan.schedule, self.plan.microbatches_per_step)
         self.step_index += 1
@@ -182,10 +188,10 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         if not self._posts_ahead[self._training]:  # the first one: something may still wait for the whole device
             schedule = in_common_order(schedule)
             self._posts_ahead[self._training] = not is_prelude
-        self._chain.begin(sum(x.op is Op.LOAD for x in schedule[0]), trains=self._training)
+        self._link.begin(sum(x.op is Op.LOAD for x in schedule[0]), trains=self._training)
         self._run(schedule[self.stage_id])
         self.clock.start(None)
-        self._chain.end(microbatches)
+        self._link.end(microbatches)
         self._channels.wait_for_sends()
         self.clock.waited()
 
@@ -215,23 +221,23 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
             batch = None if last is not None and step >= last else next(self._batches, None)
         else:
             batch = next(self._batches)
-        self._chain.load(microbatch, None if batch is None else to_device(batch, self.device))
+        self._link.load(microbatch, None if batch is None else to_device(batch, self.device))
 
     def _encode(self, stage: int, microbatch: int) -> None:
-        self._chain.encode(microbatch)
+        self._link.encode(microbatch)
 
     def _send_features(self, stage: int, microbatch: int) -> None:
-        self._chain.send(microbatch)
+        self._link.send(microbatch)
 
     def _receive_features(self, stage: int, microbatch: int) -> None:
-        self._chain.receive(microbatch)
+        self._link.receive(microbatch)
 
     def _take_input(self, microbatch: int) -> Encoded:
         """What was read and encoded for a micro-batch of this step, which from now on counts as used."""
-        taken = self._chain.take(microbatch)
+        taken = self._link.take(microbatch)
         batch = taken.batch
         counts = {"tokens": batch.tokens, "samples": batch.samples, "quarantined": len(batch.faults)}
-        self._sums.add(**counts, images=len(batch.tilings), tiles=max(taken.tiles, 0))
+        self._sums.add(**counts, images=len(batch.tilings), tiles=taken.tiles)
         if self.global_rank == self.plan.data - 1:  # the last replica's share ends with the step's last pack
             self._epoch = batch.epochs[-1]
         self._keys[microbatch] = batch.keys
