@@ -150,8 +150,10 @@ class Plan:
     minimal_flops_share: float  # of what a step computes: what every exact way of training must compute
     uniform: UniformCut | None  # None with one rank, or with fewer decoder layers than ranks
     fewer_stages_time_ratio: float | None  # a step of the best plan with fewer stages a rank over this one's
-    rank_0_time_ratio: float | None  # a step of the best plan with the whole encoder on rank 0 over this one's
-    no_prefetch_time_ratio: float | None  # of this plan without prefetch over this one's
+    rank_0_time_ratio: float | None
+    """A step of the best plan with the whole encoder on rank 0 over this one's; None: it is there, or does not fit."""
+    no_prefetch_time_ratio: float | None
+    """A step without prefetch over this one's; None: it has none, or the encoder is in slices."""
     seconds: StageSeconds  # what was simulated; see `costs`
     ranks: tuple[RankPlan, ...]
     schedule: Schedule  # per pipeline rank

@@ -86,7 +86,7 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
     costs, layout = search.costs, found[0]
     cut, seconds = layout.cut, layout.simulation.seconds
     pipeline, microbatches = config.parallel.pipeline, costs.setting.microbatches_per_step
-    ranks = tuple(rank for stage in range(pipeline) for rank in _ranks(config, costs, layout, stage, microbatches))
+    ranks = tuple(rank for place in range(pipeline) for rank in _ranks(config, costs, layout, place, microbatches))
     replica = [rank for rank in ranks if rank.data == 0]
     computed = sum(rank.flops.total + rank.recompute_flops for rank in replica)
     needed = minimal_flops(models, config.model.trainable, costs.costs.work).total * microbatches
@@ -94,9 +94,10 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
     if device is not None:
         messages = "" if costs.timings.measured_messages or pipeline == 1 else "; messages assumed"
         described = f"calibrated on {device}{messages}"
-    without = search.layout(cut)  # prefetch
     in_slices = len(ranks_of(layout.chain)) > 1
     alone = _on_rank_0(config, search) if in_slices else None
+    immediate = search.layout(cut)
+    prefetches = not in_slices and layout.chain != immediate.chain
     return Plan(
         run=config.run.name,
         llm=config.model.llm.path,
@@ -123,7 +124,7 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         uniform=_uniform(search, seconds),
         fewer_stages_time_ratio=found[1].simulation.seconds / seconds if len(found) > 1 else None,
         rank_0_time_ratio=None if alone is None else alone.simulation.seconds / seconds,
-        no_prefetch_time_ratio=None if without.schedule == layout.schedule else without.simulation.seconds / seconds,
+        no_prefetch_time_ratio=immediate.simulation.seconds / seconds if prefetches else None,
         seconds=layout.seconds,
         ranks=ranks,
         schedule=layout.schedule,

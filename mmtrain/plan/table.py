@@ -87,6 +87,23 @@ def _rates(plan: Plan) -> list[str]:
     return [f"learning rates: {'; '.join(groups)}"] if plan.groups else []
 
 
+def _encoder(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
+    """Where the encoder runs, and what that gains."""
+    slices = [f"{stage.slice} on {_ranks(plan, rank)}" for rank in replica for stage in rank.stages if stage.slice]
+    if slices:
+        ahead = ", ".join(str(encodes.ahead) for encodes in plan.chain if encodes is not None)
+        yield (
+            f"the encoder in slices: {', '.join(slices)}; so many micro-batches are encoded ahead when a step begins, "
+            f"slice by slice: {ahead}"
+        )
+    if plan.rank_0_time_ratio is not None:
+        yield f"with the encoder on rank 0 alone a step would take {plan.rank_0_time_ratio:.2f} times as long"
+    if plan.no_prefetch_time_ratio is not None:
+        batches = "micro-batch" if plan.encode_ahead == 1 else "micro-batches"
+        prefetch = f"a step begins with {plan.encode_ahead} {batches} encoded" if plan.encode_ahead else "inside a step"
+        yield f"encoder prefetch: {prefetch}; without, a step takes {plan.no_prefetch_time_ratio - 1:.1%} longer"
+
+
 def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
     total = sum(rank.flops.total + rank.recompute_flops for rank in replica) / 1e12
     slowest = max(replica, key=lambda rank: rank.work_share)
@@ -103,19 +120,7 @@ def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
     if plan.fewer_stages_time_ratio is not None:
         longer = plan.fewer_stages_time_ratio - 1
         yield f"{plan.stages_per_rank} stages a rank, interleaved: with fewer a step takes {longer:.1%} longer"
-    slices = [f"{stage.slice} on {_ranks(plan, rank)}" for rank in replica for stage in rank.stages if stage.slice]
-    if slices:
-        ahead = [encodes.ahead for encodes in plan.chain if encodes is not None]
-        yield (
-            f"the encoder in slices: {', '.join(slices)}; so many micro-batches are encoded ahead when a step begins, "
-            f"slice by slice: {', '.join(map(str, ahead))}"
-        )
-    if plan.rank_0_time_ratio is not None:
-        yield f"with the encoder on rank 0 alone a step would take {plan.rank_0_time_ratio:.2f} times as long"
-    elif plan.no_prefetch_time_ratio is not None:
-        batches = "micro-batch" if plan.encode_ahead == 1 else "micro-batches"
-        prefetch = f"a step begins with {plan.encode_ahead} {batches} encoded" if plan.encode_ahead else "inside a step"
-        yield f"encoder prefetch: {prefetch}; without, a step takes {plan.no_prefetch_time_ratio - 1:.1%} longer"
+    yield from _encoder(plan, replica)
     uniform = plan.uniform
     if uniform is None:
         return
