@@ -17,8 +17,11 @@ from processes import Command, running, wait_for
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.launch import main as launch_command
+from mmtrain.plan.placement import EVALUATION_ROUND
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
+from mmtrain.plan.schedule import forward_schedule, ranks_of
+from mmtrain.plan.simulate import Program, simulate
 
 
 def plan_of(tiny, *overrides: str) -> Plan:
@@ -54,6 +57,14 @@ def test_a_plan_says_which_rank_holds_what(tiny, capsys):
     assert "the encoder in slices: patches alone on rank 0, " in said
     assert "block 2 on rank 3; so many " in said or "blocks 1-2 on rank 3; so many " in said
     assert "with the encoder on rank 0 alone a step would take " in said
+
+
+def test_an_evaluation_begins_with_encodes_that_make_it_shorter(tiny):
+    plan = plan_of(tiny, "parallel.encoder_ranks=[0,1,2]")
+    shape = plan.pipeline, EVALUATION_ROUND * plan.pipeline, plan.stages_per_rank, ranks_of(plan.chain)
+    passes = [forward_schedule(*shape, lead) for lead in (1, plan.evaluation_lead)]
+    at_once, led = (simulate(Program(each), plan.seconds).seconds for each in passes)
+    assert led < 0.99 * at_once
 
 
 TRAINS = ("model.trainable=[projector, vision]",)

@@ -1,5 +1,7 @@
 """An encoder cut into slices: equal to the whole one to the bit, and each reads and keeps its own blocks alone."""
 
+import contextlib
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +18,7 @@ from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
 from mmtrain.model import probe, vision
+from mmtrain.model.bookends import Bookend
 from mmtrain.model.encoder_probe import EncoderSliceError, probe_encoder
 from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.stage import build_stage
@@ -125,6 +128,25 @@ def test_weights_of_absent_blocks_are_never_opened(encoder, kind, monkeypatch):
     load_vision(str(encoder(kind)), -2, torch.float32, blocks=(1, 2))
     blocks = {int(found[1]) for name in opened if (found := ENCODER_BLOCK.match(f"vision.{name}"))}
     assert blocks == {1}
+
+
+def test_a_slice_keeps_nothing_of_what_it_was_given(encoder):
+    part = load_vision(str(encoder("vit")), -1, torch.float32).slice_of(1, 2)
+    stock = part.features
+
+    def failing(model, images):
+        stock(model, images)
+        raise ArithmeticError
+
+    for features in (stock, failing):
+        part.features = features
+        hidden = torch.randn(2, *part.hidden_shape)
+        given = weakref.ref(hidden)
+        with contextlib.suppress(ArithmeticError):
+            part(hidden)
+        del hidden
+        assert given() is None
+        assert not any(isinstance(block, Bookend) and block.handed_out is not None for block in part.modules())
 
 
 def in_slices(config, cuts) -> list:
