@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from processes import Command, running, wait_for
+from untrained_runs import make_tower
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
@@ -134,6 +135,22 @@ def wait_for_steps(command: Command, folder: Path, steps: int) -> None:
 
 def pid_of(folder: Path, rank: int) -> int:
     return int(re.search(rf"\[rank {rank}\] process (\d+) on ", (folder / "tiny" / "log.txt").read_text())[1])
+
+
+@pytest.mark.nightly
+def test_an_encoder_that_cannot_be_cut_is_refused_or_stays_on_rank_0(tiny, tmp_path):
+    """ConViT puts its class token between two blocks, which only some later ones attend to."""
+    sizes = {"depth": 12, "embed_dim": 128, "img_size": 56, "local_up_to_layer": 6}  # a plan cuts such a large one
+    make_tower(tmp_path / "convit", "convit_tiny", sizes)
+    few = (f"model.vision.name={tmp_path}/convit", "train.max_steps=1")
+    refused = "convit cannot be cut into slices: block 6 is unlike the first 3; set parallel.encoder_ranks=0"
+    with training(tiny, tmp_path / "asked", *few) as command:
+        assert command.wait(200) == 2
+    assert command.stderr.startswith("error: ") and refused in " ".join(command.stderr.split())
+    with training(tiny, tmp_path / "auto", *few, "parallel.encoder_ranks=auto") as command:
+        assert command.wait(200) == 0, command.stderr
+    said = " ".join(command.stderr.split())
+    assert "the encoder stays whole on rank 0: " in said and refused in said
 
 
 def test_kill_9_of_a_rank_in_the_middle_of_the_chain_names_it(tiny, tmp_path):
