@@ -26,11 +26,13 @@ import torch.distributed as dist
 from mmtrain.base.collectives import of_all_ranks
 from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
-from mmtrain.calibration.allocations import bytes_used
+from mmtrain.calibration.allocations import Usage, bytes_used
 from mmtrain.calibration.message_costs import FEATURES, MESSAGE, MessageCosts
 from mmtrain.calibration.solution import (
     ENCODE,
     ENCODE_HALF,
+    ENCODE_LATER,
+    ENCODE_STEM,
     WINDOW,
     mean_of_ranks,
     recomputing,
@@ -85,7 +87,9 @@ class Calibrator:
             if parameter.requires_grad
         }
         self._end = _StepEnd(config, plan, trained, device)
-        self._half = self._half_encoder()
+        cuttable = self._stages["front"].module.front is not None and self._costs.encoder.frozen
+        self._half = self._slice(0, self._costs.encoder.blocks // 2) if cuttable else None
+        self._may_cut = cuttable and config.parallel.encoder_ranks != 0
         self._multiply, self._flops = matrix_products(self._stages[self._window[0]])
         for stage in self._stages.values():  # before any message: see `warm_up` of mmtrain.engine.single_stage
             stage.forward()
@@ -122,16 +126,15 @@ class Calibrator:
                 stages[recomputing(name)] = stage.recomputing()
         return stages
 
-    def _half_encoder(self) -> Front | None:
-        """Half of the encoder's blocks as its first slice, over the whole one's weights; None if it cannot be cut."""
-        whole, encoder = self._stages["front"].module.front, self._costs.encoder
-        if whole is None or not encoder.frozen:
-            return None
-        half = whole.vision.slice_of(0, encoder.blocks // 2)
+    def _slice(self, first: int, last: int) -> Front:
+        """Blocks [first, last) of the encoder, over the whole one's weights."""
+        whole = self._stages["front"].module.front
+        assert whole is not None, "an encoder is cut that is there"
+        part = whole.vision.slice_of(first, last)
         weights = dict(whole.vision.global_parameters())
-        for name, parameter in half.global_parameters():
+        for name, parameter in part.global_parameters():
             parameter.data = weights[name].data
-        return Front(half, whole.projector, whole.transform)
+        return Front(part, whole.projector, whole.transform)
 
     def _message_tensors(self) -> dict[str, list[torch.Tensor]]:
         """What a micro-batch's messages hold, by their kind."""
@@ -203,16 +206,38 @@ class Calibrator:
             stage.backward()  # makes gradients, which then are there
             stage.prepare()
             if name == "front":
-                (encode,) = bytes_used(stage.encode, device=self._device)
-                kept = 0 if stage.module.encoder_is_frozen else encode.end - stage.features.untyped_storage().nbytes()
-                found[ENCODE] = {"kept": kept, "forward": encode.peak - encode.end, "backward": 0}
+                found |= self._bytes_of_front(stage)
+                continue
             work = (stage.forward, stage.release_output, stage.backward)
-            forward, sent, backward = bytes_used(*work, device=self._device)
-            found[name] = {
-                "kept": forward.end + sent.end,
-                "forward": forward.peak - forward.end,
-                "backward": backward.peak,
-            }
+            found[name] = _of_stage(*bytes_used(*work, device=self._device))
+        return found
+
+    def _bytes_of_front(self, stage: SingleStage) -> dict[str, dict[str, int]]:
+        """The same of the encoder, whose work includes what it makes, and of the front, which may keep features."""
+        features = 0 if stage.features is None else stage.features.untyped_storage().nbytes()
+        stage.features = None
+
+        def encode() -> None:
+            stage.features = stage.encode()
+
+        def release() -> None:
+            stage.release_output()
+            stage.features = None
+
+        encoded, *others = bytes_used(encode, stage.forward, release, stage.backward, device=self._device)
+        encode()
+        of_front = _of_stage(*others)
+        found = {
+            "front": of_front | {"kept": features + of_front["kept"]},
+            ENCODE: {"kept": encoded.end - features, "forward": encoded.peak, "backward": 0},
+        }
+        if self._may_cut:
+            blocks, tiles = self._costs.encoder.blocks, stage.batch.tiles
+            stem, later = self._slice(0, 0), self._slice(max(0, blocks - 2), blocks).vision
+            hidden = torch.zeros(len(tiles), *later.hidden_shape, dtype=later.dtype, device=self._device)
+            works = functools.partial(stem.encode, tiles), functools.partial(later.in_groups, hidden)
+            of_stem, of_later = bytes_used(*works, device=self._device)
+            found |= {ENCODE_STEM: {"forward": of_stem.peak}, ENCODE_LATER: {"forward": of_later.peak}}
         return found
 
     # ---- the result
@@ -228,7 +253,8 @@ class Calibrator:
             if name in seconds:
                 seconds[name] *= self._costs.work.tiles / len(tiles)
         seconds[UPDATE] *= max(rank.trainable for rank in self._plan.ranks) / self._end.elements
-        layers, call_seconds = solve_layers(seconds, of_ranks[0][1], self._kinds, self._window)
+        used = of_ranks[0][1]
+        layers, call_seconds = solve_layers(seconds, used, self._kinds, self._window)
         return Calibration(
             key=self._key,
             layers=layers,
@@ -240,7 +266,13 @@ class Calibrator:
             end_seconds=seconds[REDUCE] + seconds[UPDATE],
             replicas=self._plan.data,
             matmul_flops_per_second=self._flops / seconds[MATMUL],
+            encode_stem_bytes=used[ENCODE_STEM]["forward"] if ENCODE_STEM in used else None,
+            encode_later_bytes=used[ENCODE_LATER]["forward"] if ENCODE_LATER in used else None,
         )
+
+
+def _of_stage(forward: Usage, sent: Usage, backward: Usage) -> dict[str, int]:
+    return {"kept": forward.end + sent.end, "forward": forward.peak - forward.end, "backward": backward.peak}
 
 
 class _StepEnd:

@@ -16,6 +16,8 @@ from mmtrain.plan.costs import LayerKind
 WINDOW = "layers in a row"
 ENCODE = "encode"
 ENCODE_HALF = "encode, half of the blocks"  # those before the others, rounded down, with the stem
+ENCODE_STEM = "encode, no block"
+ENCODE_LATER = "encode, a slice behind the first"
 
 Seconds = Mapping[str, float]  # by stage and direction, as in "head forward"; of ENCODE; of messages
 Bytes = Mapping[str, Mapping[str, int]]  # by stage: "kept" until its backward, working in "forward" and "backward"
@@ -73,7 +75,7 @@ def solve_layers(
             recomputing_seconds=backward[name] + (again * forward[name] if runs_backward else 0.0),
             kept_bytes=max(0, own["kept"] + runs_backward * input_bytes - of_head),
             kept_bytes_recomputing=max(0, recomputed["kept"] + runs_backward * recomputing_input_bytes - of_head),
-            forward_working_bytes=max(own["forward"], recomputed["forward"]),
+            forward_working_bytes=own["forward"],
             backward_working_bytes=own["backward"],
             recomputing_working_bytes=recomputed["backward"],
         )

@@ -116,6 +116,8 @@ class Calibration:
     end_seconds: Amount  # a step's end: reductions, of gradients over `replicas`, and optimizer
     replicas: Annotated[Count, Field(gt=0)]
     matmul_flops_per_second: Annotated[Amount, Field(gt=0)]  # of one rank, all `ranks` computing
+    encode_stem_bytes: Count | None = None  # working in an ENCODE of a first slice without blocks; None: not measured
+    encode_later_bytes: Count | None = None  # likewise of a slice behind the first
 
     def save(self, file: Path | None = None) -> Path:
         """Write it, by default where `find` looks, and return the file. An existing one is replaced whole."""

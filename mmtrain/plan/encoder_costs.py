@@ -22,7 +22,7 @@ class EncoderCost:
 
     forward: int  # FLOPs of all of it: of the stem and `blocks` times `block_forward`
     frozen: bool  # else it belongs to the step, is not prefetched, and is whole on stage 0
-    working_bytes: int  # of one ENCODE, of any slice: tiles go through all slices in the same groups
+    working_bytes: int  # of one ENCODE: tiles go through all slices in the same groups
     feature_bytes: int  # what a micro-batch's features take until its forward
     batch_bytes: int  # what a loaded micro-batch takes until its forward, pixels left out
     pixel_bytes: int = 0  # of a loaded micro-batch, until it is encoded
@@ -32,11 +32,22 @@ class EncoderCost:
     block_bytes: int = 0  # weights of one; 0 if the encoder trains: its weights are the front layer's
     stem_bytes: int = 0  # weights of all else, which every slice holds; 0 likewise
     hidden_bytes: int = 0  # what a micro-batch's tiles are between two slices; features are less by prefix tokens
+    stem_working_bytes: int | None = None  # of an ENCODE of a first slice without blocks, where that is known
+    later_working_bytes: int | None = None  # of a slice behind the first, likewise
 
     @property
     def stem_forward(self) -> int:
         """FLOPs of what is outside the blocks, which the first slice runs."""
         return self.forward - self.blocks * self.block_forward
+
+    def working_of(self, blocks: int, *, first: bool) -> int:
+        """Of one ENCODE of a slice with so many blocks, the first or a later one; where unknown, as the whole one's."""
+        found: int | None = self.working_bytes
+        if not first:
+            found = self.later_working_bytes
+        elif blocks == 0:
+            found = self.stem_working_bytes
+        return self.working_bytes if found is None else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,8 @@ class StageCosts:
         has_slice = is_first or blocks > 0
         stages = tuple(self.stage(*layer_range, count) for layer_range, count in zip(ranges, recompute, strict=True))
         end_working = FP32 * sum(self._trainable[end] - self._trainable[begin] for begin, end in ranges)  # AdamW's root
-        most = peak(found, [stage.bytes for stage in stages], self.costs.encoder.working_bytes, end_working)
+        encode_working = self.costs.encoder.working_of(blocks, first=is_first)
+        most = peak(found, [stage.bytes for stage in stages], encode_working, end_working)
         seconds = sum(stage.forward + stage.backward for stage in stages)
         return RankNeed(
             stages,

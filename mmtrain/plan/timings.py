@@ -160,7 +160,12 @@ def calibrated(
             costs,
             layers=tuple(cost(layer) for layer in costs.layers),
             whole_last=cost(costs.whole_last),
-            encoder=replace(costs.encoder, working_bytes=of_encoder.forward_working_bytes),
+            encoder=replace(
+                costs.encoder,
+                working_bytes=of_encoder.forward_working_bytes,
+                stem_working_bytes=calibration.encode_stem_bytes,
+                later_working_bytes=calibration.encode_later_bytes,
+            ),
         ),
         Timings(
             device=calibration.key.device,

@@ -233,7 +233,7 @@ def test_layers_calls_and_recomputation_are_told_apart():
 
     of_inner_layers = {"a": usage(100), "b": usage(200), WINDOW: usage(100 + 200 + 100 + 2 * 8)}
     bytes_of = {ENCODE: usage(0, 9), "front": usage(30), "head": usage(5), "last": usage(45), **of_inner_layers}
-    of_recomputing = {"a": usage(1, 1, 300), "b": usage(2), WINDOW: usage(1 + 2 + 1 + 2 * 50)}
+    of_recomputing = {"a": usage(1, 50, 300), "b": usage(2), WINDOW: usage(1 + 2 + 1 + 2 * 50)}
     bytes_of |= {recomputing(name): found for name, found in of_recomputing.items()}
     both = mean_of_ranks([seconds, {name: 3 * value for name, value in seconds.items()}])  # twice the first one's
     layers, call = solve_layers(both, bytes_of, kinds, ("a", "b", "a"))
@@ -244,6 +244,7 @@ def test_layers_calls_and_recomputation_are_told_apart():
     assert (layers["front"].forward_seconds, layers["encoder"].forward_seconds) == pytest.approx((14, 100))
     assert (layers["a"].kept_bytes, layers["b"].kept_bytes, layers["last"].kept_bytes) == (108, 208, 48)
     assert (layers["a"].kept_bytes_recomputing, layers["a"].recomputing_working_bytes) == (51, 300)
+    assert layers["a"].forward_working_bytes == 1, "a forward that keeps nothing works in what another keeps"
 
 
 def test_messages_cost_what_they_take_from_both_sides_and_the_rest_of_the_way():

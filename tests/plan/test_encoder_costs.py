@@ -94,11 +94,16 @@ def test_slices_of_all_ranks_add_up_to_the_encoder_with_a_stem_for_each(blocks) 
     assert seconds[1] == pytest.approx(seconds[0] + calls)
 
 
-def test_a_slice_takes_the_encoders_working_set_where_it_encodes() -> None:
+@pytest.mark.parametrize(("stem", "later", "taken"), [(None, None, (1, 1, 1)), (0.25, 0.5, (1, 0.25, 0.5))])
+def test_a_slice_takes_the_encoders_working_set_where_it_encodes_or_its_own_if_measured(stem, later, taken) -> None:
     costs = costs_of(config_of())
-    working = costs.costs.encoder.working_bytes
-    need = costs.need_of([(8, 17)], [0], [Instant(Op.ENCODE, 0, (0,), 7)], 6)
-    assert (need.activation_bytes, need.working_bytes) == (7, working) and working > 0
+    encoder = costs.costs.encoder
+    working = encoder.working_bytes
+    own = {"stem_working_bytes": stem and stem * working, "later_working_bytes": later and later * working}
+    costs.costs = replace(costs.costs, encoder=replace(encoder, **own))
+    for layers, blocks, share in zip(((0, 8), (0, 8), (8, 17)), (6, 0, 6), taken, strict=True):
+        need = costs.need_of([layers], [0], [Instant(Op.ENCODE, 0, (0,), 7)], blocks)
+        assert (need.activation_bytes, need.working_bytes) == (7, share * working) and working > 0
 
 
 def test_a_rank_recomputes_more_where_a_slice_takes_its_memory() -> None:

@@ -7,6 +7,7 @@ Layouts share the frozen weights; each has its own stages, projector, engine and
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
@@ -157,15 +158,17 @@ class Runner:
     def peak_bytes(self) -> int:
         """Bytes of weights, optimizer state and everything else that live at once on this rank in a step.
 
-        Two steps are traced, and the second counts: what it finds at its begin is then known, too.
+        Of the steps that are traced the last counts: what it finds at its begin was made in the others.
         """
         weights = (t for stage in self._stages.values() for t in (*stage.parameters(), *stage.buffers()))
         state = (t for s in self.engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
         lasting = tensor_bytes(itertools.chain(weights, state, self.engine.trainable.values()))
         gc.collect()
+        ahead = max(encodes.ahead for encodes in self.plan.chain if encodes is not None)
+        before = max(1, -(-ahead // self.plan.microbatches_per_step))
         step = functools.partial(self.engine.train_step, self._batches)
-        first, second = bytes_used(step, step, device=DEVICE)
-        return lasting + first.end + second.peak
+        *others, last = bytes_used(*[step] * (before + 1), device=DEVICE)
+        return lasting + sum(one.end for one in others) + last.peak
 
 
 def _shared_stage(config: RunConfig, stage: StagePlan, weights: dict[str, torch.Tensor]) -> Stage:
@@ -178,8 +181,9 @@ def _shared_stage(config: RunConfig, stage: StagePlan, weights: dict[str, torch.
 
 
 def _batches(config: RunConfig, models: Models, seeds: range) -> Iterator[PackedBatch]:
+    """A few micro-batches in turn, a copy each time: what was used is let go, as in a run."""
     few = [expected_batch(config, models, seed) for seed in seeds[:4]]
-    return itertools.cycle(few)
+    return map(copy.deepcopy, itertools.cycle(few))
 
 
 class Probe:
