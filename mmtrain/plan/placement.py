@@ -9,9 +9,10 @@ of what waits between slices and of features.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ NEARER = 0.85
 """Times a gap, or once less: what is tried near the best of these, twice, beside one encode more or less at first."""
 GAIN = 0.002
 """Share of a step that is not worth being further ahead."""
+FILLED_INSTRUCTIONS = 400_000
+"""Of all moves of blocks of one cut: a fraction of a second."""
 MOST_STEPS_AHEAD = 3
 """That the first slice of a chain may be ahead: what waits takes memory, and a run begins by making it."""
 EVALUATION_ROUND = 4
@@ -80,7 +83,7 @@ def placements(
             if lead <= microbatches:
                 leading.append(leading_encodes(schedule, microbatches, chain, lead, exactly or 0))
         if exactly != 0:
-            for filled, least in _fills(program, microbatches, seconds, chain):
+            for filled, least in _fills(program, microbatches, seconds, chain).values():
                 features = filled[chain[-1]].ahead
                 within = filled[0].ahead <= MOST_STEPS_AHEAD * microbatches and features <= most
                 if within and exactly in (None, features):
@@ -179,8 +182,11 @@ class _Slice:
 
 def _fills(
     program: Program, microbatches: int, seconds: StageSeconds, chain: Sequence[int]
-) -> Iterator[tuple[Chain, float]]:
-    """Slices put into gaps in many ways, then in ways near the fastest, each with a lower bound of a step's seconds."""
+) -> dict[tuple[float, int], tuple[Chain, float]]:
+    """Slices put into gaps in many ways, then in ways near the fastest, each with a lower bound of a step's seconds.
+
+    By the share of an encode that a gap must hold, and how many come first.
+    """
     found: dict[tuple[float, int], tuple[Chain, float]] = {}
 
     def fill(gap: float, first: int) -> None:
@@ -194,7 +200,43 @@ def _fills(
         gap, first = min(found, key=lambda x: found[x][1])
         for near in (gap * NEARER, first), (gap / NEARER, first), (gap, first - 1), (gap, first + 1):
             fill(*near)
-    yield from found.values()
+    return found
+
+
+def moved_blocks(
+    program: Program,
+    microbatches: int,
+    slices: tuple[int, ...],
+    seconds_of: Callable[[tuple[int, ...]], StageSeconds | None],
+) -> tuple[int, ...]:
+    """Blocks of the encoder that the ranks hold, moved one at a time while the filled step gets shorter.
+
+    `seconds_of`: of a step with such slices; None where they do not fit. The ranks of the chain stay the same.
+    """
+    chain = chain_of_slices(slices)
+    fills = _fills(program, microbatches, seconds_of(slices), chain)
+    gap, first = min(fills, key=lambda x: fills[x][1])
+    least, left = fills[gap, first][1], FILLED_INSTRUCTIONS // len(program.steps)
+    moved = True
+    while moved:
+        moved = False
+        for source, target in itertools.permutations(chain, 2):
+            changed = tuple(blocks - (rank == source) + (rank == target) for rank, blocks in enumerate(slices))
+            if left == 0 or min(changed) < 0 or chain_of_slices(changed) != chain:
+                continue
+            seconds = seconds_of(changed)
+            if seconds is None:
+                continue
+            left -= 1
+            found = _fill(program, microbatches, seconds, chain, gap, first)[1]
+            if found < least * (1 - 1e-4):
+                slices, least, moved = changed, found, True
+    return slices
+
+
+def chain_of_slices(slices: Sequence[int]) -> tuple[int, ...]:
+    """The pipeline ranks of the chain: rank 0, which makes the patches, and whoever holds blocks."""
+    return tuple(rank for rank, blocks in enumerate(slices) if blocks or rank == 0)
 
 
 def _fill(

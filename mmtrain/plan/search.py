@@ -19,7 +19,7 @@ from mmtrain.plan.cut import Cut, ranges_of
 from mmtrain.plan.cut_search import SIMULATED_INSTRUCTIONS, Charge, CutSearch, Slices
 from mmtrain.plan.instructions import Schedule
 from mmtrain.plan.memory import instants
-from mmtrain.plan.placement import GAIN, placements
+from mmtrain.plan.placement import GAIN, chain_of_slices, moved_blocks, placements
 from mmtrain.plan.schedule import Chain, forward_schedule, leading_encodes, ranks_of, training_schedule
 from mmtrain.plan.simulate import Program, Simulation, StageSeconds, simulate
 from mmtrain.plan.stage_costs import RankNeed, StageCosts
@@ -29,6 +29,8 @@ STAGE_GAIN = 0.01
 """Share of a step that more stages a rank must save: they cost messages, which may be dearer than assumed."""
 SLICES_GAIN = 0.005
 """Share of a step that more slices of the encoder must save, likewise."""
+MOST_WORK = 1.04
+"""Times the mean of all ranks: what a rank may work so that slices fit idle slots better. Times are estimates."""
 MOST_PLACEMENTS = 4
 """Of a cut and its slices whose lists are made and simulated, the most promising first."""
 
@@ -115,7 +117,27 @@ class Search:
         for slices in self._slices(cut):
             best = self._placed(cut, slices, limit) or best
             limit = min(limit, self._to_beat(best, SLICES_GAIN))
-        return best
+        if best is None:
+            return None
+        return self._placed(cut, self._moved(cut, best.slices), best.simulation.seconds) or best
+
+    def _moved(self, cut: Cut, slices: Slices) -> Slices:
+        """Slices of the same ranks that fit idle slots better: a rank with less work may have less room for them."""
+        form, needs = self.cuts.placed(cut, slices)
+        works = [need.seconds for need in needs]
+        most = max(*works, MOST_WORK * sum(works) / len(works))
+
+        def seconds_of(changed: Slices) -> StageSeconds | None:
+            needs = self.cuts.placed(cut, changed)[1]
+            may_be = self.cuts.overflow(needs) == 0 and max(need.seconds for need in needs) <= most
+            return self._stage_seconds(needs, changed) if may_be else None
+
+        return moved_blocks(form.program, self.microbatches, slices, seconds_of)
+
+    def _stage_seconds(self, needs: Sequence[RankNeed], slices: Slices) -> StageSeconds:
+        ranks, encode_of = chain_of_slices(slices), self.costs.timings.encode_of
+        encode = [encode_of(blocks, rank == 0) if rank in ranks else 0.0 for rank, blocks in enumerate(slices)]
+        return self.cuts.stage_seconds(needs, encode)
 
     def _slices(self, cut: Cut) -> list[Slices]:
         """Ways to share out the blocks over several ranks: 2, half of them, all; or as the config asks."""
@@ -153,11 +175,7 @@ class Search:
                 best, limit = immediate, immediate.simulation.seconds * (1 - GAIN)
         elif self.cuts.overflow(needs) or self._least_seconds(needs) >= limit:
             return None
-        encode = [
-            self.costs.timings.encode_of(blocks, rank == 0) if rank in ranks else 0.0
-            for rank, blocks in enumerate(slices)
-        ]
-        seconds = self.cuts.stage_seconds(needs, encode)
+        seconds = self._stage_seconds(needs, slices)
         exactly = None if self.prefetch == "auto" else self.prefetch
         shape = form.schedule, form.program, self.microbatches, seconds, ranks
         tried = 0
@@ -306,8 +324,3 @@ class Search:
         several = range(self.pipeline) if self.encoder_ranks == "auto" else self.encoder_ranks
         each = -(-self.costs.costs.encoder.blocks // len(several))
         return tuple(each * (rank in several) for rank in range(self.pipeline))
-
-
-def chain_of_slices(slices: Slices) -> tuple[int, ...]:
-    """The pipeline ranks of the chain: rank 0, which makes the patches, and whoever holds blocks."""
-    return tuple(rank for rank, blocks in enumerate(slices) if blocks or rank == 0)
