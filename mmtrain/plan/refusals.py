@@ -331,11 +331,14 @@ class _Trial:
         search = search_of(changed, costs)
         if parallel.boundaries is not None:
             return search.fits(search.with_encodes(given_cut(changed, costs)))
-        # The encoder in slices may fit where it does not fit on rank 0; to try that, too, would take minutes.
         one_rank = parallel.encoder_ranks in ("auto", 0)
-        if one_rank and parallel.encoder_prefetch in ("auto", 0) and parallel.stages_per_rank in ("auto", 1):
-            return best_cut(costs) is not None
-        return bool(search.find(parallel.stages_per_rank))
+        if not one_rank or parallel.encoder_prefetch not in ("auto", 0) or parallel.stages_per_rank not in ("auto", 1):
+            return bool(search.find(parallel.stages_per_rank))
+        if best_cut(costs) is not None:
+            return True
+        # A search takes seconds, so it must be likely to find something.
+        in_slices = search.encoder_ranks != (0,) and best_cut(costs, search.equal_slices) is not None
+        return in_slices and bool(search.find(1))
 
 
 def _left_to_the_planner(config: RunConfig) -> list[dict[str, Any]]:

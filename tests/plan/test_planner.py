@@ -511,6 +511,12 @@ def test_each_kind_of_change_is_offered_where_it_helps(config_file) -> None:
     assert "\n  data.pack_length=" in refusal(config_file, "parallel.device_memory_gib=4.5", "data.pack_length=65536")
 
 
+def test_slices_of_the_encoder_are_offered_where_all_of_it_does_not_fit_on_rank_0(config_file) -> None:
+    tight = "parallel.pipeline=2", "parallel.device_memory_gib=8.28"
+    assert "\n  parallel.encoder_ranks=auto\n" in refusal(config_file, *tight, "parallel.encoder_ranks=0")
+    assert all(rank.stages[0].encoder for rank in plan_of(config_file, *tight).ranks)
+
+
 def test_a_device_on_which_nothing_fits_is_told_so(config_file) -> None:
     message = refusal(config_file, "parallel.device_memory_gib=0.5")
     assert "use devices with more memory" in message
