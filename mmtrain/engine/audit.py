@@ -89,7 +89,10 @@ class RankAudit:
         for name, tensor in {**self.frozen, **self.masters}.items():
             if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
                 source = "model.projector.init_from" if name.startswith("projector.") else "the model's folder"
-                raise UserError(f"{name} holds NaN or infinity: its file, of {source}, is damaged; get it again")
+                raise UserError(
+                    f"rank {self.plan.rank} read NaN or infinity as {name}: its file, of {source}, is damaged on that "
+                    "rank's machine; get it again"
+                )
 
     def start(self) -> dict[str, Any]:
         """What this rank begins with, for `check_replicas` and `model_fingerprint`."""
@@ -99,8 +102,7 @@ class RankAudit:
             "pipeline": self.plan.pipeline,
             "frozen": _combined(self.before, self.frozen),
             "trainable": _combined(self.before, self.masters),
-            "frozen_parameters": [self.before[name] for name in parameters],
-            "frozen_projector": {name: self.before[name] for name in parameters if name.startswith("projector.")},
+            "frozen_parameters": {name: self.before[name] for name in parameters},
         }
 
     def notes(self, saw_gradient: Collection[str]) -> dict[str, dict[str, Any]]:
@@ -163,7 +165,7 @@ def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
 
 def model_fingerprint(starts: Sequence[dict[str, Any]]) -> str:
     """Of all frozen parameters, whatever the layout: a tied matrix that two ranks hold counts once."""
-    parameters = {fingerprint for start in starts for fingerprint in start["frozen_parameters"]}
+    parameters = {fingerprint for start in starts for fingerprint in start["frozen_parameters"].values()}
     return hashlib.sha256("\n".join(sorted(parameters)).encode()).hexdigest()
 
 
@@ -181,7 +183,8 @@ def settings_fingerprint(config: RunConfig) -> str:
 def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
     """Raise AuditError unless all replicas begin with the same weights; `starts` are all ranks' RankAudit.start().
 
-    Nothing is broadcast: each rank reads its own files, and a stale copy on one machine would train in silence.
+    Nothing is broadcast: each rank reads its own files, and a stale copy on one machine would train in silence. Where
+    several stages hold a frozen parameter (slices of an encoder all hold its stem) it must be the same on all.
     """
     for start in starts:
         twin = next(other for other in starts if other["pipeline"] == start["pipeline"])
@@ -190,6 +193,15 @@ def check_replicas(starts: Sequence[dict[str, Any]]) -> None:
                 raise AuditError(
                     f"ranks {twin['rank']} and {start['rank']} hold replicas of one stage but loaded different {kind} "
                     "weights: the model's files must be the same on every machine"
+                )
+    holders: dict[str, dict[str, Any]] = {}
+    for start in starts:
+        for name, found in start["frozen_parameters"].items():
+            first = holders.setdefault(name, start)
+            if found != first["frozen_parameters"][name]:
+                raise AuditError(
+                    f"ranks {first['rank']} and {start['rank']} both hold {name} but loaded different values: the "
+                    "model's files must be the same on every machine"
                 )
 
 

@@ -18,7 +18,6 @@ from mmtrain.launching.machine import device_here, job_here, plan_here
 from mmtrain.plan.calibration import Device, cached_file, calibration_key
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import models_of
-from mmtrain.plan.schedule import ranks_of
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.table import render
 from mmtrain.processes.gpus import Gpu, visible_gpus
@@ -83,7 +82,7 @@ def _against(config: RunConfig, gpus: Sequence[Gpu], ranks: int, assumed: Plan, 
         "parallel.boundaries": assumed.boundaries or None,
         "parallel.stages_per_rank": assumed.stages_per_rank,
         "parallel.encoder_prefetch": 0,  # what counts is the schedule that was planned
-        "parallel.encoder_ranks": ranks_of(assumed.chain),
+        "parallel.encoder_ranks": assumed.encoder_ranks or 0,
     }
     try:
         measured = plan_here(config.changed(by_hand), gpus, ranks).seconds

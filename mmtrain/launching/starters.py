@@ -8,6 +8,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
+from mmtrain import __version__
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
@@ -54,7 +55,8 @@ def agree(config: RunConfig, plan: Plan, trace_steps: int, rank: int) -> Any:
 
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     store, _, world_size = next(rendezvous("env://", timeout=timeout))
-    text = dump_config(config) + json.dumps(plan.as_dict()) + f"--trace {trace_steps}"
+    text = f"mmtrain {__version__} --trace {trace_steps} {plan.chain} {plan.evaluation_lead} "
+    text += dump_config(config) + json.dumps(plan.as_dict())
     store.set(f"mmtrain/plan/{rank}", hashlib.sha256(text.encode()).hexdigest())
     if rank == 0:
         plans = [store.get(f"mmtrain/plan/{other}") for other in range(world_size)]
@@ -66,8 +68,8 @@ def agree(config: RunConfig, plan: Plan, trace_steps: int, rank: int) -> Any:
         store.wait([f"mmtrain/read/{other}" for other in range(world_size)])
     if others:
         raise UserError(
-            f"rank {others} planned a different run than rank 0: the config, the key=value arguments, --trace, the "
-            "model's files, the calibration (name one file in parallel.calibration) and parallel.device_memory_gib "
+            f"rank {others} planned a different run than rank 0: mmtrain, the config, the key=value arguments, --trace, "
+            "the model's files, the calibration (name one file in parallel.calibration) and parallel.device_memory_gib "
             "(state it where GPUs differ) must be the same on every machine"
         )
     return store

@@ -163,6 +163,12 @@ class Plan:
         """Micro-batches whose features are there when their step begins."""
         return min(encodes.ahead for encodes in self.chain if encodes is not None)
 
+    @property
+    def encoder_ranks(self) -> tuple[int, ...]:
+        """Pipeline ranks that hold blocks of an encoder in slices; empty where it is whole on rank 0."""
+        slices = ((rank.pipeline, rank.stages[0].encoder) for rank in self.ranks if rank.data == 0)
+        return tuple(rank for rank, blocks in slices if blocks is not None and blocks[0] < blocks[1])
+
     def as_dict(self) -> dict[str, Any]:
         """The content of plan.json: everything but the instructions."""
         content = asdict(replace(self, schedule=(), chain=()))

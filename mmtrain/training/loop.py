@@ -155,7 +155,12 @@ class _Run:
             **run_state(self.configured, plan, torch.get_num_threads(), self.device),
             "max_steps": self.max_steps,
             "frozen_fingerprint": model_fingerprint(starts),
-            "frozen_projector": {name: found for start in starts for name, found in start["frozen_projector"].items()},
+            "frozen_projector": {
+                name: found
+                for start in starts
+                for name, found in start["frozen_parameters"].items()
+                if name.startswith("projector.")
+            },
             "settings_fingerprint": settings_fingerprint(config) if rank.rank == 0 else None,
             "branched_from": None if self.start is None else self.start.branched_from,
         }

@@ -140,7 +140,17 @@ def test_replicas_that_load_different_weights_do_not_start(rank, kind, name):
     second = {**RankAudit(plan.ranks[0], stages, optimizer, masters).start(), "rank": 1}
     with pytest.raises(AuditError, match=f"ranks 0 and 1 .* loaded different {kind} weights"):
         check_replicas([first, second])
-    check_replicas([first, {**second, "pipeline": 1}])  # another stage holds other weights
+    elsewhere = {f"of stage 1: {name}": found for name, found in second["frozen_parameters"].items()}
+    check_replicas([first, {**second, "pipeline": 1, "frozen_parameters": elsewhere}])  # it holds other weights
+
+
+def test_stages_that_hold_other_values_of_one_frozen_tensor_do_not_start(rank):
+    """As slices of an encoder, which all have its stem, from files that differ."""
+    plan, stages, optimizer, masters = rank
+    first = RankAudit(plan.ranks[0], stages, optimizer, masters).start()
+    other = first["frozen_parameters"] | {"llm.norm.weight": "another"}
+    with pytest.raises(AuditError, match="ranks 0 and 1 both hold llm.norm.weight but loaded different values"):
+        check_replicas([first, {**first, "rank": 1, "pipeline": 1, "frozen_parameters": other}])
 
 
 def test_a_buffer_that_checkpoints_hold_is_watched_too(rank, tmp_path):
@@ -180,5 +190,5 @@ def test_a_run_in_which_nothing_trained_fails_unless_its_learning_rate_is_zero(r
 def test_weights_that_are_not_finite_are_refused_by_name_before_the_run(rank, name):
     plan, stages, optimizer, masters = rank
     dict(stages[0].global_parameters())[name].data[0, 0] = float("inf")
-    with pytest.raises(UserError, match=f"{name} holds NaN or infinity"):
+    with pytest.raises(UserError, match=f"rank 0 read NaN or infinity as {name}"):
         RankAudit(plan.ranks[0], stages, optimizer, masters)
