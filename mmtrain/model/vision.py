@@ -169,12 +169,12 @@ def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | 
         model = timm.create_model(
             config["architecture"], pretrained=False, num_classes=0, **(config["model_args"] or {})
         )
+        wanted = model.state_dict().keys()
         _keep_plain_vit(model, held, str(folder))
         places = encoder_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
-        lazy = open_tensors({name: place for name, place in places.items() if _is_held(name, held)})
-        lacking = sorted(model.state_dict().keys() - lazy.keys())
-        if lacking:
+        if lacking := sorted(wanted - places.keys()):  # a slice lacks what any other does: an encoder is of one depth
             raise lacks_tensors(folder, lacking)
+        lazy = open_tensors({name: place for name, place in places.items() if _is_held(name, held)})
         model.load_state_dict({name: lazy[name][...] for name in model.state_dict()})
     return model
 
@@ -324,6 +324,8 @@ def made_up_encoder(
     if folder is not None and holds_parts(folder):
         check_wrapped_timm(config_json, folder)
         architecture, options = config_json["architecture"], dict(config_json["model_args"] or {})
+    elif folder is not None:
+        _check_size(folder, config_json)
     with foreign_files(f"model.vision.name: {name}"):
         with torch.device("meta"):
             model = timm.create_model(architecture, pretrained=False, **options)

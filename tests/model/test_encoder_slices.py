@@ -1,6 +1,8 @@
 """An encoder cut into slices: equal to the whole one to the bit, and each reads and keeps its own blocks alone."""
 
 import contextlib
+import json
+import shutil
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -128,6 +130,26 @@ def test_weights_of_absent_blocks_are_never_opened(encoder, kind, monkeypatch):
     load_vision(str(encoder(kind)), -2, torch.float32, blocks=(1, 2))
     blocks = {int(found[1]) for name in opened if (found := ENCODER_BLOCK.match(f"vision.{name}"))}
     assert blocks == {1}
+
+
+@pytest.mark.parametrize("blocks", [None, (0, 1), (1, DEPTH)])
+def test_every_slice_refuses_an_encoder_that_its_folder_has_fewer_blocks_of(encoder, tmp_path, blocks):
+    """config.json says no depth, and the architecture's is 12."""
+    shutil.copytree(encoder("wrapped_timm"), tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "config.json").read_text())
+    del content["vision_config"]["model_args"]["depth"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="lacks .* of the encoder's tensors"):
+        load_vision(str(tmp_path), -1, torch.float32, blocks=blocks)
+
+
+def test_an_encoder_much_larger_than_its_weights_is_not_tried(encoder, tmp_path):
+    shutil.copytree(encoder("vit_timm"), tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["model_args"]["embed_dim"] = 12288
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"config.json asks for an encoder of .* numbers, but the weights have"):
+        made_up_encoder(str(tmp_path), torch.float32, final_norm=False, depth=1)
 
 
 def test_a_slice_keeps_nothing_of_what_it_was_given(encoder):
