@@ -76,7 +76,7 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
         found = search.find(config.parallel.stages_per_rank)
     else:
         layout = search.with_encodes(given_cut(config, costs))
-        found = (layout,) if search.fits(layout) else ()
+        found = () if layout is None else (layout,)
     if not found:
         raise UserError(does_not_fit(config, models, search, limit, device))
     return _plan(config, models, search, found, limit)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import bytes_text
+from mmtrain.base.printing import bytes_text, shortened
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device
 from mmtrain.plan.costs import Models
@@ -135,8 +135,8 @@ def check_encoder_ranks(config: RunConfig, models: Models) -> None:
     wrong = [rank for rank in ranks if rank >= pipeline]
     if wrong or len(set(ranks)) < len(ranks):
         raise UserError(
-            f"parallel.encoder_ranks: {list(ranks)}, but parallel.pipeline {pipeline} has the ranks 0 to "
-            f"{pipeline - 1}; name each once at most"
+            f"parallel.encoder_ranks: {shortened(str(list(ranks)))}, but parallel.pipeline {pipeline} has the ranks 0 "
+            f"to {pipeline - 1}; name each once at most"
         )
     if models.vision.blocks_run == 0 or set(ranks) == {0}:
         return
@@ -234,7 +234,7 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
         f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it left to "
         f"fragmentation; {'the given boundaries need' if by_hand else 'the smallest cut needs'}"
     ]
-    for rank, need in enumerate(Search(search.costs.without_memory(), 0).layout(cut).needs):
+    for rank, need in enumerate(Search(search.costs.without_memory(), 0, search.encoder_ranks).needs(cut)):
         stages = range(rank, len(cut) - 1, pipeline)
         layers = ", ".join(stage_of(cut, stage).summary for stage in stages)
         name = f"stage {rank}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
@@ -330,7 +330,7 @@ class _Trial:
         parallel = changed.parallel
         search = search_of(changed, costs)
         if parallel.boundaries is not None:
-            return search.fits(search.with_encodes(given_cut(changed, costs)))
+            return search.with_encodes(given_cut(changed, costs)) is not None
         one_rank = parallel.encoder_ranks in ("auto", 0)
         if not one_rank or parallel.encoder_prefetch not in ("auto", 0) or parallel.stages_per_rank not in ("auto", 1):
             return bool(search.find(parallel.stages_per_rank))

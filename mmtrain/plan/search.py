@@ -94,14 +94,15 @@ class Search:
         """Whether every rank of it fits."""
         return self.cuts.overflow(layout.needs) == 0
 
-    def with_encodes(self, cut: Cut) -> Layout:
-        """A given cut with the encoder where it is best, as far as memory allows, or as the config asks.
+    def needs(self, cut: Cut) -> tuple[RankNeed, ...]:
+        """What the ranks of a cut take with the encoder where the config asks for it, auto on rank 0, nothing ahead."""
+        asked = self.encoder_ranks not in ("auto", (0,))
+        return self.cuts.placed(cut, self._slices(cut)[0] if asked else self.cuts.alone)[1]
 
-        Anything that fits comes before what does not.
-        """
+    def with_encodes(self, cut: Cut) -> Layout | None:
+        """A given cut with the encoder where it is best, or as the config asks; None where that does not fit."""
         self.on_rank_0 = self._on_rank_0(cut, math.inf)
-        limit = math.inf if self.on_rank_0 is None else self._to_beat(self.on_rank_0, SLICES_GAIN)
-        return self._in_slices(cut, limit) or self.on_rank_0 or self.layout(cut)
+        return self._in_slices(cut, self._to_beat(self.on_rank_0, SLICES_GAIN)) or self.on_rank_0
 
     def _to_beat(self, layout: Layout | None, gain: float) -> float:
         """Seconds of a step that would be so much shorter, where there is a layout to beat."""
@@ -129,7 +130,9 @@ class Search:
 
         def seconds_of(changed: Slices) -> StageSeconds | None:
             needs = self.cuts.placed(cut, changed)[1]
-            may_be = self.cuts.overflow(needs) == 0 and max(need.seconds for need in needs) <= most
+            holders = {rank for rank, blocks in enumerate(changed) if blocks}
+            may_hold = self.encoder_ranks == "auto" or holders == set(self.encoder_ranks)
+            may_be = may_hold and self.cuts.overflow(needs) == 0 and max(need.seconds for need in needs) <= most
             return self._stage_seconds(needs, changed) if may_be else None
 
         return moved_blocks(form.program, self.microbatches, slices, seconds_of)
@@ -169,9 +172,10 @@ class Search:
         best: Layout | None = None
         if len(ranks) == 1:
             immediate = self.layout(cut)
+            may_be = self.fits(immediate) and immediate.simulation.seconds < limit
             if self.prefetch == 0 or not self._may_prefetch() or self.costs.timings.encode == 0:
-                return immediate if immediate.simulation.seconds < limit else None
-            if self.prefetch == "auto" and self.fits(immediate) and immediate.simulation.seconds < limit:
+                return immediate if may_be else None
+            if self.prefetch == "auto" and may_be:
                 best, limit = immediate, immediate.simulation.seconds * (1 - GAIN)
         elif self.cuts.overflow(needs) or self._least_seconds(needs) >= limit:
             return None
@@ -186,7 +190,7 @@ class Search:
                 continue
             tried += 1
             found = self._built(cut, slices, option.chain, needs, seconds)
-            if found.simulation.seconds < limit and (self.fits(found) or exactly is not None):
+            if found.simulation.seconds < limit and self.fits(found):
                 best, limit = found, found.simulation.seconds * (1 - GAIN)
         return best
 
@@ -285,13 +289,13 @@ class Search:
     def _fastest(
         self, cuts: Iterable[Cut], placed: Callable[[Cut, float], Layout | None], limit: float
     ) -> Layout | None:
-        """The fastest layout of these cuts that fits and takes less than `limit` seconds."""
+        """The fastest layout of these cuts that takes less than `limit` seconds."""
         best: Layout | None = None
         for cut in cuts:
             if self._without_encoder(cut) >= limit:
                 continue
             layout = placed(cut, limit)
-            if layout is not None and self.fits(layout):
+            if layout is not None:
                 best, limit = layout, layout.simulation.seconds
         return best
 

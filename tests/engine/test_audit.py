@@ -149,7 +149,7 @@ def test_stages_that_hold_other_values_of_one_frozen_tensor_do_not_start(rank):
     plan, stages, optimizer, masters = rank
     first = RankAudit(plan.ranks[0], stages, optimizer, masters).start()
     other = first["frozen_parameters"] | {"llm.norm.weight": "another"}
-    with pytest.raises(AuditError, match="ranks 0 and 1 both hold llm.norm.weight but loaded different values"):
+    with pytest.raises(AuditError, match=r"ranks 0 and 1 both hold llm\.norm\.weight but loaded different values"):
         check_replicas([first, {**first, "rank": 1, "pipeline": 1, "frozen_parameters": other}])
 
 

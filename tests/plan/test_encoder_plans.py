@@ -9,6 +9,7 @@ import pytest
 from bench_encoder_plans import CASES, costs_of, figures, in_slices
 from made_up_costs import made_up_costs
 
+from mmtrain.plan.cut import even_cut
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import StageCosts
 
@@ -72,6 +73,24 @@ def test_slices_are_never_slower_than_rank_0_alone_in_200_runs() -> None:
             found.append(never_worse(costs_of(case, pipeline, microbatches)))
             found.append(never_worse(costs_of(case, pipeline, microbatches, memory_bytes=80 * 2**30)))
     assert len(found) >= 200 and sum(sliced for sliced, _ in found) > 20
+
+
+def test_ranks_that_are_named_hold_blocks_and_no_others_do_or_nothing_fits() -> None:
+    found, refused = [], 0
+    for number in range(16):
+        draw, costs = random.Random(number), made_up(number)
+        memory = draw.choice([None, 50, 100, 200])
+        costs = StageCosts(costs.costs, costs.timings, replace(costs.setting, memory_bytes=memory))
+        pipeline, blocks = costs.setting.pipeline, costs.costs.encoder.blocks
+        ranks = tuple(sorted(draw.sample(range(pipeline), min(draw.randrange(1, pipeline + 1), blocks))))
+        search = Search(costs, "auto", ranks)
+        given = search.with_encodes(even_cut(costs, pipeline, 0.0))
+        refused += given is None
+        found += [(ranks, layout, search) for layout in (*search.find(1), given) if layout is not None]
+    for ranks, layout, search in found:
+        assert tuple(rank for rank, blocks in enumerate(layout.slices) if blocks) == ranks
+        assert search.fits(layout)
+    assert len(found) > 12 and refused > 4
 
 
 def test_an_encoder_that_fits_on_no_rank_is_planned_in_slices() -> None:

@@ -234,7 +234,8 @@ def front_alone(costs: StageCosts) -> Layout:
     search, pipeline = Search(costs, "auto", (0,)), costs.setting.pipeline
     counts = [count for count in range(1, MOST_STAGES_PER_RANK + 1) if count * pipeline <= costs.count]
     cuts = [even_cut(costs, count * pipeline, 0.0, front_alone=True) for count in counts]
-    return min((search.with_encodes(cut) for cut in cuts), key=lambda layout: layout.simulation.seconds)
+    layouts = [layout for cut in cuts if (layout := search.with_encodes(cut)) is not None]
+    return min(layouts, key=lambda layout: layout.simulation.seconds)
 
 
 def by_hand(costs: StageCosts) -> Layout:
