@@ -42,7 +42,7 @@ class Step(NamedTuple):
         """The fastest of all placements, as simulated; of equally fast ones the first."""
         best: Chain | None = None
         if len(self.ranks) == 1 and exactly is None:
-            best = leading_encodes(self.lists(), self.microbatches, self.ranks, 1)
+            best = leading_encodes(self.lists(), self.ranks, 1)
         limit = self.simulated(best).seconds * (1 - GAIN) if best else math.inf
         for least, chain in self.placed(most, exactly):
             if least < limit and (found := self.simulated(chain).seconds) < limit:

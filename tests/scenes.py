@@ -228,7 +228,7 @@ def with_slices(plan: Plan, slices: Sequence[int], ahead: Sequence[int], lead: i
     shape = plan.pipeline, plan.microbatches_per_step, plan.first_trainable_stage, plan.stages_per_rank
     encodes = [
         encodes and replace(encodes, ahead=ahead[rank])
-        for rank, encodes in enumerate(leading_encodes(plan.schedule, plan.microbatches_per_step, chain, lead))
+        for rank, encodes in enumerate(leading_encodes(plan.schedule, chain, lead))
     ]
     ranks = []
     for rank in plan.ranks:

@@ -68,8 +68,8 @@ def agree(config: RunConfig, plan: Plan, trace_steps: int, rank: int) -> Any:
         store.wait([f"mmtrain/read/{other}" for other in range(world_size)])
     if others:
         raise UserError(
-            f"rank {others} planned a different run than rank 0: mmtrain's version, the config, the key=value arguments, "
-            "--trace, the model's files, the calibration (name one file in parallel.calibration) and "
+            f"rank {others} planned a different run than rank 0: mmtrain's version, the config, the key=value "
+            "arguments, --trace, the model's files, the calibration (name one file in parallel.calibration) and "
             "parallel.device_memory_gib (state it where GPUs differ) must be the same on every machine"
         )
     return store

@@ -81,7 +81,7 @@ def placements(
         one_stage = len(seconds.forward) == len(schedule)
         for lead in {1, len(chain), 2 * len(chain), microbatches} if one_stage else {microbatches}:
             if lead <= microbatches:
-                leading.append(leading_encodes(schedule, microbatches, chain, lead, exactly or 0))
+                leading.append(leading_encodes(schedule, chain, lead, exactly or 0))
         if exactly != 0:
             for filled, least in _fills(program, microbatches, seconds, chain).values():
                 features = filled[chain[-1]].ahead

@@ -75,7 +75,7 @@ def training_schedule(
     stages = pipeline * stages_per_rank
     assert microbatches >= 1 and 0 <= first_trainable_stage < stages
     orders = _training_orders(pipeline, microbatches, first_trainable_stage, stages_per_rank)
-    encodes = encodes or leading_encodes(orders, microbatches, (0,), 1)
+    encodes = encodes or leading_encodes(orders, (0,), 1)
     orders = _with_encodes(orders, microbatches, encodes)
     return _with_messages(orders, stages, first_trainable_stage, ranks_of(encodes), TRAINING_END)
 
@@ -91,7 +91,7 @@ def forward_schedule(
     assert pipeline >= 1 and microbatches >= 1
     stages = pipeline * stages_per_rank
     orders = [_in_groups(rank, pipeline, stages, microbatches, Op.FORWARD) for rank in range(pipeline)]
-    encodes = leading_encodes(orders, microbatches, chain, min(lead, microbatches))
+    encodes = leading_encodes(orders, chain, min(lead, microbatches))
     return _with_messages(_with_encodes(orders, microbatches, encodes), stages, stages, chain, EVALUATION_END)
 
 
@@ -204,7 +204,7 @@ def _with_encodes(
 
 
 def leading_encodes(
-    schedule: Sequence[Sequence[Instruction]], microbatches: int, chain: Sequence[int], lead: int, ahead: int = 0
+    schedule: Sequence[Sequence[Instruction]], chain: Sequence[int], lead: int, ahead: int = 0
 ) -> Chain:
     """Each slice encodes `lead` micro-batches first, then one before each later forward of its rank's first stage.
 

@@ -86,7 +86,7 @@ class Search:
         slices = self.cuts.alone
         form, needs = self.cuts.placed(cut, slices)
         seconds = self.cuts.stage_seconds(needs, self.costs.timings.encode)
-        chain = leading_encodes(form.schedule, self.microbatches, (0,), 1)
+        chain = leading_encodes(form.schedule, (0,), 1)
         simulation = simulate(form.program, seconds)
         return Layout(cut, *form[:2], needs, seconds, form.schedule, slices, chain, simulation)
 
@@ -251,15 +251,13 @@ class Search:
         """
         counts = self._possible_counts() if stages_per_rank == "auto" else (stages_per_rank,)
         cuts: dict[int, list[Cut]] = {count: [] for count in counts}
-        found, limit = [], math.inf
+        found: list[Layout] = []
         self.on_rank_0 = None
         if self.encoder_ranks in ("auto", (0,)):
-            found = self._better_and_better(cuts, self._charges_on_rank_0(), self._on_rank_0, limit)
-        if found:
-            self.on_rank_0 = found[-1]
-            limit = self._to_beat(found[-1], SLICES_GAIN)
+            found = self._better_and_better(cuts, self._charges_on_rank_0(), self._on_rank_0)
+            self.on_rank_0 = found[-1] if found else None
         if self.encoder_ranks != (0,):
-            found += self._better_and_better(cuts, self._charges_in_slices(), self._in_slices, limit)
+            found += self._better_and_better(cuts, self._charges_in_slices(), self._in_slices)
         fewer = [layout for layout in found if layout.stages_per_rank < found[-1].stages_per_rank]
         return (*found[-1:], *fewer[-1:])
 
@@ -268,15 +266,19 @@ class Search:
         cuts: dict[int, list[Cut]],
         charges: Sequence[Charge],
         placed: Callable[[Cut, float], Layout | None],
-        limit: float,
     ) -> list[Layout]:
         """For each number of stages a rank the fastest layout, if it saves STAGE_GAIN of the one before and fits.
 
-        All take less than `limit` seconds. `cuts` are those known by their number of stages a rank; more are added.
+        It must also save SLICES_GAIN of what was found on rank 0, or STAGE_GAIN where that has fewer stages a rank.
+        `cuts` are those known by their number of stages a rank; more are added.
         """
         found: list[Layout] = []
+        alone = self.on_rank_0
         for count, known in cuts.items():
-            limit = min(limit, self._to_beat(found[-1] if found else None, STAGE_GAIN))
+            limit = self._to_beat(found[-1] if found else None, STAGE_GAIN)
+            if alone is not None:
+                more = STAGE_GAIN if count > alone.stages_per_rank else SLICES_GAIN
+                limit = min(limit, self._to_beat(alone, more))
             one_stage = found[0].cut if found and found[0].stages_per_rank == 1 else None
             for charge in charges:
                 self.cuts.left = SIMULATED_INSTRUCTIONS * count // (sum(cuts) * len(charges))

@@ -44,7 +44,7 @@ class Layout(NamedTuple):
         shape = self.pipeline, self.microbatches, self.first_trainable_stage, self.stages_per_rank
         training = training_schedule(*shape)
         if self.prefetched:  # each where the one before it would be
-            chain = leading_encodes(training, self.microbatches, (0,), 1, self.prefetched)
+            chain = leading_encodes(training, (0,), 1, self.prefetched)
             training = training_schedule(*shape, chain)
         return training, forward_schedule(self.pipeline, self.microbatches, self.stages_per_rank), training
 
@@ -209,7 +209,7 @@ def sliced_runs(seed: int, pipelines: Iterable[int], microbatches: Iterable[int]
             options = draw.sample(options, min(2, len(options)))
             if v == 1:
                 lead, ahead = draw.randrange(1, m + 1), draw.randrange(2 * m)
-                options.append(leading_encodes(step.lists(), m, ranks, lead, ahead))
+                options.append(leading_encodes(step.lists(), ranks, lead, ahead))
             evaluation = forward_schedule(p, draw.randrange(1, 4 * p), v, ranks, draw.choice([1, len(ranks), 2 * p]))
             for chain in options:
                 training = step.lists(chain)

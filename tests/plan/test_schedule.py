@@ -238,7 +238,7 @@ def test_every_chain_passes_the_checker_with_its_prelude_and_evaluation(pipeline
             options = draw.sample(options, min(3, len(options)))
             if stages_per_rank == 1:
                 lead, ahead = draw.randrange(1, microbatches + 1), draw.randrange(3 * microbatches)
-                options.append(leading_encodes(step.lists(), microbatches, ranks, lead, ahead))
+                options.append(leading_encodes(step.lists(), ranks, lead, ahead))
             for chain in options:
                 assert ranks_of(chain) == ranks
                 schedule = step.lists(chain)
