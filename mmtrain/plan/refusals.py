@@ -331,10 +331,9 @@ class _Trial:
         search = search_of(changed, costs)
         if parallel.boundaries is not None:
             return search.with_encodes(given_cut(changed, costs)) is not None
-        one_rank = parallel.encoder_ranks in ("auto", 0)
-        if not one_rank or parallel.encoder_prefetch not in ("auto", 0) or parallel.stages_per_rank not in ("auto", 1):
+        if parallel.encoder_prefetch not in ("auto", 0) or parallel.stages_per_rank not in ("auto", 1):
             return bool(search.find(parallel.stages_per_rank))
-        if best_cut(costs) is not None:
+        if search.encoder_ranks in ("auto", (0,)) and best_cut(costs) is not None:
             return True
         # A search takes seconds, so it must be likely to find something.
         in_slices = search.encoder_ranks != (0,) and best_cut(costs, search.equal_slices) is not None
