@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -163,9 +163,12 @@ def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def model_fingerprint(starts: Sequence[dict[str, Any]]) -> str:
-    """Of all frozen parameters, whatever the layout: a tied matrix that two ranks hold counts once."""
-    parameters = {fingerprint for start in starts for fingerprint in start["frozen_parameters"].values()}
+def model_fingerprint(held: Iterable[Mapping[str, str]]) -> str:
+    """Of all frozen parameters, whatever the layout: a tied matrix that two ranks hold counts once.
+
+    `held`: the "frozen_parameters" of each rank's RankAudit.start(), fingerprints by name.
+    """
+    parameters = {found for by_name in held for found in by_name.values()}
     return hashlib.sha256("\n".join(sorted(parameters)).encode()).hexdigest()
 
 

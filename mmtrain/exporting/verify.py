@@ -205,12 +205,12 @@ def _compare_frozen(stock: StockClass, checkpoint: StepFolder, stage: Stage, fol
     names = [name for name, parameter in stage.global_parameters() if not parameter.requires_grad]
     exported = (name.replace("llm.", stock.decoder_names, 1) for name in names)
     exact = _own_names(stock, kept_in_float32(stock, config, exported, dtypes["llm"]))
-    found = [
-        fingerprint(parameter if name in exact else parameter.to(dtypes[name.partition(".")[0]]))
+    found = {
+        name: fingerprint(parameter if name in exact else parameter.to(dtypes[name.partition(".")[0]]))
         for name, parameter in stage.global_parameters()
         if not parameter.requires_grad
-    ]
-    if model_fingerprint([{"frozen_parameters": found}]) == state["frozen_fingerprint"]:
+    }
+    if model_fingerprint([found]) == state["frozen_fingerprint"]:
         return True
     here = {"transformers": transformers.__version__, "timm": timm.__version__}
     if any(state["versions"][name] != version for name, version in here.items()):

@@ -151,15 +151,13 @@ class _Run:
         self.audit = RankAudit(self.mine, self.stages, self.engine.optimizer, self.engine.trainable)
         starts = of_all_ranks(self.audit.start())
         check_replicas(starts)
+        frozen = [start["frozen_parameters"] for start in starts]
         self.about: dict[str, Any] = {  # what every checkpoint says of the run
             **run_state(self.configured, plan, torch.get_num_threads(), self.device),
             "max_steps": self.max_steps,
-            "frozen_fingerprint": model_fingerprint(starts),
+            "frozen_fingerprint": model_fingerprint(frozen),
             "frozen_projector": {
-                name: found
-                for start in starts
-                for name, found in start["frozen_parameters"].items()
-                if name.startswith("projector.")
+                name: found for held in frozen for name, found in held.items() if name.startswith("projector.")
             },
             "settings_fingerprint": settings_fingerprint(config) if rank.rank == 0 else None,
             "branched_from": None if self.start is None else self.start.branched_from,

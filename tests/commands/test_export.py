@@ -170,10 +170,8 @@ def test_verify_refuses_logits_that_are_no_numbers(checkpoint, tmp_path):
 def test_verify_knows_the_frozen_weights_of_training_from_others(tiny, make_tiny, tmp_path, capsys):
     make_tiny.make_tiny_llm(tmp_path / "llm", layers=2)
     config = config_of(tiny, f"model.llm.path={tmp_path / 'llm'}", "parallel.pipeline=2", "model.llm.dtype=bfloat16")
-    starts = [
-        start_of_rank(config, stage) for stage in (StagePlan(0, 0, 1, True, False), StagePlan(1, 1, 2, False, True))
-    ]
-    state = {"frozen_fingerprint": model_fingerprint(starts)}
+    stages = StagePlan(0, 0, 1, True, False), StagePlan(1, 1, 2, False, True)
+    state = {"frozen_fingerprint": model_fingerprint(frozen_of(config, stage) for stage in stages)}
     state["versions"] = {**VERSIONS, "transformers": transformers.__version__, "timm": timm.__version__}
     make_checkpoint(tmp_path / "run", config, **state)
     options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out"), "--verify", "2"]
@@ -186,11 +184,10 @@ def test_verify_knows_the_frozen_weights_of_training_from_others(tiny, make_tiny
     assert not (tmp_path / "out").exists()
 
 
-def start_of_rank(config: RunConfig, stage: StagePlan) -> dict:
-    """As RankAudit.start() gives it."""
-    module = build_stage(config, stage)
-    frozen = [fingerprint(tensor) for _, tensor in module.global_parameters() if not tensor.requires_grad]
-    return {"frozen_parameters": frozen}
+def frozen_of(config: RunConfig, stage: StagePlan) -> dict[str, str]:
+    """Fingerprints of the frozen parameters of a stage, by name."""
+    parameters = build_stage(config, stage).global_parameters()
+    return {name: fingerprint(tensor) for name, tensor in parameters if not tensor.requires_grad}
 
 
 def test_verify_asks_about_samples_that_the_run_holds_out_and_else_about_its_data(tiny):

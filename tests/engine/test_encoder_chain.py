@@ -84,7 +84,14 @@ def train(config, slices, ahead, lead, warms_up=None):
     audit.check_versions()
     left = {name: p.detach().numpy().copy() for name, p in {**engine.trainable, **engine.optimizer_state()}.items()}
     encoded = {x.microbatch for x in executed if x.op is Op.ENCODE}
-    return said, gradients, left, next(reads), len(encoded), model_fingerprint(starts)
+    return (
+        said,
+        gradients,
+        left,
+        next(reads),
+        len(encoded),
+        model_fingerprint(start["frozen_parameters"] for start in starts),
+    )
 
 
 LAYOUTS = [  # pipeline, replicas, interleaved, blocks a rank, ahead of each rank, lead
