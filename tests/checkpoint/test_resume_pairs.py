@@ -409,25 +409,30 @@ FAULTS = (  # one after the other, a start each: which rank is killed or stopped
 
 
 def strike(run: Launched, rank: int, who: str, at: re.Pattern, first_step: int) -> str:
-    """SIGKILL the rank when it is there, or stop it; where that was."""
+    """SIGKILL the rank when it is there, or stop it; where that was.
 
-    def where() -> str | None:
+    Once it is near it is let go for a millisecond at a time, else a fast machine would be past the moment.
+    """
+
+    def progress() -> tuple[int, str]:
         assert run.process.poll() is None, f"the moment did not come: {run.stderr.read_text()}"
-        step, doing = run.progress().get(rank, (0, ""))
-        return f"in step {step} (counted from 0), at {doing}" if step >= first_step and at.match(doing) else None
+        return run.progress().get(rank, (0, ""))
 
     wait_for(lambda: rank in run.ranks(), 120, "the rank to begin")
     process = psutil.Process(run.ranks()[rank])
+    while progress()[0] < first_step - 1 or not progress()[1]:
+        time.sleep(POLL)
     while True:
-        while not where():
-            time.sleep(POLL)
         process.suspend()
-        wait_for(lambda: process.status() == psutil.STATUS_STOPPED, 10, "the rank to stand still")
-        if found := where():  # and not beyond it
+        while process.status() != psutil.STATUS_STOPPED:
+            time.sleep(POLL)
+        step, doing = progress()
+        if step >= first_step and at.match(doing):
             if who == "rank":
                 process.kill()
-            return found
+            return f"in step {step} (counted from 0), at {doing}"
         process.resume()
+        time.sleep(0.001)
 
 
 @pytest.mark.nightly
