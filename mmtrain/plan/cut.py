@@ -85,12 +85,15 @@ def even_cut(costs: StageCosts, stages: int, encode: float, *, front_alone: bool
     return cut
 
 
-def smallest_cut(costs: StageCosts) -> Cut:
-    """The cut, one stage a rank, whose largest rank needs the least memory, recomputing where that is allowed."""
+def smallest_cut(costs: StageCosts, slices: Sequence[int] | None = None) -> Cut:
+    """The cut, one stage a rank, whose largest rank needs the least memory, recomputing where that is allowed.
+
+    `slices` as in `best_cut`.
+    """
     costs = costs.without_memory()
 
     def size(stage: int, begin: int, end: int) -> int:
-        return costs.one_stage_need(stage, begin, end).total_bytes
+        return costs.one_stage_need(stage, begin, end, slices and slices[stage]).total_bytes
 
     _, cut = _search(costs.count, costs.setting.pipeline, size, max, costs.least_bytes)
     assert cut is not None

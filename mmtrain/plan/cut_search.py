@@ -22,7 +22,8 @@ from mmtrain.plan.simulate import Program, StageSeconds, simulate
 from mmtrain.plan.stage_costs import LayerRange, RankNeed, StageCosts
 
 SIMULATED_INSTRUCTIONS = 2_000_000
-"""Of all moves together, a fraction of a second; the largest layouts then end at a cut that one more move might better.
+"""Of all moves of one search, with the encoder on rank 0 or in slices: a fraction of a second. The largest layouts then
+end at a cut that one more move might better.
 
 The first cut of each kind is simulated in any case."""
 FEW_CUTS = 400
@@ -193,11 +194,25 @@ class CutSearch:
         (score, cut), *others = self._find(stages_per_rank, charge, one_stage, limit)
         return [x for score, x in [(score, cut), *others] if score.overflow == 0 and score.seconds < math.inf]
 
-    def smallest_cut(self, stages_per_rank: int) -> Cut:
+    def roomy(self, slices: Slices) -> list[Cut]:
+        """Cuts, one stage a rank, of which one may fit though no candidate did: all if they are few, the smallest."""
+        if self._are_few(self.pipeline):
+            return self._all(self.pipeline)
+        return [smallest_cut(self.costs, slices)]
+
+    def _are_few(self, stages: int) -> bool:
+        return math.comb(self.costs.count - 1, stages - 1) <= FEW_CUTS
+
+    def _all(self, stages: int) -> list[Cut]:
+        borders = itertools.combinations(range(1, self.costs.count), stages - 1)
+        return [(0, *inner, self.costs.count) for inner in borders]
+
+    def smallest_cut(self, stages_per_rank: int, slices: Slices) -> Cut:
         """For what fits nowhere: a cut that comes near."""
         if stages_per_rank == 1:
-            return smallest_cut(self.costs)
-        return self._find(stages_per_rank, Charge(self.costs.timings.encode, self.alone))[0][1]
+            return smallest_cut(self.costs, slices)
+        encode = self.costs.timings.encode if slices == self.alone else 0.0
+        return self._find(stages_per_rank, Charge(encode, slices))[0][1]
 
     def _find(
         self, stages_per_rank: int, charge: Charge, one_stage: Cut | None = None, limit: float = math.inf
@@ -207,7 +222,7 @@ class CutSearch:
         A first cut that is far beyond `limit` is left as it is.
         """
         stages, decoder = self.pipeline * stages_per_rank, self.costs.count - 2
-        if math.comb(decoder + 1, stages - 1) <= FEW_CUTS:
+        if self._are_few(stages):
             return [self._best_of_all(stages, charge)]
         seeds: list[Cut | None] = [even_cut(self.costs, stages, charge.seconds)]
         if stages_per_rank == 1:
@@ -233,8 +248,7 @@ class CutSearch:
 
     def _best_of_all(self, stages: int, charge: Charge) -> tuple[_Score, Cut]:
         """The best of all cuts into so many stages, those with the lowest bound first."""
-        borders = itertools.combinations(range(1, self.costs.count), stages - 1)
-        cuts = [(0, *inner, self.costs.count) for inner in borders]
+        cuts = self._all(stages)
         best = _Score(0, math.inf), cuts[0]
         known = False
         for bound, cut in sorted((self._bound(cut, charge), cut) for cut in cuts):

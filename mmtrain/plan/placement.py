@@ -85,9 +85,10 @@ def placements(
         if exactly != 0:
             for filled, least in _fills(program, microbatches, seconds, chain).values():
                 features = filled[chain[-1]].ahead
-                within = filled[0].ahead <= MOST_STEPS_AHEAD * microbatches and features <= most
-                if within and exactly in (None, features):
-                    found[filled] = least
+                more = 0 if exactly is None else exactly - features
+                within = filled[0].ahead + more <= MOST_STEPS_AHEAD * microbatches and features <= most
+                if within and more >= 0:  # further ahead all slices run in the same slots
+                    found[tuple(one and replace(one, ahead=one.ahead + more) for one in filled)] = least
         for encodes in leading:
             found.setdefault(encodes, bound)
     options = [Placement(least, encodes) for encodes, least in found.items()]

@@ -227,14 +227,15 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
     pipeline = config.parallel.pipeline
     by_hand = config.parallel.boundaries is not None
     stages_per_rank = 1 if config.parallel.stages_per_rank == "auto" else config.parallel.stages_per_rank
-    cut = given_cut(config, search.costs) if by_hand else search.cuts.smallest_cut(stages_per_rank)
+    tightest = Search(search.costs.without_memory(), 0, search.encoder_ranks)
+    cut, needs = tightest.smallest(stages_per_rank, given_cut(config, search.costs) if by_hand else None)
     stated = config.parallel.device_memory_gib is not None
     source = "parallel.device_memory_gib" if stated else "the GPU's memory, less what CUDA and NCCL take"
     lines = [
         f"This run does not fit: a rank may use {bytes_text(limit)} ({source}), {RESERVED_SHARE:.0%} of it left to "
         f"fragmentation; {'the given boundaries need' if by_hand else 'the smallest cut needs'}"
     ]
-    for rank, need in enumerate(Search(search.costs.without_memory(), 0, search.encoder_ranks).needs(cut)):
+    for rank, need in enumerate(needs):
         stages = range(rank, len(cut) - 1, pipeline)
         layers = ", ".join(stage_of(cut, stage).summary for stage in stages)
         name = f"stage {rank}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
@@ -245,6 +246,8 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
             f"{f' ({again} layers recomputing)' if again else ''} + workspace {bytes_text(need.working_bytes)}"
             f"{'' if search.costs.fits(need) else '  <- too much'}"
         )
+    if all(map(search.costs.fits, needs)):
+        lines.append("These fit, but not with what waits between slices of the encoder, or encoded until it is used")
     trial = _Trial(config, models, limit, device)
     options = [_option_text(config, changes) for changes in trial.single_changes()]
     if options:
@@ -324,9 +327,13 @@ class _Trial:
         return None
 
     def fits(self, changes: Mapping[str, Any]) -> bool:
-        """Whether the changed config can be planned; a calibration that was named is for the config as it is."""
-        changed = self.config.changed({**changes, "parallel.calibration": None})
-        costs = stage_costs(changed, self.models, self.limit, self.device)
+        """Whether the changed config can be planned, with the calibration that was named as long as that is for it."""
+        changed = self.config.changed(changes)
+        try:
+            costs = stage_costs(changed, self.models, self.limit, self.device)
+        except UserError:
+            changed = changed.changed({"parallel.calibration": None})
+            costs = stage_costs(changed, self.models, self.limit, self.device)
         parallel = changed.parallel
         search = search_of(changed, costs)
         if parallel.boundaries is not None:
@@ -335,8 +342,8 @@ class _Trial:
             return bool(search.find(parallel.stages_per_rank))
         if search.encoder_ranks in ("auto", (0,)) and best_cut(costs) is not None:
             return True
-        # A search takes seconds, so it must be likely to find something.
-        in_slices = search.encoder_ranks != (0,) and best_cut(costs, search.equal_slices) is not None
+        # A search takes seconds, so it must be likely to find something: without the encoder there is a cut that fits.
+        in_slices = search.encoder_ranks != (0,) and best_cut(costs, [0] * parallel.pipeline) is not None
         return in_slices and bool(search.find(1))
 
 

@@ -9,9 +9,8 @@ search is deterministic.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,7 +31,9 @@ SLICES_GAIN = 0.005
 MOST_WORK = 1.04
 """Times the mean of all ranks: what a rank may work so that slices fit idle slots better. Times are estimates."""
 MOST_PLACEMENTS = 4
-"""Of a cut and its slices whose lists are made and simulated, the most promising first."""
+"""Of a cut and its slices whose lists are made and simulated, the most promising first.
+
+Where none fits in memory, those follow with which nothing waits from one step to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,11 @@ class Search:
 
     # ---- one layout
 
+    def seconds_of(self, cut: Cut, slices: Slices) -> StageSeconds | None:
+        """What the stages of a cut and these slices take; None where they do not fit."""
+        needs = self.cuts.placed(cut, slices)[1]
+        return None if self.cuts.overflow(needs) else self._stage_seconds(needs, slices)
+
     def layout(self, cut: Cut) -> Layout:
         """A given cut, the encoder on rank 0 and each micro-batch encoded right before its forward."""
         slices = self.cuts.alone
@@ -94,10 +100,19 @@ class Search:
         """Whether every rank of it fits."""
         return self.cuts.overflow(layout.needs) == 0
 
-    def needs(self, cut: Cut) -> tuple[RankNeed, ...]:
-        """What the ranks of a cut take with the encoder where the config asks for it, auto on rank 0, nothing ahead."""
-        asked = self.encoder_ranks not in ("auto", (0,))
-        return self.cuts.placed(cut, self._slices(cut)[0] if asked else self.cuts.alone)[1]
+    def smallest(self, stages_per_rank: int, given: Cut | None = None) -> tuple[Cut, tuple[RankNeed, ...]]:
+        """Of all cuts, or the `given` one, that whose largest rank takes the least, and what its ranks take.
+
+        The encoder is where the config asks for it, on rank 0 or in slices, and nothing is encoded ahead.
+        """
+        found = []
+        if self.encoder_ranks in ("auto", (0,)):
+            cut = given or self.cuts.smallest_cut(stages_per_rank, self.cuts.alone)
+            found.append((cut, self.cuts.placed(cut, self.cuts.alone)[1]))
+        if self.encoder_ranks != (0,):
+            cut = given or self.cuts.smallest_cut(stages_per_rank, self.equal_slices)
+            found += [(cut, self.cuts.placed(cut, slices)[1]) for slices in self._slices(cut)[-1:]]
+        return min(found, key=lambda x: max(need.total_bytes for need in x[1]))
 
     def with_encodes(self, cut: Cut) -> Layout | None:
         """A given cut with the encoder where it is best, or as the config asks; None where that does not fit."""
@@ -118,9 +133,10 @@ class Search:
         for slices in self._slices(cut):
             best = self._placed(cut, slices, limit) or best
             limit = min(limit, self._to_beat(best, SLICES_GAIN))
-        if best is None:
-            return None
-        return self._placed(cut, self._moved(cut, best.slices), best.simulation.seconds) or best
+        moved = None if best is None else self._moved(cut, best.slices)
+        if best is None or moved == best.slices:
+            return best
+        return self._placed(cut, moved, self._to_beat(best, GAIN)) or best
 
     def _moved(self, cut: Cut, slices: Slices) -> Slices:
         """Slices of the same ranks that fit idle slots better: a rank with less work may have less room for them."""
@@ -145,25 +161,29 @@ class Search:
     def _slices(self, cut: Cut) -> list[Slices]:
         """Ways to share out the blocks over several ranks: 2, half of them, all; or as the config asks."""
         if self.encoder_ranks != "auto":
-            return [self._shared_out(cut, self.encoder_ranks, least=1)] if self.encoder_ranks != (0,) else []
+            return [self._shared_out(cut, self.encoder_ranks, self.encoder_ranks)] if self.encoder_ranks != (0,) else []
         works = [need.seconds for need in self.cuts.placed(cut, (0,) * self.pipeline)[1]]
         others = sorted(range(1, self.pipeline), key=lambda rank: works[rank])
         counts = sorted({2, self.pipeline // 2, self.pipeline} - {0, 1})
         options = dict.fromkeys(self._shared_out(cut, (0, *others[: count - 1])) for count in counts)
-        return [slices for slices in options if slices != self.cuts.alone]
+        found = [slices for slices in options if slices != self.cuts.alone]
+        # Even a rank 0 that has the least work with all blocks may keep others waiting while it encodes.
+        return found or [self._shared_out(cut, range(self.pipeline), others)]
 
-    def _shared_out(self, cut: Cut, ranks: Sequence[int], least: int = 0) -> Slices:
-        """Each block to the one of these ranks that has the least work so far, once all have `least`."""
+    def _shared_out(self, cut: Cut, ranks: Sequence[int], holders: Sequence[int] = ()) -> Slices:
+        """Each block to the one of these ranks that has the least work so far, and room, once `holders` have one."""
         needs = self.cuts.placed(cut, (0,) * self.pipeline)[1]
         blocks, block = self.costs.costs.encoder.blocks, self.costs.timings.encode_block
-        slices = [min(least, blocks) * (rank in ranks) for rank in range(self.pipeline)]
-        filled = [(needs[rank].seconds + slices[rank] * block, rank) for rank in ranks]
-        heapq.heapify(filled)
-        for _ in range(blocks - sum(slices)):
-            seconds, rank = filled[0]
-            slices[rank] += 1
-            heapq.heapreplace(filled, (seconds + block, rank))
-        return tuple(slices)
+        slices = tuple(int(rank in holders[:blocks]) for rank in range(self.pipeline))
+        filled = {rank: needs[rank].seconds + slices[rank] * block for rank in ranks}
+        while sum(slices) < blocks:
+            least_first = sorted(filled, key=lambda rank: (filled[rank], rank))
+            options = {rank: (*slices[:rank], slices[rank] + 1, *slices[rank + 1 :]) for rank in least_first}
+            fitting = (rank for rank, x in options.items() if self.costs.fits(self.cuts.placed(cut, x)[1][rank]))
+            rank = next(fitting, least_first[0])
+            slices = options[rank]
+            filled[rank] += block
+        return slices
 
     def _placed(self, cut: Cut, slices: Slices, limit: float) -> Layout | None:
         """The layout with these slices where they run best; None where none fits and takes less than `limit`."""
@@ -184,8 +204,8 @@ class Search:
         shape = form.schedule, form.program, self.microbatches, seconds, ranks
         tried = 0
         for option in placements(*shape, exactly=exactly):
-            if tried == MOST_PLACEMENTS:
-                break
+            if tried >= MOST_PLACEMENTS and (best is not None or option.ahead):
+                continue
             if option.least_seconds >= limit or (exactly is None and not self._has_room(option.chain, needs)):
                 continue
             tried += 1
@@ -255,9 +275,11 @@ class Search:
         self.on_rank_0 = None
         if self.encoder_ranks in ("auto", (0,)):
             found = self._better_and_better(cuts, self._charges_on_rank_0(), self._on_rank_0)
+            found = found or self._with_room(cuts, self.cuts.alone, self._on_rank_0)
             self.on_rank_0 = found[-1] if found else None
         if self.encoder_ranks != (0,):
             found += self._better_and_better(cuts, self._charges_in_slices(), self._in_slices)
+            found = found or self._with_room(cuts, self.equal_slices, self._in_slices)
         fewer = [layout for layout in found if layout.stages_per_rank < found[-1].stages_per_rank]
         return (*found[-1:], *fewer[-1:])
 
@@ -288,13 +310,20 @@ class Search:
                 found.append(best)
         return found
 
+    def _with_room(
+        self, counts: Collection[int], slices: Slices, placed: Callable[[Cut, float], Layout | None]
+    ) -> list[Layout]:
+        """Where none was found: the fastest of cuts that leave room for what waits, if one stage a rank may be."""
+        best = self._fastest(self.cuts.roomy(slices), placed, math.inf) if 1 in counts else None
+        return [] if best is None else [best]
+
     def _fastest(
         self, cuts: Iterable[Cut], placed: Callable[[Cut, float], Layout | None], limit: float
     ) -> Layout | None:
         """The fastest layout of these cuts that takes less than `limit` seconds."""
         best: Layout | None = None
         for cut in cuts:
-            if self._without_encoder(cut) >= limit:
+            if limit < math.inf and self._without_encoder(cut) >= limit:
                 continue
             layout = placed(cut, limit)
             if layout is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -91,6 +92,44 @@ def test_ranks_that_are_named_hold_blocks_and_no_others_do_or_nothing_fits() -> 
         assert tuple(rank for rank, blocks in enumerate(layout.slices) if blocks) == ranks
         assert search.fits(layout)
     assert len(found) > 12 and refused > 4
+
+
+def tight(number: int, *, named: bool) -> Search:
+    """A run for which memory is short, with much that waits between slices, and few cuts."""
+    draw = random.Random(number)
+    pipeline, blocks = draw.randrange(2, 5), draw.randrange(2, 7)
+    made = made_up_costs(
+        draw,
+        draw.randrange(pipeline, 14),
+        pipeline=pipeline,
+        microbatches=draw.randrange(1, 9),
+        memory_bytes=draw.randrange(60, 400),
+    )
+    encoder = replace(
+        made.costs.encoder,
+        blocks=blocks,
+        block_bytes=draw.randrange(30),
+        hidden_bytes=draw.randrange(12),
+        feature_bytes=draw.randrange(12),
+    )
+    timings = replace(made.timings, encoder_blocks=blocks, encode_block=draw.randrange(1, 20) / blocks)
+    ranks = tuple(sorted(draw.sample(range(pipeline), min(draw.randrange(1, pipeline + 1), blocks))))
+    costs = StageCosts(replace(made.costs, encoder=encoder), timings, made.setting)
+    return Search(costs, "auto", ranks if named else "auto")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_run_for_which_memory_is_short_is_refused_only_where_no_cut_fits(named) -> None:
+    refused = 0
+    for number in range(100, 160):
+        search = tight(number, named=named)
+        if search.find(1):
+            continue
+        refused += 1
+        count, stages = search.costs.count, search.pipeline
+        for borders in itertools.combinations(range(1, count), stages - 1):
+            assert search.with_encodes((0, *borders, count)) is None, number
+    assert refused > 8
 
 
 def test_an_encoder_that_fits_on_no_rank_is_planned_in_slices() -> None:

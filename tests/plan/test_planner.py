@@ -497,9 +497,8 @@ def test_more_ranks_with_several_stages_each_are_looked_for_as_far_as_there_are_
 
 def test_each_kind_of_change_is_offered_where_it_helps(config_file) -> None:
     message = refusal(config_file, "parallel.device_memory_gib=3.5")
-    assert "parallel.pipeline=7  (7 ranks)" in message
-    for pipeline in (5, 6):
-        refusal(config_file, "parallel.device_memory_gib=3.5", f"parallel.pipeline={pipeline}")
+    assert "parallel.pipeline=6  (6 ranks)" in message
+    refusal(config_file, "parallel.device_memory_gib=3.5", "parallel.pipeline=5")
     message = refusal(config_file, "parallel.device_memory_gib=6", "model.llm.dtype=float32")
     assert "\n  model.llm.dtype=bfloat16" in message
     message = refusal(config_file, "parallel.device_memory_gib=8", "parallel.recompute_layers=0")
@@ -515,6 +514,24 @@ def test_slices_of_the_encoder_are_offered_where_all_of_it_does_not_fit_on_rank_
     tight = "parallel.pipeline=2", "parallel.device_memory_gib=8.28"
     assert "\n  parallel.encoder_ranks=auto\n" in refusal(config_file, *tight, "parallel.encoder_ranks=0")
     assert all(rank.stages[0].encoder for rank in plan_of(config_file, *tight).ranks)
+
+
+def test_what_waits_is_named_where_the_ranks_alone_would_fit(config_file) -> None:
+    ahead = "parallel.device_memory_gib=4.75", "train.packs_per_step=64", "parallel.encoder_prefetch=64"
+    message = refusal(config_file, *ahead)
+    assert "too much" not in message and "These fit, but not with what waits" in message
+    assert "\n  parallel.encoder_prefetch=auto\n" in message
+    assert "These fit" not in refusal(config_file, "parallel.device_memory_gib=3.5")
+
+
+def test_a_refusal_shows_the_smallest_cut_with_the_encoder_where_it_was_asked_for(config_file) -> None:
+    few = "parallel.pipeline=2", "parallel.device_memory_gib=7"
+    needed = {}
+    for asked in ("0", "[0]", "[1]", "auto"):
+        rows = re.findall(r"\): ([\d.]+) GiB = ", refusal(config_file, *few, f"parallel.encoder_ranks={asked}"))
+        needed[asked] = [float(row) for row in rows]
+    assert needed["0"] == needed["[0]"] != needed["[1]"]
+    assert all(max(needed["auto"]) <= max(rows) for rows in needed.values())
 
 
 def test_a_device_on_which_nothing_fits_is_told_so(config_file) -> None:
