@@ -13,7 +13,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -56,10 +56,19 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict[
             # A union reports one error per alternative, a list one per element: one line for the key says it all.
             field = fields[declared]
             value, allowed = _value_at(given, path), _allowed(field.annotation, field.metadata)
-            hint = f"; write [{value}]" if isinstance(value, str) and " list of " in allowed else ""
-            said = f"{'.'.join(path)}: {_shown(value)} is not allowed; needs {allowed}{hint}"
+            said = f"{'.'.join(path)}: {_shown(value)} is not allowed; needs {allowed}"
+            if isinstance(value, str | int) and _is_allowed(field, [value]):
+                said += f"; write [{value}]"
             lines[path] = f"{said} ({_meaning(field)})" if field.description else said
     return list(lines.values())
+
+
+def _is_allowed(field: FieldInfo, value: Any) -> bool:
+    try:
+        TypeAdapter(field.rebuild_annotation()).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) -> tuple[Path, Path]:

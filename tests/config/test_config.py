@@ -315,6 +315,7 @@ def test_an_unknown_key_lists_the_keys_of_its_section(minimal):
             "run.report_to=tensorboard",
             "run.report_to: 'tensorboard' is not allowed; needs a list of tensorboard, wandb, csv; write [tensorboard]",
         ),
+        ("run.report_to=none", "run.report_to: 'none' is not allowed; needs a list of tensorboard, wandb, csv ("),
         ("run.report_to=[none]", "run.report_to: ['none'] is not allowed; needs a list of tensorboard, wandb, csv ("),
         ("optimizer.lr=fast", "optimizer.lr: 'fast' is not allowed; needs a number >= 0 (peak learning rate)"),
         ("optimizer.lr=.inf", "optimizer.lr: inf is not allowed; needs a number >= 0"),
