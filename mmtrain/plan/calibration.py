@@ -33,6 +33,7 @@ FORMAT = 3
 PACKAGES = ("mmtrain", "torch", "transformers", "timm")
 EXACTLY = ConfigDict(extra="forbid")  # a file has all fields and no others
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Seconds = Annotated[Amount, Field(le=86_400.0)]  # of one layer or message: far more than any takes
 Count = Annotated[int, Field(ge=0, strict=True)]
 MAX_BYTES = 1_000_000  # of the file; a dozen kinds of layers take 5 kB
 
@@ -79,9 +80,9 @@ class LayerMeasures:
 
     __pydantic_config__ = EXACTLY
 
-    forward_seconds: Amount
-    backward_seconds: Amount  # 0 where nothing runs backward
-    recomputing_seconds: Amount  # the backward if the layer recomputes its activations, its second forward included
+    forward_seconds: Seconds
+    backward_seconds: Seconds  # 0 where nothing runs backward
+    recomputing_seconds: Seconds  # the backward if the layer recomputes its activations, its second forward included
     kept_bytes: Count
     kept_bytes_recomputing: Count
     forward_working_bytes: Count
@@ -95,9 +96,9 @@ class MessageSeconds:
 
     __pydantic_config__ = EXACTLY
 
-    send: Amount  # of the sender, while it posts a message
-    receive: Amount  # of the receiver, for posting and taking one that has arrived
-    transfer: Amount | None  # from the moment both sides have posted a message to its arrival; None: was not measured
+    send: Seconds  # of the sender, while it posts a message
+    receive: Seconds  # of the receiver, for posting and taking one that has arrived
+    transfer: Seconds | None  # from the moment both sides have posted a message to its arrival; None: was not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +109,12 @@ class Calibration:
 
     key: Key
     layers: Mapping[str, LayerMeasures]  # by name of the kind
-    compute_seconds: Amount  # overhead of one FORWARD or BACKWARD, beyond the sum of its layers
-    encode_seconds: Amount  # overhead of one ENCODE, with its LOAD, beyond the encoder's forward
-    encode_block_seconds: Amount  # part of the encoder's forward, of each of its blocks; 0 if it trains
+    compute_seconds: Seconds  # overhead of one FORWARD or BACKWARD, beyond the sum of its layers
+    encode_seconds: Seconds  # overhead of one ENCODE, with its LOAD, beyond the encoder's forward
+    encode_block_seconds: Seconds  # part of the encoder's forward, of each of its blocks; 0 if it trains
     messages: MessageSeconds | None  # between stages, hidden states and integers; None: were not measured
     features: MessageSeconds | None  # between slices of a frozen encoder; None likewise
-    end_seconds: Amount  # a step's end: reductions, of gradients over `replicas`, and optimizer
+    end_seconds: Seconds  # a step's end: reductions, of gradients over `replicas`, and optimizer
     replicas: Annotated[Count, Field(gt=0)]
     matmul_flops_per_second: Annotated[Amount, Field(gt=0)]  # of one rank, all `ranks` computing
     encode_stem_bytes: Count | None = None  # working in an ENCODE of a first slice without blocks; None: not measured

@@ -147,6 +147,8 @@ def calibrated(
     def cost(layer: LayerCost) -> LayerCost:
         return replace(layer, **{name: getattr(measures[layer.kind], name) for name in _MEASURED_BYTES})
 
+    if not any(measures[kind.name].forward_seconds for kind in costs.kinds if kind.name != "encoder"):
+        raise UserError("the calibration says that no layer takes any time; calibrate again, or delete it")
     assumed = assumed_timings(costs, replicas, device)
     more_replicas = assumed.end - _ring(costs, calibration.replicas, device)
 

@@ -139,7 +139,21 @@ def test_a_file_for_another_run_is_refused_with_all_that_differs(tmp_path, cache
 
 @pytest.mark.parametrize(
     "damage",
-    ["missing", "cut", "other", "negative", "nan", "null", "text", "rate", "format", "extra", "deep", "digits"],
+    [
+        "missing",
+        "cut",
+        "other",
+        "negative",
+        "nan",
+        "null",
+        "text",
+        "rate",
+        "format",
+        "extra",
+        "deep",
+        "digits",
+        "years",
+    ],
 )
 def test_a_file_that_is_no_calibration_is_refused(config, tmp_path, damage) -> None:
     file = made_up(config).save(tmp_path / "measured.json")
@@ -161,10 +175,30 @@ def test_a_file_that_is_no_calibration_is_refused(config, tmp_path, damage) -> N
             "rate": {"matmul_flops_per_second": 0},
             "format": {"format": 99},
             "digits": {"end_seconds": 10**400},
+            "years": {"features": {"send": 0.1, "receive": 0.1, "transfer": 1e308}},
         }.get(damage, {"more": 1})
         file.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"measured\.json: no calibration that this version of mmtrain reads"):
         load_calibration(file)
+
+
+def test_a_calibration_in_which_nothing_takes_time_is_refused(config, tmp_path) -> None:
+    found = made_up(config)
+    amounts = {"forward_seconds": 0.0, "backward_seconds": 0.0, "recomputing_seconds": 0.0}
+    layers = {name: replace(layer, **amounts) for name, layer in found.layers.items()}
+    file = replace(found, layers=layers, compute_seconds=0.0).save(tmp_path / "measured.json")
+    with pytest.raises(UserError, match="no layer takes any time"):
+        make_plan(config.changed({"parallel.calibration": str(file)}), device=DEVICE)
+
+
+def test_what_is_said_to_fit_is_reckoned_with_the_calibration_that_was_named(config, tmp_path) -> None:
+    found = made_up(config)
+    encoder = replace(found.layers["encoder"], forward_working_bytes=10**12)
+    file = replace(found, layers={**found.layers, "encoder": encoder}).save(tmp_path / "measured.json")
+    asked = {"calibration": str(file), "encoder_ranks": 0, "device_memory_gib": 40.0}
+    with pytest.raises(UserError, match="This run does not fit") as refused:
+        make_plan(config.changed({f"parallel.{key}": value for key, value in asked.items()}), device=DEVICE)
+    assert "parallel.encoder_ranks=auto" not in str(refused.value)
 
 
 @pytest.mark.timeout(10)
