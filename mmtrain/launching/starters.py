@@ -55,7 +55,7 @@ def agree(config: RunConfig, plan: Plan, trace_steps: int, rank: int) -> Any:
 
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     store, _, world_size = next(rendezvous("env://", timeout=timeout))
-    text = f"mmtrain {__version__} --trace {trace_steps} {plan.chain} {plan.evaluation_lead} "
+    text = f"mmtrain {__version__} --trace {trace_steps} {plan.chain} "
     text += dump_config(config) + json.dumps(plan.as_dict())
     store.set(f"mmtrain/plan/{rank}", hashlib.sha256(text.encode()).hexdigest())
     if rank == 0:
