@@ -5,6 +5,10 @@ class UserError(Exception):
     """Wrong input. The message says what was seen, what is needed and how to get there."""
 
 
+class EncoderSliceError(UserError):
+    """Slices of this encoder are not known to compute what the whole one does; all of it on rank 0 still does."""
+
+
 class NonFiniteError(RuntimeError):
     """Loss or gradient of a step is NaN or infinite; raised on every rank, before any update."""
 

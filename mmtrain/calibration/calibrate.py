@@ -65,11 +65,14 @@ LOAD, MATMUL, REDUCE, UPDATE = "load", "matrix products", "reduce", "update"
 class Calibrator:
     """One rank's part; every rank of the job constructs it at the same time and calls the same methods.
 
-    `plan` is any plan of the run, for its ranks and the channels between them. Loads the front, the head and one
-    decoder layer of each kind, and LAYERS in a row, from the run's own model files.
+    `plan` is any plan of the run, for its ranks and the channels between them; `can_cut` says whether a frozen encoder
+    can be cut into slices. Loads the front, the head and one decoder layer of each kind, and LAYERS in a row, from the
+    run's own model files.
     """
 
-    def __init__(self, config: RunConfig, models: Models, plan: Plan, device: torch.device, key: Key) -> None:
+    def __init__(
+        self, config: RunConfig, models: Models, plan: Plan, device: torch.device, key: Key, *, can_cut: bool = True
+    ) -> None:
         self._plan, self._device, self._key = plan, device, key
         self._synchronize = torch.get_device_module(device).synchronize
         self._costs = run_costs(config, models)
@@ -87,9 +90,8 @@ class Calibrator:
             if parameter.requires_grad
         }
         self._end = _StepEnd(config, plan, trained, device)
-        cuttable = self._stages["front"].module.front is not None and self._costs.encoder.frozen
-        self._half = self._slice(0, self._costs.encoder.blocks // 2) if cuttable else None
-        self._may_cut = cuttable and config.parallel.encoder_ranks != 0
+        can_cut = can_cut and self._stages["front"].module.front is not None and self._costs.encoder.frozen
+        self._half = self._slice(0, self._costs.encoder.blocks // 2) if can_cut else None
         self._multiply, self._flops = matrix_products(self._stages[self._window[0]])
         for stage in self._stages.values():  # before any message: see `warm_up` of mmtrain.engine.single_stage
             stage.forward()
@@ -231,7 +233,7 @@ class Calibrator:
             "front": of_front | {"kept": features + of_front["kept"]},
             ENCODE: {"kept": encoded.end - features, "forward": encoded.peak, "backward": 0},
         }
-        if self._may_cut:
+        if self._half is not None:
             blocks, tiles = self._costs.encoder.blocks, stage.batch.tiles
             stem, later = self._slice(0, 0), self._slice(max(0, blocks - 2), blocks).vision
             hidden = torch.zeros(len(tiles), *later.hidden_shape, dtype=later.dtype, device=self._device)
@@ -338,16 +340,18 @@ def find_window(kinds: Sequence[LayerKind]) -> tuple[int, int]:
     return best
 
 
-def calibrate(config: RunConfig, plan: Plan, device: Device, file: Path | None, rank: Rank) -> None:
+def calibrate(
+    config: RunConfig, plan: Plan, device: Device, file: Path | None, rank: Rank, *, can_cut: bool = True
+) -> None:
     """What every rank of a calibration runs; rank 0 writes the file (None: the cache's) and prints what was measured.
 
-    `device` is what the ranks share, `plan` any plan of the run.
+    `device` is what the ranks share, `plan` any plan of the run; `can_cut` as in Calibrator.
     """
-
     join_process_group(torch.device(rank.device), config.parallel.timeout_seconds)
     models = models_of(config)
     rank.tell(f"calibrating on {device.name}: loading layers")
-    calibrator = Calibrator(config, models, plan, torch.device(rank.device), calibration_key(config, models, device))
+    key = calibration_key(config, models, device)
+    calibrator = Calibrator(config, models, plan, torch.device(rank.device), key, can_cut=can_cut)
     rounds = calibrator.warm_up(SECONDS)
     with ProgressBar("rounds", rounds, rank.console, "measurements") as progress:
         for done in range(rounds):
@@ -380,7 +384,7 @@ def table(found: Calibration, seconds: Mapping[str, Sequence[float]]) -> list[st
         *table_lines(columns, layers),
         f"call {found.compute_seconds * 1e3:,.3f} ms; step's end {found.end_seconds * 1e3:,.3f} ms; matrix products "
         f"{found.matmul_flops_per_second / 1e12:,.3f} TFLOP/s a rank",
-        f"encoder: each block {found.encode_block_seconds * 1e3:,.3f} ms",
+        *([f"encoder: each block {found.encode_block_seconds * 1e3:,.3f} ms"] if ENCODE_HALF in seconds else []),
         *messages,
         f"rank 0, {len(seconds[MATMUL])} rounds, in ms:",
         *table_lines(("", ">median", ">least", ">largest"), spreads),

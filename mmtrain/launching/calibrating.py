@@ -11,14 +11,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmtrain.base.errors import UserError
-from mmtrain.base.printing import say, show_error
+from mmtrain.base.errors import EncoderSliceError, UserError
+from mmtrain.base.printing import note, say, show_error
 from mmtrain.config.schema import RunConfig
-from mmtrain.launching.machine import device_here, job_here, plan_here
+from mmtrain.launching.machine import device_here, job_here, memory_here, plan_here
+from mmtrain.model.encoder_probe import probe_encoder
 from mmtrain.plan.calibration import Device, cached_file, calibration_key
 from mmtrain.plan.plan import Plan
-from mmtrain.plan.planner import models_of
-from mmtrain.plan.simulate import Program, simulate
+from mmtrain.plan.planner import models_of, step_seconds
 from mmtrain.plan.table import render
 from mmtrain.processes.gpus import Gpu, visible_gpus
 from mmtrain.processes.rank import Rank
@@ -33,13 +33,14 @@ def calibrate(config: RunConfig, ranks: int) -> int:
     if config.parallel.calibration is not None:
         file = Path(config.parallel.calibration).expanduser()
     _refuse_unwritable(file)
+    config, can_cut = _tried(config)
     unmeasured = dataclasses.replace(device, name="")  # the plan's costs are assumed there
     uncalibrated = config.changed({"parallel.calibration": None})
     assumed = plan_here(uncalibrated, gpus, ranks, unmeasured)
     folder = Path(tempfile.mkdtemp(prefix="mmtrain-calibration-"))
     job = job_here(config, assumed, gpus, ranks, folder)
     with prepared(job):
-        failure = run_ranks(functools.partial(_measure, uncalibrated, assumed, device, file), job)
+        failure = run_ranks(functools.partial(_measure, uncalibrated, assumed, device, file, can_cut), job)
     if failure is not None:
         show_error(failure.message)
         return failure.exit_code
@@ -54,11 +55,29 @@ def calibrate(config: RunConfig, ranks: int) -> int:
     return 0
 
 
-def _measure(config: RunConfig, plan: Plan, device: Device, file: Path, rank: Rank) -> None:
+def _tried(config: RunConfig) -> tuple[RunConfig, bool]:
+    """The configuration, with the encoder whole on rank 0 if it cannot be cut into slices, and whether it can.
+
+    It is tried whatever the configuration asks for: a calibration serves plans with slices and without. Raises
+    UserError where ranks are named that cannot hold slices.
+    """
+    asked = config.parallel.encoder_ranks
+    try:
+        probe_encoder(config)
+    except EncoderSliceError as error:
+        if asked not in ("auto", 0):
+            raise
+        if asked == "auto":
+            note(f"the encoder stays whole on rank 0: {error}")
+        return config.changed({"parallel.encoder_ranks": 0}), False
+    return config, True
+
+
+def _measure(config: RunConfig, plan: Plan, device: Device, file: Path, can_cut: bool, rank: Rank) -> None:
     """What every rank of a calibration runs."""
     from mmtrain.calibration.calibrate import calibrate
 
-    calibrate(config, plan, device, file, rank)
+    calibrate(config, plan, device, file, rank, can_cut=can_cut)
 
 
 def _refuse_unwritable(file: Path) -> None:
@@ -78,15 +97,7 @@ def _refuse_unwritable(file: Path) -> None:
 
 def _against(config: RunConfig, gpus: Sequence[Gpu], ranks: int, assumed: Plan, plan: Plan) -> str:
     """What a layout that was planned with assumed costs is worth by those of a calibrated plan."""
-    by_hand = {
-        "parallel.boundaries": assumed.boundaries or None,
-        "parallel.stages_per_rank": assumed.stages_per_rank,
-        "parallel.encoder_prefetch": 0,  # what counts is the schedule that was planned
-        "parallel.encoder_ranks": assumed.encoder_ranks or 0,
-    }
-    try:
-        measured = plan_here(config.changed(by_hand), gpus, ranks).seconds
-    except UserError:
+    seconds = step_seconds(assumed, config, memory_here(gpus, ranks), device_here(config, gpus, ranks))
+    if seconds is None:
         return "by these measurements it does not fit in memory"
-    seconds = simulate(Program(assumed.schedule), measured).seconds
     return f"by these measurements its step takes {seconds / plan.step_seconds:.3f} times as long"

@@ -37,13 +37,17 @@ def plan_here(
                 "ranks or more machines, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
         check_environment(config, os.environ)
-    memory = min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)
-    return make_plan(config, memory, device or device_here(config, gpus, local_ranks))
+    return make_plan(config, memory_here(gpus, local_ranks), device or device_here(config, gpus, local_ranks))
 
 
 def plan_for_here(config: RunConfig) -> Plan:
     """The plan of ranks that are like this machine's devices, however many it has."""
     return plan_here(config, visible_gpus())
+
+
+def memory_here(gpus: Sequence[Gpu], local_ranks: int | None = None) -> int | None:
+    """Bytes of the smallest GPU of these ranks; None without one."""
+    return min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)
 
 
 def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None) -> Device:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from mmtrain.base.errors import UserError
+from mmtrain.base.errors import EncoderSliceError, UserError
 from mmtrain.base.json_lines import recorded
 from mmtrain.base.printing import harmless, note, say, show_cursor, show_error
 from mmtrain.checkpoint.begin import refuse_unfit_beginning
@@ -27,7 +27,7 @@ from mmtrain.launching.command_line import Options
 from mmtrain.launching.data import check_data, with_formats
 from mmtrain.launching.machine import job_here, plan_here, refuse_missing_trackers
 from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
-from mmtrain.model.encoder_probe import EncoderSliceError, probe_encoder
+from mmtrain.model.encoder_probe import probe_encoder
 from mmtrain.model.probe import probe
 from mmtrain.model.projector_files import refuse_unfit_init_from
 from mmtrain.plan.plan import Plan
@@ -135,9 +135,9 @@ def _start(target: Train, try_family: Callable[[], None], job: Job, how_to_go_on
 
 
 def _can_slice(config: RunConfig, plan: Plan, *, alone: bool) -> bool:
-    """Whether the encoder can be cut as planned; tried with a few of its blocks, once.
+    """Whether the encoder can be cut as planned; tried once.
 
-    Raises UserError where that was asked for and it cannot, or where other machines have planned it, too: `alone` is
+    Raises UserError where that was asked for and it cannot, or where other processes have planned it, too: `alone` is
     False.
     """
     if len(ranks_of(plan.chain)) == 1:

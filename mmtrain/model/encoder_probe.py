@@ -13,7 +13,7 @@ import json
 import sys
 
 from mmtrain.base.cache import cache_folder
-from mmtrain.base.errors import UserError
+from mmtrain.base.errors import EncoderSliceError
 from mmtrain.config.schema import RunConfig
 from mmtrain.model.probe import differences_in_child, fingerprint_with_code, remember
 from mmtrain.pretrained.model_files import model_folder
@@ -25,15 +25,12 @@ CUTS = ((0, 0, 1, 2, 3), (0, 2, 3))  # borders of slices: the stem alone, one bl
 TILES = 2  # not 1, as the stem of later slices has
 
 
-class EncoderSliceError(UserError):
-    """Slices of this encoder are not known to compute what the whole one does; all of it on rank 0 still does."""
-
-
 def probe_encoder(config: RunConfig) -> None:
     """Try `config`'s encoder in slices; nothing without an encoder.
 
     Raises EncoderSliceError, naming encoder, difference and remedy, where slices differ from the whole encoder by a
-    bit, fail, or take longer than `probe.SECONDS`: 5 to 20 s the first time, on a busy machine a minute.
+    bit, fail, or take longer than `probe.SECONDS`: 5 to 20 s the first time, on a busy machine a minute. Raises
+    UserError for an encoder that cannot be loaded, cut or not.
     """
     chosen = config.model.vision
     if chosen is None:
@@ -46,8 +43,11 @@ def probe_encoder(config: RunConfig) -> None:
         return
     remedy = "set parallel.encoder_ranks=0, which leaves the encoder whole on rank 0"
     try:
-        (difference,) = differences_in_child(__name__, [chosen.name, *asked], chosen.name, "cannot be cut into slices")
-    except UserError as error:
+        fault = "cannot be cut into slices"
+        (difference,) = differences_in_child(
+            __name__, [chosen.name, *asked], chosen.name, fault, failure=EncoderSliceError
+        )
+    except EncoderSliceError as error:
         raise EncoderSliceError(f"{error}; {remedy}") from None
     if difference != 0:  # a NaN too
         raise EncoderSliceError(
@@ -60,7 +60,8 @@ def probe_encoder(config: RunConfig) -> None:
 def _measure(name: str, dtype: str, select_layer: int, final_norm: bool) -> float:
     """In the child: the largest difference of a feature over `CUTS`; infinite where one is not a number.
 
-    Raises UserError where blocks are unlike the first, which are tried, or where more passes than a hidden state.
+    Raises EncoderSliceError where blocks are unlike the first, which are tried, or where more passes than a hidden
+    state.
     """
     import torch
 

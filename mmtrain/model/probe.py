@@ -99,11 +99,13 @@ def fingerprint_with_code(parts: Sequence[bytes], libraries: Sequence[str]) -> s
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
-def differences_in_child(module: str, arguments: Sequence[object], tried: str, fault: str) -> tuple[float, ...]:
+def differences_in_child(
+    module: str, arguments: Sequence[object], tried: str, fault: str, failure: type[UserError] = UserError
+) -> tuple[float, ...]:
     """The numbers that `module`, run as a child without a GPU, prints behind "differences".
 
-    Raises UserError if it brings none back in time, and what it raised as one itself; `tried` names the model, `fault`
-    says what a failure means for it.
+    Raises `failure` if it brings none back in time; what the child raised as one, or as a UserError, is raised again.
+    `tried` names the model, `fault` says what a failure means for it.
     """
     command = python_child("-m", module, *arguments, CUDA_VISIBLE_DEVICES="")
     with tempfile.NamedTemporaryFile(prefix="mmtrain-probe-", suffix=".log", delete=False) as stream:
@@ -112,18 +114,19 @@ def differences_in_child(module: str, arguments: Sequence[object], tried: str, f
             child = subprocess.run(**command, stdout=subprocess.PIPE, stderr=stream, text=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:
             late = f"{tried}: its tiny model did not finish within {SECONDS:g} s; see {log}"
-            raise UserError(late) from None
+            raise failure(late) from None
     found = _RESULT.findall(child.stdout)
     if child.returncode == 0 and found:
         Path(log).unlink()
         return tuple(map(float, found[-1].split()))
     lines = Path(log).read_text(errors="replace").strip().splitlines()
     causes = [line for line in lines if _EXCEPTION.match(line)] or lines[-1:] or [f"exit code {child.returncode}"]
-    refusal = f"{UserError.__module__}.{UserError.__qualname__}: "
-    if causes[-1].startswith(refusal):
-        Path(log).unlink()
-        raise UserError(causes[-1].removeprefix(refusal))
-    raise UserError(f"{tried} {fault}: its tiny model failed ({causes[-1]}); see {log}")
+    for kind in (failure, UserError):
+        refusal = f"{kind.__module__}.{kind.__qualname__}: "
+        if causes[-1].startswith(refusal):
+            Path(log).unlink()
+            raise kind(causes[-1].removeprefix(refusal))
+    raise failure(f"{tried} {fault}: its tiny model failed ({causes[-1]}); see {log}")
 
 
 def _measure(folder: Path, cut_points: Sequence[int]) -> tuple[float, float]:

@@ -169,7 +169,7 @@ def _wrapped_timm(folder: Path, config: dict[str, Any], held: tuple[int, int] | 
         model = timm.create_model(
             config["architecture"], pretrained=False, num_classes=0, **(config["model_args"] or {})
         )
-        wanted = model.state_dict().keys()
+        wanted = set(model.state_dict())
         _keep_plain_vit(model, held, str(folder))
         places = encoder_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
         if lacking := sorted(wanted - places.keys()):  # a slice lacks what any other does: an encoder is of one depth
@@ -301,7 +301,8 @@ def made_up_encoder(
     """An encoder such as `load_vision` loads, of which no weight is read: of its own sizes, on the meta device.
 
     With `depth`, of so many blocks instead and random weights on the CPU: of timm's in its own widths, of
-    transformers' in tiny ones, so that none takes much memory. Raises as `load_vision`.
+    transformers' in tiny ones, so that none takes much memory. Raises UserError for what is no plain ViT, and for
+    sizes far beyond those of its weights.
     """
     folder = None if is_timm_name(name) else model_folder(name)
     config_json = {} if folder is None else encoder_config(folder)

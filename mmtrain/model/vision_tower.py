@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from mmtrain.base.errors import UserError
+from mmtrain.base.errors import EncoderSliceError, UserError
 from mmtrain.model.bookends import Bookend
 from mmtrain.model.lora import without_marks
 from mmtrain.plan.workload import tiles_per_call
@@ -151,8 +151,7 @@ def block_list(model: nn.Module, published: Callable[[str], str] = str) -> nn.Se
         if isinstance(module, nn.Sequential | nn.ModuleList) and ENCODER_BLOCK.match(f"vision.{published(name)}.0."):
             return module
     raise UserError(
-        f"model.vision.name: the blocks of a {type(model).__name__} are not in one list that is known, so it cannot be "
-        "cut into slices; set parallel.encoder_ranks=0"
+        f"model.vision.name: the blocks of a {type(model).__name__} are not in one list that is known; use a ViT"
     )
 
 
@@ -196,17 +195,17 @@ def slices_difference(whole: VisionTower, cuts: Sequence[int], images: torch.Ten
 
 
 def refuse_other_ways(whole: VisionTower, tried: int, name: str) -> None:
-    """Raise UserError unless a hidden state is all that passes each border, and all blocks are like the first `tried`.
+    """Raise EncoderSliceError unless a hidden state is all that passes each border, and blocks are like the first few.
 
-    For an encoder on the meta device, where nothing is computed, but autograd records what a result comes of: each
-    block is handed a new leaf, of which alone its result may come.
+    Those are `tried` with values. For an encoder on the meta device, where nothing is computed, but autograd records
+    what a result comes of: each block is handed a new leaf, of which alone its result may come.
     """
     refusal = f"{name} cannot be cut into slices:"
     blocks = block_list(whole.model, whole.published)
     kinds = [_kind(block) for block in blocks]
     unlike = [i for i, kind in enumerate(kinds) if kind not in kinds[:tried]]
     if unlike:
-        raise UserError(f"{refusal} block {unlike[0]} is unlike the first {tried}")
+        raise EncoderSliceError(f"{refusal} block {unlike[0]} is unlike the first {tried}")
     images = torch.zeros(1, 3, whole.image_size, whole.image_size, device="meta")
     leaves = [images.requires_grad_()]
     results: list[tuple[torch.Tensor, int]] = []  # and how often each was written to
@@ -214,16 +213,16 @@ def refuse_other_ways(whole: VisionTower, tried: int, name: str) -> None:
     def enter(block: nn.Module, taken: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         i, hidden = len(results), taken[0]
         if i == len(blocks) or block is not blocks[i]:
-            raise UserError(f"{refusal} its blocks do not run once each, in their order")
+            raise EncoderSliceError(f"{refusal} its blocks do not run once each, in their order")
         before, written = results[-1] if i else (hidden, hidden._version)
         if hidden is not before or hidden._version != written or hidden.shape[1:] != whole.hidden_shape:
-            raise UserError(f"{refusal} block {i} takes something else than what comes out before it")
+            raise EncoderSliceError(f"{refusal} block {i} takes something else than what comes out before it")
         leaves.append(hidden.detach().requires_grad_())
         return (leaves[-1].clone(), *taken[1:])  # it may write to what it is handed
 
     def leave(block: nn.Module, taken: tuple[torch.Tensor, ...], found: torch.Tensor) -> None:
         if _leaves_of(found) - {leaves[-1]}:
-            raise UserError(f"{refusal} block {len(results)} sees more of an image than what it is handed")
+            raise EncoderSliceError(f"{refusal} block {len(results)} sees more of an image than what it is handed")
         results.append((found, found._version))
 
     with ExitStack() as hooks:
@@ -232,7 +231,7 @@ def refuse_other_ways(whole: VisionTower, tried: int, name: str) -> None:
             hooks.enter_context(block.register_forward_hook(leave))
         features = whole(images.clone())
     if len(results) < len(blocks) or _leaves_of(features) - {leaves[-1]}:
-        raise UserError(f"{refusal} its features come of more than the last of its blocks")
+        raise EncoderSliceError(f"{refusal} its features come of more than the last of its blocks")
     hidden = images.detach()
     for i in range(len(blocks)):  # else some code might ask an absent block for what it does not have
         hidden = whole.slice_of(i, i + 1)(hidden)

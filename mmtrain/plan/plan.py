@@ -164,10 +164,10 @@ class Plan:
         return min(encodes.ahead for encodes in self.chain if encodes is not None)
 
     @property
-    def encoder_ranks(self) -> tuple[int, ...]:
-        """Pipeline ranks that hold blocks of an encoder in slices; empty where it is whole on rank 0."""
-        slices = ((rank.pipeline, rank.stages[0].encoder) for rank in self.ranks if rank.data == 0)
-        return tuple(rank for rank, blocks in slices if blocks is not None and blocks[0] < blocks[1])
+    def encoder_slices(self) -> tuple[int, ...]:
+        """Blocks that each pipeline rank holds of an encoder in slices; empty where it is whole on rank 0."""
+        borders = [rank.stages[0].encoder for rank in self.ranks if rank.data == 0]
+        return tuple(found[1] - found[0] if found else 0 for found in borders) if any(borders) else ()
 
     def as_dict(self) -> dict[str, Any]:
         """The content of plan.json: everything but the instructions."""

@@ -28,6 +28,7 @@ from mmtrain.plan.refusals import (
 )
 from mmtrain.plan.schedule import ranks_of
 from mmtrain.plan.search import Layout, Search
+from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
 from mmtrain.plan.workload import expected_image
 from mmtrain.pretrained.adapters import with_adapters
@@ -57,10 +58,7 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     leave to it, else none. `device` is what ranks compute on (None: this machine's CPU); a calibration on it gives the
     plan its costs. Raises UserError for a config that no plan can satisfy; what then would fit is in the message.
     """
-    models = models_of(config)
-    limit = None if device_memory_bytes is None else limit_on_gpu(device_memory_bytes)
-    if config.parallel.device_memory_gib is not None:
-        limit = int(config.parallel.device_memory_gib * 2**30)
+    models, limit = models_of(config), _memory_limit(config, device_memory_bytes)
     if config.model.vision is not None:
         check_preprocessing(config.model.vision.name)
     check_layout(config, models)
@@ -80,6 +78,23 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     if not found:
         raise UserError(does_not_fit(config, models, search, limit, device))
     return _plan(config, models, search, found, limit)
+
+
+def step_seconds(
+    plan: Plan, config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None
+) -> float | None:
+    """Seconds of a step of `plan`, made with other costs, by those that `make_plan` has; None if it does not fit."""
+    costs = stage_costs(config, models_of(config), _memory_limit(config, device_memory_bytes), device)
+    search = search_of(config, costs)
+    cut = (0, *(boundary + 1 for boundary in plan.boundaries), costs.count)
+    seconds = search.seconds_of(cut, plan.encoder_slices or search.cuts.alone)
+    return None if seconds is None else simulate(Program(plan.schedule), seconds).seconds
+
+
+def _memory_limit(config: RunConfig, device_memory_bytes: int | None) -> int | None:
+    if config.parallel.device_memory_gib is not None:
+        return int(config.parallel.device_memory_gib * 2**30)
+    return None if device_memory_bytes is None else limit_on_gpu(device_memory_bytes)
 
 
 def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Layout], limit: int | None) -> Plan:
