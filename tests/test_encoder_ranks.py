@@ -20,7 +20,7 @@ from mmtrain.config.load import load_config
 from mmtrain.launch import main as launch_command
 from mmtrain.plan.placement import EVALUATION_ROUND
 from mmtrain.plan.plan import Plan
-from mmtrain.plan.planner import make_plan
+from mmtrain.plan.planner import make_plan, step_seconds
 from mmtrain.plan.schedule import forward_schedule, ranks_of
 from mmtrain.plan.simulate import Program, simulate
 
@@ -58,6 +58,16 @@ def test_a_plan_says_which_rank_holds_what(tiny, capsys):
     assert "the encoder in slices: patches alone on rank 0, " in said
     assert "block 2 on rank 3; so many " in said or "blocks 1-2 on rank 3; so many " in said
     assert "with the encoder on rank 0 alone a step would take " in said
+
+
+def test_a_plan_is_priced_as_it_is(tiny):
+    """By the costs that it was made with it takes what it was simulated to take, however blocks are shared out."""
+    for asked in ("0", "[0,2]", "[1]"):
+        config = load_config(tiny / "config.yaml", ("parallel.pipeline=4", f"parallel.encoder_ranks={asked}"))
+        plan = make_plan(config)
+        assert [rank for rank, blocks in enumerate(plan.encoder_slices) if blocks] == (json.loads(asked) or [])
+        assert step_seconds(plan, config) == pytest.approx(simulate(Program(plan.schedule), plan.seconds).seconds)
+        assert step_seconds(plan, config.changed({"parallel.device_memory_gib": 1e-4})) is None
 
 
 def test_an_evaluation_begins_with_encodes_that_make_it_shorter(tiny):
@@ -151,6 +161,11 @@ def test_an_encoder_that_cannot_be_cut_is_refused_or_stays_on_rank_0(tiny, tmp_p
         assert command.wait(200) == 0, command.stderr
     said = " ".join(command.stderr.split())
     assert "the encoder stays whole on rank 0: " in said and refused in said
+    calibrated = ("--calibrate", few[0], f"parallel.calibration={tmp_path}/measured.json")
+    with training(tiny, tmp_path / "calibrated", *calibrated, "parallel.encoder_ranks=auto") as command:
+        assert command.wait(200) == 0, command.stderr
+    assert refused in " ".join(command.stderr.split()) and "encode, half" not in command.stdout
+    assert json.loads((tmp_path / "measured.json").read_text())["encode_stem_bytes"] is None
 
 
 def test_kill_9_of_a_rank_in_the_middle_of_the_chain_names_it(tiny, tmp_path):

@@ -18,10 +18,10 @@ from torch import nn
 from transformers import PerceptionLMConfig, PerceptionLMForConditionalGeneration
 from untrained_runs import make_tower
 
-from mmtrain.base.errors import UserError
+from mmtrain.base.errors import EncoderSliceError, UserError
 from mmtrain.model import probe, vision
 from mmtrain.model.bookends import Bookend
-from mmtrain.model.encoder_probe import EncoderSliceError, probe_encoder
+from mmtrain.model.encoder_probe import probe_encoder
 from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.stage import build_stage
 from mmtrain.model.vision import load_vision, made_up_encoder
@@ -237,6 +237,18 @@ def test_the_probe_names_encoder_and_remedy(encoder, tmp_path, monkeypatch):
         probe_encoder(config)
 
 
+@nightly
+def test_what_is_wrong_with_an_encoder_however_it_is_held_is_no_matter_of_slices(encoder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(encoder("vit_timm"), tmp_path / "huge")
+    content = json.loads((tmp_path / "huge/config.json").read_text())
+    content["model_args"]["embed_dim"] = 12288
+    (tmp_path / "huge/config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="asks for an encoder of") as refused:
+        probe_encoder(make_config(tmp_path, model__vision={"name": str(tmp_path / "huge")}))
+    assert not isinstance(refused.value, EncoderSliceError) and "encoder_ranks" not in str(refused.value)
+
+
 def test_an_encoder_that_looks_at_the_pixels_behind_its_blocks_is_found_out(encoder):
     tower = load_vision(str(encoder("vit_timm")), -1, torch.float32)
     pixels, stock = images(28), tower.features
@@ -275,7 +287,9 @@ def test_encoders_of_transformers_are_passed(encoder, kind):
 
 def test_an_encoder_whose_later_blocks_are_of_another_kind_is_refused():
     """ConViT's last two attend to a class token, which comes in before them: its first three tell nothing of that."""
-    with pytest.raises(UserError, match=r"^convit_tiny cannot be cut into slices: block 10 is unlike the first 3$"):
+    with pytest.raises(
+        EncoderSliceError, match=r"^convit_tiny cannot be cut into slices: block 10 is unlike the first 3$"
+    ):
         refuse(hollow("convit_tiny"), "convit_tiny")
     refuse(hollow("convit_tiny", select_layer=-3))
 
@@ -293,7 +307,7 @@ def doubled_in_place(block: nn.Module, taken: tuple[torch.Tensor, ...]) -> None:
 def test_what_is_done_between_two_blocks_is_found(between):
     tower = hollow(TIMM["vit_timm"])
     tower.model.blocks[7].register_forward_pre_hook(between)
-    with pytest.raises(UserError, match="block 7 takes something else than what comes out before it"):
+    with pytest.raises(EncoderSliceError, match="block 7 takes something else than what comes out before it"):
         refuse(tower)
 
 
@@ -303,20 +317,20 @@ def test_ways_past_blocks_are_found():
     stock = tower.features
     tower.model.blocks[5].register_forward_hook(lambda block, taken, found: kept.append(found))
     tower.features = lambda model, seen: stock(model, seen) + kept[-1][:, 1:]
-    with pytest.raises(UserError, match="features come of more than the last of its blocks"):
+    with pytest.raises(EncoderSliceError, match="features come of more than the last of its blocks"):
         refuse(tower)
     tower.features = stock
     later = tower.model.blocks[8].register_forward_hook(lambda block, taken, found: found + kept[-1])
-    with pytest.raises(UserError, match="block 8 sees more of an image"):
+    with pytest.raises(EncoderSliceError, match="block 8 sees more of an image"):
         refuse(tower)
     later.remove()
     tower.features = lambda model, seen: stock(model, seen) + seen.mean()
-    with pytest.raises(UserError, match="features come of more than"):
+    with pytest.raises(EncoderSliceError, match="features come of more than"):
         refuse(tower)
     tower.features = lambda model, seen: stock(
         model, seen + model.blocks[3](seen.new_zeros(1, *tower.hidden_shape)).sum()
     )
-    with pytest.raises(UserError, match="do not run once each, in their order"):
+    with pytest.raises(EncoderSliceError, match="do not run once each, in their order"):
         refuse(tower)
 
 
