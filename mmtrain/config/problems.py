@@ -57,7 +57,7 @@ def explain(model: type[BaseModel], errors: Sequence[ErrorDetails], given: dict[
             field = fields[declared]
             value, allowed = _value_at(given, path), _allowed(field.annotation, field.metadata)
             said = f"{'.'.join(path)}: {_shown(value)} is not allowed; needs {allowed}"
-            if isinstance(value, str | int) and _is_allowed(field, [value]):
+            if isinstance(value, str | int) and not isinstance(value, bool) and _is_allowed(field, [value]):
                 said += f"; write [{value}]"
             lines[path] = f"{said} ({_meaning(field)})" if field.description else said
     return list(lines.values())
