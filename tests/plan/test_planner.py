@@ -91,6 +91,15 @@ def test_every_shipped_config_plans(file: Path) -> None:
         assert set(rank["flops"]) >= {"forward", "dgrad", "wgrad"}
 
 
+def test_readmes_show_plans_as_they_are() -> None:
+    shown = ROOT / "README.md", ROOT / "mmtrain" / "plan" / "README.md"
+    for readme, config in zip(shown, ("llava_pp4", "qwen25_72b_pp8_dp2"), strict=True):
+        lines = render(make_plan(load_config(ROOT / "configs" / f"{config}.yaml")))
+        (block,) = [part for part in readme.read_text().split("```") if "rank stage layers" in part]
+        _, *told = block.partition("rank stage layers")[2].partition("\n...\n")[0].splitlines()
+        assert len(told) > 6 and [line for line in told if line not in lines] == []
+
+
 def test_a_plan_is_the_same_every_time(config_file) -> None:
     overrides = ["parallel.stages_per_rank=auto", "parallel.device_memory_gib=12"]
     assert plan_of(config_file, *overrides) == plan_of(config_file, *overrides)
