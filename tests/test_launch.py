@@ -233,7 +233,8 @@ def test_kill_9_of_a_rank_ends_all_within_10_seconds_and_names_rank_stage_and_st
         command.stderr,
     )
     assert said, command.stderr
-    assert before <= int(said[1]) <= steps_done(folder)
+    # Rank 0 may have recorded a step of which rank 1 has not done all: it may not even have updated.
+    assert before - 1 <= int(said[1]) <= steps_done(folder)
     assert said[2] == str(folder / "log.txt")
 
 
