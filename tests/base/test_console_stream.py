@@ -68,7 +68,8 @@ def test_a_pipe_that_nobody_reads_never_blocks_and_its_reader_gets_the_newest_li
     assert len(text.splitlines()) == len(numbers) + len(missing), "each line whole"
     kept = WAITING_BYTES // 100
     assert numbers == sorted(numbers) and numbers[-kept:] == list(range(count - kept, count))
-    assert missing and 0 in numbers, "what the pipe took before it was full"
+    # Not line 0 in any case: lines may be dropped before the writing thread first runs.
+    assert missing and numbers[0] < count - kept, "what the pipe took before it was full"
 
 
 def test_a_reader_that_is_slow_loses_nothing_at_the_end():
