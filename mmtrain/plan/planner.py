@@ -127,7 +127,7 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         first_trainable_stage=layout.first_trainable_stage,
         microbatches_per_step=microbatches,
         chain=layout.chain,
-        evaluation_lead=search.evaluation_lead(layout, EVALUATION_ROUND * pipeline),
+        evaluation_lead=search.evaluation(layout, EVALUATION_ROUND * pipeline)[1],
         packs_per_microbatch=config.train.packs_per_microbatch,
         pack_length=config.data.pack_length,
         image=_expected_image(config, models.layout),

@@ -28,6 +28,9 @@ STAGE_GAIN = 0.01
 """Share of a step that more stages a rank must save: they cost messages, which may be dearer than assumed."""
 SLICES_GAIN = 0.005
 """Share of a step that more slices of the encoder must save, likewise."""
+EVALUATION_SHARE = 0.05
+"""Of training's micro-batches that evaluations forward: steps in slices that differ by less than SLICES_GAIN are
+compared with that, too, since evaluations may differ by a quarter where steps are the same."""
 MOST_WORK = 1.04
 """Times the mean of all ranks: what a rank may work so that slices fit idle slots better. Times are estimates."""
 MOST_PLACEMENTS = 4
@@ -249,17 +252,15 @@ class Search:
         simulation = simulate(Program(schedule), seconds)
         return Layout(cut, stages_per_rank, first, tuple(changed), seconds, schedule, slices, chain, simulation)
 
-    def evaluation_lead(self, layout: Layout, microbatches: int) -> int:
-        """Micro-batches that each slice encodes first in an evaluation of so many: whatever is fastest."""
+    def evaluation(self, layout: Layout, microbatches: int) -> tuple[float, int]:
+        """Seconds of an evaluation of so many micro-batches, and how many of them each slice encodes first for that."""
         chain, fastest, best = ranks_of(layout.chain), math.inf, 1
-        if len(chain) == 1:
-            return best
-        for lead in (1, len(chain), 2 * len(chain)):
+        for lead in (1, len(chain), 2 * len(chain)) if len(chain) > 1 else (1,):
             schedule = forward_schedule(self.pipeline, microbatches, layout.stages_per_rank, chain, lead)
             found = simulate(Program(schedule), layout.seconds).seconds
             if found < fastest * (1 - GAIN):
                 fastest, best = found, lead
-        return best
+        return fastest, best
 
     # ---- everything
 
@@ -320,15 +321,23 @@ class Search:
     def _fastest(
         self, cuts: Iterable[Cut], placed: Callable[[Cut, float], Layout | None], limit: float
     ) -> Layout | None:
-        """The fastest layout of these cuts that takes less than `limit` seconds."""
-        best: Layout | None = None
+        """The fastest layout of these cuts that takes less than `limit` seconds; in slices see EVALUATION_SHARE."""
+        found: list[Layout] = []
+        most = limit
         for cut in cuts:
-            if limit < math.inf and self._without_encoder(cut) >= limit:
+            if most < math.inf and self._without_encoder(cut) >= most:
                 continue
-            layout = placed(cut, limit)
+            layout = placed(cut, most)
             if layout is not None:
-                best, limit = layout, layout.simulation.seconds
-        return best
+                found.append(layout)
+                least = min(layout.simulation.seconds for layout in found)
+                most = min(limit, least * (1 + SLICES_GAIN * (len(ranks_of(layout.chain)) > 1)))
+        best = [layout for layout in found if layout.simulation.seconds <= most]
+        if len(best) < 2:
+            return best[0] if best else None
+        return min(
+            best, key=lambda x: x.simulation.seconds + EVALUATION_SHARE * self.evaluation(x, self.microbatches)[0]
+        )
 
     def _without_encoder(self, cut: Cut) -> float:
         """Seconds if the encoder took none of any rank's, where that is possible at all: a bound."""

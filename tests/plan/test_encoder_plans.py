@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from bench_encoder_plans import CASES, costs_of, figures, in_slices
-from made_up_costs import made_up_costs
+from made_up_costs import equal_costs, made_up_costs
 
 from mmtrain.plan.cut import even_cut
 from mmtrain.plan.search import Search
@@ -74,6 +74,16 @@ def test_slices_are_never_slower_than_rank_0_alone_in_200_runs() -> None:
             found.append(never_worse(costs_of(case, pipeline, microbatches)))
             found.append(never_worse(costs_of(case, pipeline, microbatches, memory_bytes=80 * 2**30)))
     assert len(found) >= 200 and sum(sliced for sliced, _ in found) > 20
+
+
+def test_of_equally_long_steps_that_with_the_shorter_evaluation_is_taken() -> None:
+    """Twelve layers on two ranks: rank 0 may have a third of them and all but one block, or half of both."""
+    costs = equal_costs([0.2, *[1.0] * 12, 1.5], pipeline=2, microbatches=8, encode=16.0, blocks=20)
+    search = Search(costs, "auto", (0, 1))
+    (layout,) = search.find(1)
+    uneven = search.with_encodes((0, 4, 14))
+    assert uneven.simulation.seconds == pytest.approx(layout.simulation.seconds)
+    assert search.evaluation(layout, 8)[0] < 0.8 * search.evaluation(uneven, 8)[0]
 
 
 def test_ranks_that_are_named_hold_blocks_and_no_others_do_or_nothing_fits() -> None:
