@@ -29,9 +29,11 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit
 from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import join_process_group
+from mmtrain.engine.process_groups import join_process_group, replica_group, shard_group
 from mmtrain.model.projector import make_projector
 from mmtrain.model.stage import build_stage
+from mmtrain.model.streaming import StreamedLayers
+from mmtrain.model.weight_sources import HostSource, PeerSource
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
@@ -266,7 +268,8 @@ def _execute(case: Case) -> dict[str, Any]:
     config = case.config
     plan = with_prefetch(make_plan(config), case.prefetched)
     mine = plan.ranks[dist.get_rank()]
-    stages = {s.stage: build_stage(config, s) for s in mine.stages}
+    streamed = streamed_layers(plan)
+    stages = {s.stage: build_stage(config, s, streamed=streamed) for s in mine.stages}
     with torch.no_grad():
         for stage in stages.values():
             for name, parameter in stage.global_parameters():
@@ -300,6 +303,16 @@ def _execute(case: Case) -> dict[str, Any]:
         "frozen": {n: bits(p) for s in stages.values() for n, p in s.global_parameters() if not p.requires_grad},
         "optimizer": type(engine.optimizer).__name__,
     }
+
+
+def streamed_layers(plan: Plan) -> StreamedLayers | None:
+    """Where this rank keeps the layers that its plan streams, as `mmtrain.training.loop` says it."""
+    rank, device = dist.get_rank(), torch.device("cpu")
+    if not any(mine.streamed_layers for mine in plan.ranks):
+        return None
+    if plan.stream_from == "host":
+        return StreamedLayers(HostSource(device, replica_group(plan, rank, device, 60)))
+    return StreamedLayers(PeerSource(shard_group(plan, rank, device, 60), device))
 
 
 def bits(tensor: torch.Tensor) -> str:

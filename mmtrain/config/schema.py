@@ -6,7 +6,6 @@ Messages, overrides, resuming, calibrations and `mmtrain.load_config` read it fr
 
 from __future__ import annotations
 
-import itertools
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -22,8 +21,9 @@ from mmtrain.config.keys import (
     NamesFiles,
     RenamedFrom,
 )
-from mmtrain.config.limits import MAX_IMAGE_PIXELS, MAX_LAYERS
+from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.model import ModelSection
+from mmtrain.config.parallel import MAX_MICROBATCHES, ParallelSection
 from mmtrain.config.section import Float, Section, wrong_together
 from mmtrain.config.templates import TemplateName, TemplateText, is_template_file
 
@@ -34,8 +34,6 @@ Fraction = Annotated[Float, Field(gt=0, lt=1)]
 PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
 MAX_RANKS = 100_000  # the plan names each; the largest clusters have as many GPUs
-MAX_MICROBATCHES = 32_768  # of a step, times pipeline ranks; the plan simulates each, 4 s for 8,192
-LayerIndex = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 Shards = str | Annotated[tuple[str, ...], Field(min_length=1)]
 _TARS = NamesFiles(lambda text: not text.startswith("pipe:"))
 SampleFormatName = Literal["auto", "llava", "sharegpt", "caption"]
@@ -53,76 +51,6 @@ class RunSection(Section):
     report_to: Free[tuple[Literal["tensorboard", "wandb", "csv"], ...]] = ()
     """where metrics go besides metrics.jsonl, e.g. [tensorboard, csv]: tensorboard and wandb are extras of mmtrain, csv
     is a table; one that fails never ends a run"""
-
-
-class ParallelSection(Section):
-    pipeline: Free[int] = Field(1, ge=1, le=MAX_LAYERS)
-    """pipeline ranks that share one copy of the model"""
-    data: Free[int] = Field(1, ge=1, le=10_000)
-    """data-parallel replicas of the whole pipeline"""
-    stages_per_rank: Annotated[
-        Free[Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)]], RenamedFrom("chunks_per_rank")
-    ] = "auto"
-    """stages that a pipeline rank holds: 1 is 1F1B, more interleave, which idles less and sends more; auto: what the
-    simulation favours within memory"""
-    encoder_prefetch: Annotated[
-        Free[Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)]], RenamedFrom("encoder_run_ahead")
-    ] = "auto"
-    """micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which its ranks would
-    wait; auto: what the simulation favours; 0: none. It changes no result"""
-    encoder_ranks: Free[
-        Literal["auto", 0] | Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_LAYERS)], ...], Field(min_length=1)]
-    ] = "auto"
-    """pipeline ranks that hold blocks of a frozen encoder, e.g. [0, 1, 3]; rank 0 always makes the patches; 0: rank 0
-    holds all; auto: what the simulation favours. It changes no result"""
-    boundaries: Free[tuple[LayerIndex, ...] | None] = None
-    """decoder layer at which stage 1, 2, ... begins, e.g. [8, 16, 24]; null: the planner chooses"""
-    device_memory_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = None
-    """memory a rank may use, GiB, 6% of it for fragmentation; leave 2.5 GiB of a GPU to CUDA and NCCL; null: that of
-    the GPUs here, less max(6%, 2.5 GiB), no limit without one"""
-    device_tflops: Free[Annotated[Float, Field(gt=0)] | None] = None
-    """what a rank's device can do at its best in the LLM's dtype, dense, in 1e12 FLOP/s (H100 SXM, bfloat16: 989); only
-    model_flops_utilization uses it; null: the matmul rate of a calibration, if there is one"""
-    recompute_layers: Free[Literal["auto"] | LayerIndex | tuple[LayerIndex, ...]] = "auto"
-    """decoder layers per rank whose activations are recomputed in backward: one number, one per pipeline rank, or auto
-    (none if all fits in memory, else as few as needed); more than there are means all"""
-    calibration: Free[Files[str | None]] = None
-    """file of measured costs to plan with; null: the one in the cache for this run on this device, else assumed
-    costs"""
-    threads_per_rank: Free[Annotated[int, Field(ge=1, le=4096)] | None] = None
-    """CPU threads of a rank; null: cores / local ranks"""
-    timeout_seconds: Free[int] = Field(600, ge=1, le=604800)
-    """a collective or message waiting longer than this fails"""
-
-    @model_validator(mode="after")
-    def _lists_fit_the_pipeline(self) -> Self:
-        cuts, stages_per_rank = self.boundaries, self.stages_per_rank
-        if self.pipeline == 1 and stages_per_rank != "auto" and stages_per_rank > 1:
-            raise wrong_together(
-                f"parallel.stages_per_rank: {stages_per_rank} stages on one rank; with parallel.pipeline 1 there is "
-                "nothing to interleave: leave it out"
-            )
-        if cuts is not None:
-            stages = len(cuts) + 1
-            wrong = stages % self.pipeline or (self.pipeline == 1 and stages > 1)
-            if wrong or (stages_per_rank != "auto" and stages != self.pipeline * stages_per_rank):
-                also = f" and stages_per_rank {stages_per_rank}" if stages_per_rank not in ("auto", 1) else ""
-                needed = self.pipeline * (1 if stages_per_rank == "auto" else stages_per_rank) - 1
-                raise wrong_together(
-                    f"parallel.boundaries: {list(cuts)} has {len(cuts)} entries; parallel.pipeline {self.pipeline}"
-                    f"{also} needs {needed}, the first decoder layer of every stage but the first"
-                )
-        if cuts is not None and any(later <= earlier for earlier, later in itertools.pairwise(cuts)):
-            raise wrong_together(
-                f"parallel.boundaries: {list(cuts)} must increase strictly: every stage needs a decoder layer"
-            )
-        counts = self.recompute_layers
-        if isinstance(counts, tuple) and len(counts) != self.pipeline:
-            raise wrong_together(
-                f"parallel.recompute_layers: {list(counts)} has {len(counts)} entries; parallel.pipeline "
-                f"{self.pipeline} needs {self.pipeline}, one per pipeline rank (or one number for all)"
-            )
-        return self
 
 
 class DataSetSection(Section):

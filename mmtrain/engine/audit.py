@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,37 @@ class RankAudit:
         for number, stage in stages.items():
             kept = set(stage.state_dict())
             self.frozen |= {f"stage {number} {name}": b for name, b in stage.named_buffers() if name in kept}
+        self._streamed = {id(stage.streamed): stage.streamed for stage in stages.values() if stage.streamed is not None}
         self._check_finite()
         self.before = self._fingerprints()
+        self._check_fetched()
         self._versions = {name: tensor._version for name, tensor in self.frozen.items()}
 
+    def _each(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor by name, those of a streamed layer while it is whole."""
+        names = {id(tensor): name for name, tensor in self.frozen.items()}
+        elsewhere = {id(p) for streamed in self._streamed.values() for p in streamed.parameters()}
+        yield from ((name, tensor) for name, tensor in self.frozen.items() if id(tensor) not in elsewhere)
+        for streamed in self._streamed.values():
+            for number in streamed.layers:
+                with streamed.whole(number) as layer:
+                    yield from ((names[id(p)], p) for p in layer.parameters)
+        yield from self.masters.items()
+
     def _fingerprints(self) -> dict[str, str]:
-        return {name: fingerprint(tensor) for name, tensor in {**self.frozen, **self.masters}.items()}
+        return {name: fingerprint(tensor) for name, tensor in self._each()}
+
+    def _check_fetched(self) -> None:
+        """Raises AuditError for a weight that is fetched otherwise than it was read from its file."""
+        names = {id(tensor): name for name, tensor in self.frozen.items()}
+        for streamed in self._streamed.values():
+            for layer in streamed.layers.values():
+                for p, loaded in zip(layer.parameters, layer.loaded, strict=True):
+                    if self.before[names[id(p)]] != loaded:
+                        raise self._fail(
+                            f"{names[id(p)]} is fetched with other values than its file has here: the model's files "
+                            "must be the same on every machine"
+                        )
 
     def _fail(self, message: str) -> AuditError:
         stages = ", ".join(str(stage.stage) for stage in self.plan.stages)
@@ -86,7 +111,7 @@ class RankAudit:
 
     def _check_finite(self) -> None:
         """Raises UserError naming a tensor that was loaded with NaN or infinity: no step could come out right."""
-        for name, tensor in {**self.frozen, **self.masters}.items():
+        for name, tensor in self._each():
             if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
                 source = "model.projector.init_from" if name.startswith("projector.") else "the model's folder"
                 raise UserError(
@@ -131,6 +156,11 @@ class RankAudit:
                 failures.append(f"{name} is not finite")
             elif not torch.equal(self.stored[name], master.to(self.stored[name].dtype)):
                 failures.append(f"{name} computes with other values than were trained")
+        layers = fetched = 0
+        for streamed in self._streamed.values():
+            layers, fetched = layers + len(streamed.layers), fetched + streamed.fetched
+            if streamed.fetched != streamed.planned:
+                failures.append(f"{streamed.fetched} fetches of streamed layers, and the lists have {streamed.planned}")
         return {
             "rank": self.plan.rank,
             "pipeline": self.plan.pipeline,
@@ -153,6 +183,8 @@ class RankAudit:
                 "bytes": sum(p.numel() * p.element_size() for p in self.frozen.values()),
                 "fingerprint_before": _combined(self.before, self.frozen),
                 "fingerprint_after": _combined(after, self.frozen),
+                "streamed_layers": layers,
+                "fetches": fetched,
             },
             "failures": failures,
         }

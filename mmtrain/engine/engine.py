@@ -2,6 +2,7 @@
 
 - every rank runs exactly the instructions of `plan.schedule`, for each of its stages; nothing upstream of the first
   trainable stage runs backward or receives a gradient;
+- frozen decoder layers may be fetched before they compute, in the order of these lists (model/streaming.py);
 - the frozen encoder may be cut into slices on several ranks, and run ahead, also past the optimizer (`chain`);
 - a message is (position_ids and labels stacked (2, B, L), on the host; hidden (B, L, D)); a gradient is (B, L, D);
   `channels` carries them, matched by order alone;
@@ -36,6 +37,7 @@ from mmtrain.engine.statistics import RankSums, Statistics, StepResult
 from mmtrain.engine.step_clock import StepClock
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import Stage
+from mmtrain.plan.fetching import uses_of
 from mmtrain.plan.instructions import Instruction, Message, Op, Schedule, carried, in_common_order
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.rates import REST, parameter_groups
@@ -106,6 +108,9 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
             self.clock.waited,
             config.parallel.timeout_seconds,
         )
+        self._streamed = next((stage.streamed for stage in self.stages.values() if stage.streamed is not None), None)
+        if self._streamed is not None:
+            self._streamed.before_wait, self._streamed.after_wait = self.clock.computed, self.clock.fetched
         width = next(iter(self.stages.values())).language.hidden_size
         self._shape = (config.train.packs_per_microbatch, config.data.pack_length, width)
         self._dtype = next(iter(self.stages.values())).dtype
@@ -188,8 +193,14 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         if not self._posts_ahead[self._training]:  # the first one: something may still wait for the whole device
             schedule = in_common_order(schedule)
             self._posts_ahead[self._training] = not is_prelude
+        mine = schedule[self.stage_id]
+        if self._streamed is not None:
+            streamed = {stage.stage: stage.streamed for stage in self.plan.ranks[self.global_rank].stages}
+            self._streamed.follow(uses_of(mine, streamed, self.plan.first_trainable_layer))
         self._link.begin(sum(x.op is Op.LOAD for x in schedule[0]), trains=self._training)
-        self._run(schedule[self.stage_id])
+        self._run(mine)
+        if self._streamed is not None:
+            self._streamed.end()
         self.clock.start(None)
         self._link.end(microbatches)
         self._channels.wait_for_sends()

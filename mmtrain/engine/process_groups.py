@@ -41,6 +41,22 @@ def replica_group(plan: Plan, rank: int, device: torch.device, timeout_seconds: 
     return mine
 
 
+def shard_group(plan: Plan, rank: int, device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:
+    """The replicas of `rank` that keep a part each of the layers that it streams, for tensors on `device`.
+
+    Every rank of the job calls it at the same time.
+    """
+    mine, backend, size = None, "nccl" if device.type == "cuda" else "gloo", plan.weight_shards
+    for place in range(plan.pipeline):
+        for first in range(0, plan.data, size):
+            ranks = [other.rank for other in plan.ranks if other.pipeline == place and 0 <= other.data - first < size]
+            group = dist.new_group(ranks, timedelta(seconds=timeout_seconds), backend)
+            if rank in ranks:
+                mine = group
+    assert mine is not None
+    return mine
+
+
 def host_group(replicas: Sequence[Sequence[int]], rank: int, timeout_seconds: int) -> dist.ProcessGroup:
     """The ranks of this rank's replica, for tensors on the host; every rank of the job calls it, in one order."""
     groups = {tuple(ranks): dist.new_group(ranks, timedelta(seconds=timeout_seconds), "gloo") for ranks in replicas}

@@ -164,6 +164,8 @@ def warm_up(
                 with torch.no_grad():
                     _, predicted = module.predict(alone.input, batch.position_ids, batch.labels)
                     count_answers(batch.labels, predicted)
+            if module.streamed is not None:
+                module.streamed.end()
     masters.zero_grad()
     if masters.by_name:
         weight = torch.nn.Parameter(torch.zeros(8, 8, device=device))

@@ -32,20 +32,22 @@ class RankSeconds:
     All ranks leave that reduction together; the optimizer comes after it and is not in here. `compute` is the encoder,
     forward and backward without the waits in them; `communication` is posting sends and receives and reducing
     gradients, where waiting for other replicas cannot be told from it; `data` is waiting for the loader, and copying
-    what it gives to the device. The rest of `window` is idle. `peak_memory_bytes` is of the same time: allocated by
-    torch on a GPU, resident in the process on a CPU (where the kernel cannot reset that: since the process began).
+    what it gives to the device; `fetching` is waiting for weights of streamed layers, also for the peers that send
+    them. The rest of `window` is idle. `peak_memory_bytes` is of the same time: allocated by torch on a GPU, resident
+    in the process on a CPU (where the kernel cannot reset that: since the process began).
     """
 
     window: float
     compute: float
     communication: float
     data: float
+    fetching: float
     peak_memory_bytes: int
 
     @property
     def idle(self) -> float:
         """Seconds of waiting for a message or for the other ranks."""
-        return max(0.0, self.window - self.compute - self.communication - self.data)
+        return max(0.0, self.window - self.compute - self.communication - self.data - self.fetching)
 
     @property
     def idle_fraction(self) -> float:
@@ -60,6 +62,7 @@ class Reading(NamedTuple):
     compute: float
     communication: float
     data: float
+    fetching: float
     peak_memory_bytes: float
 
 
@@ -123,6 +126,16 @@ class StepClock:
         """Since the last mark this rank has only waited."""
         self._marks.append((Work.WAIT, self._instruction, self._times.mark()))
 
+    def computed(self) -> None:
+        """The instruction goes on, and waits now for weights: until `fetched`."""
+        if self._instruction is not None:  # else no list runs
+            self._marks.append((WORK_OF[self._instruction.op], self._instruction, self._times.mark()))
+
+    def fetched(self) -> None:
+        """Since `computed` this rank has waited for weights of a streamed layer."""
+        if self._instruction is not None:
+            self._marks.append((Work.FETCH, self._instruction, self._times.mark()))
+
     def done(self) -> None:
         """The instruction has ended; of the reduction that `read` has marked this is known."""
         if not self._is_done:
@@ -143,6 +156,7 @@ class StepClock:
             compute=sum(spent[work] for work in COMPUTING),
             communication=spent[Work.COMMUNICATION],
             data=spent[Work.LOAD],
+            fetching=spent[Work.FETCH],
             peak_memory_bytes=self._peak_memory_bytes(),
         )
 
@@ -158,10 +172,7 @@ class StepClock:
         common = self._times.seconds(self._together, now)
         self._together, self._left_at = now, len(self._marks)
         self.seconds += common
-        return tuple(
-            RankSeconds(common - one.since, one.compute, one.communication, one.data, int(one.peak_memory_bytes))
-            for one in readings
-        )
+        return tuple(RankSeconds(common - one.since, *one[1:-1], int(one.peak_memory_bytes)) for one in readings)
 
     def intervals(self) -> list[Interval]:
         """What this rank has done since `begin`, without gaps, in seconds since its clock was made."""

@@ -33,6 +33,7 @@ class Work(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     COMMUNICATION = "communication"
+    FETCH = "fetch"
     WAIT = "wait"
     OPTIMIZER = "optimizer"
 
@@ -156,7 +157,7 @@ def _event(interval: Interval, step: int, replica: int, pipeline: int, shift: fl
         about |= {"stage": x.stage, "microbatch": x.microbatch}
     return {
         "ph": "X",
-        "name": f"wait for {name}" if interval.work is Work.WAIT else name,
+        "name": _PREFIX.get(interval.work, "") + name,
         "cat": str(interval.work),
         "pid": replica,
         "tid": pipeline,
@@ -164,6 +165,9 @@ def _event(interval: Interval, step: int, replica: int, pipeline: int, shift: fl
         "dur": round(end - begin, 3),
         "args": about,
     }
+
+
+_PREFIX = {Work.WAIT: "wait for ", Work.FETCH: "fetch weights for "}
 
 
 def refuse_unfit_trace(plan: Plan, steps: int | None, max_steps: int | None) -> None:

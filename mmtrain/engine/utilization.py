@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Fields of metrics.jsonl that measure the machine: two runs that do the same differ in them.
 MEASURED = (
     *("seconds", "tokens_per_second", "idle_fraction", "compute_seconds", "communication_seconds", "data_seconds"),
-    *("peak_memory_bytes", "model_flops_utilization", "time"),
+    *("fetching_seconds", "peak_memory_bytes", "model_flops_utilization", "time"),
 )
 LISTED_RANKS = 4  # more would not fit into a line of the console
 
@@ -78,6 +78,7 @@ class Utilization:
             "compute_seconds": [rank.compute for rank in ranks],
             "communication_seconds": [rank.communication for rank in ranks],
             "data_seconds": [rank.data for rank in ranks],
+            "fetching_seconds": [rank.fetching for rank in ranks],
             "peak_memory_bytes": [rank.peak_memory_bytes for rank in ranks],
             "model_flops_utilization": self._share(flops, [rank.window for rank in ranks]),
         }

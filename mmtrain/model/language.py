@@ -11,7 +11,8 @@ list instead is wrong wherever the stock forward scales its input: granite's 12 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +32,14 @@ from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.bookends import Bookend, absent_modules, decoder_layers, decoder_path, holds_layer_0, replace
 from mmtrain.model.last_layer import LastLayer, Rows, recomputing
 from mmtrain.model.lora import without_marks
+from mmtrain.model.streaming import StreamedLayers
 from mmtrain.model.weights import open_tensors, tensor_files
 from mmtrain.pretrained.families import check_family, global_name, remote_code
-from mmtrain.pretrained.model_files import foreign_files, model_folder
+from mmtrain.pretrained.model_files import foreign_files, model_folder, tensor_shapes
 from mmtrain.pretrained.parts import holds_parts, llm_config, llm_tensors
+
+LOADED_AT_ONCE = 2**28
+"""Bytes of decoder layers that are loaded at once where each is smaller: a load takes 25 ms and more by itself."""
 
 
 @dataclass
@@ -54,8 +59,20 @@ class _PassThrough(nn.Module):
 class LanguageSlice(nn.Module):
     """Decoder layers [first, last) of a stock causal LM, with the embedding or the head where the stage has them."""
 
-    def __init__(self, model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool) -> None:
-        """`model` is a stock causal LM in which all other parts have been replaced (`load_slice`, `slice_of`)."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        first: int,
+        last: int,
+        *,
+        embedding: bool,
+        head: bool,
+        streamed: StreamedLayers | None = None,
+    ) -> None:
+        """`model` is a stock causal LM in which all other parts have been replaced (`load_slice`, `slice_of`).
+
+        `streamed` has those of its layers, and maybe others, that are whole only while they compute.
+        """
         super().__init__()
         self.model = model.requires_grad_(False)
         self.first, self.last = first, last
@@ -64,6 +81,8 @@ class LanguageSlice(nn.Module):
         self.vocab_size: int = model.config.vocab_size
         self._recomputed = 0
         self._last_layer: LastLayer | None = None
+        self.streamed = streamed
+        self._dress_layers(narrow=False)
         self.eval()
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -179,6 +198,8 @@ class LanguageSlice(nn.Module):
                 layer.forward = self._last_layer = LastLayer(layer, recompute=i < self._recomputed)
             elif i < self._recomputed:
                 layer.forward = recomputing(layer.forward)
+            if self.streamed is not None and self.first + i in self.streamed.layers:  # around all of it
+                layer.forward = self.streamed.around(self.first + i, layer.forward)
 
 
 def slice_of(model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool) -> LanguageSlice:
@@ -200,58 +221,109 @@ def load_slice(
     head: bool,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    streamed: StreamedLayers | None = None,
+    streams: Collection[int] = (),
 ) -> LanguageSlice:
     """Decoder layers [first, last) of the causal LM in a folder (or cached hub id), frozen, in eval mode.
 
     Only the slice's own tensors are read. transformers loads them by its own rules (conversions, fused experts, ties,
     fp32 buffers), so that the union of all slices equals `from_pretrained`. With tied embeddings a head slice without
-    the embedding holds its own copy of the matrix. Raises UserError for missing or unusable files and for families that
-    cannot be cut.
+    the embedding holds its own copy of the matrix. Layers are loaded one after the other, small ones a few at a time
+    (`LOADED_AT_ONCE`), each moved to `device`, or, if it is one that `streams`, given to `streamed`, before the next:
+    memory never holds more than what is kept and one of them. Raises UserError for missing or unusable files and for
+    families that cannot be cut.
     """
-    folder = model_folder(path)
-    config = causal_config(folder)
-    _check_bounds(config, first, last, embedding, head)
-    _set_options(config)
-    stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    matrix = embedding or (head and bool(getattr(config, "tie_word_embeddings", False)))
-
-    def build(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
-        stock.__init__(model, *arguments, **options)
-        for module, replacement in absent_modules(model, first, last, embedding=matrix, head=head).items():
-            replace(model, module, replacement)
-        if not head:  # else transformers looks for the LM head that is tied to the embedding
-            model.all_tied_weights_keys = {}
-
-    files = llm_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
-    prefix = missing_prefix(files, stock)
-
-    def wanted(name: str) -> bool:
-        _, part, *rest = global_name(prefix + name).split(".")
-        if part == "layers":
-            return first <= int(rest[0]) < last
-        if part == "embedding":
-            return matrix
-        return head if part in ("norm", "head") else holds_layer_0(first, last)
-
-    tensors = open_tensors({name: place for name, place in files.items() if wanted(name)})
-    # The name and module of the stock class: transformers finds its conversions by them.
-    part_class = type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
-    with quiet():
-        model, report = part_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            ignore_mismatched_sizes=True,  # they are in the report, like everything else that does not fit
-            output_loading_info=True,
-        )
-    faults = {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}
-    if faults:
-        raise UserError(f"{path}: the weights do not fit config.json ({faults}); download the model again")
+    weights = _Weights(path, dtype)
+    _check_bounds(weights.config, first, last, embedding, head)
+    matrix = embedding or (head and bool(getattr(weights.config, "tie_word_embeddings", False)))
+    groups = weights.groups(first, last)
+    model = weights.load(groups[0], embedding=matrix, head=head)
+    layers = decoder_layers(model)
+    for group in groups:
+        if group is not groups[0]:
+            part = decoder_layers(weights.load(group, embedding=False, head=False))
+            for i in group:
+                layers[i] = part[i]
+                for module in layers[i].modules():
+                    if "config" in vars(module):  # one for the whole model, as the stock model has it
+                        module.config = model.config
+            del part
+        for i in group:
+            if streamed is not None and i in streams:
+                streamed.take(i, layers[i])
+            layers[i].to(device)
+    model.to(device)
     if matrix and not embedding:
         replace(model, model.get_input_embeddings(), nn.Identity())
-    return LanguageSlice(model.to(device), first, last, embedding=embedding, head=head)
+    return LanguageSlice(model, first, last, embedding=embedding, head=head, streamed=streamed)
+
+
+class _Weights:
+    """The causal LM in a folder, of which parts are loaded by themselves."""
+
+    def __init__(self, path: str, dtype: torch.dtype) -> None:
+        self._path, self._dtype = path, dtype
+        folder = model_folder(path)
+        self.config = causal_config(folder)
+        _set_options(self.config)
+        self._stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+        self._files = llm_tensors(folder, {name: (name, file) for name, file in tensor_files(folder).items()})
+        self._shapes = llm_tensors(folder, tensor_shapes(folder) or {})
+        prefix = missing_prefix(self._files, self._stock)
+        self._global = {name: global_name(prefix + name) for name in self._files}
+
+    def groups(self, first: int, last: int) -> list[range]:
+        """Decoder layers [first, last) in groups to load at once; a slice without layers is one empty group."""
+        sizes = dict.fromkeys(range(first, last), 0)
+        for name, shape in self._shapes.items():
+            _, part, number, *_ = (*self._global[name].split("."), "")
+            if part == "layers" and int(number) in sizes:
+                sizes[int(number)] += math.prod(shape) * self._dtype.itemsize
+        found, begin, size = [], first, 0
+        for layer, more in sizes.items():
+            if layer > begin and size + more > LOADED_AT_ONCE:
+                found.append(range(begin, layer))
+                begin, size = layer, 0
+            size += more
+        return [*found, range(begin, last)]
+
+    def load(self, layers: range, *, embedding: bool, head: bool) -> PreTrainedModel:
+        """The model with these decoder layers, on the CPU, and nothing else but what is asked for."""
+        stock = self._stock
+        first, last = layers.start, layers.stop
+
+        def build(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+            stock.__init__(model, *arguments, **options)
+            for module, replacement in absent_modules(model, first, last, embedding=embedding, head=head).items():
+                replace(model, module, replacement)
+            if not head:  # else transformers looks for the LM head that is tied to the embedding
+                model.all_tied_weights_keys = {}
+
+        def wanted(name: str) -> bool:
+            _, part, *rest = self._global[name].split(".")
+            if part == "layers":
+                return int(rest[0]) in layers
+            if part == "embedding":
+                return embedding
+            return head if part in ("norm", "head") else holds_layer_0(first, last)
+
+        tensors = open_tensors({name: place for name, place in self._files.items() if wanted(name)})
+        # The name and module of the stock class: transformers finds its conversions by them.
+        part_class = type(stock.__name__, (stock,), {"__init__": build, "__module__": stock.__module__})
+        with quiet():
+            model, report = part_class.from_pretrained(
+                None,
+                config=self.config,
+                state_dict=tensors,
+                dtype=self._dtype,
+                attn_implementation=ATTENTION,
+                ignore_mismatched_sizes=True,  # they are in the report, like everything else that does not fit
+                output_loading_info=True,
+            )
+        faults = {kind: sorted(map(str, entries))[:3] for kind, entries in report.items() if entries}
+        if faults:
+            raise UserError(f"{self._path}: the weights do not fit config.json ({faults}); download the model again")
+        return model
 
 
 def missing_prefix(names: Iterable[str], stock: type[PreTrainedModel]) -> str:

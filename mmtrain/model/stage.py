@@ -33,8 +33,10 @@ from mmtrain.model.lora import add_adapters, has_adapters, refusing_unused
 from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import Projector, starting_projector
+from mmtrain.model.streaming import StreamedLayers
 from mmtrain.model.vision import load_vision
 from mmtrain.model.vision_tower import VisionTower
+from mmtrain.model.weight_sources import HostSource
 from mmtrain.plan.plan import StagePlan
 from mmtrain.pretrained.connectors import has_newline
 from mmtrain.pretrained.families import global_name
@@ -116,6 +118,11 @@ class Stage(nn.Module):
         self.dtype = dtype
 
     @property
+    def streamed(self) -> StreamedLayers | None:
+        """The rank's streamed layers, this stage's among them, where it has any."""
+        return self.language.streamed
+
+    @property
     def vision(self) -> VisionTower | None:
         """The encoder, or the slice of it, that runs here."""
         return self.later_slice if self.front is None else self.front.vision
@@ -182,6 +189,8 @@ class Stage(nn.Module):
     def _run_8_tokens(self, device: torch.device | str) -> None:
         hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
         self.language(hidden, torch.arange(8, device=device)[None])
+        if self.streamed is not None:
+            self.streamed.end()
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Run the stage's decoder layers (and the final norm, on the last stage): (B, L, D) -> (B, L, D)."""
@@ -275,14 +284,24 @@ class _Put(torch.autograd.Function):
         )
 
 
-def build_stage(config: RunConfig, stage: StagePlan, *, device: torch.device | str = "cpu") -> Stage:
+def build_stage(
+    config: RunConfig,
+    stage: StagePlan,
+    *,
+    device: torch.device | str = "cpu",
+    streamed: StreamedLayers | None = None,
+) -> Stage:
     """Load one stage from the published files and freeze all but `config.model.trainable`; recompute as planned.
 
-    Only the stage's own tensors are read. Raises UserError for missing or unusable model files.
+    Only the stage's own tensors are read. `streamed` has the streamed layers of the rank's stages; None: this stage
+    streams from the host, where its plan says so. Raises UserError for missing or unusable model files.
     """
     dtype = DTYPES[config.model.llm.dtype]
     layers, ends = (stage.first, stage.last), {"embedding": stage.front, "head": stage.head}
-    language = load_slice(config.model.llm.path, *layers, **ends, dtype=dtype, device=device)
+    if stage.streamed and streamed is None:
+        streamed = StreamedLayers(HostSource(torch.device(device)))
+    sources = {"streamed": streamed if stage.streamed else None, "streams": stage.streamed}
+    language = load_slice(config.model.llm.path, *layers, **ends, dtype=dtype, device=device, **sources)
     add_adapters(language.model, config.model.lora, global_name, config.run.seed)
     language.recompute(stage.recompute_layers)  # of layers with their adapters
     if stage.head and stage.first < stage.last and takes_rows(language.model.config):

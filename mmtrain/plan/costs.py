@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
 from mmtrain.plan.encoder_costs import EncoderCost, encoder_costs
+from mmtrain.plan.fetching import places_of
 from mmtrain.plan.workload import FP32, INTEGER, Workload, arranged_positions, workload
+from mmtrain.pretrained.adapters import is_adapter
 from mmtrain.pretrained.connectors import (
     Gelu,
     LayerNorm,
@@ -94,6 +96,8 @@ class LayerCost:
     backward_working_bytes: int
     recomputing_working_bytes: int  # the backward's if the layer recomputes, what it makes again included
     fp32_flops: Flops = field(default_factory=Flops)  # part of `flops` that is computed in fp32
+    streamed_weight_bytes: int = 0  # part of `weight_bytes` that need not stay on the device; 0: all must
+    streamed_bytes: int = 0  # of the one buffer that this part is fetched into
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +209,15 @@ class _LayerCosts:
             (widest if kept == 0 else widest // 2, widest, made + widest),
         )
         its_input = round(size * llm.hidden_size * work.tokens)
-        return replace(layer, needed_flops=needed, kept_bytes_recomputing=min(kept, its_input))
+        own = [p for p in parameters if not is_adapter(p.name)]
+        streams = not any(p.name in self.trained for p in own)  # where an update would have to go back is not built
+        return replace(
+            layer,
+            needed_flops=needed,
+            kept_bytes_recomputing=min(kept, its_input),
+            streamed_weight_bytes=sum(size * p.numel for p in own) * streams,
+            streamed_bytes=places_of(size * p.numel for p in own)[1] * streams,
+        )
 
     def layer(
         self,

@@ -106,7 +106,7 @@ class CutSearch:
 
     def overflow(self, needs: Sequence[RankNeed]) -> int:
         """Bytes beyond the limit, over all ranks."""
-        return sum(max(0, need.total_bytes - self.costs.usable_bytes) for need in needs)
+        return sum(map(self.costs.overflow, needs))
 
     def stage_seconds(self, needs: Sequence[RankNeed], encode: float | Sequence[float]) -> StageSeconds:
         """`encode`: seconds of the encoder on rank 0, or of the slice of each rank."""
@@ -114,6 +114,7 @@ class CutSearch:
             encode = (encode, *[0.0] * (self.pipeline - 1))
         timings, stages = self.costs.timings, range(len(needs) * len(needs[0].stages))
         found = [needs[s % len(needs)].stages[s // len(needs)] for s in stages]
+        streams = any(need.streamed for need in needs)
         return StageSeconds(
             forward=tuple(stage.forward for stage in found),
             backward=tuple(stage.backward for stage in found),
@@ -125,6 +126,8 @@ class CutSearch:
             send_features=timings.send_features,
             receive_features=timings.receive_features,
             transfer_features=timings.transfer_features,
+            forward_waits=tuple(stage.forward_waits for stage in found) if streams else (),
+            backward_waits=tuple(stage.backward_waits for stage in found) if streams else (),
         )
 
     # ---- moving layers
@@ -132,7 +135,7 @@ class CutSearch:
     def _bound(self, cut: Cut, charge: Charge) -> _Bound:
         """What a cut takes at least, without simulation."""
         (stages_per_rank, first, *_), needs = self.placed(cut, charge.slices)
-        works = [sum(stage.forward + stage.backward for stage in need.stages) for need in needs]
+        works = [sum(stage.seconds for stage in need.stages) for need in needs]
         works[0] += charge.seconds
         ranks = []
         before, behind, downstream = 0.0, 0.0, sum(works)

@@ -24,6 +24,8 @@ class StagePlan:
     recompute_layers: int = 0  # of its decoder layers, from the first on
     encoder: tuple[int, int] | None = None
     """Blocks [first, last) of the encoder that its rank holds as a slice; None: of stage 0 all, of another none."""
+    streamed: tuple[int, ...] = ()
+    """Its decoder layers whose frozen weights are fetched before they compute, by number."""
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -74,6 +76,7 @@ class RankPlan:
     optimizer_bytes: int  # master weights, gradients and moments
     activation_bytes: int  # kept for backwards, messages, features, loaded batches
     workspace_bytes: int  # of what runs at that moment
+    host_bytes: int  # of streamed layers, in the host's memory
     flops: Flops
     recompute_flops: int  # forward again, for recomputed layers
     work_share: float  # of the seconds that its replica's ranks compute
@@ -83,6 +86,11 @@ class RankPlan:
     def recompute_layers(self) -> int:
         """Decoder layers that recompute their activations in backward, over all its stages."""
         return sum(stage.recompute_layers for stage in self.stages)
+
+    @property
+    def streamed_layers(self) -> int:
+        """Decoder layers whose frozen weights are fetched before they compute, over all its stages."""
+        return sum(len(stage.streamed) for stage in self.stages)
 
     @property
     def total_bytes(self) -> int:
@@ -137,6 +145,10 @@ class Plan:
     decoder_layers: int
     boundaries: tuple[int, ...]  # decoder layer at which stage 1, 2, ... begins
     first_trainable_stage: int
+    first_trainable_layer: int
+    """The first decoder layer behind, or in, which anything trains; as many as there are: the head alone trains."""
+    stream_from: Literal["host", "peers"]
+    weight_shards: int  # ranks that keep a part each of streamed layers
     microbatches_per_step: int  # of one replica
     chain: Chain  # per pipeline rank: where the slice of the encoder runs that it holds
     evaluation_lead: int  # micro-batches that each slice encodes first in an evaluation
@@ -181,6 +193,7 @@ class Plan:
                     "encoder": s.encoder and list(s.encoder),
                     "layers": list(s.layers),
                     "recompute_layers": s.recompute_layers,
+                    "streamed": list(s.streamed),
                 }
                 for s in rank.stages
             ]

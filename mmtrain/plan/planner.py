@@ -125,6 +125,9 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         decoder_layers=costs.count - 2,
         boundaries=tuple(border - 1 for border in cut[1:-1]),
         first_trainable_stage=layout.first_trainable_stage,
+        first_trainable_layer=max(0, costs.first_trainable - 1),
+        stream_from=config.parallel.stream_from,
+        weight_shards=config.parallel.weight_shards,
         microbatches_per_step=microbatches,
         chain=layout.chain,
         evaluation_lead=search.evaluation(layout, EVALUATION_ROUND * pipeline)[1],
@@ -183,6 +186,11 @@ def _ranks(
     cut, need, data = layout.cut, layout.needs[pipeline_rank], config.parallel.data
     mine = range(pipeline_rank, len(cut) - 1, config.parallel.pipeline)
     placed = tuple(stage_of(cut, s, layout.recompute_layers[s]) for s in mine)
+    if need.streamed:  # a decoder layer's number is its place among all layers less the front
+        placed = tuple(
+            replace(stage, streamed=tuple(cut[stage.stage] + place - 1 for place in places))
+            for stage, places in zip(placed, need.streamed, strict=True)
+        )
     encoder, blocks = costs.costs.encoder, layout.slices[pipeline_rank]
     first = sum(layout.slices[:pipeline_rank])
     if len(ranks_of(layout.chain)) > 1 and layout.chain[pipeline_rank] is not None:
@@ -210,6 +218,7 @@ def _ranks(
         optimizer_bytes=need.state_bytes,
         activation_bytes=need.activation_bytes,
         workspace_bytes=need.working_bytes,
+        host_bytes=need.host_bytes,
         flops=flops * microbatches,
         recompute_flops=sum(again) * microbatches,
         work_share=need.seconds / sum(other.seconds for other in layout.needs),

@@ -246,7 +246,7 @@ class Search:
         changed = []
         for rank, (found, need, blocks) in enumerate(zip(walked, needs, slices, strict=True)):
             ranges = ranges_of(cut, rank, self.pipeline)
-            now = self.costs.need_of(ranges, need.recompute_layers, found, blocks)
+            now = self.costs.need_of(ranges, need.recompute_layers, found, blocks, need.streamed_count)
             changed.append(now if self.costs.fits(now) else self.costs.need(rank, ranges, found, blocks))
         seconds = self.cuts.stage_seconds(changed, seconds.encode)
         simulation = simulate(Program(schedule), seconds)

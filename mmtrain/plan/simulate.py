@@ -10,8 +10,9 @@ earlier ones of its channel have moved; sending and receiving also cost the two 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from mmtrain.plan.instructions import (
     chain_of,
     needed_before,
 )
+from mmtrain.plan.streamed_costs import Waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class StageSeconds:
     receive: float = 0.0  # of the receiver, when it takes one
     transfer: float = 0.0  # from the moment both sides have posted a message to its arrival
     end: float = 0.0  # reductions and optimizer
+    forward_waits: tuple[Waits, ...] = ()  # per stage, for weights of streamed layers; empty: there are none
+    backward_waits: tuple[Waits, ...] = ()
     send_features: float = 0.0  # these three: the same of what slices send
     receive_features: float = 0.0
     transfer_features: float = 0.0
@@ -77,6 +81,7 @@ class _Kind(NamedTuple):
     op: Op
     place: int  # stage, or rank of an ENCODE
     takes: bool  # a message, of this step or an earlier one
+    spared: int  # ends of a compute at which its rank turns round: the same layers come next, or came before
 
 
 class Program:
@@ -95,7 +100,8 @@ class Program:
         self.channels: dict[tuple[int, int, str], int] = {}
         self.messages: dict[Message, int] = {}
         posted: set[int] = set()  # by one side
-        kinds: dict[tuple[Op, int], int] = {}
+        kinds: dict[tuple[Op, int, int], int] = {}
+        spared = [_spared([x for x in order if x.op in COMPUTES]) for order in schedule]
         chain = chain_of(schedule)
         stages = 1 + max((x.stage for instructions in schedule for x in instructions), default=0)
         for step in all_steps(schedule):
@@ -109,10 +115,11 @@ class Program:
                 does = _SECOND_POST if number in posted else _FIRST_POST
                 posted.add(number)
             channel = -1 if message is None else self.channels.setdefault(message.channel, len(self.channels))
-            known = kinds.setdefault((x.op, x.stage), len(kinds))
+            turns = next(spared[rank]) if x.op in COMPUTES else 0
+            known = kinds.setdefault((x.op, x.stage, turns), len(kinds))
             if known == len(self.kinds):
                 takes = needed_before(x, self.ranks, stages, chain) is not None
-                self.kinds.append(_Kind(x.op, x.stage, takes))
+                self.kinds.append(_Kind(x.op, x.stage, takes, turns))
             self.counts[rank, known] += 1
             self.steps.append((does, rank, known, number, channel, step))
 
@@ -169,14 +176,22 @@ def simulate(
     return Simulation(total, idle, tuple(history))
 
 
+def _spared(computes: Sequence[Instruction]) -> Iterator[int]:
+    """Of each compute of a rank, at how many of its ends the neighbour is its stage's other direction."""
+    turns = [x.stage == y.stage and x.op is not y.op for x, y in itertools.pairwise(computes)]
+    return (before + behind for before, behind in zip([False, *turns], [*turns, False], strict=True))
+
+
 def _work(kind: _Kind, seconds: StageSeconds) -> float:
     """Seconds of an instruction, with those of taking a message."""
-    op, place, takes = kind
+    op, place, takes, spared = kind
     if op is Op.FORWARD:
         received = seconds.receive if place else seconds.receive_features
-        return seconds.forward[place] + received * takes
+        waited = seconds.forward_waits[place].seconds(spared) if seconds.forward_waits else 0.0
+        return seconds.forward[place] + received * takes + waited
     if op is Op.BACKWARD:
-        return seconds.backward[place] + seconds.receive * takes
+        waited = seconds.backward_waits[place].seconds(spared) if seconds.backward_waits else 0.0
+        return seconds.backward[place] + seconds.receive * takes + waited
     if op is Op.ENCODE:
         return seconds.encode[place] + seconds.receive_features * takes
     if op in SENDS:

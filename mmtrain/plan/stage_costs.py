@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from mmtrain.config.schema import RunConfig
@@ -18,6 +18,7 @@ from mmtrain.plan.calibration import Device, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerCost, Models, RunCosts, run_costs
 from mmtrain.plan.memory import Buffers, Instant, StageBytes, instants, peak
 from mmtrain.plan.schedule import training_schedule
+from mmtrain.plan.streamed_costs import NO_WAITS, Streaming, Waits, held, spread, waits
 from mmtrain.plan.timings import CPU, GPU, Timings, assumed_timings, calibrated
 from mmtrain.plan.workload import FP32
 
@@ -43,6 +44,7 @@ class Setting:
     memory_bytes: int | None  # a rank's limit
     recompute_layers: Literal["auto"] | tuple[int, ...]  # per pipeline rank
     polls_sends: bool = True  # see `memory.instants`
+    streaming: Streaming = field(default_factory=Streaming)
 
 
 class StageNeed(NamedTuple):
@@ -51,6 +53,13 @@ class StageNeed(NamedTuple):
     forward: float  # seconds, the encoder left out
     backward: float  # seconds; 0 where nothing runs backward
     bytes: StageBytes
+    forward_waits: Waits = NO_WAITS  # for weights of streamed layers
+    backward_waits: Waits = NO_WAITS
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward, in turn."""
+        return self.forward + self.backward + self.forward_waits.seconds() + self.backward_waits.seconds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,13 @@ class RankNeed:
     state_bytes: int
     activation_bytes: int
     working_bytes: int
+    streamed: tuple[tuple[int, ...], ...] = ()  # of each stage, layers as places behind its begin; empty: none
+    host_bytes: int = 0
+
+    @property
+    def streamed_count(self) -> int:
+        """How many of its layers are streamed."""
+        return sum(map(len, self.streamed))
 
     @property
     def total_bytes(self) -> int:
@@ -88,6 +104,10 @@ class StageCosts:
         waiting = encoder.feature_bytes, encoder.batch_bytes, encoder.pixel_bytes, encoder.hidden_bytes
         self.buffers = Buffers(costs.hidden_bytes, costs.integer_bytes, *waiting)
         self._weights = _sums(layer.weight_bytes for layer in costs.layers)
+        may_stream = setting.streaming.is_possible
+        self._least_weights = _sums(
+            layer.weight_bytes - layer.streamed_weight_bytes * may_stream for layer in costs.layers
+        )
         self._state = _sums(layer.state_bytes for layer in costs.layers)
         self._trainable = _sums(layer.trainable for layer in costs.layers)
         self._forward = _sums(x.forward for x in timings.layers)
@@ -136,17 +156,22 @@ class StageCosts:
         return sums * (1 - 1e-12)
 
     def least_bytes(self, begin: int, end: int) -> int:
-        """Weights and optimizer state of layers [begin, end), a frozen encoder left out."""
-        return self._weight_bytes([(begin, end)]) + self._state[end] - self._state[begin]
+        """Weights and optimizer state of layers [begin, end), a frozen encoder and what may be streamed left out."""
+        least = self._shared_bytes([(begin, end)])
+        return self._least_weights[end] - self._least_weights[begin] - least + self._state[end] - self._state[begin]
 
-    def _weight_bytes(self, ranges: Iterable[LayerRange]) -> int:
-        ranges = list(ranges)
+    def _weight_bytes(self, ranges: Sequence[LayerRange]) -> int:
+        return sum(self._weights[end] - self._weights[begin] for begin, end in ranges) - self._shared_bytes(ranges)
+
+    def _shared_bytes(self, ranges: Sequence[LayerRange]) -> int:
         both_ends = any(begin == 0 for begin, _ in ranges) and any(end == self.count for _, end in ranges)
-        shared = self.costs.shared_ends_bytes if both_ends else 0
-        return sum(self._weights[end] - self._weights[begin] for begin, end in ranges) - shared
+        return self.costs.shared_ends_bytes if both_ends else 0
 
-    def _stage(self, begin: int, end: int, recompute: int) -> StageNeed:
-        """Layers [begin, end) of which the first `recompute` decoder layers recompute their activations."""
+    def _stage(self, begin: int, end: int, recompute: int, streamed: tuple[int, ...] = ()) -> StageNeed:
+        """Layers [begin, end) of which the first `recompute` decoder layers recompute their activations.
+
+        `streamed`: which of the layers are, as places behind `begin`.
+        """
         costs, timings = self.costs, self.timings
         seconds_of = list(timings.layers[begin:end])
         if end == self.count - 1:
@@ -169,7 +194,29 @@ class StageCosts:
                 kept += cost.kept_bytes
                 most_forward = max(most_forward, kept + cost.forward_working_bytes)
                 most_backward = max(most_backward, kept + cost.backward_working_bytes)
-        return StageNeed(forward, backward, StageBytes(kept, most_forward, most_backward if runs_backward else 0))
+        waits = self._waits(begin, end, recompute, streamed) if streamed else (NO_WAITS, NO_WAITS)
+        most = StageBytes(kept, most_forward, most_backward if runs_backward else 0)
+        return StageNeed(forward, backward, most, *waits)
+
+    def _waits(self, begin: int, end: int, recompute: int, streamed: tuple[int, ...]) -> tuple[Waits, Waits]:
+        """What forward and backward of a stage wait for its streamed layers: fetches hide behind decoder layers."""
+        seconds, first, last = self.timings.layers, max(begin, 1), min(end, self.count - 1)
+        fetches = [self.fetch_seconds(self.layers[begin + place]) for place in streamed]
+        behind = [place for place in streamed if begin + place >= self.first_trainable]
+        forward = sum(x.forward for x in seconds[first:last])
+        backward = sum(
+            x.recomputing if i < recompute else x.backward
+            for i, x in enumerate(seconds[first:last])
+            if first + i >= self.first_trainable
+        )
+        mean = sum(fetches) / len(fetches)
+        return waits(len(streamed), mean, forward), waits(len(behind), mean, backward)
+
+    def fetch_seconds(self, layer: LayerCost) -> float:
+        """Of one fetch of a streamed layer."""
+        streaming, timings = self.setting.streaming, self.timings
+        a_byte = timings.host_fetch if streaming.source == "host" else timings.peer_fetch
+        return timings.fetch + a_byte * streaming.fetched_bytes(layer)
 
     # ---- ranks
 
@@ -182,21 +229,75 @@ class StageCosts:
     ) -> RankNeed:
         """What a rank with these stages takes, at the instants of its schedule.
 
-        With "auto" recompute the fewest layers that fit, or, where nothing does, as many as take the least memory.
-        `blocks`: how many its slice of the encoder has; layer 0's rank has a slice even if that has none. By default
-        layer 0's rank has all of them, and another has none.
+        With "auto" as few layers recompute, or are streamed, as fit; where both may be, whatever takes fewer seconds;
+        where nothing fits, as many as take the least memory. `blocks`: how many its slice of the encoder has; layer 0's
+        rank has a slice even if that has none. By default layer 0's rank has all of them, and another has none.
         """
-        asked = self.setting.recompute_layers
-        if asked != "auto":
-            return self.need_of(ranges, _split(asked[rank], [self.decoder_layers(x) for x in ranges]), found, blocks)
-        # Stages without backward keep nothing that could be recomputed.
-        layers = [self.decoder_layers(x) if x[1] > self.first_trainable else 0 for x in ranges]
+        recompute, stream = self.setting.recompute_layers, self.setting.streaming.layers
+        if recompute == "auto":  # stages without backward keep nothing that could be recomputed
+            layers = [self.decoder_layers(x) if x[1] > self.first_trainable else 0 for x in ranges]
+            counts = range(sum(layers) + 1)
+        else:
+            layers = [self.decoder_layers(x) for x in ranges]
+            counts = range(recompute[rank], recompute[rank] + 1)
+        most = len(self._may_stream(ranges))
+
+        def need(recomputed: int, streamed: int) -> RankNeed:
+            return self.need_of(ranges, _split(recomputed, layers), found, blocks, streamed)
+
+        if stream == "auto" and most:
+            best = self._fastest(need, counts, most)
+            if best is not None:
+                return best
+        fixed = most if stream == "auto" else min(stream[rank], most) if stream else 0
         needs = []
-        for count in range(sum(layers) + 1):
-            needs.append(self.need_of(ranges, _split(count, layers), found, blocks))
+        for count in counts:
+            needs.append(need(count, fixed))
             if self.fits(needs[-1]):
                 return needs[-1]
         return min(needs, key=lambda need: need.total_bytes)
+
+    def _may_stream(self, ranges: Sequence[LayerRange]) -> list[tuple[int, int]]:
+        """Layers of a rank that may be streamed: stage and place behind its begin."""
+        return [
+            (stage, layer - begin)
+            for stage, (begin, end) in enumerate(ranges)
+            for layer in range(begin, end)
+            if self.layers[layer].streamed_bytes
+        ]
+
+    def _fastest(self, need: Callable[[int, int], RankNeed], recompute: range, most: int) -> RankNeed | None:
+        """Of what fits, by how many layers recompute and stream (`most` at most), what takes least; None: nothing does.
+
+        With more that recompute fewer need to be streamed, which may hide. So seconds fall, then rise.
+        """
+        found: dict[int, RankNeed | None] = {}
+
+        def fewest_streamed(recomputed: int) -> RankNeed | None:
+            if recomputed not in found:
+                low, high, found[recomputed] = 0, most, None
+                while low <= high:
+                    middle = (low + high) // 2 if low else 0  # none first
+                    tried = need(recomputed, middle)
+                    if self.fits(tried):
+                        found[recomputed], high = tried, middle - 1
+                    else:
+                        low = middle + 1
+            return found[recomputed]
+
+        low, high = recompute[0], recompute[-1]
+        if fewest_streamed(high) is None:
+            return None
+        while low < high:  # to the fewest that fit
+            middle = (low + high) // 2
+            low, high = (low, middle) if fewest_streamed(middle) is not None else (middle + 1, high)
+        high = recompute[-1]
+        while low < high:  # to the bottom
+            middle = (low + high) // 2
+            here, further = fewest_streamed(middle), fewest_streamed(middle + 1)
+            better = here is not None and further is not None and further.seconds < here.seconds
+            low, high = (middle + 1, high) if better else (low, middle)
+        return fewest_streamed(low)
 
     def need_of(
         self,
@@ -204,25 +305,35 @@ class StageCosts:
         recompute: Sequence[int],
         found: Sequence[Instant],
         blocks: int | None = None,
+        streamed: int = 0,
     ) -> RankNeed:
-        """The same where so many decoder layers of each stage recompute, the first ones."""
+        """The same where so many decoder layers of each stage recompute, the first ones, and so many are streamed."""
         is_first = ranges[0][0] == 0
         if blocks is None:
             blocks = self.costs.encoder.blocks * is_first
         has_slice = is_first or blocks > 0
-        stages = tuple(self.stage(*layer_range, count) for layer_range, count in zip(ranges, recompute, strict=True))
+        may = self._may_stream(ranges) if streamed else []
+        chosen = [may[i] for i in spread(min(streamed, len(may)), len(may))] if may else []
+        places = tuple(tuple(place for stage, place in chosen if stage == number) for number in range(len(ranges)))
+        stages = tuple(
+            self.stage(*layer_range, count, its_places)
+            for layer_range, count, its_places in zip(ranges, recompute, places, strict=True)
+        )
+        aside = held(self.setting.streaming, [self.layers[ranges[stage][0] + place] for stage, place in chosen])
         end_working = FP32 * sum(self._trainable[end] - self._trainable[begin] for begin, end in ranges)  # AdamW's root
         encode_working = self.costs.encoder.working_of(blocks, first=is_first)
         most = peak(found, [stage.bytes for stage in stages], encode_working, end_working)
-        seconds = sum(stage.forward + stage.backward for stage in stages)
+        seconds = sum(stage.seconds for stage in stages)
         return RankNeed(
             stages,
             tuple(recompute),
             seconds + (self.timings.encode_of(blocks, is_first) if has_slice else 0.0),
-            self._weight_bytes(ranges) + (self.encoder_bytes(blocks) if has_slice else 0),
+            self._weight_bytes(ranges) + (self.encoder_bytes(blocks) if has_slice else 0) - aside.saved_bytes,
             sum(self._state[end] - self._state[begin] for begin, end in ranges),
             most.activations,
             most.working,
+            places if chosen else (),
+            aside.host_bytes,
         )
 
     def without_memory(self) -> StageCosts:
@@ -230,8 +341,14 @@ class StageCosts:
         return StageCosts(self.costs, self.timings, replace(self.setting, memory_bytes=0))
 
     def fits(self, need: RankNeed) -> bool:
-        """Whether a rank may take so much."""
-        return need.total_bytes <= self.usable_bytes
+        """Whether a rank may take so much, of its device's and of its machine's memory."""
+        return self.overflow(need) == 0
+
+    def overflow(self, need: RankNeed) -> float:
+        """Bytes that are too many, on the device and on the host."""
+        most = self.setting.streaming.host_bytes
+        on_host = 0 if most is None else max(0, need.host_bytes - most)
+        return max(0, need.total_bytes - self.usable_bytes) + on_host
 
     # ---- one stage a rank
 
@@ -278,7 +395,21 @@ def stage_costs(config: RunConfig, models: Models, memory_bytes: int | None, dev
             memory_bytes=memory_bytes,
             recompute_layers=(recompute,) * config.parallel.pipeline if isinstance(recompute, int) else recompute,
             polls_sends=is_gpu,  # gloo, for CPUs, cannot tell what has gone
+            streaming=streaming_of(config),
         ),
+    )
+
+
+def streaming_of(config: RunConfig) -> Streaming:
+    """What of a run's frozen weights may be streamed, as its config says."""
+    parallel = config.parallel
+    layers = parallel.streamed_layers
+    gib = parallel.host_memory_gib
+    return Streaming(
+        (layers,) * parallel.pipeline if isinstance(layers, int) else layers,
+        parallel.stream_from,
+        parallel.weight_shards,
+        None if gib is None else int(gib * 2**30),
     )
 
 

@@ -72,6 +72,7 @@ class Train(_Metrics):
     compute_seconds: OfRanks = []
     communication_seconds: OfRanks = []
     data_seconds: OfRanks = []
+    fetching_seconds: OfRanks = []  # not there in records of versions that streamed no weights
     peak_memory_bytes: OfRanks = []
     model_flops_utilization: Number | None = None
 

@@ -6,7 +6,8 @@ from mmtrain.base.printing import bytes_text
 from mmtrain.report.elements import NOT_YET, SHOWN_RANKS, Bar, BarChart, Section, counted, number, percent, table
 from mmtrain.report.records import RunRecord
 
-TIMES = {"compute": 0, "communication": 1, "data": 4, "idle": 6}  # kinds of a rank's time, and their colours
+# kinds of a rank's time, and their colours
+TIMES = {"compute": 0, "communication": 1, "data": 4, "fetching": 3, "idle": 6}
 PARTS = {  # of a rank's memory as planned, and their colours
     "weight_bytes": ("weights", 0),
     "optimizer_bytes": ("optimizer", 3),
@@ -32,9 +33,13 @@ def rank_times(run: RunRecord) -> Section:
     ]
     if plan and plan.step_seconds is None:
         says.append("The plan's costs are assumed, from FLOPs and bytes; mmtrain calibrate measures them.")
+    streams = any(rank.fetching for _, rank in ranks)
+    if streams:
+        says.append("Fetching is waiting for weights of layers that are not kept on the device.")
+    kinds = [kind for kind in TIMES if streams or kind != "fetching"]
     bars = [
-        Bar(kind, tuple(getattr(rank, kind) / rank.window for _, rank in ranks), "measured", colour)
-        for kind, colour in TIMES.items()
+        Bar(kind, tuple(getattr(rank, kind) / rank.window for _, rank in ranks), "measured", TIMES[kind])
+        for kind in kinds
     ]
     rows = []
     for place, rank in ranks:
@@ -44,7 +49,7 @@ def rank_times(run: RunRecord) -> Section:
         rows.append(
             (
                 str(place),
-                *(getattr(rank, kind) / steps for kind in TIMES),
+                *(getattr(rank, kind) / steps for kind in kinds),
                 *(percent(rank.idle / rank.window), percent(mine.idle_share if mine else None)),
                 *(percent(rank.compute / work if work else None), percent(mine.work_share if mine else None)),
             )
@@ -53,7 +58,7 @@ def rank_times(run: RunRecord) -> Section:
         busy = tuple(1 - planned[place].idle_share for place, _ in ranks)
         bars += [Bar("planned: busy", busy, "planned", 5)]
         bars += [Bar("planned: idle", tuple(1 - share for share in busy), "planned", 6)]
-    columns = (">rank", *(f">{kind}, s" for kind in TIMES), ">idle", ">planned", ">work", ">planned")
+    columns = (">rank", *(f">{kind}, s" for kind in kinds), ">idle", ">planned", ">work", ">planned")
     caption = "Seconds a step, shares of the time idle and of a replica's work, by rank"
     chart = BarChart(
         id="ranks",

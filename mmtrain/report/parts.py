@@ -41,10 +41,11 @@ class RankTime:
     compute: float = 0.0
     communication: float = 0.0
     data: float = 0.0
+    fetching: float = 0.0
     idle: float = 0.0
     peak_bytes: float = 0.0
 
     @property
     def window(self) -> float:
         """All of them."""
-        return self.compute + self.communication + self.data + self.idle
+        return self.compute + self.communication + self.data + self.fetching + self.idle

@@ -295,13 +295,16 @@ def _add_times(run: RunRecord, line: Train, *, counts: bool) -> None:
         run.ranks = [RankTime(peak_bytes=rank.peak_bytes) for rank in run.ranks]
         run.timed_steps = 0
     run.timed_steps += 1
-    measured = (line.compute_seconds, line.communication_seconds, line.data_seconds, line.idle_fraction)
-    for rank, (compute, communication, data, idle) in zip(run.ranks, zip(*measured, strict=False), strict=False):
-        busy = compute + communication + data
+    fetching_seconds = line.fetching_seconds or [0.0] * len(line.compute_seconds)
+    busy_with = (line.compute_seconds, line.communication_seconds, line.data_seconds, fetching_seconds)
+    measured = zip(*busy_with, line.idle_fraction, strict=False)
+    for rank, (compute, communication, data, fetching, idle) in zip(run.ranks, measured, strict=False):
+        busy = compute + communication + data + fetching
         if math.isfinite(busy) and 0 <= idle < 1:
             rank.compute += compute
             rank.communication += communication
             rank.data += data
+            rank.fetching += fetching
             rank.idle += busy * idle / (1 - idle)
 
 

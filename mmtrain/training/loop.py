@@ -24,7 +24,7 @@ from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit, check_replicas, model_fingerprint, settings_fingerprint, write_audit
 from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import join_process_group, replica_group
+from mmtrain.engine.process_groups import join_process_group, replica_group, shard_group
 from mmtrain.engine.trace import TRACE, TracedStep, Tracer
 from mmtrain.engine.utilization import Utilization, peak_flops
 from mmtrain.evaluation.console import Console
@@ -32,6 +32,8 @@ from mmtrain.evaluation.evaluator import Evaluator
 from mmtrain.evaluation.held_out import HeldOut
 from mmtrain.model.flash import say_ways
 from mmtrain.model.stage import build_stage
+from mmtrain.model.streaming import StreamedLayers
+from mmtrain.model.weight_sources import HostSource, PeerSource
 from mmtrain.plan.calibration import cpu_device, gpu_device
 from mmtrain.plan.instructions import Instruction
 from mmtrain.plan.plan import Plan
@@ -136,7 +138,8 @@ class _Run:
         rank.progress.at(self.first_step, "loading weights")
         self.console.line(f"loading weights on {plan.pipeline * plan.data} ranks")
         to_build = config if self.start is None else _without_init_from(config)
-        self.stages = {stage.stage: build_stage(to_build, stage, device=self.device) for stage in self.mine.stages}
+        places = {"device": self.device, "streamed": self._streamed_layers()}
+        self.stages = {stage.stage: build_stage(to_build, stage, **places) for stage in self.mine.stages}
         rank.progress.at(self.first_step, "building the engine")
         self._refuse_short_memory()  # the engine warms up, and would run out of memory without a word on why
         self.engine = FrozenPipelineEngine(
@@ -162,6 +165,16 @@ class _Run:
             "settings_fingerprint": settings_fingerprint(config) if rank.rank == 0 else None,
             "branched_from": None if self.start is None else self.start.branched_from,
         }
+
+    def _streamed_layers(self) -> StreamedLayers | None:
+        """Those of this rank, empty; None where no rank has any."""
+        plan, device = self.plan, self.device
+        if not any(rank.streamed_layers for rank in plan.ranks):
+            return None
+        if plan.stream_from == "host":
+            return StreamedLayers(HostSource(device, self.readers))
+        peers = shard_group(plan, self.rank.rank, device, self.config.parallel.timeout_seconds)
+        return StreamedLayers(PeerSource(peers, device))
 
     def _before_instruction(self, step: int, instruction: Instruction) -> None:
         self.rank.progress.at(step, instruction)

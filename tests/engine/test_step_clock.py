@@ -30,12 +30,16 @@ class Hands:
         self.now = 100.0
         monkeypatch.setattr(step_clock._HostTimes, "mark", lambda times: self.now)
 
-    def run(self, clock, instruction, seconds, waiting=0.0):
+    def run(self, clock, instruction, seconds, waiting=0.0, fetching=0.0):
         clock.start(instruction)
         if waiting:
             self.now += waiting
             clock.waited()
         self.now += seconds
+        if fetching:
+            clock.computed()
+            self.now += fetching
+            clock.fetched()
         clock.done()
 
     def step(self, clock):
@@ -53,9 +57,9 @@ def test_a_step_is_split_into_computing_communicating_loading_and_waiting(monkey
     clock = StepClock(torch.device("cpu"))
     hands.now += 10
     reading = hands.step(clock)
-    assert reading == Reading(10, 4, 1.5, 2, reading.peak_memory_bytes)
+    assert reading == Reading(10, 4, 1.5, 2, 0, reading.peak_memory_bytes)
     hands.now += 5
-    late = Reading(11, 6, 0, 0, 2048)  # the other rank began a second later
+    late = Reading(11, 6, 0, 0, 0, 2048)  # the other rank began a second later
     mine, other = clock.leave([reading, late])
     assert (mine.window, mine.compute, mine.communication, mine.data, mine.idle) == (15.5, 4, 1.5, 2, 8)
     assert (other.window, other.compute, other.idle, other.peak_memory_bytes) == (14.5, 6, 8.5, 2048)
@@ -75,6 +79,17 @@ def test_a_step_is_split_into_computing_communicating_loading_and_waiting(monkey
         (Work.OPTIMIZER, UPDATE, 25.5, 25.75),
         (Work.WAIT, None, 25.75, 26.5),
     ]
+
+
+def test_waiting_for_weights_is_neither_computing_nor_idle(monkeypatch):
+    hands = Hands(monkeypatch)
+    clock = StepClock(torch.device("cpu"))
+    clock.begin()
+    hands.run(clock, FORWARD, 4, fetching=0.25)
+    clock.start(REDUCE)
+    (mine,) = clock.leave([clock.read()])
+    assert (mine.compute, mine.fetching, mine.idle, mine.window) == (4, 0.25, 0, 4.25)
+    assert clock.intervals()[:2] == [(Work.FORWARD, FORWARD, 0, 4), (Work.FETCH, FORWARD, 4, 4.25)]
 
 
 def test_what_lies_between_two_steps_is_in_no_window_and_the_clock_goes_on(monkeypatch):

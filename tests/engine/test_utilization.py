@@ -19,8 +19,8 @@ def step(*ranks, tokens=400, samples=5, tiles=6, supervised_tokens=40):
     return StepResult(0, 0, 1.0, 1.0, 0.1, {}, samples, 2, tiles, tokens, supervised_tokens, 0, None, ranks)
 
 
-BUSY = RankSeconds(window=2.0, compute=1.0, communication=0.25, data=0.25, peak_memory_bytes=1000)
-IDLE = replace(BUSY, window=1.6, compute=0.15, communication=0.05, data=0.0, peak_memory_bytes=500)
+BUSY = RankSeconds(window=2.0, compute=1.0, communication=0.25, data=0.2, fetching=0.05, peak_memory_bytes=1000)
+IDLE = replace(BUSY, window=1.6, compute=0.15, communication=0.05, data=0.0, fetching=0.0, peak_memory_bytes=500)
 
 
 @pytest.fixture
@@ -29,11 +29,11 @@ def config(tiny, monkeypatch, tmp_path):
     return load_config(tiny / "config.yaml", [])
 
 
-def test_idle_is_what_computing_communication_and_data_leave_of_the_window():
+def test_idle_is_what_computing_communication_data_and_fetching_leave_of_the_window():
     assert BUSY.idle == 0.5 and BUSY.idle_fraction == 0.25
     assert IDLE.idle == pytest.approx(1.4) and IDLE.idle_fraction == pytest.approx(0.875)
     assert replace(BUSY, window=1.4).idle_fraction == 0, "clocks that disagree by a little make no negative share"
-    assert RankSeconds(0.0, 0.0, 0.0, 0.0, 0).idle_fraction == 0
+    assert RankSeconds(0.0, 0.0, 0.0, 0.0, 0.0, 0).idle_fraction == 0
 
 
 def test_a_steps_record_lists_every_rank_and_is_what_comparisons_of_runs_leave_out(config):
@@ -42,7 +42,8 @@ def test_a_steps_record_lists_every_rank_and_is_what_comparisons_of_runs_leave_o
         "idle_fraction": [0.25, pytest.approx(0.875)],
         "compute_seconds": [1.0, 0.15],
         "communication_seconds": [0.25, 0.05],
-        "data_seconds": [0.25, 0.0],
+        "data_seconds": [0.2, 0.0],
+        "fetching_seconds": [0.05, 0.0],
         "peak_memory_bytes": [1000, 500],
         "model_flops_utilization": None,
     }

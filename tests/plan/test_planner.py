@@ -111,7 +111,7 @@ def test_plan_json_has_the_keys_that_scripts_rely_on(config_file) -> None:
     rank = content["ranks"][1]
     assert (rank["rank"], rank["pipeline"], rank["data"]) == (1, 0, 1)
     layers = ["front", *(f"llm.layers.{i}" for i in range(8))]
-    assert rank["stages"] == [{"stage": 0, "encoder": None, "layers": layers, "recompute_layers": 0}]
+    assert rank["stages"] == [{"stage": 0, "encoder": None, "layers": layers, "recompute_layers": 0, "streamed": []}]
     assert rank["trainable"] == 20_979_712 and rank["optimizer"] == "AdamW"
     assert set(rank["flops"]) == {"forward", "dgrad", "wgrad"}
     for key in ("trainable_names", "reason", "weight_bytes", "activation_bytes", "recompute_layers", "total_bytes"):

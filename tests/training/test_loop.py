@@ -82,7 +82,8 @@ def test_every_layout_trains_the_same(runs, layout):
 
 TRAIN_KEYS = (
     "kind step epoch loss grad_norm lr samples images tiles tokens supervised_tokens quarantined no_update pack_fill "
-    "seconds tokens_per_second idle_fraction compute_seconds communication_seconds data_seconds peak_memory_bytes "
+    "seconds tokens_per_second idle_fraction compute_seconds communication_seconds data_seconds fetching_seconds "
+    "peak_memory_bytes "
     "model_flops_utilization time"
 )
 EVAL_KEYS = "kind step loss token_accuracy exact_match answers samples seconds time"

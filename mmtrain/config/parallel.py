@@ -1,0 +1,113 @@
+"""What a run's ranks are: how many, what each holds, and where frozen weights are kept."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from mmtrain.config.keys import Files, Free, RenamedFrom
+from mmtrain.config.limits import MAX_LAYERS
+from mmtrain.config.section import Float, Section, wrong_together
+
+MAX_MICROBATCHES = 32_768  # of a step, times pipeline ranks; the plan simulates each, 4 s for 8,192
+LayerIndex = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
+
+
+class ParallelSection(Section):
+    pipeline: Free[int] = Field(1, ge=1, le=MAX_LAYERS)
+    """pipeline ranks that share one copy of the model"""
+    data: Free[int] = Field(1, ge=1, le=10_000)
+    """data-parallel replicas of the whole pipeline"""
+    stages_per_rank: Annotated[
+        Free[Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)]], RenamedFrom("chunks_per_rank")
+    ] = "auto"
+    """stages that a pipeline rank holds: 1 is 1F1B, more interleave, which idles less and sends more; auto: what the
+    simulation favours within memory"""
+    encoder_prefetch: Annotated[
+        Free[Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)]], RenamedFrom("encoder_run_ahead")
+    ] = "auto"
+    """micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which its ranks would
+    wait; auto: what the simulation favours; 0: none. It changes no result"""
+    encoder_ranks: Free[
+        Literal["auto", 0] | Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_LAYERS)], ...], Field(min_length=1)]
+    ] = "auto"
+    """pipeline ranks that hold blocks of a frozen encoder, e.g. [0, 1, 3]; rank 0 always makes the patches; 0: rank 0
+    holds all; auto: what the simulation favours. It changes no result"""
+    boundaries: Free[tuple[LayerIndex, ...] | None] = None
+    """decoder layer at which stage 1, 2, ... begins, e.g. [8, 16, 24]; null: the planner chooses"""
+    device_memory_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = None
+    """memory a rank may use, GiB, 6% of it for fragmentation; leave 2.5 GiB of a GPU to CUDA and NCCL; null: that of
+    the GPUs here, less max(6%, 2.5 GiB), no limit without one"""
+    device_tflops: Free[Annotated[Float, Field(gt=0)] | None] = None
+    """what a rank's device can do at its best in the LLM's dtype, dense, in 1e12 FLOP/s (H100 SXM, bfloat16: 989); only
+    model_flops_utilization uses it; null: the matmul rate of a calibration, if there is one"""
+    recompute_layers: Free[Literal["auto"] | LayerIndex | tuple[LayerIndex, ...]] = "auto"
+    """decoder layers per rank whose activations are recomputed in backward: one number, one per pipeline rank, or auto
+    (none if all fits in memory, else as few as needed); more than there are means all"""
+    streamed_layers: Free[Literal["auto"] | LayerIndex | tuple[LayerIndex, ...]] = 0
+    """decoder layers per rank whose frozen weights are not kept on its device, but fetched right before they compute
+    (adapters stay): one number, one per pipeline rank, or auto (none if all fits in memory, else as many as needed,
+    where that costs less than recomputation); more than there are means all. It changes no result"""
+    stream_from: Free[Literal["host", "peers"]] = "host"
+    """where weights of streamed layers are kept. host: in the machine's memory, once for all ranks that stream the same
+    layers; peers: each of weight_shards replicas keeps a part on its device, for machines with fast links (NVLink)"""
+    weight_shards: Free[int] = Field(1, ge=1, le=10_000)
+    """replicas that keep a part each of streamed layers, where stream_from is peers; divides parallel.data"""
+    host_memory_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = None
+    """memory of its machine that a rank may keep streamed layers in, GiB; null: what the machine has"""
+    calibration: Free[Files[str | None]] = None
+    """file of measured costs to plan with; null: the one in the cache for this run on this device, else assumed
+    costs"""
+    threads_per_rank: Free[Annotated[int, Field(ge=1, le=4096)] | None] = None
+    """CPU threads of a rank; null: cores / local ranks"""
+    timeout_seconds: Free[int] = Field(600, ge=1, le=604800)
+    """a collective or message waiting longer than this fails"""
+
+    @model_validator(mode="after")
+    def _lists_fit_the_pipeline(self) -> Self:
+        cuts, stages_per_rank = self.boundaries, self.stages_per_rank
+        if self.pipeline == 1 and stages_per_rank != "auto" and stages_per_rank > 1:
+            raise wrong_together(
+                f"parallel.stages_per_rank: {stages_per_rank} stages on one rank; with parallel.pipeline 1 there is "
+                "nothing to interleave: leave it out"
+            )
+        if cuts is not None:
+            stages = len(cuts) + 1
+            wrong = stages % self.pipeline or (self.pipeline == 1 and stages > 1)
+            if wrong or (stages_per_rank != "auto" and stages != self.pipeline * stages_per_rank):
+                also = f" and stages_per_rank {stages_per_rank}" if stages_per_rank not in ("auto", 1) else ""
+                needed = self.pipeline * (1 if stages_per_rank == "auto" else stages_per_rank) - 1
+                raise wrong_together(
+                    f"parallel.boundaries: {list(cuts)} has {len(cuts)} entries; parallel.pipeline {self.pipeline}"
+                    f"{also} needs {needed}, the first decoder layer of every stage but the first"
+                )
+        if cuts is not None and any(later <= earlier for earlier, later in itertools.pairwise(cuts)):
+            raise wrong_together(
+                f"parallel.boundaries: {list(cuts)} must increase strictly: every stage needs a decoder layer"
+            )
+        for key in ("recompute_layers", "streamed_layers"):
+            counts = getattr(self, key)
+            if isinstance(counts, tuple) and len(counts) != self.pipeline:
+                raise wrong_together(
+                    f"parallel.{key}: {list(counts)} has {len(counts)} entries; parallel.pipeline {self.pipeline} "
+                    f"needs {self.pipeline}, one per pipeline rank (or one number for all)"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _peers_are_replicas(self) -> Self:
+        shards, data = self.weight_shards, self.data
+        if self.stream_from == "host" and shards > 1:
+            raise wrong_together(
+                f"parallel.weight_shards: {shards} replicas keep a part each of streamed layers, and "
+                "parallel.stream_from is host; set stream_from=peers, or leave weight_shards out"
+            )
+        if self.stream_from == "peers" and (shards < 2 or data % shards):
+            fits = [n for n in range(2, data + 1) if data % n == 0]
+            needs = f"one of {', '.join(map(str, fits[:6]))}" if fits else "parallel.data of at least 2"
+            raise wrong_together(
+                f"parallel.weight_shards: {shards}; parallel.stream_from peers with parallel.data {data} needs {needs}"
+            )
+        return self

@@ -1,0 +1,175 @@
+"""Frozen decoder layers that are whole only while they compute: their bytes are kept elsewhere, and fetched in time.
+
+a layer, loaded --StreamedLayers.take--> its parameters in one buffer --Source.keep--> what is kept of it
+a list's uses in order (plan/fetching.py) --follow--> before each forward, and each gradient of the layer's output:
+what is kept --Source.fetch--> the buffer, under the same parameters; the next other layer's fetch begins
+
+Parameters keep identity, shape and type; only their memory comes and goes. So whatever autograd keeps of a weight is
+right again once the layer is whole for its backward. While a layer is not whole its parameters have no memory at all:
+nothing may read them (`whole` lets it).
+
+A fetch has the files' bits. On a GPU it runs on a stream of its own, and no call waits for it on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from mmtrain.model.fingerprint import fingerprint
+from mmtrain.plan.fetching import fetch_count, places_of, with_following
+
+Wait = Callable[[], None]
+
+
+class Source(Protocol):
+    """Where streamed layers are kept."""
+
+    device: torch.device
+    """On which they compute."""
+
+    def padded(self, size: int) -> int:
+        """Bytes of a buffer for a layer of `size` bytes."""
+        ...
+
+    def keep(self, layer: StreamedLayer) -> Any:
+        """What this rank keeps of a layer, which is whole."""
+        ...
+
+    def fetch(self, layer: StreamedLayer) -> Wait:
+        """Begin to fill the layer's buffer from what is kept; the result lets what computes next wait for that."""
+        ...
+
+
+class StreamedLayer:
+    """One decoder layer whose parameters lie in one buffer that comes and goes."""
+
+    def __init__(self, layer: nn.Module, source: Source) -> None:
+        """Takes the layer's parameters as they are; it is whole until `let_go`."""
+        self.parameters = list(layer.parameters())
+        sizes = [p.numel() * p.element_size() for p in self.parameters]
+        places, size = places_of(sizes)
+        self.bytes = source.padded(size)
+        self.buffer = torch.empty(self.bytes, dtype=torch.uint8, device=source.device)
+        """Bytes of all parameters."""
+        for parameter, place, size in zip(self.parameters, places, sizes, strict=True):
+            home = self.buffer[place : place + size].view(parameter.dtype).view(parameter.shape)
+            home.copy_(parameter.detach())
+            # A tensor of its own, with a count of its own of what is written to it: a fetch is no change of a weight.
+            parameter.data = home
+        self.loaded = [fingerprint(p) for p in self.parameters]
+        """Of each parameter, as the files have it."""
+        self.kept = source.keep(self)
+        self.wait: Wait | None = None
+
+    def make_room(self) -> None:
+        """Memory for the buffer, of unknown contents."""
+        self.buffer.untyped_storage().resize_(self.bytes)
+
+    def let_go(self) -> None:
+        """Give the buffer's memory back."""
+        self.buffer.untyped_storage().resize_(0)
+        self.wait = None
+
+
+class StreamedLayers:
+    """The streamed layers of one rank, by number of the decoder layer."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.layers: dict[int, StreamedLayer] = {}
+        self.fetched = 0
+        """Fetches of lists that have ended."""
+        self.planned = 0
+        """How many these lists should have taken."""
+        self.before_wait: Callable[[], None] = lambda: None
+        """Called before what computes waits for a fetch; `after_wait` then."""
+        self.after_wait: Callable[[], None] = lambda: None
+        self._whole: list[int] = []  # there, or on their way
+        self._uses: Iterator[tuple[int, int | None]] | None = None  # None: no list is followed
+
+    def take(self, number: int, layer: nn.Module) -> None:
+        """Keep this layer, which is frozen, in the source from now on; all its parameters, and none that come later."""
+        taken = self.layers[number] = StreamedLayer(layer, self.source)
+        taken.let_go()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of all streamed layers."""
+        for layer in self.layers.values():
+            yield from layer.parameters
+
+    def around(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer's forward, for which, and for whose backward, the layer is whole."""
+        return functools.partial(self._forward, number, forward)
+
+    def _forward(self, number: int, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self._use(number)
+        output = forward(*arguments, **options)
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        if hidden.requires_grad:
+            # Its backward ends where another layer is used: not every layer has a gradient of its input.
+            hidden.register_hook(lambda _: self._use(number))
+        return output
+
+    def follow(self, uses: Sequence[int]) -> None:
+        """A list begins, which uses layers in this order; the first is fetched."""
+        self._let_go_but(())
+        self._uses = iter(with_following(uses))
+        self.planned += fetch_count(uses)
+        if uses:
+            self._fetch(next(iter(with_following(uses))))
+
+    def end(self) -> None:
+        """The list has ended, or what ran without one: no layer is whole any more.
+
+        Raises RuntimeError if layers of the list have not been used.
+        """
+        uses, self._uses = self._uses, None
+        self._let_go_but(())
+        if uses is not None and (left := list(uses)):
+            raise RuntimeError(f"{len(left)} uses of streamed layers are left, first of layer {left[0][0]}")
+
+    def _use(self, number: int) -> None:
+        """The layer computes from here on, and all before it have done."""
+        pair: tuple[int, int | None] = number, None
+        if self._uses is not None:
+            pair = next(self._uses, (-1, None))
+            if pair[0] != number:  # ranks that fetch from each other would wait for ever
+                raise RuntimeError(f"decoder layer {number} is used where the list has layer {pair[0]}")
+        self._fetch(pair)
+        layer = self.layers[number]
+        if layer.wait is not None:
+            self.before_wait()
+            layer.wait()
+            layer.wait = None
+            self.after_wait()
+
+    def _fetch(self, wanted: Sequence[int | None]) -> None:
+        self._let_go_but(wanted)
+        for number in wanted:
+            if number is not None and number not in self._whole:
+                layer = self.layers[number]
+                layer.make_room()
+                layer.wait = self.source.fetch(layer)
+                self._whole.append(number)
+                self.fetched += self._uses is not None
+
+    def _let_go_but(self, wanted: Sequence[int | None]) -> None:
+        for number in self._whole:
+            if number not in wanted:
+                self.layers[number].let_go()
+        self._whole = [number for number in self._whole if number in wanted]
+
+    @contextmanager
+    def whole(self, number: int) -> Iterator[StreamedLayer]:
+        """The layer, whole, outside lists."""
+        self._use(number)
+        try:
+            yield self.layers[number]
+        finally:
+            self.end()

@@ -1,0 +1,136 @@
+"""Where streamed decoder layers are kept: in the host's memory, or each of several ranks keeps a part of them.
+
+host    all bytes of a layer, in memory that a GPU reads by itself (page-locked); one copy for the ranks of a machine
+        that stream the same layers
+peers   1/S of them on each of S ranks' devices; a fetch is one all-gather
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import bytes_text
+from mmtrain.model.streaming import StreamedLayer, Wait
+from mmtrain.plan.fetching import ALIGNMENT
+
+HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # Linux
+
+
+class PeerSource:
+    """Each rank of a process group keeps an equal part of every layer, on its device."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.device = device
+        self._group = group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+
+    def padded(self, size: int) -> int:
+        step = ALIGNMENT * self._size
+        return -(-size // step) * step
+
+    def keep(self, layer: StreamedLayer) -> torch.Tensor:
+        part = layer.bytes // self._size
+        return layer.buffer[self._rank * part : (self._rank + 1) * part].clone()
+
+    def fetch(self, layer: StreamedLayer) -> Wait:
+        return dist.all_gather_into_tensor(layer.buffer, layer.kept, group=self._group, async_op=True).wait
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """Which process holds a memory file, and where other processes of its machine find it."""
+
+    machine: tuple[str, ...]
+    process: int
+    file: int
+
+
+class HostSource:
+    """All bytes of every layer are kept in host memory, once for all ranks of `group` that are on one machine.
+
+    `group`, of ranks that keep the same layers at the same time, carries objects on the host; None: this rank alone.
+    The memory has no name that could be left behind: it goes with the last process that uses it.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self.device = device
+        self._group = group if HAS_MEMORY_FILES else None
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def padded(self, size: int) -> int:
+        return size
+
+    def keep(self, layer: StreamedLayer) -> torch.Tensor:
+        """Raises UserError where the host has too little memory, or the GPU's driver cannot lock it."""
+        try:
+            kept = self._kept(layer)
+        except OSError as error:
+            raise UserError(
+                f"a decoder layer of {bytes_text(layer.bytes)} finds no room in the host's memory "
+                f"({error.strerror}); stream fewer layers (parallel.streamed_layers), or use a machine with more"
+            ) from error
+        if self.device.type == "cuda":
+            refused = torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), layer.bytes, 0)
+            if int(refused) != 0:
+                raise UserError(
+                    f"CUDA cannot lock {bytes_text(layer.bytes)} of host memory for a decoder layer ({refused}); "
+                    "stream fewer layers (parallel.streamed_layers), or let the machine lock more memory (ulimit -l)"
+                )
+        return kept
+
+    def _kept(self, layer: StreamedLayer) -> torch.Tensor:
+        if self._group is None:
+            return _filled(_memory_file(layer.bytes) if HAS_MEMORY_FILES else -1, layer)
+        here = _machine()
+        holders: list[_Owner | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(holders, _Owner(here, 0, -1), group=self._group)
+        is_first = holders.index(_Owner(here, 0, -1)) == dist.get_rank(self._group)
+        file = _memory_file(layer.bytes) if is_first else -1
+        kept = _filled(file, layer, closes=False) if is_first else None
+        dist.all_gather_object(holders, _Owner(here, os.getpid(), file), group=self._group)
+        if kept is None:
+            owner = next(one for one in holders if one is not None and one.machine == here and one.file >= 0)
+            with Path(f"/proc/{owner.process}/fd/{owner.file}").open("r+b") as stream:
+                kept = torch.frombuffer(mmap.mmap(stream.fileno(), layer.bytes), dtype=torch.uint8)
+        dist.barrier(self._group)  # all have it open
+        if is_first:
+            os.close(file)
+        return kept
+
+    def fetch(self, layer: StreamedLayer) -> Wait:
+        if self._copies is None:
+            layer.buffer.copy_(layer.kept)
+            return lambda: None
+        computes = torch.cuda.current_stream(self.device)
+        self._copies.wait_stream(computes)  # what computes may still use the memory that the buffer has now
+        with torch.cuda.stream(self._copies):
+            layer.buffer.copy_(layer.kept, non_blocking=True)
+            there = self._copies.record_event()
+        return lambda: torch.cuda.current_stream(self.device).wait_event(there)
+
+
+def _machine() -> tuple[str, ...]:
+    """What processes have in common that can open each other's files."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot, str(Path("/proc/self/ns/pid").readlink())
+
+
+def _memory_file(size: int) -> int:
+    file = os.memfd_create("mmtrain-decoder-layer", os.MFD_CLOEXEC)
+    os.posix_fallocate(file, 0, size)  # else too little memory would end the process at the first write
+    return file
+
+
+def _filled(file: int, layer: StreamedLayer, *, closes: bool = True) -> torch.Tensor:
+    """A layer's bytes in memory that is not torch's own, which rounds page-locked memory up to a power of two."""
+    kept = torch.frombuffer(mmap.mmap(file, layer.bytes), dtype=torch.uint8)
+    if closes and file >= 0:
+        os.close(file)
+    return kept.copy_(layer.buffer)

@@ -1,0 +1,187 @@
+"""Runs whose frozen layers are fetched before they compute against runs that keep them: the same to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from scenes import as_batch, make_config, make_document, save_parts, streamed_layers
+
+from mmtrain.engine.audit import RankAudit, model_fingerprint
+from mmtrain.engine.engine import FrozenPipelineEngine
+from mmtrain.engine.process_groups import join_process_group
+from mmtrain.model.stage import build_stage
+from mmtrain.plan.instructions import Op
+from mmtrain.plan.planner import make_plan
+
+LAYERS, LOCAL, STEPS = 6, 3, 2  # micro-batches of a step and replica
+LORA = {"model__lora": {"r": 2}}
+TRAINS = {
+    "connector": {},
+    "last layer": {"model__trainable": ("projector", f"llm.layers.{LAYERS - 1}", "llm.head")},
+    "LoRA": {**LORA, "model__trainable": ("llm.layers.*.lora_*",)},
+    "LoRA and connector": {**LORA, "model__trainable": ("projector", "llm.layers.*.lora_*")},
+    "an MLP": {"model__trainable": ("llm.layers.2.mlp.*",)},
+}
+BOUNDARIES = {1: None, 2: (3,), 3: (2, 4)}  # else the cut follows from what fetching takes
+HOST, PEERS_2, PEERS_4, BOTH = (1, 1, 1), (1, 2, 2), (1, 4, 4), (2, 2, 2)  # pipeline, replicas, weight shards
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streaming")
+    save_parts(folder, layers=LAYERS)
+    return folder
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: tuple[int, int, int]
+    trains: str = "connector"
+    dtype: str = "float32"
+    recompute: int = 0
+    streamed: int = LAYERS
+    boundaries: tuple[int, ...] = ()
+
+    def config(self, parts, *, streamed):
+        pipeline, data, shards = self.layout
+        streams = {"parallel__streamed_layers": self.streamed, "parallel__weight_shards": shards}
+        streams["parallel__stream_from"] = "host" if shards == 1 else "peers"
+        return make_config(
+            parts,
+            model__llm__dtype=self.dtype,
+            parallel__pipeline=pipeline,
+            parallel__data=data,
+            parallel__recompute_layers=self.recompute,
+            train__packs_per_step=LOCAL * data,
+            train__max_steps=STEPS,
+            parallel__boundaries=self.boundaries or BOUNDARIES[pipeline],
+            **TRAINS[self.trains],
+            **(streams if streamed else {}),
+        )
+
+
+def microbatches_of(step, data):
+    """Of a step: some with images, some of text alone, one without a label."""
+    return [
+        [[make_document(100 * step + i, images=(1, 0, 2)[i % 3], labelled=(step, i) != (1, 1))]]
+        for i in range(LOCAL * data)
+    ]
+
+
+def train(config):
+    """What steps and evaluations in between said, gradients, what is left, and the audit of this rank."""
+    plan = make_plan(config)
+    mine = plan.ranks[dist.get_rank()]
+    streamed = streamed_layers(plan)
+    stages = {stage.stage: build_stage(config, stage, streamed=streamed) for stage in mine.stages}
+    gradients, whole = [], []
+
+    def on_instruction(step, instruction):
+        if streamed is not None:
+            whole.append(sum(layer.buffer.untyped_storage().nbytes() > 0 for layer in streamed.layers.values()))
+        if instruction.op is Op.OPTIMIZER_STEP:
+            gradients.append({name: p.grad.numpy().copy() for name, p in engine.trainable.items()})
+
+    engine = FrozenPipelineEngine(config, plan, stages, on_instruction, warms_up=True)
+    audit = RankAudit(mine, stages, engine.optimizer, engine.trainable)
+    starts = [None] * dist.get_world_size()
+    dist.all_gather_object(starts, audit.start())
+
+    def share(step, count=LOCAL):
+        mine_of = microbatches_of(step, plan.data)[mine.data * LOCAL :][:count]
+        return iter([as_batch(x, config.data.pack_length) for x in mine_of]) if mine.pipeline == 0 else None
+
+    said = []
+    for step in range(STEPS):
+        result = engine.train_step(share(step))
+        said.append((result.loss, result.grad_norm, result.supervised_tokens))
+        said.append(engine.evaluate(share(7), LOCAL))
+        said.append({k: x.tolist() for k, x in engine.predicted.items()})
+        audit.check_versions()
+        if streamed is not None:
+            assert not any(layer.buffer.untyped_storage().nbytes() for layer in streamed.layers.values())
+    left = {name: p.detach().numpy().copy() for name, p in {**engine.trainable, **engine.optimizer_state()}.items()}
+    record = audit.finish(engine.saw_gradient)
+    fingerprint = model_fingerprint(start["frozen_parameters"] for start in starts)
+    seconds = [engine._rank_seconds[r].fetching for r in range(dist.get_world_size())]
+    return said, gradients, left, fingerprint, record, max(whole, default=0), seconds
+
+
+def compare(parts, cases):
+    """On every rank: each case streamed and not; what differs, fetches, and the most layers whole at once."""
+    if not dist.is_initialized():
+        join_process_group(torch.device("cpu"), 60)
+    found = []
+    for case in cases:
+        kept, streamed = (train(case.config(parts, streamed=streams)) for streams in (False, True))
+        differ = [name for i, name in enumerate(("said", "", "", "fingerprint")) if name and kept[i] != streamed[i]]
+        for kind in (1, 2):
+            pairs = zip(kept[kind], streamed[kind], strict=True) if kind == 1 else [(kept[kind], streamed[kind])]
+            for expected, seen in pairs:
+                assert expected.keys() == seen.keys()
+                differ += [name for name, value in expected.items() if not np.array_equal(value, seen[name])]
+        record = streamed[4]
+        differ += record["failures"] + kept[4]["failures"]
+        before, after = record["frozen"]["fingerprint_before"], record["frozen"]["fingerprint_after"]
+        if not before == after == kept[4]["frozen"]["fingerprint_after"]:
+            differ.append("frozen")
+        found.append((differ, record["frozen"]["streamed_layers"], record["frozen"]["fetches"], streamed[5]))
+    return found
+
+
+CASES = [
+    Case(HOST, "connector"),
+    Case(HOST, "LoRA", recompute=2),
+    Case(PEERS_2, "last layer", "bfloat16", recompute=LAYERS),
+    Case(BOTH, "LoRA and connector", streamed=2, recompute=1),
+    Case(BOTH, "an MLP", "bfloat16"),
+]
+MORE_CASES = [
+    Case(layout, trains, dtype, recompute, streamed)
+    for i, layout in enumerate((HOST, PEERS_2, PEERS_4, BOTH, (1, 2, 1), (2, 1, 1), (3, 1, 1)))
+    for j, trains in enumerate(TRAINS)
+    for dtype, recompute, streamed in (
+        ("float32", (0, 2, LAYERS)[(i + j) % 3], LAYERS),
+        ("bfloat16", (2, LAYERS, 0)[(i + j) % 3], LAYERS),
+        (("float32", "bfloat16")[(i + j) % 2], (0, 2, LAYERS)[j % 3], 3),
+    )
+]
+INTERLEAVED = [
+    Case((2, 1, 1), trains, boundaries=(1, 3, 5), recompute=recompute) for trains in TRAINS for recompute in (0, 2)
+]
+
+
+def check(parts, cases):
+    """Cases of one number of ranks."""
+    pipeline, data, _ = cases[0].layout
+    by_rank = run_ranks(pipeline * data, compare, parts, cases)
+    for i, case in enumerate(cases):
+        for rank, found in enumerate(by_rank):
+            differ, layers, fetches, whole = found[i]
+            assert not differ, (case, rank)
+            assert whole <= 2, case
+            assert bool(fetches) == bool(layers), case
+    return by_rank
+
+
+def grouped(cases):
+    by_layout = {}
+    for case in cases:
+        by_layout.setdefault(case.layout, []).append(case)
+    return list(by_layout.values())
+
+
+@pytest.mark.parametrize("cases", grouped(CASES), ids=lambda cases: str(cases[0].layout))
+def test_streamed_layers_change_no_bit(parts, cases):
+    check(parts, cases)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cases", [*grouped(MORE_CASES), INTERLEAVED], ids=lambda cases: str(cases[0].layout))
+def test_streamed_layers_change_no_bit_in_any_mode(parts, cases):
+    check(parts, cases)
