@@ -308,9 +308,9 @@ def _execute(case: Case) -> dict[str, Any]:
 def streamed_layers(plan: Plan) -> StreamedLayers | None:
     """Where this rank keeps the layers that its plan streams, as `mmtrain.training.loop` says it."""
     rank, device = dist.get_rank(), torch.device("cpu")
-    if not any(mine.streamed_layers for mine in plan.ranks):
+    if plan.streaming is None:
         return None
-    if plan.stream_from == "host":
+    if plan.streaming.source == "host":
         return StreamedLayers(HostSource(device, replica_group(plan, rank, device, 60)))
     return StreamedLayers(PeerSource(shard_group(plan, rank, device, 60), device))
 

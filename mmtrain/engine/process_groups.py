@@ -44,9 +44,9 @@ def replica_group(plan: Plan, rank: int, device: torch.device, timeout_seconds: 
 def shard_group(plan: Plan, rank: int, device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:
     """The replicas of `rank` that keep a part each of the layers that it streams, for tensors on `device`.
 
-    Every rank of the job calls it at the same time.
+    Of a plan that streams. Every rank of the job calls it at the same time.
     """
-    mine, backend, size = None, "nccl" if device.type == "cuda" else "gloo", plan.weight_shards
+    mine, backend, size = None, "nccl" if device.type == "cuda" else "gloo", plan.streaming.shards
     for place in range(plan.pipeline):
         for first in range(0, plan.data, size):
             ranks = [other.rank for other in plan.ranks if other.pipeline == place and 0 <= other.data - first < size]

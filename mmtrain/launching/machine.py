@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
+import re
 import resource
 from collections.abc import Sequence
 from pathlib import Path
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import bytes_text
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device, cpu_device, gpu_device
-from mmtrain.plan.plan import Plan
+from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.refusals import check_environment
 from mmtrain.processes.gpus import Gpu, visible_gpus
@@ -20,6 +23,7 @@ from mmtrain.processes.job import Job
 from mmtrain.processes.pool import usable_cores
 
 FEWEST_OPEN_FILES, WANTED_OPEN_FILES = 256, 4096  # connections, pipes and shards of a process
+CGROUP = Path("/sys/fs/cgroup")
 RANK_MODULES = ("torch._dynamo", "mmtrain.training.loop")  # the first AdamW imports _dynamo: 2 s in every rank
 
 
@@ -53,6 +57,35 @@ def memory_here(gpus: Sequence[Gpu], local_ranks: int | None = None) -> int | No
 def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None = None) -> Device:
     """What ranks compute on, as calibrations name it."""
     return gpu_device(gpus[0].name) if gpus else cpu_device(config, local_ranks)
+
+
+def refuse_short_host_memory(ranks: Sequence[RankPlan]) -> None:
+    """Raises UserError where this machine has no room for the layers that its `ranks` stream from its memory.
+
+    Ranks of one stage share one copy.
+    """
+    needed = sum({rank.pipeline: rank.host_bytes for rank in ranks}.values())
+    free = free_host_memory() if needed else None
+    if free is None or needed <= free:
+        return
+    raise UserError(
+        f"parallel.streamed_layers: this machine's ranks keep {bytes_text(needed)} of decoder layers in its memory, "
+        f"of which {bytes_text(free)} are free; stream fewer (parallel.host_memory_gib bounds what a rank keeps, and "
+        "streamed_layers=auto plans with that), or use a machine with more memory"
+    )
+
+
+def free_host_memory() -> int | None:
+    """Bytes that processes here may still take, by the kernel and by this container's limit; None: nobody says."""
+    found = []
+    with contextlib.suppress(OSError):
+        said = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        found += [int(said[1]) * 1024] if said else []
+    with contextlib.suppress(OSError, ValueError):  # cgroup v2; without a limit it says "max"
+        most, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        cached = re.search(r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
+        found.append(most - used + (int(cached[1]) if cached else 0))
+    return min(found, default=None)
 
 
 def refuse_missing_trackers(config: RunConfig) -> None:

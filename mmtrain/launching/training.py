@@ -25,7 +25,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.engine.trace import refuse_unfit_trace
 from mmtrain.launching.command_line import Options
 from mmtrain.launching.data import check_data, with_formats
-from mmtrain.launching.machine import job_here, plan_here, refuse_missing_trackers
+from mmtrain.launching.machine import job_here, plan_here, refuse_missing_trackers, refuse_short_host_memory
 from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
 from mmtrain.model.encoder_probe import probe_encoder
 from mmtrain.model.probe import probe
@@ -71,6 +71,7 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
         here = [plan.ranks[number] for number in job.local_ranks]
         for mine, (number, gpu) in zip(here, enumerate(gpus), strict=False):
             refuse_short_memory(mine, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes))
+        refuse_short_host_memory(here)
         reads_data = any(mine.pipeline == 0 for mine in here)
     if reads_data:
         config = check_data(config, others_wait=job.nodes > 1 if rank is None else len(plan.ranks) > 1)

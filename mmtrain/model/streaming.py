@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from mmtrain.model.fingerprint import fingerprint
-from mmtrain.plan.fetching import fetch_count, places_of, with_following
+from mmtrain.plan.fetching import fetched, places_of, with_following
 
 Wait = Callable[[], None]
 
@@ -120,7 +120,7 @@ class StreamedLayers:
         """A list begins, which uses layers in this order; the first is fetched."""
         self._let_go_but(())
         self._uses = iter(with_following(uses))
-        self.planned += fetch_count(uses)
+        self.planned += len(fetched(uses))
         if uses:
             self._fetch(next(iter(with_following(uses))))
 

@@ -57,12 +57,12 @@ def with_following(uses: Sequence[int]) -> Iterator[tuple[int, int | None]]:
     return reversed(found)
 
 
-def fetch_count(uses: Sequence[int]) -> int:
-    """How many fetches a list takes that begins and ends with no layer whole."""
+def fetched(uses: Sequence[int]) -> list[int]:
+    """The layers that a list fetches which begins and ends with no layer whole, in order."""
     whole: set[int] = set()
-    count = 0
+    found: list[int] = []
     for pair in with_following(uses):
-        wanted = {layer for layer in pair if layer is not None}
-        count += len(wanted - whole)
-        whole = wanted
-    return count
+        wanted = {layer: None for layer in pair if layer is not None}
+        found += [layer for layer in wanted if layer not in whole]
+        whole = set(wanted)
+    return found

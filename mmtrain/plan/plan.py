@@ -77,6 +77,7 @@ class RankPlan:
     activation_bytes: int  # kept for backwards, messages, features, loaded batches
     workspace_bytes: int  # of what runs at that moment
     host_bytes: int  # of streamed layers, in the host's memory
+    fetched_bytes: int  # of a step, for streamed layers
     flops: Flops
     recompute_flops: int  # forward again, for recomputed layers
     work_share: float  # of the seconds that its replica's ranks compute
@@ -95,6 +96,17 @@ class RankPlan:
     @property
     def total_bytes(self) -> int:
         return self.weight_bytes + self.optimizer_bytes + self.activation_bytes + self.workspace_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingPlan:
+    """How streamed layers are fetched, and what that costs."""
+
+    source: Literal["host", "peers"]
+    shards: int  # replicas that keep a part each
+    hidden_from_tokens: int  # of a micro-batch: from so many on no fetch is waited for
+    microbatch_tokens: int
+    time_ratio: float  # a step over one without waiting for fetches
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +159,7 @@ class Plan:
     first_trainable_stage: int
     first_trainable_layer: int
     """The first decoder layer behind, or in, which anything trains; as many as there are: the head alone trains."""
-    stream_from: Literal["host", "peers"]
-    weight_shards: int  # ranks that keep a part each of streamed layers
+    streaming: StreamingPlan | None  # None: all weights stay on the devices
     microbatches_per_step: int  # of one replica
     chain: Chain  # per pipeline rank: where the slice of the encoder runs that it holds
     evaluation_lead: int  # micro-batches that each slice encodes first in an evaluation

@@ -6,6 +6,7 @@ recomputes, where the encoder runs --schedule--> instructions per rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,18 +14,20 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.calibration import Device
+from mmtrain.plan.changes import search_of
 from mmtrain.plan.costs import Models, minimal_flops
 from mmtrain.plan.cut import given_cut, uniform_cut
+from mmtrain.plan.fetching import fetched, uses_of
 from mmtrain.plan.placement import EVALUATION_ROUND
-from mmtrain.plan.plan import ExpectedImage, GroupPlan, Plan, RankPlan, StagePlan, UniformCut, stage_of
+from mmtrain.plan.plan import ExpectedImage, GroupPlan, Plan, RankPlan, StagePlan, StreamingPlan, UniformCut, stage_of
 from mmtrain.plan.rates import check_groups, parameter_groups
 from mmtrain.plan.refusals import (
     check_encoder_ranks,
     check_layout,
     check_prefetch,
+    check_streaming,
     check_trainable,
     does_not_fit,
-    search_of,
 )
 from mmtrain.plan.schedule import ranks_of
 from mmtrain.plan.search import Layout, Search
@@ -66,6 +69,7 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     check_groups(config, models)
     check_prefetch(config, models)
     check_encoder_ranks(config, models)
+    check_streaming(config, models)
     check_export_format(config, [p.name for p in models.parameters if matches(p.name, config.model.trainable)])
     refuse_missing_marks(config)
     costs = stage_costs(config, models, limit, device)
@@ -125,9 +129,8 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
         decoder_layers=costs.count - 2,
         boundaries=tuple(border - 1 for border in cut[1:-1]),
         first_trainable_stage=layout.first_trainable_stage,
-        first_trainable_layer=max(0, costs.first_trainable - 1),
-        stream_from=config.parallel.stream_from,
-        weight_shards=config.parallel.weight_shards,
+        first_trainable_layer=costs.first_trainable_decoder_layer,
+        streaming=_streaming(config, costs, layout),
         microbatches_per_step=microbatches,
         chain=layout.chain,
         evaluation_lead=search.evaluation(layout, EVALUATION_ROUND * pipeline)[1],
@@ -219,12 +222,40 @@ def _ranks(
         activation_bytes=need.activation_bytes,
         workspace_bytes=need.working_bytes,
         host_bytes=need.host_bytes,
+        fetched_bytes=_fetched_bytes(costs, layout, placed),
         flops=flops * microbatches,
         recompute_flops=sum(again) * microbatches,
         work_share=need.seconds / sum(other.seconds for other in layout.needs),
         idle_share=layout.simulation.idle[pipeline_rank],
     )
     return [replace(rank, rank=rank.rank + replica, data=replica) for replica in range(data)]
+
+
+def _fetched_bytes(costs: StageCosts, layout: Layout, stages: Sequence[StagePlan]) -> int:
+    """Of a step, on the rank that holds these stages."""
+    streamed = {stage.stage: stage.streamed for stage in stages}
+    if not any(streamed.values()):
+        return 0
+    mine = layout.schedule[stages[0].stage]
+    layers = fetched(uses_of(mine, streamed, costs.first_trainable_decoder_layer))
+    return sum(costs.setting.streaming.fetched_bytes(costs.layers[layer + 1]) for layer in layers)
+
+
+def _streaming(config: RunConfig, costs: StageCosts, layout: Layout) -> StreamingPlan | None:
+    if not any(need.streamed for need in layout.needs):
+        return None
+    waits = [
+        wait for need in layout.needs for stage in need.stages for wait in (stage.forward_waits, stage.backward_waits)
+    ]
+    tokens = config.train.packs_per_microbatch * config.data.pack_length
+    without = replace(layout.seconds, forward_waits=(), backward_waits=())
+    return StreamingPlan(
+        config.parallel.stream_from,
+        config.parallel.weight_shards,
+        math.ceil(tokens * max(wait.share for wait in waits)),
+        tokens,
+        layout.simulation.seconds / simulate(Program(layout.schedule), without).seconds,
+    )
 
 
 def _reason(config: RunConfig, stages: Sequence[StagePlan], names: Sequence[str], upstream: bool) -> str:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text, shortened
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device
+from mmtrain.plan.changes import Trial, image_positions, option_text
 from mmtrain.plan.costs import Models
-from mmtrain.plan.cut import best_cut, given_cut
+from mmtrain.plan.cut import given_cut
 from mmtrain.plan.plan import RankPlan, stage_of
 from mmtrain.plan.search import Search
-from mmtrain.plan.stage_costs import RESERVED_SHARE, StageCosts, limit_on_gpu, stage_costs
-from mmtrain.plan.workload import expected_image, typical_tiling
+from mmtrain.plan.stage_costs import RESERVED_SHARE, limit_on_gpu
+from mmtrain.plan.workload import expected_image
 from mmtrain.pretrained.adapters import is_adapter
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.shapes import matches
@@ -71,20 +71,20 @@ def check_layout(config: RunConfig, models: Models) -> None:
 def _check_expected_image(config: RunConfig, layout: ImageLayout) -> None:
     if config.data.expected_image_tiles is not None and not layout.is_sized:
         raise UserError(
-            f"data.expected_image_tiles: {config.data.expected_image_tiles:g} and data.expected_image_positions: "
-            f"{config.data.expected_image_positions:g}, but with model.vision.layout {layout.name} every image is one "
+            f"data.expected_image_tiles: {config.data.expected_image_tiles:g} and data.expectedimage_positions: "
+            f"{config.data.expectedimage_positions:g}, but with model.vision.layout {layout.name} every image is one "
             f"tile and {layout.positions_per_tile} positions; leave both out (=null takes them out of a file's)"
         )
 
 
 def _check_packs(config: RunConfig, layout: ImageLayout) -> None:
-    data, image = config.data, _image_positions(config, layout)
+    data, image = config.data, image_positions(config, layout)
     if data.pack_length <= image:
         asked = "an image of " + config.model.vision.name
         told = ""
         if layout.is_sized:
             asked = f"a typical image of model.vision.layout {layout.name}"
-            told = "; where images are smaller, set data.expected_image_positions as mmtrain inspect prints it"
+            told = "; where images are smaller, set data.expectedimage_positions as mmtrain inspect prints it"
         raise UserError(
             f"data.pack_length: {data.pack_length} tokens, but {asked} takes {image}; packs must hold an image and its "
             f"text, e.g. {2 ** image.bit_length()}{told}"
@@ -95,12 +95,6 @@ def _check_packs(config: RunConfig, layout: ImageLayout) -> None:
             f"data.max_tiles_per_pack: {data.max_tiles_per_pack}, but a typical image of model.vision.layout "
             f"{layout.name} is {tiles:g} tiles; packs must hold an image: at least {math.ceil(tiles)}, or leave it out"
         )
-
-
-def _image_positions(config: RunConfig, layout: ImageLayout) -> int:
-    """Positions of a typical image, for which a pack must have room: as expected, and as one can be."""
-    tiling = typical_tiling(config, layout)
-    return 0 if tiling is None else math.ceil(max(tiling.positions, expected_image(config, layout)[1]))
 
 
 def _trained_of_encoder(config: RunConfig, models: Models) -> str | None:
@@ -153,10 +147,21 @@ def check_encoder_ranks(config: RunConfig, models: Models) -> None:
         )
 
 
-def search_of(config: RunConfig, costs: StageCosts) -> Search:
-    """The search for a layout as the config asks for it."""
-    ranks = config.parallel.encoder_ranks
-    return Search(costs, config.parallel.encoder_prefetch, (0,) if ranks == 0 else ranks)
+def check_streaming(config: RunConfig, models: Models) -> None:
+    """Raises UserError where layers are to be streamed and none can be."""
+    asked = config.parallel.streamed_layers
+    if asked == "auto" or not (any(asked) if isinstance(asked, tuple) else asked):
+        return
+    trained = [
+        next((p.name for p in layer if not is_adapter(p.name) and matches(p.name, config.model.trainable)), None)
+        for layer in models.llm.decoder
+    ]
+    if all(trained):
+        raise UserError(
+            f"parallel.streamed_layers: {asked if isinstance(asked, int) else list(asked)}, but in every decoder layer "
+            f"something besides adapters trains, such as {trained[0]}, and what trains stays on the device; leave "
+            "streamed_layers out, or train adapters (model.lora) instead"
+        )
 
 
 def check_environment(config: RunConfig, environment: Mapping[str, str]) -> None:
@@ -240,16 +245,17 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
         layers = ", ".join(stage_of(cut, stage).summary for stage in stages)
         name = f"stage {rank}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
         again = sum(need.recompute_layers)
+        away = f" ({need.streamed_count} layers streamed)" if need.streamed_count else ""
         lines.append(
-            f"  {name} ({layers}): {bytes_text(need.total_bytes)} = weights {bytes_text(need.weight_bytes)} + "
+            f"  {name} ({layers}): {bytes_text(need.total_bytes)} = weights {bytes_text(need.weight_bytes)}{away} + "
             f"optimizer {bytes_text(need.state_bytes)} + activations {bytes_text(need.activation_bytes)}"
             f"{f' ({again} layers recomputing)' if again else ''} + workspace {bytes_text(need.working_bytes)}"
             f"{'' if search.costs.fits(need) else '  <- too much'}"
         )
     if all(map(search.costs.fits, needs)):
         lines.append("These fit, but not with what waits between slices of the encoder, or encoded until it is used")
-    trial = _Trial(config, models, limit, device)
-    options = [_option_text(config, changes) for changes in trial.single_changes()]
+    trial = Trial(config, models, limit, device)
+    options = [option_text(config, changes) for changes in trial.single_changes()]
     if options:
         lines.append("What would fit, each planned by itself:")
     else:
@@ -257,7 +263,7 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
         if together is None:
             lines.append("No change that was tried fits, nor all of them together; use devices with more memory")
             return "\n".join(lines)
-        options = [_option_text(config, together)]
+        options = [option_text(config, together)]
         lines.append("No single change fits; this was planned and does:")
     return "\n".join(lines + [f"  {option}" for option in options])
 
@@ -293,105 +299,3 @@ def refuse_short_memory(rank: RankPlan, gpu: str, memory: GpuMemory) -> None:
         f"other GPUs by CUDA_VISIBLE_DEVICES, or plan for less with parallel.device_memory_gib="
         f"{math.floor(limit * 10) / 10:g}"
     )
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """Looks for changes to a config with which it would fit."""
-
-    config: RunConfig
-    models: Models
-    limit: int
-    device: Device | None
-
-    def single_changes(self) -> Iterator[dict[str, Any]]:
-        """For each kind of change the smallest one that fits."""
-        yield from (changes for changes in _left_to_the_planner(self.config) if self.fits(changes))
-        for kind in (_more_stages, _fewer_packs, _shorter_packs, _half_precision):
-            found = next((changes for changes in kind(self.config, self.models) if self.fits(changes)), None)
-            if found is not None:
-                yield found
-
-    def all_changes(self) -> dict[str, Any] | None:
-        """Everything that saves memory at once, at the smallest pipeline degree that then fits."""
-        changes: dict[str, Any] = {}
-        for freed in _left_to_the_planner(self.config):
-            changes |= freed
-        for kind in (_half_precision, _fewer_packs, _shorter_packs):
-            for last in kind(self.config, self.models):
-                changes |= last
-        smaller = self.config.changed(changes)
-        for more in ({}, *_more_stages(smaller, self.models)):
-            if self.fits(changes | more):
-                return changes | more
-        return None
-
-    def fits(self, changes: Mapping[str, Any]) -> bool:
-        """Whether the changed config can be planned, with the calibration that was named as long as that is for it."""
-        changed = self.config.changed(changes)
-        try:
-            costs = stage_costs(changed, self.models, self.limit, self.device)
-        except UserError:
-            changed = changed.changed({"parallel.calibration": None})
-            costs = stage_costs(changed, self.models, self.limit, self.device)
-        parallel = changed.parallel
-        search = search_of(changed, costs)
-        if parallel.boundaries is not None:
-            return search.with_encodes(given_cut(changed, costs)) is not None
-        if parallel.encoder_prefetch not in ("auto", 0) or parallel.stages_per_rank not in ("auto", 1):
-            return bool(search.find(parallel.stages_per_rank))
-        if search.encoder_ranks in ("auto", (0,)) and best_cut(costs) is not None:
-            return True
-        # A search takes seconds, so it must be likely to find something: without the encoder there is a cut that fits.
-        in_slices = search.encoder_ranks != (0,) and best_cut(costs, [0] * parallel.pipeline) is not None
-        return in_slices and bool(search.find(1))
-
-
-def _left_to_the_planner(config: RunConfig) -> list[dict[str, Any]]:
-    """For each choice that the config makes by hand the change that takes it back."""
-    parallel = config.parallel
-    cut = {} if parallel.boundaries is None else {"parallel.boundaries": None}
-    return [cut] * bool(cut) + [
-        change
-        for by_hand, change in (
-            (parallel.recompute_layers != "auto", {"parallel.recompute_layers": "auto"}),
-            (parallel.stages_per_rank not in ("auto", 1), {"parallel.stages_per_rank": 1, **cut}),
-            (parallel.encoder_ranks != "auto", {"parallel.encoder_ranks": "auto"}),
-            (parallel.encoder_prefetch not in ("auto", 0), {"parallel.encoder_prefetch": "auto"}),
-        )
-        if by_hand
-    ]
-
-
-def _more_stages(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
-    freed: dict[str, Any] = {} if config.parallel.boundaries is None else {"parallel.boundaries": None}
-    if isinstance(config.parallel.recompute_layers, tuple):
-        freed["parallel.recompute_layers"] = "auto"
-    stages_per_rank = config.parallel.stages_per_rank if isinstance(config.parallel.stages_per_rank, int) else 1
-    for pipeline in range(config.parallel.pipeline + 1, (len(models.llm.decoder) + 2) // stages_per_rank + 1):
-        yield {"parallel.pipeline": pipeline, **freed}
-
-
-def _fewer_packs(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
-    now = config.train.packs_per_microbatch
-    yield from ({"train.packs_per_microbatch": n} for n in range(now - 1, 0, -1) if now % n == 0)
-
-
-def _shorter_packs(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
-    length = config.data.pack_length // 2
-    while length >= _image_positions(config, models.layout) + config.data.expected_text_tokens:
-        yield {"data.pack_length": length}
-        length //= 2
-
-
-def _half_precision(config: RunConfig, models: Models) -> Iterator[dict[str, Any]]:
-    if config.model.llm.dtype == "float32":
-        yield {"model.llm.dtype": "bfloat16"}
-
-
-def _option_text(config: RunConfig, changes: Mapping[str, Any]) -> str:
-    """The changes as overrides for the command line."""
-    text = " ".join(f"{key}={'null' if value is None else value}" for key, value in changes.items())
-    if "parallel.pipeline" in changes:
-        text += f"  ({changes['parallel.pipeline'] * config.parallel.data} ranks)"
-    return text

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerCost, Models, RunCosts, run_costs
+from mmtrain.plan.fitting import fastest
 from mmtrain.plan.memory import Buffers, Instant, StageBytes, instants, peak
 from mmtrain.plan.schedule import training_schedule
 from mmtrain.plan.streamed_costs import NO_WAITS, Streaming, Waits, held, spread, waits
@@ -100,6 +101,7 @@ class StageCosts:
         self.usable_bytes = (
             math.inf if setting.memory_bytes is None else math.floor(setting.memory_bytes * (1 - RESERVED_SHARE))
         )
+        self.first_trainable_decoder_layer = max(0, self.first_trainable - 1)
         encoder = costs.encoder
         waiting = encoder.feature_bytes, encoder.batch_bytes, encoder.pixel_bytes, encoder.hidden_bytes
         self.buffers = Buffers(costs.hidden_bytes, costs.integer_bytes, *waiting)
@@ -246,7 +248,7 @@ class StageCosts:
             return self.need_of(ranges, _split(recomputed, layers), found, blocks, streamed)
 
         if stream == "auto" and most:
-            best = self._fastest(need, counts, most)
+            best = fastest(need, self.fits, counts, most)
             if best is not None:
                 return best
         fixed = most if stream == "auto" else min(stream[rank], most) if stream else 0
@@ -265,39 +267,6 @@ class StageCosts:
             for layer in range(begin, end)
             if self.layers[layer].streamed_bytes
         ]
-
-    def _fastest(self, need: Callable[[int, int], RankNeed], recompute: range, most: int) -> RankNeed | None:
-        """Of what fits, by how many layers recompute and stream (`most` at most), what takes least; None: nothing does.
-
-        With more that recompute fewer need to be streamed, which may hide. So seconds fall, then rise.
-        """
-        found: dict[int, RankNeed | None] = {}
-
-        def fewest_streamed(recomputed: int) -> RankNeed | None:
-            if recomputed not in found:
-                low, high, found[recomputed] = 0, most, None
-                while low <= high:
-                    middle = (low + high) // 2 if low else 0  # none first
-                    tried = need(recomputed, middle)
-                    if self.fits(tried):
-                        found[recomputed], high = tried, middle - 1
-                    else:
-                        low = middle + 1
-            return found[recomputed]
-
-        low, high = recompute[0], recompute[-1]
-        if fewest_streamed(high) is None:
-            return None
-        while low < high:  # to the fewest that fit
-            middle = (low + high) // 2
-            low, high = (low, middle) if fewest_streamed(middle) is not None else (middle + 1, high)
-        high = recompute[-1]
-        while low < high:  # to the bottom
-            middle = (low + high) // 2
-            here, further = fewest_streamed(middle), fewest_streamed(middle + 1)
-            better = here is not None and further is not None and further.seconds < here.seconds
-            low, high = (middle + 1, high) if better else (low, middle)
-        return fewest_streamed(low)
 
     def need_of(
         self,

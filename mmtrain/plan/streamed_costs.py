@@ -51,6 +51,7 @@ class Waits(NamedTuple):
 
     fetches: int  # of an instruction that begins and ends with nothing that its neighbours use
     each: float  # seconds by which a fetch takes longer than what it hides behind
+    share: float = 0.0  # seconds of all fetches over those of the decoder layers that they hide behind
 
     def seconds(self, spared: int = BOTH_ENDS) -> float:
         """Of all fetches but those that are spared."""
@@ -79,7 +80,10 @@ def held(streaming: Streaming, streamed: Sequence[LayerCost]) -> Held:
 
 def waits(fetches: int, fetch_seconds: float, compute_seconds: float) -> Waits:
     """Of so many streamed layers of a stage, each fetched in `fetch_seconds`, whose decoder layers compute so long."""
-    return Waits(fetches, max(0.0, fetch_seconds - compute_seconds / fetches)) if fetches else NO_WAITS
+    if not fetches:
+        return NO_WAITS
+    share = fetches * fetch_seconds / compute_seconds if compute_seconds else 0.0
+    return Waits(fetches, max(0.0, fetch_seconds - compute_seconds / fetches), share)
 
 
 def spread(count: int, of: int) -> list[int]:

@@ -38,7 +38,8 @@ def render(plan: Plan) -> list[str]:
 
 def _recomputes(rank: RankPlan) -> str:
     held = sum(stage.last - stage.first for stage in rank.stages)
-    return f"; {rank.recompute_layers} of {held} layers recompute" if rank.recompute_layers else ""
+    recompute = f"; {rank.recompute_layers} of {held} layers recompute" if rank.recompute_layers else ""
+    return recompute + (f"; {rank.streamed_layers} of {held} layers are streamed" if rank.streamed_layers else "")
 
 
 def _wrapped(*texts: str) -> list[str]:
@@ -104,6 +105,24 @@ def _encoder(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         yield f"encoder prefetch: {prefetch}; without, a step takes {plan.no_prefetch_time_ratio - 1:.1%} longer"
 
 
+def _streaming(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
+    """Where streamed layers come from, and what that costs."""
+    streaming = plan.streaming
+    if streaming is None:
+        return
+    most = max(replica, key=lambda rank: rank.fetched_bytes)
+    a_microbatch = bytes_text(most.fetched_bytes // plan.microbatches_per_step)
+    if streaming.source == "host":
+        source = f"host memory, which holds {bytes_text(most.host_bytes)} for it"
+    else:
+        source = f"its peers: each of {streaming.shards} replicas keeps a part"
+    yield (
+        f"streamed layers: {_ranks(plan, most)} fetches {a_microbatch} a micro-batch from {source}; that hides behind "
+        f"computing from {streaming.hidden_from_tokens:,} tokens a micro-batch on; with "
+        f"{streaming.microbatch_tokens:,}, a step takes {streaming.time_ratio - 1:.1%} longer"
+    )
+
+
 def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
     total = sum(rank.flops.total + rank.recompute_flops for rank in replica) / 1e12
     slowest = max(replica, key=lambda rank: rank.work_share)
@@ -121,6 +140,7 @@ def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         longer = plan.fewer_stages_time_ratio - 1
         yield f"{plan.stages_per_rank} stages a rank, interleaved: with fewer a step takes {longer:.1%} longer"
     yield from _encoder(plan, replica)
+    yield from _streaming(plan, replica)
     uniform = plan.uniform
     if uniform is None:
         return

@@ -169,9 +169,9 @@ class _Run:
     def _streamed_layers(self) -> StreamedLayers | None:
         """Those of this rank, empty; None where no rank has any."""
         plan, device = self.plan, self.device
-        if not any(rank.streamed_layers for rank in plan.ranks):
+        if plan.streaming is None:
             return None
-        if plan.stream_from == "host":
+        if plan.streaming.source == "host":
             return StreamedLayers(HostSource(device, self.readers))
         peers = shard_group(plan, self.rank.rank, device, self.config.parallel.timeout_seconds)
         return StreamedLayers(PeerSource(peers, device))

@@ -77,17 +77,19 @@ def reference(tiny, tmp_path_factory) -> Run:
     return train(tiny / "config.yaml", *RUN, *SAVED, "checkpoint.every_steps=1", *here)
 
 
+HOST = ("parallel.streamed_layers=99",)
+PEERS = (*HOST, "parallel.stream_from=peers", "parallel.weight_shards=2")
 # Each run goes on from one that the run before it saved, a step later, in the next of these layouts. The last two are
-# the same: what goes on in its own layout has the same bits.
-RING = [(2, 1), (4, 1), (1, 2), (4, 2), (2, 2), (2, 2)]
+# the same but for where frozen layers are: what goes on in its own layout has the same bits.
+RING = [((2, 1),), ((4, 1), *HOST), ((1, 2), *PEERS), ((4, 2),), ((2, 2),), ((2, 2), *PEERS)]
 
 
 def test_runs_that_go_on_in_one_layout_after_another_have_the_samples_and_losses_of_one_that_never_stopped(
     tiny, reference
 ):
     runs = [reference]
-    for cut, layout in enumerate(RING, start=1):
-        options = (*RUN, *SAVED, "checkpoint.every_steps=1", f"data.workers={cut % 3}", *layout_of(*layout))
+    for cut, (layout, *streams) in enumerate(RING, start=1):
+        options = (*RUN, *SAVED, "checkpoint.every_steps=1", f"data.workers={cut % 3}", *layout_of(*layout), *streams)
         run = branch(runs[-1], f"ring-{cut}", tiny / "config.yaml", *options, cut=cut)
         assert [line["step"] for line in run.lines("metrics.jsonl", "resume")] == list(range(1, cut + 1)), layout
         assert (run.folder / "samples.jsonl").read_bytes() == (reference.folder / "samples.jsonl").read_bytes(), layout
@@ -310,6 +312,7 @@ def assert_alike(run: Run, other: Run) -> None:
 
 SAME = (  # a run that goes on, and how
     ("sliced", TAIL),
+    ("alone", HOST),
     pytest.param("sliced", ALONE, marks=pytest.mark.nightly),
     pytest.param("alone", SLICED, marks=pytest.mark.nightly),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +16,13 @@ from scenes import as_batch, make_config, make_document, save_parts, streamed_la
 from mmtrain.engine.audit import RankAudit, model_fingerprint
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
+from mmtrain.model.bookends import decoder_layers
 from mmtrain.model.stage import build_stage
+from mmtrain.model.streaming import StreamedLayers
+from mmtrain.plan.fetching import fetched, uses_of, with_following
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
+from mmtrain.plan.schedule import forward_schedule, training_schedule
 
 LAYERS, LOCAL, STEPS = 6, 3, 2  # micro-batches of a step and replica
 LORA = {"model__lora": {"r": 2}}
@@ -185,3 +191,111 @@ def test_streamed_layers_change_no_bit(parts, cases):
 @pytest.mark.parametrize("cases", [*grouped(MORE_CASES), INTERLEAVED], ids=lambda cases: str(cases[0].layout))
 def test_streamed_layers_change_no_bit_in_any_mode(parts, cases):
     check(parts, cases)
+
+
+# ---- how often, and when
+
+
+def counted(pipeline, microbatches, first, stages_per_rank, streamed, first_layer=0):
+    """Fetches of each rank in a training step, and in an evaluation of as many micro-batches."""
+    lists = training_schedule(pipeline, microbatches, first, stages_per_rank)
+    passes = forward_schedule(pipeline, microbatches, stages_per_rank)
+    return [
+        [len(fetched(uses_of(instructions, streamed, first_layer))) for instructions in schedule]
+        for schedule in (lists, passes)
+    ]
+
+
+def test_fetches_of_a_step_by_hand():
+    one = {0: tuple(range(8))}
+    # Forward and backward in turn: each begins with two layers that are still whole, but for the first.
+    assert counted(1, 5, 0, 1, one) == [[2 + 5 * (6 + 6)], [5 * 8]]
+    # The first stage trains nothing: it goes forward alone, and each fetch is for one micro-batch.
+    assert counted(2, 5, 1, 1, {0: (0, 1, 2, 3), 1: (4, 5, 6)}, first_layer=4) == [[5 * 4, 2 + 5 * 2], [5 * 4, 5 * 3]]
+    # 1F1B of two: rank 0 goes forward twice, then back and forth, then back twice.
+    assert counted(2, 3, 0, 1, {0: (0, 1, 2, 3), 1: (4, 5, 6)})[0][0] == 4 + 4 + 2 + 2 + 2 + 4
+    # Only layers from the first that trains go backward.
+    assert counted(1, 2, 0, 1, one, first_layer=6)[0] == [8 + 0 + 6 + 2 + 0]
+    # Two layers are never let go.
+    assert counted(1, 5, 0, 1, {0: (3, 4)})[0] == [2]
+    # Interleaved: both micro-batches through stage 0, through stage 2 and back, then back through stage 0.
+    assert counted(2, 2, 0, 2, {0: (0, 1), 2: (4, 5)})[0][0] == 2 + 2 + 2
+
+
+def test_the_next_other_layer_follows():
+    assert list(with_following([1, 2, 2, 1, 1])) == [(1, 2), (2, 1), (2, 1), (1, None), (1, None)]
+    assert list(with_following([])) == []
+
+
+class SleepingSource:
+    """Keeps layers in this process; each fetch takes so long, one after the other, beside whatever else is done."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.link = ThreadPoolExecutor(max_workers=1)
+
+    def padded(self, size):
+        return size
+
+    def keep(self, layer):
+        return layer.buffer.clone()
+
+    def fetch(self, layer):
+        def work():
+            time.sleep(self.seconds)
+            layer.buffer.copy_(layer.kept)
+
+        return self.link.submit(work).result
+
+
+FETCH, COMPUTE = 0.02, 0.03  # seconds of a layer
+
+
+def sleep_through_steps(config, seconds, fetch, microbatches):
+    """Median seconds of a step in which each layer sleeps forward and backward, beside a fetch that sleeps, too."""
+    join_process_group(torch.device("cpu"), 60)
+    plan = make_plan(config)
+    streamed = StreamedLayers(SleepingSource(fetch))
+    stages = {s.stage: build_stage(config, s, streamed=streamed) for s in plan.ranks[0].stages}
+    for layer in decoder_layers(stages[0].language.model):
+        layer.register_forward_hook(lambda _m, _i, output: Sleep.apply(output, seconds))
+    engine = FrozenPipelineEngine(config, plan, stages, warms_up=False)
+    took, waited = [], []
+    for step in range(3):
+        batches = iter([as_batch(x, 64) for x in microbatches_of(step, 1)])
+        begun = time.perf_counter()
+        engine.train_step(batches)
+        took.append(time.perf_counter() - begun)
+        waited.append(engine._rank_seconds[0].fetching)
+    return sorted(took)[1], sorted(waited)[1]
+
+
+class Sleep(torch.autograd.Function):
+    """Takes time in both directions."""
+
+    @staticmethod
+    def forward(ctx, hidden, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+@pytest.mark.parametrize("fetch", [pytest.param(FETCH, marks=pytest.mark.nightly), 2 * COMPUTE])
+def test_a_step_takes_the_longer_of_computing_and_fetching_and_not_their_sum(parts, fetch):
+    case = Case(HOST)
+    config = case.config(parts, streamed=True)
+    ((took, waited),) = run_ranks(1, sleep_through_steps, config, COMPUTE, fetch, LOCAL)
+    ((bare, _),) = run_ranks(1, sleep_through_steps, case.config(parts, streamed=False), COMPUTE, 0.0, LOCAL)
+    fetches = 2 + LOCAL * 2 * (LAYERS - 2)
+    hidden = min(fetch, COMPUTE) * fetches
+    expected = bare + max(0.0, fetch - COMPUTE) * fetches
+    assert took == pytest.approx(expected, rel=0.1)
+    assert took < bare + fetches * fetch - 0.8 * hidden
+    assert waited == pytest.approx(max(0.0, fetch - COMPUTE) * fetches, abs=0.1 * bare)
