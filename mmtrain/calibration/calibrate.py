@@ -299,7 +299,7 @@ class _StepEnd:
         self._masters.reduce_gradients(self._replicas)
         sums = RankSums(self._device)
         sums.add(squared_norm=self._masters.squared_norm(1, self._device))
-        sums.reduce(Reading(0.0, 0.0, 0.0, 0.0, 0.0))
+        sums.reduce(Reading(*[0.0] * len(Reading._fields)))
 
     def update(self) -> None:
         """OPTIMIZER_STEP; a step's first backward then makes new gradients."""

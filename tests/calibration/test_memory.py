@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,10 +12,15 @@ import torch.distributed as dist
 from bench_models import ModelSize, save_parts
 from bench_plan_ranks import Runner
 from ranks import run_ranks
-from scenes import make_config
+from scenes import make_config, streamed_layers
 
+from mmtrain.calibration.allocations import bytes_used, tensor_bytes
 from mmtrain.calibration.calibrate import Calibrator
+from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
+from mmtrain.engine.single_stage import expected_batch
+from mmtrain.model.stage import build_stage
+from mmtrain.model.weight_sources import PeerSource
 from mmtrain.plan.calibration import calibration_key, cpu_device
 from mmtrain.plan.planner import make_plan, models_of
 
@@ -62,10 +69,8 @@ def config_of(folder, shape):
     )
 
 
-def planned_and_measured(folder, shape):
-    """Of each layout on this rank: bytes as planned, those that are no weights or state among them, and as measured."""
-    join_process_group(torch.device("cpu"), 120)
-    config = config_of(folder, shape)
+def calibrated(folder, config):
+    """The models of a run, and the file of its calibration; every rank calls this."""
     models, device = models_of(config), cpu_device(config)
     key = calibration_key(config, models, device)
     calibrator = Calibrator(config, models, make_plan(config), torch.device("cpu"), key)
@@ -75,6 +80,14 @@ def planned_and_measured(folder, shape):
     if dist.get_rank() == 0:
         found.save(file)
     dist.barrier()
+    return models, file
+
+
+def planned_and_measured(folder, shape):
+    """Of each layout on this rank: bytes as planned, those that are no weights or state among them, and as measured."""
+    join_process_group(torch.device("cpu"), 120)
+    config = config_of(folder, shape)
+    models, file = calibrated(folder, config)
     weights, result = {}, []
     for stages, encoder_ranks, prefetch in shape.layouts:
         asked = {"stages_per_rank": stages, "encoder_ranks": encoder_ranks, "encoder_prefetch": prefetch}
@@ -97,3 +110,89 @@ def test_every_rank_takes_the_memory_that_was_planned(tmp_path, name):
         for rank, (ahead, planned, walked, measured) in enumerate(found):
             assert walked > planned / 2, "weights are the smaller part"
             assert planned == pytest.approx(measured, rel=0.05), (layout, ahead, rank)
+
+
+# ---- layers that are not kept on the device
+
+WIDE = ModelSize(8, 256, 512, 4, 256, 2, 64, 2, 28, 14, 12)  # weights are most of what a rank takes
+KEPT = {1: 1.0, 2: 0.5, 4: 0.25}  # of a streamed layer, by replicas that share it
+
+
+class InPlace(PeerSource):
+    """Sends part by part: gloo's all-gather, not NCCL's, makes a copy of all that it gathers."""
+
+    def fetch(self, layer):
+        parts = layer.buffer.chunk(dist.get_world_size(self._group))
+        parts[self._rank].copy_(layer.kept)
+        sent = [
+            dist.broadcast(part, group_src=rank, group=self._group, async_op=True) for rank, part in enumerate(parts)
+        ]
+        return lambda: [work.wait() for work in sent]
+
+
+def streamed_and_measured(folder, config, layouts):
+    """Of each layout on this rank: its plan; bytes as measured in a step; of streamed layers, whole and as kept."""
+    join_process_group(torch.device("cpu"), 120)
+    models, file = calibrated(folder, config)
+    result = []
+    for asked in layouts:
+        changes = {"calibration": str(file), **asked}
+        mine_config = config.changed({f"parallel.{key}": value for key, value in changes.items()})
+        plan = make_plan(mine_config)
+        mine = plan.ranks[dist.get_rank()]
+        streamed = streamed_layers(plan)
+        if isinstance(streamed.source, PeerSource):
+            streamed.source = InPlace(streamed.source._group, streamed.source.device)
+        stages = {s.stage: build_stage(mine_config, s, streamed=streamed) for s in mine.stages}
+        engine = FrozenPipelineEngine(mine_config, plan, stages)
+        batch = expected_batch(mine_config, models)
+        reads = mine.pipeline == 0
+
+        def step(engine=engine, batch=batch, reads=reads):
+            engine.train_step(map(copy.deepcopy, itertools.repeat(batch)) if reads else None)
+
+        step()
+        layers = streamed.layers.values()
+        on_device = (
+            0 if plan.streaming is None or plan.streaming.source == "host" else sum(x.kept.nbytes for x in layers)
+        )
+        state = (t for s in engine.optimizer.state.values() for t in s.values())
+        tensors = (t for stage in stages.values() for t in (*stage.parameters(), *stage.buffers()))
+        lasting = tensor_bytes(itertools.chain(tensors, state, engine.trainable.values())) + on_device
+        (used,) = bytes_used(step, device=torch.device("cpu"))
+        whole = sum(layer.bytes for layer in layers)
+        on_host = whole if plan.streaming.source == "host" else 0
+        result.append((mine, lasting + used.peak, whole, on_device, on_host))
+    return result
+
+
+HOST = {"streamed_layers": 8}
+STREAMED = {
+    1: (HOST, {"streamed_layers": 4}),
+    2: ({**HOST, "pipeline": 2, "data": 1, "boundaries": (4,)}, {**HOST, "stream_from": "peers", "weight_shards": 2}),
+    4: ({**HOST, "stream_from": "peers", "weight_shards": 4},),
+}
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)]
+)
+def test_ranks_that_stream_take_the_memory_that_was_planned(tmp_path, ranks):
+    save_parts(WIDE, tmp_path, torch.float32)
+    config = make_config(
+        tmp_path,
+        data__expected_text_tokens=WIDE.text_tokens,
+        data__pack_length=32,
+        parallel__data=ranks,
+        parallel__threads_per_rank=1,
+        train__packs_per_step=4,
+        train__max_steps=1_000_000,
+    )
+    of_ranks = run_ranks(ranks, streamed_and_measured, tmp_path, config, STREAMED[ranks], timeout=280)
+    for layout, found in zip(STREAMED[ranks], zip(*of_ranks, strict=True), strict=True):
+        for plan, measured, whole, on_device, on_host in found:
+            assert plan.total_bytes == pytest.approx(measured, rel=0.05), layout
+            assert plan.host_bytes == on_host, layout
+            shards = layout.get("weight_shards", 1)
+            assert on_device == (KEPT[shards] * whole if shards > 1 else 0)
+            assert whole > 0.4 * measured

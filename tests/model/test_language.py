@@ -267,6 +267,51 @@ def test_a_rank_keeps_no_more_than_its_slice_in_memory(tmp_path):
     assert growth < 1.25 * own + 32 * 2**20, f"{growth / 2**20:.0f} MiB for a slice of {own / 2**20:.0f}"
 
 
+def test_loading_layers_that_are_streamed_takes_the_memory_of_one(tmp_path):
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, vocab_size=1000
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layer = sum(2 * p.numel() for p in model.model.layers[0].parameters())
+    write_hollow_checkpoint(tmp_path / "model.safetensors", {name: p.shape for name, p in model.named_parameters()})
+    script = """if True:
+        import json, sys, threading, time
+        import torch
+        import transformers.models.llama.modeling_llama
+        from mmtrain.model import language
+        from mmtrain.model.streaming import StreamedLayers
+        from mmtrain.model.weight_sources import HostSource
+        torch.set_num_threads(1)
+        language.LOADED_AT_ONCE = 1
+        def own():
+            with open("/proc/self/status") as lines:
+                return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+        before, peak, ended = own(), 0, threading.Event()
+        def watch():
+            global peak
+            while not ended.wait(0.001):
+                peak = max(peak, own())
+        watching = threading.Thread(target=watch)
+        watching.start()
+        streamed = StreamedLayers(HostSource(torch.device("cpu")))
+        ends = {"embedding": True, "head": True, "dtype": torch.bfloat16}
+        part = language.load_slice(sys.argv[1], 0, 6, **ends, streamed=streamed, streams=range(6))
+        ended.set()
+        watching.join()
+        print(json.dumps([peak - before, own() - before, len(streamed.layers)]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    (tmp_path / "model.safetensors").unlink()
+    peak, left, layers = json.loads(done.stdout.splitlines()[-1])
+    assert layers == 6 and layer > 30 * 2**20
+    assert peak < 1.25 * layer + 16 * 2**20, f"{peak / 2**20:.0f} MiB for layers of {layer / 2**20:.0f}"
+    assert left < 32 * 2**20, "what is kept is not the process's own"
+
+
 def test_a_slice_in_memory_is_private_to_its_rank(folder):
     stored = (folder / "model.safetensors").read_bytes()
     part = load_slice(str(folder), 2, 4, embedding=False, head=False, dtype=torch.float32)
