@@ -31,6 +31,7 @@ from mmtrain.engine.audit import RankAudit
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group, replica_group, shard_group
 from mmtrain.model.projector import make_projector
+from mmtrain.model.quantised_source import QuantisedSource
 from mmtrain.model.stage import build_stage
 from mmtrain.model.streaming import StreamedLayers
 from mmtrain.model.weight_sources import HostSource, PeerSource
@@ -310,8 +311,11 @@ def streamed_layers(plan: Plan) -> StreamedLayers | None:
     rank, device = dist.get_rank(), torch.device("cpu")
     if plan.streaming is None:
         return None
-    if plan.streaming.source == "host":
+    source = plan.streaming.source
+    if source == "host":
         return StreamedLayers(HostSource(device, replica_group(plan, rank, device, 60)))
+    if source != "peers":
+        return StreamedLayers(QuantisedSource(source, device))
     return StreamedLayers(PeerSource(shard_group(plan, rank, device, 60), device))
 
 

@@ -60,7 +60,7 @@ class Start:
                 f"{path} has {state['step']} steps, and train.max_steps or train.epochs asks for {max_steps}: raise "
                 "it, or choose another run.name"
             )
-        models = ("model.llm.path", "model.vision.name")
+        models = ("model.llm.path", "model.vision.name", "model.llm.quantize")
         for what, keys, was, now in (
             ("data", ("data.shards", "data.sets"), state["data"]["fingerprint"], data),
             ("frozen weights", models, state["frozen_fingerprint"], model),

@@ -28,6 +28,10 @@ class LlmSection(Section):
     """model folder, or a hub id whose files are in the local Hugging Face cache"""
     dtype: Kept[Dtype] = "bfloat16"
     """storage and compute type of the frozen LLM"""
+    quantize: Kept[Literal["nf4", "int8"] | None] = None
+    """keep decoder layers in which nothing but adapters trains in fewer bits: nf4 in 4, int8 in 8 a weight, by
+    bitsandbytes (pip install 'mmtrain[quantize]'); they compute in dtype. It is another model, a little worse; what is
+    trained beside it is for the LLM as its files have it. null: all bits"""
 
 
 class VisionSection(Section):

@@ -23,6 +23,7 @@ from mmtrain.data.stream.images import image_transform
 from mmtrain.engine.optimizer import NoOpOptimizer
 from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.stage import Stage
+from mmtrain.model.streaming import StreamedLayer, StreamedLayers
 from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.parts import llm_config
@@ -60,36 +61,40 @@ class RankAudit:
         for number, stage in stages.items():
             kept = set(stage.state_dict())
             self.frozen |= {f"stage {number} {name}": b for name, b in stage.named_buffers() if name in kept}
-        self._streamed = {id(stage.streamed): stage.streamed for stage in stages.values() if stage.streamed is not None}
+        several = {id(stage.streamed): stage.streamed for stage in stages.values() if stage.streamed is not None}
+        self._streamed = list(several.values())
         self._check_finite()
         self.before = self._fingerprints()
         self._check_fetched()
         self._versions = {name: tensor._version for name, tensor in self.frozen.items()}
 
-    def _each(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name, those of a streamed layer while it is whole."""
-        names = {id(tensor): name for name, tensor in self.frozen.items()}
-        elsewhere = {id(p) for streamed in self._streamed.values() for p in streamed.parameters()}
-        yield from ((name, tensor) for name, tensor in self.frozen.items() if id(tensor) not in elsewhere)
-        for streamed in self._streamed.values():
+    def _whole_layers(self) -> Iterator[tuple[StreamedLayers, StreamedLayer]]:
+        """Each streamed layer in turn, while it is whole."""
+        for streamed in self._streamed:
             for number in streamed.layers:
                 with streamed.whole(number) as layer:
-                    yield from ((names[id(p)], p) for p in layer.parameters)
-        yield from self.masters.items()
+                    yield streamed, layer
+
+    def _resident(self) -> dict[str, torch.Tensor]:
+        """All tensors by name, but for those of streamed layers."""
+        elsewhere = {name for streamed in self._streamed for layer in streamed.layers.values() for name in layer.names}
+        return {name: x for name, x in {**self.frozen, **self.masters}.items() if name not in elsewhere}
 
     def _fingerprints(self) -> dict[str, str]:
-        return {name: fingerprint(tensor) for name, tensor in self._each()}
+        found = {name: fingerprint(tensor) for name, tensor in self._resident().items()}
+        for streamed, layer in self._whole_layers():
+            found |= zip(layer.names, streamed.source.fingerprints(layer), strict=True)
+        return found
 
     def _check_fetched(self) -> None:
         """Raises AuditError for a weight that is fetched otherwise than it was read from its file."""
-        names = {id(tensor): name for name, tensor in self.frozen.items()}
-        for streamed in self._streamed.values():
-            for layer in streamed.layers.values():
-                for p, loaded in zip(layer.parameters, layer.loaded, strict=True):
-                    if self.before[names[id(p)]] != loaded:
+        for streamed in self._streamed:
+            for layer in streamed.layers.values() if streamed.source.is_exact else ():
+                for name, loaded in zip(layer.names, layer.loaded, strict=True):
+                    if self.before[name] != loaded:
                         raise self._fail(
-                            f"{names[id(p)]} is fetched with other values than its file has here: the model's files "
-                            "must be the same on every machine"
+                            f"{name} is fetched with other values than its file has here: the model's files must be "
+                            "the same on every machine"
                         )
 
     def _fail(self, message: str) -> AuditError:
@@ -111,23 +116,32 @@ class RankAudit:
 
     def _check_finite(self) -> None:
         """Raises UserError naming a tensor that was loaded with NaN or infinity: no step could come out right."""
-        for name, tensor in self._each():
-            if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
-                source = "model.projector.init_from" if name.startswith("projector.") else "the model's folder"
-                raise UserError(
-                    f"rank {self.plan.rank} read NaN or infinity as {name}: its file, of {source}, is damaged on that "
-                    "rank's machine; get it again"
-                )
+        for name, tensor in self._resident().items():
+            self._refuse_non_finite(name, tensor)
+        for _, layer in self._whole_layers():
+            for name, tensor in zip(layer.names, layer.parameters, strict=True):
+                self._refuse_non_finite(name, tensor)
+
+    def _refuse_non_finite(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite()):
+            source = "model.projector.init_from" if name.startswith("projector.") else "the model's folder"
+            raise UserError(
+                f"rank {self.plan.rank} read NaN or infinity as {name}: its file, of {source}, is damaged on that "
+                "rank's machine; get it again"
+            )
 
     def start(self) -> dict[str, Any]:
         """What this rank begins with, for `check_replicas` and `model_fingerprint`."""
         parameters = [name for name, tensor in self.frozen.items() if isinstance(tensor, torch.nn.Parameter)]
+        layers = [layer for streamed in self._streamed for layer in streamed.layers.values()]
+        in_files = {name: found for layer in layers for name, found in zip(layer.names, layer.loaded, strict=True)}
         return {
             "rank": self.plan.rank,
             "pipeline": self.plan.pipeline,
             "frozen": _combined(self.before, self.frozen),
             "trainable": _combined(self.before, self.masters),
             "frozen_parameters": {name: self.before[name] for name in parameters},
+            "files": {name: in_files.get(name, self.before[name]) for name in parameters},
         }
 
     def notes(self, saw_gradient: Collection[str]) -> dict[str, dict[str, Any]]:
@@ -157,7 +171,7 @@ class RankAudit:
             elif not torch.equal(self.stored[name], master.to(self.stored[name].dtype)):
                 failures.append(f"{name} computes with other values than were trained")
         layers = fetched = 0
-        for streamed in self._streamed.values():
+        for streamed in self._streamed:
             layers, fetched = layers + len(streamed.layers), fetched + streamed.fetched
             if streamed.fetched != streamed.planned:
                 failures.append(f"{streamed.fetched} fetches of streamed layers, and the lists have {streamed.planned}")
@@ -198,7 +212,8 @@ def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
 def model_fingerprint(held: Iterable[Mapping[str, str]]) -> str:
     """Of all frozen parameters, whatever the layout: a tied matrix that two ranks hold counts once.
 
-    `held`: the "frozen_parameters" of each rank's RankAudit.start(), fingerprints by name.
+    `held`: the "frozen_parameters" of each rank's RankAudit.start(), fingerprints by name, or the "files": what was
+    read, which is something else where layers are quantised.
     """
     parameters = {found for by_name in held for found in by_name.values()}
     return hashlib.sha256("\n".join(sorted(parameters)).encode()).hexdigest()

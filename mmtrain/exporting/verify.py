@@ -210,7 +210,7 @@ def _compare_frozen(stock: StockClass, checkpoint: StepFolder, stage: Stage, fol
         for name, parameter in stage.global_parameters()
         if not parameter.requires_grad
     }
-    if model_fingerprint([found]) == state["frozen_fingerprint"]:
+    if model_fingerprint([found]) == state.get("files_fingerprint", state["frozen_fingerprint"]):
         return True
     here = {"transformers": transformers.__version__, "timm": timm.__version__}
     if any(state["versions"][name] != version for name, version in here.items()):

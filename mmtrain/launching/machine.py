@@ -11,6 +11,8 @@ import resource
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
 from mmtrain.config.schema import RunConfig
@@ -59,14 +61,22 @@ def device_here(config: RunConfig, gpus: Sequence[Gpu], local_ranks: int | None 
     return gpu_device(gpus[0].name) if gpus else cpu_device(config, local_ranks)
 
 
+def refuse_missing_quantisation(config: RunConfig) -> None:
+    """Raises UserError where `model.llm.quantize` needs a library that is not installed here."""
+    if config.model.llm.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"model.llm.quantize: {config.model.llm.quantize} needs bitsandbytes, which is not installed; install it: "
+            "pip install 'mmtrain[quantize]', or leave quantize out"
+        )
+
+
 def refuse_short_host_memory(ranks: Sequence[RankPlan]) -> None:
     """Raises UserError where this machine has no room for the layers that its `ranks` stream from its memory.
 
     Ranks of one stage share one copy.
     """
     needed = sum({rank.pipeline: rank.host_bytes for rank in ranks}.values())
-    free = free_host_memory() if needed else None
-    if free is None or needed <= free:
+    if not needed or needed <= (free := free_host_memory()):
         return
     raise UserError(
         f"parallel.streamed_layers: this machine's ranks keep {bytes_text(needed)} of decoder layers in its memory, "
@@ -75,17 +85,14 @@ def refuse_short_host_memory(ranks: Sequence[RankPlan]) -> None:
     )
 
 
-def free_host_memory() -> int | None:
-    """Bytes that processes here may still take, by the kernel and by this container's limit; None: nobody says."""
-    found = []
-    with contextlib.suppress(OSError):
-        said = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        found += [int(said[1]) * 1024] if said else []
+def free_host_memory() -> int:
+    """Bytes that processes here may still take, by the kernel and by this container's limit."""
+    found = [psutil.virtual_memory().available]
     with contextlib.suppress(OSError, ValueError):  # cgroup v2; without a limit it says "max"
         most, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         cached = re.search(r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
         found.append(most - used + (int(cached[1]) if cached else 0))
-    return min(found, default=None)
+    return min(found)
 
 
 def refuse_missing_trackers(config: RunConfig) -> None:

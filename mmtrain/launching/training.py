@@ -25,7 +25,13 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.engine.trace import refuse_unfit_trace
 from mmtrain.launching.command_line import Options
 from mmtrain.launching.data import check_data, with_formats
-from mmtrain.launching.machine import job_here, plan_here, refuse_missing_trackers, refuse_short_host_memory
+from mmtrain.launching.machine import (
+    job_here,
+    plan_here,
+    refuse_missing_quantisation,
+    refuse_missing_trackers,
+    refuse_short_host_memory,
+)
 from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
 from mmtrain.model.encoder_probe import probe_encoder
 from mmtrain.model.probe import probe
@@ -67,6 +73,7 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
     reads_data = is_first
     if is_first:
         refuse_missing_trackers(config)
+    refuse_missing_quantisation(config)
     if rank is None:
         here = [plan.ranks[number] for number in job.local_ranks]
         for mine, (number, gpu) in zip(here, enumerate(gpus), strict=False):

@@ -32,6 +32,8 @@ class Source(Protocol):
 
     device: torch.device
     """On which they compute."""
+    is_exact: bool
+    """Whether what is fetched has the bits of what was kept."""
 
     def padded(self, size: int) -> int:
         """Bytes of a buffer for a layer of `size` bytes."""
@@ -45,13 +47,21 @@ class Source(Protocol):
         """Begin to fill the layer's buffer from what is kept; the result lets what computes next wait for that."""
         ...
 
+    def fingerprints(self, layer: StreamedLayer) -> list[str]:
+        """Of each parameter of a layer that is whole: of what this source has made of it."""
+        ...
+
 
 class StreamedLayer:
     """One decoder layer whose parameters lie in one buffer that comes and goes."""
 
-    def __init__(self, layer: nn.Module, source: Source) -> None:
+    def __init__(self, number: int, layer: nn.Module, source: Source) -> None:
         """Takes the layer's parameters as they are; it is whole until `let_go`."""
         self.parameters = list(layer.parameters())
+        self.names = [f"llm.layers.{number}.{name}" for name, _ in layer.named_parameters()]
+        """Global ones, of the parameters."""
+        self.homes: list[torch.Tensor] = []
+        """Where each parameter lies in the buffer, of its shape and type."""
         sizes = [p.numel() * p.element_size() for p in self.parameters]
         places, size = places_of(sizes)
         self.bytes = source.padded(size)
@@ -62,6 +72,7 @@ class StreamedLayer:
             home.copy_(parameter.detach())
             # A tensor of its own, with a count of its own of what is written to it: a fetch is no change of a weight.
             parameter.data = home
+            self.homes.append(home)
         self.loaded = [fingerprint(p) for p in self.parameters]
         """Of each parameter, as the files have it."""
         self.kept = source.keep(self)
@@ -95,7 +106,7 @@ class StreamedLayers:
 
     def take(self, number: int, layer: nn.Module) -> None:
         """Keep this layer, which is frozen, in the source from now on; all its parameters, and none that come later."""
-        taken = self.layers[number] = StreamedLayer(layer, self.source)
+        taken = self.layers[number] = StreamedLayer(number, layer, self.source)
         taken.let_go()
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -17,13 +17,23 @@ import torch.distributed as dist
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
+from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.streaming import StreamedLayer, Wait
 from mmtrain.plan.fetching import ALIGNMENT
 
 HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # Linux
 
 
-class PeerSource:
+class _Exact:
+    """What is fetched has the bits of what was kept."""
+
+    is_exact = True
+
+    def fingerprints(self, layer: StreamedLayer) -> list[str]:
+        return [fingerprint(p) for p in layer.parameters]
+
+
+class PeerSource(_Exact):
     """Each rank of a process group keeps an equal part of every layer, on its device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -52,7 +62,7 @@ class _Owner:
     file: int
 
 
-class HostSource:
+class HostSource(_Exact):
     """All bytes of every layer are kept in host memory, once for all ranks of `group` that are on one machine.
 
     `group`, of ranks that keep the same layers at the same time, carries objects on the host; None: this rank alone.

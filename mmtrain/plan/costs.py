@@ -27,6 +27,7 @@ from mmtrain.pretrained.connectors import (
 )
 from mmtrain.pretrained.families import WHOLE_LAST_LAYER
 from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.pretrained.quantised import Quantisation, is_quantised, quantised_bytes
 from mmtrain.pretrained.shapes import LlmShape, ParameterShape, VisionShape, matches
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -98,6 +99,7 @@ class LayerCost:
     fp32_flops: Flops = field(default_factory=Flops)  # part of `flops` that is computed in fp32
     streamed_weight_bytes: int = 0  # part of `weight_bytes` that need not stay on the device; 0: all must
     streamed_bytes: int = 0  # of the one buffer that this part is fetched into
+    quantised_bytes: int = 0  # of this part in fewer bits, where the run asks for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ def run_costs(config: RunConfig, models: Models) -> RunCosts:
     """Costs of a micro-batch of the expected contents."""
     llm, vision = config.model.llm.dtype, config.model.vision_dtype
     work = workload(config, models.layout)
-    return _LayerCosts(models, config.model.trainable, work, BYTES[llm], BYTES[vision]).costs()
+    sizes = BYTES[llm], BYTES[vision]
+    return _LayerCosts(models, config.model.trainable, work, *sizes, config.model.llm.quantize).costs()
 
 
 def minimal_flops(models: Models, trainable: Sequence[str], work: Workload) -> Flops:
@@ -136,10 +139,17 @@ class _LayerCosts:
     """Costs of the layers of a run; sizes are bytes of an element of the LLM and of the vision encoder."""
 
     def __init__(
-        self, models: Models, trainable: Sequence[str], work: Workload, llm_size: int = 2, vision_size: int = 2
+        self,
+        models: Models,
+        trainable: Sequence[str],
+        work: Workload,
+        llm_size: int = 2,
+        vision_size: int = 2,
+        quantisation: Quantisation | None = None,
     ) -> None:
         self.models, self.work = models, work
         self.llm_size, self.vision_size = llm_size, vision_size
+        self.quantisation = quantisation
         self.trained = frozenset(p.name for p in models.parameters if matches(p.name, trainable))
         self.patches = work.tiles * models.vision.patches_per_image
         self.decoder: dict[tuple, tuple[LayerKind, LayerCost]] = {}  # every kind of decoder layer, with its cost
@@ -217,7 +227,14 @@ class _LayerCosts:
             kept_bytes_recomputing=min(kept, its_input),
             streamed_weight_bytes=sum(size * p.numel for p in own) * streams,
             streamed_bytes=places_of(size * p.numel for p in own)[1] * streams,
+            quantised_bytes=sum(map(self.fewer_bytes, own)) * streams,
         )
+
+    def fewer_bytes(self, parameter: ParameterShape) -> int:
+        """Of a decoder layer's parameter, quantised as the run asks; else of all its bits."""
+        if self.quantisation is None or not is_quantised(parameter.name, parameter.shape):
+            return self.llm_size * parameter.numel
+        return quantised_bytes(parameter.shape, self.quantisation)
 
     def layer(
         self,

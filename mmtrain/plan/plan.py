@@ -22,6 +22,7 @@ class StagePlan:
     front: bool
     head: bool
     recompute_layers: int = 0  # of its decoder layers, from the first on
+    quantisation: Literal["nf4", "int8"] | None = None  # of streamed layers: how they are kept
     encoder: tuple[int, int] | None = None
     """Blocks [first, last) of the encoder that its rank holds as a slice; None: of stage 0 all, of another none."""
     streamed: tuple[int, ...] = ()
@@ -102,7 +103,7 @@ class RankPlan:
 class StreamingPlan:
     """How streamed layers are fetched, and what that costs."""
 
-    source: Literal["host", "peers"]
+    source: Literal["host", "peers", "nf4", "int8"]  # the latter two: quantised, on the device
     shards: int  # replicas that keep a part each
     hidden_from_tokens: int  # of a micro-batch: from so many on no fetch is waited for
     microbatch_tokens: int

@@ -191,7 +191,11 @@ def _ranks(
     placed = tuple(stage_of(cut, s, layout.recompute_layers[s]) for s in mine)
     if need.streamed:  # a decoder layer's number is its place among all layers less the front
         placed = tuple(
-            replace(stage, streamed=tuple(cut[stage.stage] + place - 1 for place in places))
+            replace(
+                stage,
+                streamed=tuple(cut[stage.stage] + place - 1 for place in places),
+                quantisation=config.model.llm.quantize,
+            )
             for stage, places in zip(placed, need.streamed, strict=True)
         )
     encoder, blocks = costs.costs.encoder, layout.slices[pipeline_rank]
@@ -250,8 +254,8 @@ def _streaming(config: RunConfig, costs: StageCosts, layout: Layout) -> Streamin
     tokens = config.train.packs_per_microbatch * config.data.pack_length
     without = replace(layout.seconds, forward_waits=(), backward_waits=())
     return StreamingPlan(
-        config.parallel.stream_from,
-        config.parallel.weight_shards,
+        costs.setting.streaming.source,
+        costs.setting.streaming.shards,
         math.ceil(tokens * max(wait.share for wait in waits)),
         tokens,
         layout.simulation.seconds / simulate(Program(layout.schedule), without).seconds,

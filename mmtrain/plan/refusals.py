@@ -148,19 +148,28 @@ def check_encoder_ranks(config: RunConfig, models: Models) -> None:
 
 
 def check_streaming(config: RunConfig, models: Models) -> None:
-    """Raises UserError where layers are to be streamed and none can be."""
-    asked = config.parallel.streamed_layers
-    if asked == "auto" or not (any(asked) if isinstance(asked, tuple) else asked):
+    """Raises UserError where layers are to be streamed, or quantised, and none can be."""
+    asked, quantisation = config.parallel.streamed_layers, config.model.llm.quantize
+    streams = any(asked) if isinstance(asked, tuple) else asked != 0
+    if quantisation is not None and streams:
+        raise UserError(
+            f"parallel.streamed_layers: {shortened(str(asked))}, but with model.llm.quantize {quantisation} decoder "
+            "layers are on the device in fewer bits; leave one of them out"
+        )
+    if quantisation is None and (asked == "auto" or not streams):
         return
     trained = [
         next((p.name for p in layer if not is_adapter(p.name) and matches(p.name, config.model.trainable)), None)
         for layer in models.llm.decoder
     ]
     if all(trained):
+        key, value = (
+            ("parallel.streamed_layers", asked) if quantisation is None else ("model.llm.quantize", quantisation)
+        )
         raise UserError(
-            f"parallel.streamed_layers: {asked if isinstance(asked, int) else list(asked)}, but in every decoder layer "
-            f"something besides adapters trains, such as {trained[0]}, and what trains stays on the device; leave "
-            "streamed_layers out, or train adapters (model.lora) instead"
+            f"{key}: {shortened(str(value))}, but in every decoder layer something besides adapters trains, such as "
+            f"{trained[0]}, and what trains stays on the device as it is; leave {key.rpartition('.')[2]} out, or train "
+            "adapters (model.lora) instead"
         )
 
 

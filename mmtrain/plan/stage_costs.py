@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerCost, Models, RunCosts, run_costs
@@ -217,8 +218,8 @@ class StageCosts:
     def fetch_seconds(self, layer: LayerCost) -> float:
         """Of one fetch of a streamed layer."""
         streaming, timings = self.setting.streaming, self.timings
-        a_byte = timings.host_fetch if streaming.source == "host" else timings.peer_fetch
-        return timings.fetch + a_byte * streaming.fetched_bytes(layer)
+        rates = {"host": timings.host_fetch, "peers": timings.peer_fetch}
+        return timings.fetch + rates.get(streaming.source, timings.made_fetch) * streaming.fetched_bytes(layer)
 
     # ---- ranks
 
@@ -371,7 +372,9 @@ def stage_costs(config: RunConfig, models: Models, memory_bytes: int | None, dev
 
 def streaming_of(config: RunConfig) -> Streaming:
     """What of a run's frozen weights may be streamed, as its config says."""
-    parallel = config.parallel
+    parallel, quantisation = config.parallel, config.model.llm.quantize
+    if quantisation is not None:
+        return Streaming((MAX_LAYERS,) * parallel.pipeline, quantisation)
     layers = parallel.streamed_layers
     gib = parallel.host_memory_gib
     return Streaming(

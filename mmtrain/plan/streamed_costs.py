@@ -23,7 +23,7 @@ class Streaming:
     """What of a run's frozen weights may be streamed, and from where."""
 
     layers: Literal["auto"] | tuple[int, ...] = ()  # per pipeline rank; empty: none
-    source: Literal["host", "peers"] = "host"
+    source: Literal["host", "peers", "nf4", "int8"] = "host"  # the latter two: in fewer bits, on the device
     shards: int = 1  # ranks that keep a part each
     host_bytes: int | None = None  # that a rank may keep in its machine's memory; None: no limit
 
@@ -39,11 +39,13 @@ class Streaming:
 
     def kept_on_device(self, layer: LayerCost) -> int:
         """Bytes that stay on the device of a streamed layer."""
+        if self.source in ("nf4", "int8"):
+            return layer.quantised_bytes
         return self.buffer_bytes(layer) // self.shards if self.source == "peers" else 0
 
     def fetched_bytes(self, layer: LayerCost) -> int:
-        """Bytes that come to the device with each fetch."""
-        return self.buffer_bytes(layer) - self.kept_on_device(layer)
+        """Bytes that come to the device with each fetch, or are made there of fewer."""
+        return self.buffer_bytes(layer) - (self.kept_on_device(layer) if self.source == "peers" else 0)
 
 
 class Waits(NamedTuple):

@@ -39,7 +39,8 @@ def render(plan: Plan) -> list[str]:
 def _recomputes(rank: RankPlan) -> str:
     held = sum(stage.last - stage.first for stage in rank.stages)
     recompute = f"; {rank.recompute_layers} of {held} layers recompute" if rank.recompute_layers else ""
-    return recompute + (f"; {rank.streamed_layers} of {held} layers are streamed" if rank.streamed_layers else "")
+    how = "quantised" if rank.stages[0].quantisation else "streamed"
+    return recompute + (f"; {rank.streamed_layers} of {held} layers are {how}" if rank.streamed_layers else "")
 
 
 def _wrapped(*texts: str) -> list[str]:
@@ -112,6 +113,14 @@ def _streaming(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         return
     most = max(replica, key=lambda rank: rank.fetched_bytes)
     a_microbatch = bytes_text(most.fetched_bytes // plan.microbatches_per_step)
+    if streaming.source in ("nf4", "int8"):
+        yield (
+            f"quantised layers ({streaming.source}) are not those of {plan.llm}, but near them: what is trained beside "
+            f"them is for {plan.llm} as it is, or quantised again; dequantising hides behind computing from "
+            f"{streaming.hidden_from_tokens:,} tokens a micro-batch on; with {streaming.microbatch_tokens:,}, a step "
+            f"takes {streaming.time_ratio - 1:.1%} longer"
+        )
+        return
     if streaming.source == "host":
         source = f"host memory, which holds {bytes_text(most.host_bytes)} for it"
     else:

@@ -21,17 +21,18 @@ class Assumptions:
     fp32_slowdown: float  # seconds of a FLOP in fp32 over those of one in bfloat16
     bytes_per_second: float  # of a message on its way
     host_bytes_per_second: float  # of weights from the host's memory, beside computing
+    made_bytes_per_second: float  # of weights that are made of fewer bits, likewise
     latency_seconds: float  # from a message's post to its first byte
     call_seconds: float  # of one FORWARD or BACKWARD, beyond its layers
 
 
-GPU = Assumptions(150e12, 10, 12e9, 25e9, 30e-6, 200e-6)
+GPU = Assumptions(150e12, 10, 12e9, 25e9, 400e9, 30e-6, 200e-6)
 """Half of an A100's 312e12 in bfloat16; in fp32, which torch leaves off the tensor cores (no TF32 unless it is asked
 for), three quarters of its 19.5e12, a tenth of that (NVIDIA's data sheets; an H100's 67e12 and 989e12 give the same
 ratio, a 4090's 83e12 and 165e12 one near 1.3); half of what PCIe 4.0 x16 carries one way (no NVLink: the likelier home
-of a pipeline), and all that page-locked host memory gives of it; two NCCL kernels; Python and launches that the device
-waits for."""
-CPU = Assumptions(100e9, 1, 3e9, 5e9, 200e-6, 500e-6)
+of a pipeline), and all that page-locked host memory gives of it; a fifth of what an A100's memory does for
+dequantising; two NCCL kernels; Python and launches that the device waits for."""
+CPU = Assumptions(100e9, 1, 3e9, 5e9, 1e9, 200e-6, 500e-6)
 """One core, in float32 and bfloat16 alike; gloo between processes of one machine, whose 4 MB cost their sender
 1.4 ms."""
 
@@ -65,6 +66,7 @@ class Timings:
     end: float  # of a step: reductions and optimizer
     host_fetch: float = 0.0  # of a byte of weights, from the host's memory
     peer_fetch: float = 0.0  # likewise, from peers
+    made_fetch: float = 0.0  # likewise, of fewer bits
     fetch: float = 0.0  # of each fetch, besides
     measured_messages: bool = False
 
@@ -108,6 +110,7 @@ def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timi
         end=_ring(costs, replicas, device),
         host_fetch=1 / device.host_bytes_per_second,
         peer_fetch=1 / device.bytes_per_second,
+        made_fetch=1 / device.made_bytes_per_second,
         fetch=device.latency_seconds,
     )
 
@@ -195,6 +198,7 @@ def calibrated(
             end=max(0.0, calibration.end_seconds + more_replicas),
             host_fetch=assumed.host_fetch,
             peer_fetch=assumed.peer_fetch,
+            made_fetch=assumed.made_fetch,
             fetch=assumed.fetch,
         ),
     )

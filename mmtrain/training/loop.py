@@ -31,6 +31,7 @@ from mmtrain.evaluation.console import Console
 from mmtrain.evaluation.evaluator import Evaluator
 from mmtrain.evaluation.held_out import HeldOut
 from mmtrain.model.flash import say_ways
+from mmtrain.model.quantised_source import QuantisedSource
 from mmtrain.model.stage import build_stage
 from mmtrain.model.streaming import StreamedLayers
 from mmtrain.model.weight_sources import HostSource, PeerSource
@@ -159,6 +160,7 @@ class _Run:
             **run_state(self.configured, plan, torch.get_num_threads(), self.device),
             "max_steps": self.max_steps,
             "frozen_fingerprint": model_fingerprint(frozen),
+            "files_fingerprint": model_fingerprint(start["files"] for start in starts),
             "frozen_projector": {
                 name: found for held in frozen for name, found in held.items() if name.startswith("projector.")
             },
@@ -171,8 +173,11 @@ class _Run:
         plan, device = self.plan, self.device
         if plan.streaming is None:
             return None
-        if plan.streaming.source == "host":
+        source = plan.streaming.source
+        if source == "host":
             return StreamedLayers(HostSource(device, self.readers))
+        if source != "peers":
+            return StreamedLayers(QuantisedSource(source, device))
         peers = shard_group(plan, self.rank.rank, device, self.config.parallel.timeout_seconds)
         return StreamedLayers(PeerSource(peers, device))
 
