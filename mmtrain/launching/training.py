@@ -99,7 +99,9 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
             say(*render(plan))
         to_agree_on = given if job.nodes > 1 else None
         target = functools.partial(_train, config, plan, start, options.trace or 0, to_agree_on)
-        try_family = functools.partial(probe, config.model.llm.path, plan.boundaries)
+        try_family = functools.partial(
+            probe, config.model.llm.path, plan.boundaries, streams=plan.streaming is not None
+        )
         how = _how_to_go_on(config, options)
         if rank is None:
             return _start(target, try_family, job, how)

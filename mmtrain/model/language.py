@@ -202,14 +202,27 @@ class LanguageSlice(nn.Module):
                 layer.forward = self.streamed.around(self.first + i, layer.forward)
 
 
-def slice_of(model: PreTrainedModel, first: int, last: int, *, embedding: bool, head: bool) -> LanguageSlice:
-    """Decoder layers [first, last) of a stock causal LM in memory; copies what it keeps, `model` is left alone."""
+def slice_of(
+    model: PreTrainedModel,
+    first: int,
+    last: int,
+    *,
+    embedding: bool,
+    head: bool,
+    streamed: StreamedLayers | None = None,
+) -> LanguageSlice:
+    """Decoder layers [first, last) of a stock causal LM in memory; copies what it keeps, `model` is left alone.
+
+    All its layers are streamed where there is a `streamed` to take them.
+    """
     _check_bounds(model.config, first, last, embedding, head)
     absent = absent_modules(model, first, last, embedding=embedding, head=head)
     part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
     _set_options(part.config)
     part.set_attn_implementation(ATTENTION)
-    return LanguageSlice(part, first, last, embedding=embedding, head=head)
+    for i in range(first, last) if streamed is not None else ():
+        streamed.take(i, decoder_layers(part)[i])
+    return LanguageSlice(part, first, last, embedding=embedding, head=head, streamed=streamed)
 
 
 def load_slice(

@@ -22,7 +22,9 @@ from transformers import PreTrainedConfig
 from mmtrain.base.errors import UserError
 from mmtrain.model.attention import ATTENTION, document_positions
 from mmtrain.model.language import slice_of
+from mmtrain.model.streaming import StreamedLayers
 from mmtrain.model.tiny import VOCABULARY, tiny_model
+from mmtrain.model.weight_sources import HostSource
 
 DOCUMENTS = (13, 6, 19)  # tokens; below, at and beyond the tiny windows of 8
 ROWS = (2, 3, 7, 9, 10, 11, 28, 29, 35, 36)  # of the first and third of them, or in reverse order of all three
@@ -37,10 +39,13 @@ class Differences(NamedTuple):
     packed: float
 
 
-def measure_differences(config: PreTrainedConfig, cut_points: Sequence[int], *, seed: int = 0) -> Differences:
+def measure_differences(
+    config: PreTrainedConfig, cut_points: Sequence[int], *, seed: int = 0, streams: bool = False
+) -> Differences:
     """Run a tiny model of `config`'s family whole, in slices, and document by document; fp32.
 
-    Slices begin at decoder layers 0 and `cut_points`.
+    Slices begin at decoder layers 0 and `cut_points`; if it `streams`, their layers have weights only while they
+    compute.
     """
     model = tiny_model(config, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -72,8 +77,10 @@ def measure_differences(config: PreTrainedConfig, cut_points: Sequence[int], *, 
 
     borders = [0, *cut_points, model.config.num_hidden_layers]
     stages = len(borders) - 1
+    more = {"streamed": StreamedLayers(HostSource(torch.device("cpu")))} if streams else {}
     slices = [
-        slice_of(model, borders[i], borders[i + 1], embedding=i == 0, head=i == stages - 1) for i in range(stages)
+        slice_of(model, borders[i], borders[i + 1], embedding=i == 0, head=i == stages - 1, **more)
+        for i in range(stages)
     ]
 
     def staged(hidden: torch.Tensor) -> torch.Tensor:

@@ -35,12 +35,16 @@ STAGED_BOUND = 1e-6  # relative; the kernels are the same, 0.0 on every family t
 SECONDS = 300  # that the child may take
 PACKED_BOUND = 1e-4  # relative; rounding over 80 layers stays below 2e-5, a leak is above 1e-2
 
+RESIDENT, STREAMED = "resident", "streamed"
+_FAULTS = {RESIDENT: "cannot be staged and packed", STREAMED: "cannot be staged, packed and streamed"}
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*: .+")
 _RESULT = re.compile(r"^differences (.+)$", re.MULTILINE)  # libraries may print, too
 
 
-def probe(path: str, cut_points: Sequence[int]) -> None:
+def probe(path: str, cut_points: Sequence[int], *, streams: bool = False) -> None:
     """Try the model in folder (or cached hub id) `path` with stages that begin at the decoder layers `cut_points`.
+
+    If it `streams`, layers have weights only while they compute.
 
     Raises UserError naming the family where staged or packed execution differs from the stock model, fails, or takes
     longer than `SECONDS`: it takes 2 to 5 s, on a machine that is busy with other work a minute.
@@ -48,13 +52,16 @@ def probe(path: str, cut_points: Sequence[int]) -> None:
     folder = model_folder(path)
     config_json = llm_config(folder)
     check_family(config_json)
-    record = cache_folder("probe") / f"{_fingerprint(folder, cut_points)}.json"
+    how = STREAMED if streams else RESIDENT
+    record = cache_folder("probe") / f"{_fingerprint(folder, how, cut_points)}.json"
     if record.is_file():
         return
     family = config_json["model_type"]
-    staged, packed = differences_in_child(__name__, [folder, *cut_points], family, "cannot be staged and packed")
+    staged, packed = differences_in_child(__name__, [folder, how, *cut_points], family, _FAULTS[how])
     refuse_differences(family, staged, packed)
-    remember(record, {"family": family, "cut_points": list(cut_points), "staged": staged, "packed": packed})
+    remember(
+        record, {"family": family, "weights": how, "cut_points": list(cut_points), "staged": staged, "packed": packed}
+    )
 
 
 def remember(record: Path, result: dict[str, Any]) -> None:
@@ -79,12 +86,12 @@ def refuse_differences(family: str, staged: float, packed: float) -> None:
         )
 
 
-def _fingerprint(folder: Path, cut_points: Sequence[int]) -> str:
+def _fingerprint(folder: Path, how: str, cut_points: Sequence[int]) -> str:
     """Everything that the result depends on: the config, the cut, the libraries, and the code of mmtrain's models."""
     parts = [
         (folder / "config.json").read_bytes(),
         json.dumps(llm_config(folder), sort_keys=True).encode(),  # what pretrained/parts.py makes of it
-        json.dumps([int(layer) for layer in cut_points]).encode(),
+        json.dumps([how, *map(int, cut_points)]).encode(),
     ]
     return fingerprint_with_code(parts, ("torch", "transformers"))
 
@@ -129,7 +136,7 @@ def differences_in_child(
     raise failure(f"{tried} {fault}: its tiny model failed ({causes[-1]}); see {log}")
 
 
-def _measure(folder: Path, cut_points: Sequence[int]) -> tuple[float, float]:
+def _measure(folder: Path, how: str, cut_points: Sequence[int]) -> tuple[float, float]:
     """In the child: the differences, of the best seed if one is out of bounds.
 
     With experts, rounding alone flips a choice between two that are near a tie, for some seed; a fault shows with all.
@@ -143,7 +150,7 @@ def _measure(folder: Path, cut_points: Sequence[int]) -> tuple[float, float]:
     config = causal_config(folder)
     best = (float("inf"), float("inf"))
     for seed in range(SEEDS):
-        best = min(best, measure_differences(config, cut_points, seed=seed))
+        best = min(best, measure_differences(config, cut_points, seed=seed, streams=how == STREAMED))
         if best[0] <= STAGED_BOUND and best[1] <= PACKED_BOUND:
             break
     return best
@@ -151,4 +158,4 @@ def _measure(folder: Path, cut_points: Sequence[int]) -> tuple[float, float]:
 
 if __name__ == "__main__":
     die_with_parent()
-    print("\ndifferences", *_measure(Path(sys.argv[1]), [int(layer) for layer in sys.argv[2:]]))
+    print("\ndifferences", *_measure(Path(sys.argv[1]), sys.argv[2], [int(layer) for layer in sys.argv[3:]]))

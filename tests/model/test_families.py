@@ -12,8 +12,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from mmtrain.config.model import LoraSection
-from mmtrain.model.language import LanguageSlice, load_slice
+from mmtrain.model import language
+from mmtrain.model.language import LanguageSlice, causal_config, load_slice
 from mmtrain.model.lora import add_adapters, without_marks
+from mmtrain.model.parity import measure_differences
 from mmtrain.model.tiny import tiny_model
 from mmtrain.pretrained.families import WHOLE_LAST_LAYER, global_name
 
@@ -69,8 +71,10 @@ def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_union_of_slices_is_the_stock_model_tensor_by_tensor(checkpoint, dtype):
+def test_the_union_of_slices_is_the_stock_model_tensor_by_tensor(checkpoint, dtype, monkeypatch):
     family, folder = checkpoint
+    if dtype is torch.bfloat16:
+        monkeypatch.setattr(language, "LOADED_AT_ONCE", 1)  # layer by layer
     expected = tensors_of(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
     seen = {}
     for part in load_all(family, folder, dtype):
@@ -171,3 +175,8 @@ def test_lora_in_slices_is_that_of_peft_on_the_stock_model(checkpoint):
     assert found.keys() == expected.keys() and len(found) == 2 * len(linear)
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_layers_that_are_whole_only_while_they_compute_are_the_same_to_the_bit(checkpoint):
+    _, folder = checkpoint
+    assert measure_differences(causal_config(folder), (1, 4), streams=True).staged == 0
