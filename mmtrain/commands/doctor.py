@@ -84,6 +84,12 @@ CHECKS = (
     Check("data-2", "layouts:layout:1:1:2", "two replicas do", LOGS, 180, ranks=2),
     Check("data-4", "layouts:layout:1:1:4", "four replicas do", LOGS, 240, ranks=4),
     Check("data-8", "layouts:layout:1:1:8", "eight replicas do", LOGS, 300, ranks=8),
+    # Layers that are not kept on the device.
+    Check("streamed", "fetching:streamed:host", "layers fetched from host memory train as others do", LOGS, 180),
+    Check("streamed-peers", "fetching:streamed:peers", "layers that two replicas share do", LOGS, 180, ranks=2),
+    Check("fetching", "fetching:overlap", "fetching layers hides behind computing, and no host waits for it",
+          "plan for less with parallel.streamed_layers; see whether the GPU has all lanes of its slot (nvidia-smi -q)",
+          180),
     Check("kill", "drills:kill", "a killed rank ends the run, by name", LOGS, 120, ranks=2),
     Check("stop", "drills:stop", "a rank that hangs ends the run after the timeout", LOGS, 180, ranks=2),
     # What was foreseen.

@@ -197,6 +197,7 @@ class RankAudit:
                 "bytes": sum(p.numel() * p.element_size() for p in self.frozen.values()),
                 "fingerprint_before": _combined(self.before, self.frozen),
                 "fingerprint_after": _combined(after, self.frozen),
+                "quantised": self.plan.stages[0].quantisation,
                 "streamed_layers": layers,
                 "fetches": fetched,
             },

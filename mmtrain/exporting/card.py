@@ -133,7 +133,7 @@ def write_text_card(folder: Path, about: Origin, dtype: str, language: ExportedL
     front = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     front |= {"base_model": [about.llm]} if HUB_ID.fullmatch(about.llm) and "/" in about.llm else {}
     llm = f"{code(about.llm)} ({shown_name(language.config['model_type'])}, {about.llm_width:,} wide)"
-    stored = f"{dtype}; what was trained was so in float32, in an LLM in {about.llm_dtype}"
+    stored = f"{dtype}; what was trained was so in float32, in {_trained_against(about)}"
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {shown_name(Path(about.llm).name)}, trained further",
@@ -171,8 +171,15 @@ def _parts(about: Origin, dtype: str, language: ExportedLanguage, layout: ImageL
         + (", behind its last norm" if about.vision_final_norm else ""),
         "projector": about.projector_type + (f", {factor} x {factor} patches a position" if factor > 1 else ""),
         "images": _images(about, layout),
-        "weights stored in": f"{dtype}; what was trained was so in float32, against an LLM in {about.llm_dtype}",
+        "weights stored in": f"{dtype}; what was trained was so in float32, against {_trained_against(about)}",
     }
+
+
+def _trained_against(about: Origin) -> str:
+    said = f"an LLM in {about.llm_dtype}"
+    if about.llm_quantize is None:
+        return said
+    return f"{said} whose frozen decoder layers were quantised then, to {about.llm_quantize}, and are not here"
 
 
 def _images(about: Origin, layout: ImageLayout) -> str:

@@ -38,6 +38,7 @@ class Origin:
     llm: str  # model.llm.path
     llm_width: int
     llm_dtype: str  # in which it was trained against
+    llm_quantize: str | None  # bits of decoder layers then, where they were fewer; what is exported is for all bits
     vision: str | None  # model.vision.name; None, as what follows: a run on text alone
     vision_select_layer: int | None
     vision_final_norm: bool | None
@@ -78,6 +79,7 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origi
         llm=config.model.llm.path,
         llm_width=llm_width,
         llm_dtype=config.model.llm.dtype,
+        llm_quantize=config.model.llm.quantize,
         vision=vision and vision.name,
         vision_select_layer=vision and vision.select_layer,
         vision_final_norm=vision and vision.final_norm,

@@ -17,6 +17,7 @@ from ranks import run_ranks
 
 from mmtrain.__main__ import main
 from mmtrain.doctor import attention as doctor_attention
+from mmtrain.doctor import fetching as doctor_fetching
 from mmtrain.doctor import measures as doctor_measures
 from mmtrain.doctor import numbers as doctor_numbers
 from mmtrain.doctor.check import FailedError, Here
@@ -122,10 +123,23 @@ def test_a_result_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
 
 
 def test_the_demo_computes_the_losses_on_record_and_messages_between_ranks_arrive(tmp_path, temporary):
-    code, said, _ = doctor(tmp_path, "--cpu", "--only", "demo", "channels", "--timeout", "140")
+    code, said, _ = doctor(tmp_path, "--cpu", "--only", "demo", "channels", "fetching", "--timeout", "140")
     assert code == 0, said
+    assert "ok fetching" in said and "GB/s alone" in said
     assert "ok demo" in said and f"{STEPS} steps, loss {LOSSES[0]:.4f} to" in said
     assert "ok channels" in said and "4 among 2 ranks on the CPU: all in order" in said
+
+
+def test_streamed_layers_that_train_otherwise_or_are_never_fetched_are_seen(tmp_path):
+    for name, losses, fetches in (("well", LOSSES, 6), ("other", [*LOSSES[:-1], 1.0], 6), ("resident", LOSSES, 0)):
+        here = here_with_runs(tmp_path / name, pp1=LOSSES, streamed_host=losses)
+        audit = {"ranks": [{"frozen": {"fetches": fetches}}]}
+        (here.runs / "streamed-host" / "audit.json").write_text(json.dumps(audit))
+        if name == "well":
+            assert "6 fetches: 0.0e+00 off" in doctor_fetching.streamed(here, "host").text
+            continue
+        with pytest.raises(FailedError, match="off resident layers"):
+            doctor_fetching.streamed(here, "host")
 
 
 @pytest.mark.parametrize("planted", [1.001, math.nan])

@@ -1,0 +1,95 @@
+"""A run beside a quantised LLM: named as what it is, the same in any layout, exported for the LLM as it is."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from rank_runs import train
+from safetensors.torch import load_file
+
+from mmtrain.__main__ import main
+from mmtrain.base.errors import UserError
+from mmtrain.config.load import load_config
+from mmtrain.plan.planner import make_plan
+from mmtrain.plan.table import render
+
+ADAPTERS = ("model.lora.r=4", "model.lora.alpha=8", "model.trainable=[projector, llm.layers.*.lora_*]")
+RUN = (*ADAPTERS, "train.max_steps=3", "optimizer.lr=0.02", "checkpoint.every_minutes=null", "data.workers=0")
+NF4 = "model.llm.quantize=nf4"
+
+
+def run_of(tiny, folder, name, *overrides):
+    return train(tiny / "config.yaml", *RUN, f"run.dir={folder}", f"run.name={name}", *overrides)
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory):
+    """Of three steps, at pipeline 2 and 1 in 4 bits, and with all of them."""
+    folder = tmp_path_factory.mktemp("quantised")
+    layouts = {
+        "two": (NF4, "parallel.pipeline=2"),
+        "one": (NF4, "parallel.pipeline=1"),
+        "exact": ("parallel.pipeline=2",),
+    }
+    return {name: run_of(tiny, folder, name, *how) for name, how in layouts.items()}
+
+
+def audit_of(run):
+    return json.loads((run.folder / "audit.json").read_text())
+
+
+def test_layouts_of_a_quantised_run_agree_and_it_is_another_one_than_the_exact(runs):
+    found = {name: list(run.losses().values()) for name, run in runs.items()}
+    assert found["two"] == pytest.approx(found["one"], rel=1e-5)
+    assert found["two"] != pytest.approx(found["exact"], rel=1e-4)
+    states = {name: run.checkpoint(3).state for name, run in runs.items()}
+    assert states["one"]["frozen_fingerprint"] == states["two"]["frozen_fingerprint"]
+    assert states["two"]["frozen_fingerprint"] != states["exact"]["frozen_fingerprint"]
+    assert len({state["files_fingerprint"] for state in states.values()}) == 1
+
+
+def test_plan_and_audit_name_it(tiny, runs):
+    audits = {name: audit_of(run)["ranks"] for name, run in runs.items()}
+    assert [rank["frozen"]["quantised"] for rank in audits["two"]] == ["nf4", "nf4"]
+    assert [rank["frozen"]["quantised"] for rank in audits["exact"]] == [None, None]
+    assert all(rank["frozen"]["fetches"] > 0 for rank in audits["two"])
+    plan = make_plan(load_config(tiny / "config.yaml", [*RUN, NF4, "parallel.pipeline=1"]))
+    said = " ".join(" ".join(render(plan)).split())
+    assert "8 of 8 layers are quantised" in said and "quantised layers (nf4) are not those of" in said
+    exact = make_plan(load_config(tiny / "config.yaml", [*RUN, "parallel.pipeline=1"]))
+    assert plan.ranks[0].weight_bytes < exact.ranks[0].weight_bytes
+
+
+def test_a_run_does_not_go_on_with_other_bits_unless_it_is_allowed(tiny, runs, tmp_path):
+    cut = runs["two"].checkpoint(3).path
+    here = ("train.max_steps=4", "run.name=other")
+    with pytest.raises(UserError, match=r'model\.llm\.quantize: was "nf4", is now null'):
+        train(tiny / "config.yaml", *RUN, *here, f"run.dir={tmp_path}", resume=cut)
+    allowed = ["model.llm.quantize", "train.max_steps"]
+    run = train(tiny / "config.yaml", *RUN, *here, f"run.dir={tmp_path}", resume=cut, allow=allowed)
+    assert audit_of(run)["passed"]
+
+
+def test_what_was_trained_is_exported_for_the_llm_as_its_files_have_it(tiny, runs, tmp_path, capsys):
+    out, options = tmp_path / "out", ["--checkpoint", str(runs["two"].folder), "--verify", "4"]
+    assert main(["export", *options, "--format", "hf", "--out", str(out)]) == 0
+    assert "is open" not in capsys.readouterr().out, "the weights are those of the files that were trained with"
+    card = (out / "README.md").read_text()
+    assert "whose frozen decoder layers were quantised then, to nf4, and are not here" in card
+    stock = load_file(tiny / "llm" / "model.safetensors")
+    exported = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
+    norm = next(name for name in exported if re.search(r"layers\.3\.input_layernorm\.weight$", name))
+    assert exported[norm].equal(stock["model.layers.3.input_layernorm.weight"].to(exported[norm].dtype))
+
+
+def test_what_cannot_be_quantised_is_refused(tiny):
+    config = load_config(tiny / "config.yaml", [NF4, "parallel.streamed_layers=2"])
+    with pytest.raises(
+        UserError, match=r"with model\.llm\.quantize nf4 decoder layers are on the device in fewer bits"
+    ):
+        make_plan(config)
+    config = load_config(tiny / "config.yaml", [NF4, "model.trainable=[llm.layers.*]"])
+    with pytest.raises(UserError, match=r"model\.llm\.quantize: nf4, but in every decoder layer something besides"):
+        make_plan(config)
