@@ -29,12 +29,11 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit
 from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import join_process_group, replica_group, shard_group
+from mmtrain.engine.process_groups import join_process_group, replica_group
+from mmtrain.engine.streamed import streamed_layers
 from mmtrain.model.projector import make_projector
-from mmtrain.model.quantised_source import QuantisedSource
 from mmtrain.model.stage import build_stage
 from mmtrain.model.streaming import StreamedLayers
-from mmtrain.model.weight_sources import HostSource, PeerSource
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
@@ -269,7 +268,7 @@ def _execute(case: Case) -> dict[str, Any]:
     config = case.config
     plan = with_prefetch(make_plan(config), case.prefetched)
     mine = plan.ranks[dist.get_rank()]
-    streamed = streamed_layers(plan)
+    streamed = layers_streamed_here(plan)
     stages = {s.stage: build_stage(config, s, streamed=streamed) for s in mine.stages}
     with torch.no_grad():
         for stage in stages.values():
@@ -306,17 +305,10 @@ def _execute(case: Case) -> dict[str, Any]:
     }
 
 
-def streamed_layers(plan: Plan) -> StreamedLayers | None:
-    """Where this rank keeps the layers that its plan streams, as `mmtrain.training.loop` says it."""
-    rank, device = dist.get_rank(), torch.device("cpu")
-    if plan.streaming is None:
-        return None
-    source = plan.streaming.source
-    if source == "host":
-        return StreamedLayers(HostSource(device, replica_group(plan, rank, device, 60)))
-    if source != "peers":
-        return StreamedLayers(QuantisedSource(source, device))
-    return StreamedLayers(PeerSource(shard_group(plan, rank, device, 60), device))
+def layers_streamed_here(plan: Plan) -> StreamedLayers | None:
+    """Where this rank keeps the layers that its plan streams."""
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    return streamed_layers(plan, rank, cpu, replica_group(plan, rank, cpu, 60), 60)
 
 
 def bits(tensor: torch.Tensor) -> str:

@@ -13,6 +13,7 @@ call's cost holds launches that a run overlaps with computing.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -24,15 +25,16 @@ import torch
 import torch.distributed as dist
 
 from mmtrain.base.collectives import of_all_ranks
-from mmtrain.base.printing import bytes_text, table_lines
 from mmtrain.base.progress import ProgressBar
 from mmtrain.calibration.allocations import Usage, bytes_used
+from mmtrain.calibration.fetch_costs import measure_fetches
 from mmtrain.calibration.message_costs import FEATURES, MESSAGE, MessageCosts
 from mmtrain.calibration.solution import (
     ENCODE,
     ENCODE_HALF,
     ENCODE_LATER,
     ENCODE_STEM,
+    MATMUL,
     WINDOW,
     mean_of_ranks,
     recomputing,
@@ -40,6 +42,7 @@ from mmtrain.calibration.solution import (
     solve_layers,
     solve_messages,
 )
+from mmtrain.calibration.table import table
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.stream.packs import to_device
 from mmtrain.engine.channels import Channels
@@ -49,7 +52,7 @@ from mmtrain.engine.single_stage import SingleStage, expected_batch
 from mmtrain.engine.statistics import RankSums
 from mmtrain.engine.step_clock import Reading
 from mmtrain.model.stage import Front, build_stage
-from mmtrain.plan.calibration import Calibration, Device, Key, MessageSeconds, calibration_key
+from mmtrain.plan.calibration import Calibration, Device, Key, calibration_key
 from mmtrain.plan.costs import LayerKind, Models, run_costs
 from mmtrain.plan.plan import Plan, StagePlan
 from mmtrain.plan.planner import models_of
@@ -59,7 +62,7 @@ LAYERS = 4  # of the stage that holds several
 WARM_UP_ROUNDS = 2
 MIN_ROUNDS, MAX_ROUNDS = 7, 31
 SECONDS = 40.0  # of rounds, if that gives as many
-LOAD, MATMUL, REDUCE, UPDATE = "load", "matrix products", "reduce", "update"
+LOAD, REDUCE, UPDATE = "load", "reduce", "update"
 
 
 class Calibrator:
@@ -359,40 +362,11 @@ def calibrate(
             calibrator.round()
             progress.show(done + 1, sum(map(len, calibrator.seconds.values())))
     found = calibrator.finish()
+    rank.progress.at(rounds, "fetching layers")
+    found = dataclasses.replace(found, fetches=measure_fetches(config, plan, torch.device(rank.device)))
     if rank.rank == 0:
         written = found.save(file)
         rank.tell(*table(found, calibrator.seconds))
         rank.tell(f"written to {written}")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def table(found: Calibration, seconds: Mapping[str, Sequence[float]]) -> list[str]:
-    """What one more layer adds to a stage, and what else was measured; then each measurement's spread on a rank."""
-    layers = []
-    for name, layer in found.layers.items():
-        times = layer.forward_seconds, layer.backward_seconds, layer.recomputing_seconds
-        working = max(layer.forward_working_bytes, layer.backward_working_bytes)
-        sizes = map(bytes_text, (layer.kept_bytes, layer.kept_bytes_recomputing, working))
-        layers.append((name, *(f"{time * 1e3:,.3f}" for time in times), *sizes))
-    times = (">forward\nms", ">backward\nms", ">recomputing\nms")
-    columns = ("one more", *times, ">kept", ">kept\nrecomputing", ">working")
-    messages = [_said_of_messages(name, cost) for name, cost in ((MESSAGE, found.messages), (FEATURES, found.features))]
-    numbers = (statistics.median, min, max)
-    spreads = [(name, *(f"{1e3 * of(values):,.3f}" for of in numbers)) for name, values in seconds.items()]
-    return [
-        *table_lines(columns, layers),
-        f"call {found.compute_seconds * 1e3:,.3f} ms; step's end {found.end_seconds * 1e3:,.3f} ms; matrix products "
-        f"{found.matmul_flops_per_second / 1e12:,.3f} TFLOP/s a rank",
-        *([f"encoder: each block {found.encode_block_seconds * 1e3:,.3f} ms"] if ENCODE_HALF in seconds else []),
-        *messages,
-        f"rank 0, {len(seconds[MATMUL])} rounds, in ms:",
-        *table_lines(("", ">median", ">least", ">largest"), spreads),
-    ]
-
-
-def _said_of_messages(kind: str, cost: MessageSeconds | None) -> str:
-    if cost is None:
-        return f"{kind} was not measured: plans assume it"
-    way = "assumed" if cost.transfer is None else f"{cost.transfer * 1e3:,.3f} ms"
-    return f"{kind}: send {cost.send * 1e3:,.3f} ms, receive {cost.receive * 1e3:,.3f} ms, transfer {way}"

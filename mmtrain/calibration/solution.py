@@ -15,6 +15,7 @@ from mmtrain.plan.costs import LayerKind
 
 WINDOW = "layers in a row"
 ENCODE = "encode"
+MATMUL = "matrix products"
 ENCODE_HALF = "encode, half of the blocks"  # those before the others, rounded down, with the stem
 ENCODE_STEM = "encode, no block"
 ENCODE_LATER = "encode, a slice behind the first"

@@ -13,7 +13,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +34,7 @@ PACKAGES = ("mmtrain", "torch", "transformers", "timm")
 EXACTLY = ConfigDict(extra="forbid")  # a file has all fields and no others
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Seconds = Annotated[Amount, Field(le=86_400.0)]  # of one layer or message: far more than any takes
+Rate = Annotated[Amount, Field(gt=0)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 MAX_BYTES = 1_000_000  # of the file; a dozen kinds of layers take 5 kB
 
@@ -102,6 +103,16 @@ class MessageSeconds:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchRates:
+    """Bytes a second of streamed layers, from one source."""
+
+    __pydantic_config__ = EXACTLY
+
+    alone: Rate
+    beside: Rate  # while the device computes, too
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """What was measured on a device."""
 
@@ -116,9 +127,10 @@ class Calibration:
     features: MessageSeconds | None  # between slices of a frozen encoder; None likewise
     end_seconds: Seconds  # a step's end: reductions, of gradients over `replicas`, and optimizer
     replicas: Annotated[Count, Field(gt=0)]
-    matmul_flops_per_second: Annotated[Amount, Field(gt=0)]  # of one rank, all `ranks` computing
+    matmul_flops_per_second: Rate  # of one rank, all `ranks` computing
     encode_stem_bytes: Count | None = None  # working in an ENCODE of a first slice without blocks; None: not measured
     encode_later_bytes: Count | None = None  # likewise of a slice behind the first
+    fetches: Mapping[str, FetchRates] = field(default_factory=dict)  # by source, those that were measured
 
     def save(self, file: Path | None = None) -> Path:
         """Write it, by default where `find` looks, and return the file. An existing one is replaced whole."""

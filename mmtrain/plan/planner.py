@@ -112,7 +112,9 @@ def _plan(config: RunConfig, models: Models, search: Search, found: Sequence[Lay
     device, described = costs.timings.device, "assumed"
     if device is not None:
         messages = "" if costs.timings.measured_messages or pipeline == 1 else "; messages assumed"
-        described = f"calibrated on {device}{messages}"
+        source = costs.setting.streaming.source
+        streams = any(need.streamed for need in layout.needs) and source not in costs.timings.measured_fetches
+        described = f"calibrated on {device}{messages}{'; fetches assumed' * streams}"
     in_slices = len(ranks_of(layout.chain)) > 1
     alone = _on_rank_0(config, search) if in_slices else None
     immediate = search.layout(cut)

@@ -6,6 +6,7 @@ costs --assumed_timings, or calibrated with measurements--> Timings --cut--> sec
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.plan.calibration import Calibration, LayerMeasures
@@ -69,6 +70,7 @@ class Timings:
     made_fetch: float = 0.0  # likewise, of fewer bits
     fetch: float = 0.0  # of each fetch, besides
     measured_messages: bool = False
+    measured_fetches: tuple[str, ...] = ()  # sources
 
     @property
     def encode(self) -> float:
@@ -113,6 +115,19 @@ def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timi
         made_fetch=1 / device.made_bytes_per_second,
         fetch=device.latency_seconds,
     )
+
+
+def fetch_costs(calibration: Calibration, assumed: Timings) -> dict[str, Any]:
+    """Seconds of a byte by each source, as measured beside computing where they were."""
+    measured = {source: 1 / rates.beside for source, rates in calibration.fetches.items()}
+    made = next((measured[source] for source in ("nf4", "int8") if source in measured), assumed.made_fetch)
+    return {
+        "host_fetch": measured.get("host", assumed.host_fetch),
+        "peer_fetch": measured.get("peers", assumed.peer_fetch),
+        "made_fetch": made,
+        "fetch": assumed.fetch,
+        "measured_fetches": tuple(measured),
+    }
 
 
 def _ring(costs: RunCosts, replicas: int, device: Assumptions) -> float:
@@ -196,9 +211,6 @@ def calibrated(
             receive_features=measured(features and features.receive, assumed.receive_features),
             transfer_features=measured(features and features.transfer, assumed.transfer_features),
             end=max(0.0, calibration.end_seconds + more_replicas),
-            host_fetch=assumed.host_fetch,
-            peer_fetch=assumed.peer_fetch,
-            made_fetch=assumed.made_fetch,
-            fetch=assumed.fetch,
+            **fetch_costs(calibration, assumed),
         ),
     )

@@ -24,17 +24,15 @@ from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit, check_replicas, model_fingerprint, settings_fingerprint, write_audit
 from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import join_process_group, replica_group, shard_group
+from mmtrain.engine.process_groups import join_process_group, replica_group
+from mmtrain.engine.streamed import streamed_layers
 from mmtrain.engine.trace import TRACE, TracedStep, Tracer
 from mmtrain.engine.utilization import Utilization, peak_flops
 from mmtrain.evaluation.console import Console
 from mmtrain.evaluation.evaluator import Evaluator
 from mmtrain.evaluation.held_out import HeldOut
 from mmtrain.model.flash import say_ways
-from mmtrain.model.quantised_source import QuantisedSource
 from mmtrain.model.stage import build_stage
-from mmtrain.model.streaming import StreamedLayers
-from mmtrain.model.weight_sources import HostSource, PeerSource
 from mmtrain.plan.calibration import cpu_device, gpu_device
 from mmtrain.plan.instructions import Instruction
 from mmtrain.plan.plan import Plan
@@ -139,7 +137,9 @@ class _Run:
         rank.progress.at(self.first_step, "loading weights")
         self.console.line(f"loading weights on {plan.pipeline * plan.data} ranks")
         to_build = config if self.start is None else _without_init_from(config)
-        places = {"device": self.device, "streamed": self._streamed_layers()}
+        timeout = config.parallel.timeout_seconds
+        streamed = streamed_layers(plan, rank.rank, self.device, self.readers, timeout)
+        places = {"device": self.device, "streamed": streamed}
         self.stages = {stage.stage: build_stage(to_build, stage, **places) for stage in self.mine.stages}
         rank.progress.at(self.first_step, "building the engine")
         self._refuse_short_memory()  # the engine warms up, and would run out of memory without a word on why
@@ -167,19 +167,6 @@ class _Run:
             "settings_fingerprint": settings_fingerprint(config) if rank.rank == 0 else None,
             "branched_from": None if self.start is None else self.start.branched_from,
         }
-
-    def _streamed_layers(self) -> StreamedLayers | None:
-        """Those of this rank, empty; None where no rank has any."""
-        plan, device = self.plan, self.device
-        if plan.streaming is None:
-            return None
-        source = plan.streaming.source
-        if source == "host":
-            return StreamedLayers(HostSource(device, self.readers))
-        if source != "peers":
-            return StreamedLayers(QuantisedSource(source, device))
-        peers = shard_group(plan, self.rank.rank, device, self.config.parallel.timeout_seconds)
-        return StreamedLayers(PeerSource(peers, device))
 
     def _before_instruction(self, step: int, instruction: Instruction) -> None:
         self.rank.progress.at(step, instruction)

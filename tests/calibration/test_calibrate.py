@@ -14,10 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mmtrain.base.errors import UserError
 from mmtrain.calibration.allocations import Usage, bytes_used, tensor_bytes
-from mmtrain.calibration.calibrate import MATMUL, find_window, table
+from mmtrain.calibration.calibrate import find_window
 from mmtrain.calibration.solution import (
     ENCODE,
     ENCODE_HALF,
+    MATMUL,
     WINDOW,
     mean_of_ranks,
     recomputing,
@@ -25,6 +26,7 @@ from mmtrain.calibration.solution import (
     solve_layers,
     solve_messages,
 )
+from mmtrain.calibration.table import table
 from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.engine.single_stage import SingleStage, expected_batch

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from bench_models import ModelSize, save_parts
 from bench_plan_ranks import Runner
 from ranks import run_ranks
-from scenes import make_config, streamed_layers
+from scenes import layers_streamed_here, make_config
 
 from mmtrain.calibration.allocations import bytes_used, tensor_bytes
 from mmtrain.calibration.calibrate import Calibrator
+from mmtrain.calibration.fetch_costs import measure_fetches
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.engine.single_stage import expected_batch
@@ -130,17 +131,25 @@ class InPlace(PeerSource):
         return lambda: [work.wait() for work in sent]
 
 
+def keys(parallel):
+    """Overrides of a configuration's section."""
+    return {f"parallel.{key}": value for key, value in parallel.items()}
+
+
 def streamed_and_measured(folder, config, layouts):
     """Of each layout on this rank: its plan; bytes as measured in a step; of streamed layers, whole and as kept."""
     join_process_group(torch.device("cpu"), 120)
     models, file = calibrated(folder, config)
     result = []
     for asked in layouts:
+        rates = measure_fetches(c := config.changed(keys(asked)), make_plan(c), torch.device("cpu"))
+        assert all(one.alone > 0 and one.beside > 0 for one in rates.values())
+        assert set(rates) == {asked.get("stream_from", "host")}
         changes = {"calibration": str(file), **asked}
-        mine_config = config.changed({f"parallel.{key}": value for key, value in changes.items()})
+        mine_config = config.changed(keys(changes))
         plan = make_plan(mine_config)
         mine = plan.ranks[dist.get_rank()]
-        streamed = streamed_layers(plan)
+        streamed = layers_streamed_here(plan)
         if isinstance(streamed.source, PeerSource):
             streamed.source = InPlace(streamed.source._group, streamed.source.device)
         stages = {s.stage: build_stage(mine_config, s, streamed=streamed) for s in mine.stages}

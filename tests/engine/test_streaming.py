@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from scenes import as_batch, make_config, make_document, save_parts, streamed_layers
+from scenes import as_batch, layers_streamed_here, make_config, make_document, save_parts
 
 from mmtrain.engine.audit import RankAudit, model_fingerprint
 from mmtrain.engine.engine import FrozenPipelineEngine
@@ -83,7 +83,7 @@ def train(config):
     """What steps and evaluations in between said, gradients, what is left, and the audit of this rank."""
     plan = make_plan(config)
     mine = plan.ranks[dist.get_rank()]
-    streamed = streamed_layers(plan)
+    streamed = layers_streamed_here(plan)
     stages = {stage.stage: build_stage(config, stage, streamed=streamed) for stage in mine.stages}
     gradients, whole = [], []
 
