@@ -19,33 +19,20 @@ N = TypeVar("N", bound=Need)
 def fastest(need: Callable[[int, int], N], fits: Callable[[N], bool], recompute: range, most: int) -> N | None:
     """Of what fits, the `need` of so many layers that recompute and so many that are streamed that takes least.
 
-    `recompute`: how many may; `most`: how many may be streamed. None: nothing fits. With more layers that recompute
-    fewer need to be streamed, and what is fetched for these may hide behind computing: seconds fall, then rise.
+    `recompute`: how many may; `most`: how many may be streamed. None: nothing fits. Exact where more layers that
+    recompute never ask for more that are streamed: each count that recomputes is tried with the fewest that fit.
     """
-    found: dict[int, N | None] = {}
-
-    def fewest_streamed(recomputed: int) -> N | None:
-        if recomputed not in found:
-            low, high, found[recomputed] = 0, most, None
-            while low <= high:
-                middle = (low + high) // 2 if low else 0  # none first
-                tried = need(recomputed, middle)
-                if fits(tried):
-                    found[recomputed], high = tried, middle - 1
-                else:
-                    low = middle + 1
-        return found[recomputed]
-
-    low, high = recompute[0], recompute[-1]
-    if fewest_streamed(high) is None:
-        return None
-    while low < high:  # to the fewest that fit
-        middle = (low + high) // 2
-        low, high = (low, middle) if fewest_streamed(middle) is not None else (middle + 1, high)
-    high = recompute[-1]
-    while low < high:  # to the bottom
-        middle = (low + high) // 2
-        here, further = fewest_streamed(middle), fewest_streamed(middle + 1)
-        better = here is not None and further is not None and further.seconds < here.seconds
-        low, high = (middle + 1, high) if better else (low, middle)
-    return fewest_streamed(low)
+    best: N | None = None
+    streamed = most
+    for recomputed in recompute:
+        none = need(recomputed, 0)  # one or two that are streamed may take more than none: their buffers
+        found = none if fits(none) else need(recomputed, streamed)
+        if not fits(found):
+            continue
+        while found is not none and fits(fewer := need(recomputed, streamed - 1)):
+            found, streamed = fewer, streamed - 1
+        if best is None or found.seconds < best.seconds:
+            best = found
+        if found is none:  # more that recompute only take longer
+            break
+    return best
