@@ -85,7 +85,6 @@ class StreamedLayer:
     def let_go(self) -> None:
         """Give the buffer's memory back."""
         self.buffer.untyped_storage().resize_(0)
-        self.wait = None
 
 
 class StreamedLayers:
@@ -153,7 +152,9 @@ class StreamedLayers:
             if pair[0] != number:  # ranks that fetch from each other would wait for ever
                 raise RuntimeError(f"decoder layer {number} is used where the list has layer {pair[0]}")
         self._fetch(pair)
-        layer = self.layers[number]
+        self._await(self.layers[number])
+
+    def _await(self, layer: StreamedLayer) -> None:
         if layer.wait is not None:
             self.before_wait()
             layer.wait()
@@ -173,6 +174,7 @@ class StreamedLayers:
     def _let_go_but(self, wanted: Sequence[int | None]) -> None:
         for number in self._whole:
             if number not in wanted:
+                self._await(self.layers[number])  # else it would be filled while the memory is somebody else's
                 self.layers[number].let_go()
         self._whole = [number for number in self._whole if number in wanted]
 

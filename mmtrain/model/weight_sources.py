@@ -87,12 +87,7 @@ class HostSource(_Exact):
                 f"({error.strerror}); stream fewer layers (parallel.streamed_layers), or use a machine with more"
             ) from error
         if self.device.type == "cuda":
-            refused = torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), layer.bytes, 0)
-            if int(refused) != 0:
-                raise UserError(
-                    f"CUDA cannot lock {bytes_text(layer.bytes)} of host memory for a decoder layer ({refused}); "
-                    "stream fewer layers (parallel.streamed_layers), or let the machine lock more memory (ulimit -l)"
-                )
+            lock(kept)
         return kept
 
     def _kept(self, layer: StreamedLayer) -> torch.Tensor:
@@ -124,6 +119,16 @@ class HostSource(_Exact):
             layer.buffer.copy_(layer.kept, non_blocking=True)
             there = self._copies.record_event()
         return lambda: torch.cuda.current_stream(self.device).wait_event(there)
+
+
+def lock(kept: torch.Tensor) -> None:
+    """Let the GPU read this memory by itself; raises UserError where its driver refuses."""
+    refused = torch.cuda.cudart().cudaHostRegister(kept.data_ptr(), kept.nbytes, 0)
+    if int(refused) != 0:
+        raise UserError(
+            f"CUDA cannot lock {bytes_text(kept.nbytes)} of host memory for a decoder layer (error {refused}); stream "
+            "fewer layers (parallel.streamed_layers), or let the machine lock more memory (ulimit -l)"
+        )
 
 
 def _machine() -> tuple[str, ...]:

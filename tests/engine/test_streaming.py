@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +15,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 from scenes import as_batch, layers_streamed_here, make_config, make_document, save_parts
 
-from mmtrain.engine.audit import RankAudit, model_fingerprint
+from mmtrain.base.errors import UserError
+from mmtrain.engine.audit import AuditError, RankAudit, model_fingerprint
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.bookends import decoder_layers
 from mmtrain.model.stage import build_stage
 from mmtrain.model.streaming import StreamedLayers
+from mmtrain.model.weight_sources import lock
 from mmtrain.plan.fetching import fetched, uses_of, with_following
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
@@ -243,6 +247,9 @@ class SleepingSource:
     def keep(self, layer):
         return layer.buffer.clone()
 
+    def fingerprints(self, layer):
+        return list(layer.loaded)
+
     def fetch(self, layer):
         def work():
             time.sleep(self.seconds)
@@ -300,3 +307,107 @@ def test_a_step_takes_the_longer_of_computing_and_fetching_and_not_their_sum(par
     assert took == pytest.approx(expected, rel=0.1)
     assert took < bare + fetches * fetch - 0.8 * hidden
     assert waited == pytest.approx(max(0.0, fetch - COMPUTE) * fetches, abs=0.1 * bare)
+
+
+# ---- what goes wrong
+
+
+def flip(tensor):
+    tensor.view(-1)[3] ^= 16
+
+
+def failures_of(parts, case, quantisation=None):
+    """What the audit finds at the end where a bit of what this rank keeps was flipped after it began."""
+    join_process_group(torch.device("cpu"), 60)
+    config = case.config(parts, streamed=quantisation is None)
+    if quantisation is not None:
+        config = config.changed({"model.llm.quantize": quantisation})
+    plan = make_plan(config)
+    mine, streamed = plan.ranks[dist.get_rank()], layers_streamed_here(plan)
+    stages = {stage.stage: build_stage(config, stage, streamed=streamed) for stage in mine.stages}
+    engine = FrozenPipelineEngine(config, plan, stages)
+    audit = RankAudit(mine, stages, engine.optimizer, engine.trainable)
+    kept = streamed.layers[2].kept
+    if dist.get_rank() == 0:
+        flip(kept if quantisation is None else kept[0].codes)
+    dist.barrier()
+    return audit.finish(engine.saw_gradient)["failures"], kept.sum().item() if quantisation is None else None
+
+
+@pytest.mark.parametrize(("case", "quantisation"), [(Case(HOST), None), (Case(PEERS_2), None), (Case(HOST), "nf4")])
+def test_a_bit_that_flips_where_a_layer_is_kept_fails_the_run(parts, case, quantisation):
+    for failures, _ in run_ranks(case.layout[1], failures_of, parts, case, quantisation):
+        (failure,) = failures
+        assert failure.startswith("frozen tensor llm.layers.2.") and failure.endswith(" changed")
+
+
+def test_ranks_of_a_machine_that_stream_the_same_layers_share_one_copy(parts):
+    (own, first), (other, second) = run_ranks(2, failures_of, parts, Case((1, 2, 1)))
+    assert own == other and len(own) == 1, "rank 1 sees what rank 0 has written"
+    assert first == second
+
+
+def wrong_copy(parts):
+    """The error of a rank whose source keeps something else than it was given."""
+    join_process_group(torch.device("cpu"), 60)
+    config = Case(HOST).config(parts, streamed=True)
+    plan = make_plan(config)
+    streamed = layers_streamed_here(plan)
+    keep = streamed.source.keep
+
+    def wrong(layer):
+        kept = keep(layer)
+        flip(kept)
+        return kept
+
+    streamed.source.keep = wrong
+    stages = {0: build_stage(config, plan.ranks[0].stages[0], streamed=streamed)}
+    engine = FrozenPipelineEngine(config, plan, stages)
+    with pytest.raises(AuditError) as found:
+        RankAudit(plan.ranks[0], stages, engine.optimizer, engine.trainable)
+    return str(found.value)
+
+
+def test_what_is_fetched_must_be_what_the_file_has(parts):
+    (error,) = run_ranks(1, wrong_copy, parts)
+    assert "llm.layers.0." in error and "is fetched with other values than its file has here" in error
+
+
+def test_a_layer_that_comes_out_of_turn_and_one_that_does_not_come_are_said():
+    streamed = StreamedLayers(SleepingSource(0.0))
+    layers = [torch.nn.Linear(4, 4).requires_grad_(False) for _ in range(3)]
+    forwards = []
+    for number, layer in enumerate(layers):
+        streamed.take(number, layer)
+        forwards.append(streamed.around(number, layer.forward))
+    hidden = torch.ones(1, 4)
+    streamed.follow([0, 1, 2])
+    forwards[0](hidden)
+    with pytest.raises(RuntimeError, match="decoder layer 2 is used where the list has layer 1"):
+        forwards[2](hidden)
+    streamed.follow([0, 1])
+    forwards[0](hidden)
+    with pytest.raises(RuntimeError, match="1 uses of streamed layers are left, first of layer 1"):
+        streamed.end()
+    assert not any(layer.buffer.untyped_storage().nbytes() for layer in streamed.layers.values())
+
+
+def without_room(parts):
+    """The error of a host that gives no memory to a layer."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # memory files are files
+    stage = make_plan(Case(HOST).config(parts, streamed=True)).ranks[0].stages[0]
+    with pytest.raises(UserError) as found:
+        build_stage(Case(HOST).config(parts, streamed=True), stage)
+    return str(found.value)
+
+
+def test_a_host_without_room_is_told_so_by_name(parts):
+    (error,) = run_ranks(1, without_room, parts)
+    assert "finds no room in the host's memory" in error and "parallel.streamed_layers" in error
+
+
+def test_memory_that_cuda_cannot_lock_is_told_so_by_name(monkeypatch):
+    refuses = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refuses)
+    with pytest.raises(UserError, match=r"CUDA cannot lock 4\.0 KiB of host memory .* \(ulimit -l\)"):
+        lock(torch.zeros(4096, dtype=torch.uint8))
