@@ -14,9 +14,15 @@ from mmtrain.base.printing import run_command, tell
 from mmtrain.config.load import load_config
 from mmtrain.launching.calibrating import calibrate
 from mmtrain.launching.command_line import Options, parse_arguments
-from mmtrain.launching.machine import allow_open_files, plan_for_here, refuse_unusable_shared_memory
+from mmtrain.launching.machine import (
+    allow_open_files,
+    plan_for_here,
+    refuse_unusable_shared_memory,
+    suggest_for_here,
+)
 from mmtrain.launching.starters import rank_of_torchrun, refuse_other_starters
 from mmtrain.launching.training import ranks_of_node, train
+from mmtrain.plan.suggestion_table import render_suggestion
 from mmtrain.plan.table import render
 from mmtrain.pretrained.whole_models import completed
 from mmtrain.processes.rank import seconds_before_message
@@ -40,6 +46,14 @@ def run(options: Options) -> int:
         config = completed(load_config(options.config, options.overrides))
         if options.trace is not None and (options.plan or options.calibrate):
             raise UserError("--trace records training; mmtrain plot --plan CONFIG draws what is planned")
+        if options.suggest is not None:
+            if not options.plan:
+                raise UserError(
+                    f"--suggest {options.suggest} tells layouts and trains nothing: mmtrain plan CONFIG --suggest "
+                    f"{options.suggest} shows them; train with the overrides of one"
+                )
+            tell(*render_suggestion(suggest_for_here(config, options.suggest)))
+            return 0
         if options.plan:
             tell(*render(plan_for_here(config)))
             return 0

@@ -52,12 +52,12 @@ def test_layouts_of_a_quantised_run_agree_and_it_is_another_one_than_the_exact(r
 
 def test_plan_and_audit_name_it(tiny, runs):
     audits = {name: audit_of(run)["ranks"] for name, run in runs.items()}
-    assert [rank["frozen"]["quantised"] for rank in audits["two"]] == ["nf4", "nf4"]
-    assert [rank["frozen"]["quantised"] for rank in audits["exact"]] == [None, None]
+    assert [rank["frozen"]["streamed_from"] for rank in audits["two"]] == ["nf4", "nf4"]
+    assert [rank["frozen"]["streamed_from"] for rank in audits["exact"]] == [None, None]
     assert all(rank["frozen"]["fetches"] > 0 for rank in audits["two"])
     plan = make_plan(load_config(tiny / "config.yaml", [*RUN, NF4, "parallel.pipeline=1"]))
     said = " ".join(" ".join(render(plan)).split())
-    assert "8 of 8 layers are quantised" in said and "quantised layers (nf4) are not those of" in said
+    assert "8 of 8 layers are quantised" in said and "quantised layers: nf4, made whole before each use" in said
     exact = make_plan(load_config(tiny / "config.yaml", [*RUN, "parallel.pipeline=1"]))
     assert plan.ranks[0].weight_bytes < exact.ranks[0].weight_bytes
 
@@ -77,7 +77,7 @@ def test_what_was_trained_is_exported_for_the_llm_as_its_files_have_it(tiny, run
     assert main(["export", *options, "--format", "hf", "--out", str(out)]) == 0
     assert "is open" not in capsys.readouterr().out, "the weights are those of the files that were trained with"
     card = (out / "README.md").read_text()
-    assert "whose frozen decoder layers were quantised then, to nf4, and are not here" in card
+    assert "quantised to nf4 during training; they are not quantised here" in card
     stock = load_file(tiny / "llm" / "model.safetensors")
     exported = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
     norm = next(name for name in exported if re.search(r"layers\.3\.input_layernorm\.weight$", name))

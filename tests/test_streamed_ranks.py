@@ -76,7 +76,7 @@ def test_a_machine_without_room_for_what_its_ranks_stream_is_refused_before_anyt
     # The two replicas of a stage share one copy: together they take three quarters of what is free, not twice that.
     sizes = {0: free // 2, 1: free // 4}
     refuse_short_host_memory([replace(rank, host_bytes=sizes[rank.pipeline]) for rank in plan.ranks])
-    with pytest.raises(UserError, match=r"keep .* GiB of decoder layers in its memory, of which .* GiB are free"):
+    with pytest.raises(UserError, match=r"need .* of its memory for decoder layers, and .* are free"):
         refuse_short_host_memory([replace(rank, host_bytes=free) for rank in plan.ranks])
 
 

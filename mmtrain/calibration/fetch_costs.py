@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from mmtrain.base.collectives import of_all_ranks
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.streamed import streamed_layers
@@ -29,11 +30,12 @@ def measure_fetches(config: RunConfig, plan: Plan, device: torch.device) -> dict
 
     On a CPU a fetch from the host and dequantising are work of the very thread that computes: there both rates are one.
     """
-    timeout = config.parallel.timeout_seconds
-    replicas = replica_group(plan, dist.get_rank(), torch.device("cpu"), timeout) if plan.streaming else None
-    streamed = streamed_layers(plan, dist.get_rank(), device, replicas, timeout)
-    if streamed is None or plan.streaming is None:
+    if plan.streaming is None:
         return {}
+    timeout = config.parallel.timeout_seconds
+    replicas = replica_group(plan, dist.get_rank(), torch.device("cpu"), timeout)
+    streamed = streamed_layers(plan, dist.get_rank(), device, replicas, timeout)
+    assert streamed is not None
     mine = [layer for stage in plan.ranks[dist.get_rank()].stages for layer in stage.streamed] or [0]
     load_slice(
         config.model.llm.path,
@@ -44,16 +46,15 @@ def measure_fetches(config: RunConfig, plan: Plan, device: torch.device) -> dict
         dtype=DTYPES[config.model.llm.dtype],
         device=device,
         streamed=streamed,
-        streams=mine[:1],
+        streamed_numbers=mine[:1],
     )
     layer = streamed.layers[mine[0]]
     alone = _median(lambda: _alone(streamed, layer))
     beside = _median(lambda: _beside(streamed, layer, 2 * alone)) if device.type == "cuda" else alone
-    both = torch.tensor([alone, beside])
-    gathered = [both] * dist.get_world_size()
-    dist.all_gather_object(gathered, both)
-    slowest = torch.stack(gathered).max(dim=0).values.tolist()
-    came = layer.bytes - layer.bytes // plan.streaming.shards * (plan.streaming.source == "peers")
+    slowest = [max(of_ranks) for of_ranks in zip(*of_all_ranks((alone, beside)), strict=True)]
+    came = layer.bytes
+    if plan.streaming.source == "peers":  # a part was there
+        came -= layer.bytes // plan.streaming.weight_shards
     return {plan.streaming.source: FetchRates(*(came / seconds for seconds in slowest))}
 
 
@@ -62,11 +63,13 @@ def _median(measure: Callable[[], float]) -> float:
 
 
 def _alone(streamed: StreamedLayers, layer: StreamedLayer) -> float:
+    device = streamed.source.device
     layer.make_room()
-    _wait(streamed.source.device)
+    dist.barrier()
+    _synchronize(device)
     began = time.perf_counter()
     streamed.source.fetch(layer)()
-    _wait(streamed.source.device)
+    _synchronize(device)
     took = time.perf_counter() - began
     layer.let_go()
     return took
@@ -96,7 +99,6 @@ def _beside(streamed: StreamedLayers, layer: StreamedLayer, seconds: float) -> f
     return begin.elapsed_time(end) / 1000
 
 
-def _wait(device: torch.device) -> None:
-    dist.barrier()
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -2,7 +2,7 @@
 
 CONFIG is the YAML file of a run; any key of it can be set behind it. Nothing is started, nothing is written, and
 neither GPUs nor weights are needed: a laptop plans for a cluster. Without a calibration the plan has shares and ratios,
-no seconds; mmtrain calibrate measures.
+no seconds; mmtrain calibrate measures. With --suggest N it shows the best layouts for N devices instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mmtrain.base.arguments import command_parser
 from mmtrain.launch import run
-from mmtrain.launching.command_line import Options, parse_run
+from mmtrain.launching.command_line import Options, add_suggest, parse_run
 
 EXAMPLES = """\
   the demo, on four ranks:
@@ -20,6 +20,8 @@ EXAMPLES = """\
     mmtrain plan demo:llava_pp4 parallel.pipeline=2 parallel.stages_per_rank=2
   a 72B on 16 GPUs of another size than those here:
     mmtrain plan configs/qwen25_72b_pp8_dp2.yaml parallel.device_memory_gib=72
+  which layout that run should have on 8 GPUs:
+    mmtrain plan configs/qwen25_72b_pp8_dp2.yaml parallel.device_memory_gib=77 --suggest 8
 """
 EXITS = {0: "the plan is printed", 2: "wrong input, or a run that does not fit; the message says what to do"}
 __all__ = ["parse_arguments", "run"]
@@ -28,4 +30,5 @@ __all__ = ["parse_arguments", "run"]
 def parse_arguments(arguments: Sequence[str]) -> Options:
     """Command line; `--help` teaches by example."""
     parser = command_parser("plan", __doc__, EXAMPLES, EXITS)
+    add_suggest(parser)
     return parse_run(parser, arguments, plan=True)

@@ -63,7 +63,8 @@ ANSWERS = {
     ),
     "deepspeed zero_stage zero_optimization fsdp fsdp_config offload optimizer_cpu_offload": (
         "models are cut into parallel.pipeline stages and repeated parallel.data times, whatever does not train holds "
-        "no optimizer state, and nothing is sharded or offloaded besides"
+        "no optimizer state, and frozen layers may be kept in host memory or in parts on replicas: "
+        "parallel.streamed_layers, parallel.stream_from"
     ),
     "pipeline_model_parallel_size pipeline_parallel_size num_stages parallel_stage parallel_stages": (
         "it is parallel.pipeline"
@@ -87,7 +88,7 @@ ANSWERS = {
         "model.llm.dtype and model.vision.dtype are bfloat16 or float32, and what trains has float32 masters"
     ),
     "quantization_bit quantization_method load_in_4bit load_in_8bit quant_method quant_bits bits": (
-        "weights are not quantised: model.llm.dtype is bfloat16 or float32"
+        "model.llm.quantize keeps frozen decoder layers in 4 or 8 bits: nf4, int8"
     ),
     "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing recompute_granularity "
     "recompute_num_layers": "parallel.recompute_layers says how many layers recompute, and auto what memory needs",

@@ -30,8 +30,8 @@ class LlmSection(Section):
     """storage and compute type of the frozen LLM"""
     quantize: Kept[Literal["nf4", "int8"] | None] = None
     """keep decoder layers in which nothing but adapters trains in fewer bits: nf4 in 4, int8 in 8 a weight, by
-    bitsandbytes (pip install 'mmtrain[quantize]'); they compute in dtype. It is another model, a little worse; what is
-    trained beside it is for the LLM as its files have it. null: all bits"""
+    bitsandbytes (pip install 'mmtrain[quantize]'); they compute in dtype. It is another model, near the one in path;
+    what is trained beside it is exported for the one in path. null: all bits"""
 
 
 class VisionSection(Section):

@@ -53,8 +53,9 @@ class ParallelSection(Section):
     stream_from: Free[Literal["host", "peers"]] = "host"
     """where weights of streamed layers are kept. host: in the machine's memory, once for all ranks that stream the same
     layers; peers: each of weight_shards replicas keeps a part on its device, for machines with fast links (NVLink)"""
-    weight_shards: Free[int] = Field(1, ge=1, le=10_000)
-    """replicas that keep a part each of streamed layers, where stream_from is peers; divides parallel.data"""
+    weight_shards: Free[Annotated[int, Field(ge=1, le=10_000)] | None] = None
+    """replicas that keep a part each of streamed layers, where stream_from is peers: a divisor of parallel.data; null:
+    all replicas"""
     host_memory_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = None
     """memory of its machine that a rank may keep streamed layers in, GiB; null: what the machine has"""
     calibration: Free[Files[str | None]] = None
@@ -99,14 +100,29 @@ class ParallelSection(Section):
     @model_validator(mode="after")
     def _peers_are_replicas(self) -> Self:
         shards, data = self.weight_shards, self.data
-        if self.stream_from == "host" and shards > 1:
+        if self.stream_from == "host":
+            if shards not in (None, 1):
+                raise wrong_together(
+                    f"parallel.weight_shards: {shards} replicas keep a part each of streamed layers, and "
+                    "parallel.stream_from is host; set stream_from=peers, or leave weight_shards out"
+                )
+            return self
+        layers = self.streamed_layers
+        if not (any(layers) if isinstance(layers, tuple) else layers):
             raise wrong_together(
-                f"parallel.weight_shards: {shards} replicas keep a part each of streamed layers, and "
-                "parallel.stream_from is host; set stream_from=peers, or leave weight_shards out"
+                "parallel.stream_from: peers, but parallel.streamed_layers is 0, so that nothing is streamed; set "
+                "streamed_layers=auto, or leave stream_from out"
             )
-        if self.stream_from == "peers" and (shards < 2 or data % shards):
+        if self.host_memory_gib is not None:
+            raise wrong_together(
+                f"parallel.host_memory_gib: {self.host_memory_gib:g}, but with parallel.stream_from peers nothing is "
+                "kept in the machine's memory; leave one of them out"
+            )
+        shards = data if shards is None else shards
+        if shards < 2 or data % shards:
             fits = [n for n in range(2, data + 1) if data % n == 0]
-            needs = f"one of {', '.join(map(str, fits[:6]))}" if fits else "parallel.data of at least 2"
+            more = ", ..." if len(fits) > 6 else ""
+            needs = f"one of {', '.join(map(str, fits[:6]))}{more}" if fits else "parallel.data of at least 2"
             raise wrong_together(
                 f"parallel.weight_shards: {shards}; parallel.stream_from peers with parallel.data {data} needs {needs}"
             )

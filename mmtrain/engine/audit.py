@@ -61,8 +61,8 @@ class RankAudit:
         for number, stage in stages.items():
             kept = set(stage.state_dict())
             self.frozen |= {f"stage {number} {name}": b for name, b in stage.named_buffers() if name in kept}
-        several = {id(stage.streamed): stage.streamed for stage in stages.values() if stage.streamed is not None}
-        self._streamed = list(several.values())
+        # A rank has one, whatever its stages are; none where nothing of it is streamed.
+        self._streamed = [stage.streamed for stage in stages.values() if stage.streamed is not None][:1]
         self._check_finite()
         self.before = self._fingerprints()
         self._check_fetched()
@@ -170,11 +170,11 @@ class RankAudit:
                 failures.append(f"{name} is not finite")
             elif not torch.equal(self.stored[name], master.to(self.stored[name].dtype)):
                 failures.append(f"{name} computes with other values than were trained")
-        layers = fetched = 0
+        layers = count = 0
         for streamed in self._streamed:
-            layers, fetched = layers + len(streamed.layers), fetched + streamed.fetched
-            if streamed.fetched != streamed.planned:
-                failures.append(f"{streamed.fetched} fetches of streamed layers, and the lists have {streamed.planned}")
+            layers, count, planned = len(streamed.layers), streamed.fetch_count, streamed.planned_fetches
+            if count != planned:
+                failures.append(f"{count} layers were fetched where the instruction lists ask for {planned}")
         return {
             "rank": self.plan.rank,
             "pipeline": self.plan.pipeline,
@@ -197,9 +197,9 @@ class RankAudit:
                 "bytes": sum(p.numel() * p.element_size() for p in self.frozen.values()),
                 "fingerprint_before": _combined(self.before, self.frozen),
                 "fingerprint_after": _combined(after, self.frozen),
-                "quantised": self.plan.stages[0].quantisation,
+                "streamed_from": self._streamed[0].source.name if self._streamed else None,
                 "streamed_layers": layers,
-                "fetches": fetched,
+                "fetches": count,
             },
             "failures": failures,
         }

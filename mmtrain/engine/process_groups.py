@@ -46,7 +46,7 @@ def shard_group(plan: Plan, rank: int, device: torch.device, timeout_seconds: in
 
     Of a plan that streams. Every rank of the job calls it at the same time.
     """
-    mine, backend, size = None, "nccl" if device.type == "cuda" else "gloo", plan.streaming.shards
+    mine, backend, size = None, "nccl" if device.type == "cuda" else "gloo", plan.streaming.weight_shards
     for place in range(plan.pipeline):
         for first in range(0, plan.data, size):
             ranks = [other.rank for other in plan.ranks if other.pipeline == place and 0 <= other.data - first < size]

@@ -4,7 +4,7 @@ A mark ends each instruction, and within one the time in which it only waited: f
 a mark is the time. On CUDA it is an event on the stream that computes: kernels run when the host has long gone on, and
 waiting for a message makes only that stream wait. There the time of an instruction is the time that the stream spends
 between its marks, with what the host is late in giving it. Price: about a microsecond an instruction on a CPU, and
-50 microseconds a step for the process's peak memory.
+50 microseconds a step for the process's peak memory; two marks more for each fetch of a streamed layer.
 """
 
 from __future__ import annotations

@@ -145,6 +145,9 @@ def _names(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {**place, "name": "thread_sort_index", "args": {"sort_index": rank.pipeline}}
 
 
+_PREFIX = {Work.WAIT: "wait for ", Work.FETCH: "wait for weights of "}
+
+
 def _event(interval: Interval, step: int, replica: int, pipeline: int, shift: float) -> dict[str, Any]:
     begin, end = (round((seconds + shift) * 1e6, 3) for seconds in (interval.begin, interval.end))
     x = interval.instruction
@@ -165,9 +168,6 @@ def _event(interval: Interval, step: int, replica: int, pipeline: int, shift: fl
         "dur": round(end - begin, 3),
         "args": about,
     }
-
-
-_PREFIX = {Work.WAIT: "wait for ", Work.FETCH: "fetch weights for "}
 
 
 def refuse_unfit_trace(plan: Plan, steps: int | None, max_steps: int | None) -> None:

@@ -179,7 +179,8 @@ def _trained_against(about: Origin) -> str:
     said = f"an LLM in {about.llm_dtype}"
     if about.llm_quantize is None:
         return said
-    return f"{said} whose frozen decoder layers were quantised then, to {about.llm_quantize}, and are not here"
+    then = f"quantised to {about.llm_quantize} during training; they are not quantised here"
+    return f"{said}, its frozen decoder layers {then}"
 
 
 def _images(about: Origin, layout: ImageLayout) -> str:

@@ -38,7 +38,7 @@ class Origin:
     llm: str  # model.llm.path
     llm_width: int
     llm_dtype: str  # in which it was trained against
-    llm_quantize: str | None  # bits of decoder layers then, where they were fewer; what is exported is for all bits
+    llm_quantize: str | None  # model.llm.quantize of the run; exported weights are not quantised
     vision: str | None  # model.vision.name; None, as what follows: a run on text alone
     vision_select_layer: int | None
     vision_final_norm: bool | None

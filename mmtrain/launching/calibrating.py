@@ -14,7 +14,14 @@ from pathlib import Path
 from mmtrain.base.errors import EncoderSliceError, UserError
 from mmtrain.base.printing import note, say, show_error
 from mmtrain.config.schema import RunConfig
-from mmtrain.launching.machine import device_here, job_here, memory_here, plan_here
+from mmtrain.launching.machine import (
+    device_here,
+    job_here,
+    memory_here,
+    plan_here,
+    refuse_missing_quantisation,
+    refuse_short_host_memory,
+)
 from mmtrain.model.encoder_probe import probe_encoder
 from mmtrain.plan.calibration import Device, cached_file, calibration_key
 from mmtrain.plan.plan import Plan
@@ -37,6 +44,8 @@ def calibrate(config: RunConfig, ranks: int) -> int:
     unmeasured = dataclasses.replace(device, name="")  # the plan's costs are assumed there
     uncalibrated = config.changed({"parallel.calibration": None})
     assumed = plan_here(uncalibrated, gpus, ranks, unmeasured)
+    refuse_missing_quantisation(config)
+    refuse_short_host_memory(assumed.ranks)
     folder = Path(tempfile.mkdtemp(prefix="mmtrain-calibration-"))
     job = job_here(config, assumed, gpus, ranks, folder)
     with prepared(job):

@@ -65,6 +65,7 @@ class Options(argparse.Namespace):
     overrides: list[str]
     plan: bool = False
     calibrate: bool = False
+    suggest: int | None = None
     resume: str = AUTO
     allow_change: list[str]
     trace: int | None = None
@@ -86,6 +87,18 @@ def parse_run(parser: argparse.ArgumentParser, arguments: Sequence[str], **given
     return options
 
 
+def add_suggest(parser: argparse.ArgumentParser) -> None:
+    """The option that asks for layouts instead of the plan of one."""
+    parser.add_argument(
+        "--suggest",
+        type=int,
+        metavar="N",
+        help="with a plan: instead of it the five best layouts of the run for N devices, which pipeline ranks, "
+        "replicas, packs a micro-batch, layers that are streamed, and what to put behind CONFIG for each; takes up to "
+        "half a minute",
+    )
+
+
 def parse_arguments(arguments: Sequence[str]) -> Options:
     """Command line; `--help` teaches by example."""
     interrupted = "stopped by Ctrl-C before the ranks were started"
@@ -98,6 +111,7 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
         help="measure what layers and messages of this run take here, for later plans of it, and print the plan that "
         "they give; to parallel.calibration if that names a file, else to the cache, where plans look for it",
     )
+    add_suggest(parser)
     parser.add_argument(
         "--resume",
         metavar="auto|never|PATH",

@@ -20,6 +20,7 @@ from mmtrain.plan.calibration import Device, cpu_device, gpu_device
 from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.planner import make_plan
 from mmtrain.plan.refusals import check_environment
+from mmtrain.plan.suggest import Suggestion, suggest
 from mmtrain.processes.gpus import Gpu, visible_gpus
 from mmtrain.processes.job import Job
 from mmtrain.processes.pool import usable_cores
@@ -51,6 +52,12 @@ def plan_for_here(config: RunConfig) -> Plan:
     return plan_here(config, visible_gpus())
 
 
+def suggest_for_here(config: RunConfig, devices: int) -> Suggestion:
+    """The best layouts for so many devices that are like this machine's."""
+    gpus = visible_gpus()
+    return suggest(config, devices, memory_here(gpus), gpu_device(gpus[0].name) if gpus else None)
+
+
 def memory_here(gpus: Sequence[Gpu], local_ranks: int | None = None) -> int | None:
     """Bytes of the smallest GPU of these ranks; None without one."""
     return min((gpu.total_bytes for gpu in gpus[:local_ranks]), default=None)
@@ -79,8 +86,8 @@ def refuse_short_host_memory(ranks: Sequence[RankPlan]) -> None:
     if not needed or needed <= (free := free_host_memory()):
         return
     raise UserError(
-        f"parallel.streamed_layers: this machine's ranks keep {bytes_text(needed)} of decoder layers in its memory, "
-        f"of which {bytes_text(free)} are free; stream fewer (parallel.host_memory_gib bounds what a rank keeps, and "
+        f"parallel.streamed_layers: this machine's ranks need {bytes_text(needed)} of its memory for decoder layers, "
+        f"and {bytes_text(free)} are free; stream fewer (parallel.host_memory_gib bounds what a rank keeps, and "
         "streamed_layers=auto plans with that), or use a machine with more memory"
     )
 

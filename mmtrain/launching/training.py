@@ -74,11 +74,12 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
     if is_first:
         refuse_missing_trackers(config)
     refuse_missing_quantisation(config)
+    first = job.node * local_ranks if rank is None else rank - int(os.environ["LOCAL_RANK"])
+    refuse_short_host_memory(plan.ranks[first : first + local_ranks])
     if rank is None:
         here = [plan.ranks[number] for number in job.local_ranks]
         for mine, (number, gpu) in zip(here, enumerate(gpus), strict=False):
             refuse_short_memory(mine, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes))
-        refuse_short_host_memory(here)
         reads_data = any(mine.pipeline == 0 for mine in here)
     if reads_data:
         config = check_data(config, others_wait=job.nodes > 1 if rank is None else len(plan.ranks) > 1)

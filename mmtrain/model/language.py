@@ -220,8 +220,9 @@ def slice_of(
     part = copy.deepcopy(model, {id(module): replacement for module, replacement in absent.items()})
     _set_options(part.config)
     part.set_attn_implementation(ATTENTION)
-    for i in range(first, last) if streamed is not None else ():
-        streamed.take(i, decoder_layers(part)[i])
+    if streamed is not None:
+        for i in range(first, last):
+            streamed.take(i, decoder_layers(part)[i])
     return LanguageSlice(part, first, last, embedding=embedding, head=head, streamed=streamed)
 
 
@@ -235,16 +236,16 @@ def load_slice(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     streamed: StreamedLayers | None = None,
-    streams: Collection[int] = (),
+    streamed_numbers: Collection[int] = (),
 ) -> LanguageSlice:
     """Decoder layers [first, last) of the causal LM in a folder (or cached hub id), frozen, in eval mode.
 
     Only the slice's own tensors are read. transformers loads them by its own rules (conversions, fused experts, ties,
     fp32 buffers), so that the union of all slices equals `from_pretrained`. With tied embeddings a head slice without
     the embedding holds its own copy of the matrix. Layers are loaded one after the other, small ones a few at a time
-    (`LOADED_AT_ONCE`), each moved to `device`, or, if it is one that `streams`, given to `streamed`, before the next:
-    memory never holds more than what is kept and one of them. Raises UserError for missing or unusable files and for
-    families that cannot be cut.
+    (`LOADED_AT_ONCE`), each moved to `device`, or, if it is one of `streamed_numbers`, given to `streamed`, before the
+    next: memory never holds more than what is kept and one of them. Raises UserError for missing or unusable files and
+    for families that cannot be cut.
     """
     weights = _Weights(path, dtype)
     _check_bounds(weights.config, first, last, embedding, head)
@@ -262,7 +263,7 @@ def load_slice(
                         module.config = model.config
             del part
         for i in group:
-            if streamed is not None and i in streams:
+            if streamed is not None and i in streamed_numbers:
                 streamed.take(i, layers[i])
             layers[i].to(device)
     model.to(device)

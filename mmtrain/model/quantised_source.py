@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mmtrain.model.fingerprint import fingerprint
-from mmtrain.model.streaming import StreamedLayer, Wait
+from mmtrain.model.streaming import SideStream, StreamedLayer, Wait
 from mmtrain.pretrained.quantised import BLOCK, Quantisation, is_quantised
 
 
@@ -36,9 +36,9 @@ class QuantisedSource:
         import bitsandbytes.functional  # an extra, and it takes a second
 
         self.device = device
-        self.quantisation = quantisation
+        self.name = self.quantisation = quantisation
         self._library = bitsandbytes.functional
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._beside = SideStream(device)
 
     def padded(self, size: int) -> int:
         return size
@@ -56,14 +56,7 @@ class QuantisedSource:
         return _Kept(*self._library.quantize_blockwise(parameter.detach(), blocksize=block))
 
     def fetch(self, layer: StreamedLayer) -> Wait:
-        if self._beside is None:
-            self._fill(layer)
-            return lambda: None
-        self._beside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._beside):
-            self._fill(layer)
-            there = self._beside.record_event()
-        return lambda: torch.cuda.current_stream(self.device).wait_event(there)
+        return self._beside.run(lambda: self._fill(layer))
 
     @torch.no_grad()
     def _fill(self, layer: StreamedLayer) -> None:

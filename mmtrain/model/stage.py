@@ -33,11 +33,9 @@ from mmtrain.model.lora import add_adapters, has_adapters, refusing_unused
 from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import Projector, starting_projector
-from mmtrain.model.quantised_source import QuantisedSource
 from mmtrain.model.streaming import StreamedLayers
 from mmtrain.model.vision import load_vision
 from mmtrain.model.vision_tower import VisionTower
-from mmtrain.model.weight_sources import HostSource
 from mmtrain.plan.plan import StagePlan
 from mmtrain.pretrained.connectors import has_newline
 from mmtrain.pretrained.families import global_name
@@ -294,18 +292,13 @@ def build_stage(
 ) -> Stage:
     """Load one stage from the published files and freeze all but `config.model.trainable`; recompute as planned.
 
-    Only the stage's own tensors are read. `streamed` has the streamed layers of the rank's stages; None: this stage
-    streams by itself, from the host or quantised, where its plan says so. Raises UserError for missing or unusable
-    model files.
+    Only the stage's own tensors are read. `streamed` takes those of its layers that its plan streams; all stages of a
+    rank have the same. Raises UserError for missing or unusable model files.
     """
     dtype = DTYPES[config.model.llm.dtype]
     layers, ends = (stage.first, stage.last), {"embedding": stage.front, "head": stage.head}
-    if stage.streamed and streamed is None:
-        here = torch.device(device)
-        streamed = StreamedLayers(
-            HostSource(here) if stage.quantisation is None else QuantisedSource(stage.quantisation, here)
-        )
-    sources = {"streamed": streamed if stage.streamed else None, "streams": stage.streamed}
+    assert streamed is not None or not stage.streamed, "the layers that the stage streams have no source"
+    sources = {"streamed": streamed if stage.streamed else None, "streamed_numbers": stage.streamed}
     language = load_slice(config.model.llm.path, *layers, **ends, dtype=dtype, device=device, **sources)
     add_adapters(language.model, config.model.lora, global_name, config.run.seed)
     language.recompute(stage.recompute_layers)  # of layers with their adapters

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from mmtrain.model.fingerprint import fingerprint
-from mmtrain.plan.fetching import fetched, places_of, with_following
+from mmtrain.plan.fetching import fetches_of, offsets_of, with_following
 
 Wait = Callable[[], None]
 
@@ -32,6 +32,8 @@ class Source(Protocol):
 
     device: torch.device
     """On which they compute."""
+    name: str
+    """As plans call it."""
     is_exact: bool
     """Whether what is fetched has the bits of what was kept."""
 
@@ -52,23 +54,52 @@ class Source(Protocol):
         ...
 
 
+class SideStream:
+    """On a GPU a stream for what fills buffers beside computing; on a CPU the caller fills them itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(self, fill: Callable[[], None]) -> Wait:
+        """Begin to `fill` once all is computed that was asked for so far: it may use the same memory until then."""
+        if self._stream is None:
+            fill()
+            return lambda: None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            fill()
+            there = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(there)
+
+
 class StreamedLayer:
     """One decoder layer whose parameters lie in one buffer that comes and goes."""
 
-    def __init__(self, number: int, layer: nn.Module, source: Source) -> None:
-        """Takes the layer's parameters as they are; it is whole until `let_go`."""
+    def __init__(
+        self,
+        number: int,
+        layer: nn.Module,
+        source: Source,
+        room: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Takes the layer's parameters as they are; it is whole until `let_go`.
+
+        Its buffer has memory from where `room` is entered.
+        """
         self.parameters = list(layer.parameters())
         self.names = [f"llm.layers.{number}.{name}" for name, _ in layer.named_parameters()]
         """Global ones, of the parameters."""
         self.homes: list[torch.Tensor] = []
         """Where each parameter lies in the buffer, of its shape and type."""
         sizes = [p.numel() * p.element_size() for p in self.parameters]
-        places, size = places_of(sizes)
-        self.bytes = source.padded(size)
-        self.buffer = torch.empty(self.bytes, dtype=torch.uint8, device=source.device)
-        """Bytes of all parameters."""
-        for parameter, place, size in zip(self.parameters, places, sizes, strict=True):
-            home = self.buffer[place : place + size].view(parameter.dtype).view(parameter.shape)
+        offsets, total = offsets_of(sizes)
+        self.bytes = source.padded(total)
+        with room():
+            self.buffer = torch.empty(self.bytes, dtype=torch.uint8, device=source.device)
+            """Bytes of all parameters."""
+        for parameter, offset, size in zip(self.parameters, offsets, sizes, strict=True):
+            home = self.buffer[offset : offset + size].view(parameter.dtype).view(parameter.shape)
             home.copy_(parameter.detach())
             # A tensor of its own, with a count of its own of what is written to it: a fetch is no change of a weight.
             parameter.data = home
@@ -76,11 +107,13 @@ class StreamedLayer:
         self.loaded = [fingerprint(p) for p in self.parameters]
         """Of each parameter, as the files have it."""
         self.kept = source.keep(self)
+        self._room = room
         self.wait: Wait | None = None
 
     def make_room(self) -> None:
         """Memory for the buffer, of unknown contents."""
-        self.buffer.untyped_storage().resize_(self.bytes)
+        with self._room():
+            self.buffer.untyped_storage().resize_(self.bytes)
 
     def let_go(self) -> None:
         """Give the buffer's memory back."""
@@ -93,25 +126,25 @@ class StreamedLayers:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.layers: dict[int, StreamedLayer] = {}
-        self.fetched = 0
-        """Fetches of lists that have ended."""
-        self.planned = 0
-        """How many these lists should have taken."""
+        self.fetch_count = 0
+        """Fetches of all lists that were followed."""
+        self.planned_fetches = 0
+        """How many these lists should take."""
         self.before_wait: Callable[[], None] = lambda: None
         """Called before what computes waits for a fetch; `after_wait` then."""
         self.after_wait: Callable[[], None] = lambda: None
         self._whole: list[int] = []  # there, or on their way
+        # Memory of buffers alone: what else a GPU allocates would take pieces of it, and no layer would fit any more.
+        self._pool = torch.cuda.MemPool() if source.device.type == "cuda" else None
         self._uses: Iterator[tuple[int, int | None]] | None = None  # None: no list is followed
 
     def take(self, number: int, layer: nn.Module) -> None:
         """Keep this layer, which is frozen, in the source from now on; all its parameters, and none that come later."""
-        taken = self.layers[number] = StreamedLayer(number, layer, self.source)
+        taken = self.layers[number] = StreamedLayer(number, layer, self.source, self._room)
         taken.let_go()
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Of all streamed layers."""
-        for layer in self.layers.values():
-            yield from layer.parameters
+    def _room(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool, self.source.device)
 
     def around(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A layer's forward, for which, and for whose backward, the layer is whole."""
@@ -127,12 +160,12 @@ class StreamedLayers:
         return output
 
     def follow(self, uses: Sequence[int]) -> None:
-        """A list begins, which uses layers in this order; the first is fetched."""
+        """A list begins, which uses layers in this order; the fetches of the first two begin."""
         self._let_go_but(())
-        self._uses = iter(with_following(uses))
-        self.planned += len(fetched(uses))
+        self._uses = with_following(uses)
+        self.planned_fetches += len(fetches_of(uses))
         if uses:
-            self._fetch(next(iter(with_following(uses))))
+            self._fetch(next(with_following(uses)))
 
     def end(self) -> None:
         """The list has ended, or what ran without one: no layer is whole any more.
@@ -169,7 +202,7 @@ class StreamedLayers:
                 layer.make_room()
                 layer.wait = self.source.fetch(layer)
                 self._whole.append(number)
-                self.fetched += self._uses is not None
+                self.fetch_count += self._uses is not None
 
     def _let_go_but(self, wanted: Sequence[int | None]) -> None:
         for number in self._whole:

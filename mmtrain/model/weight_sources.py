@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import bytes_text
 from mmtrain.model.fingerprint import fingerprint
-from mmtrain.model.streaming import StreamedLayer, Wait
+from mmtrain.model.streaming import SideStream, StreamedLayer, Wait
 from mmtrain.plan.fetching import ALIGNMENT
 
 HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # Linux
@@ -35,6 +34,8 @@ class _Exact:
 
 class PeerSource(_Exact):
     """Each rank of a process group keeps an equal part of every layer, on its device."""
+
+    name = "peers"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.device = device
@@ -53,15 +54,6 @@ class PeerSource(_Exact):
         return dist.all_gather_into_tensor(layer.buffer, layer.kept, group=self._group, async_op=True).wait
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """Which process holds a memory file, and where other processes of its machine find it."""
-
-    machine: tuple[str, ...]
-    process: int
-    file: int
-
-
 class HostSource(_Exact):
     """All bytes of every layer are kept in host memory, once for all ranks of `group` that are on one machine.
 
@@ -69,56 +61,44 @@ class HostSource(_Exact):
     The memory has no name that could be left behind: it goes with the last process that uses it.
     """
 
+    name = "host"
+
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self.device = device
+        self._beside = SideStream(device)
         self._group = group if HAS_MEMORY_FILES else None
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._here: list[int] = []  # ranks of the group on this machine, the first of which fills the memory
+        if self._group is not None:
+            machines: list[tuple[str, ...]] = [()] * dist.get_world_size(self._group)
+            dist.all_gather_object(machines, _machine(), group=self._group)
+            self._here = [rank for rank, machine in enumerate(machines) if machine == _machine()]
 
     def padded(self, size: int) -> int:
         return size
 
     def keep(self, layer: StreamedLayer) -> torch.Tensor:
         """Raises UserError where the host has too little memory, or the GPU's driver cannot lock it."""
-        try:
-            kept = self._kept(layer)
-        except OSError as error:
-            raise UserError(
-                f"a decoder layer of {bytes_text(layer.bytes)} finds no room in the host's memory "
-                f"({error.strerror}); stream fewer layers (parallel.streamed_layers), or use a machine with more"
-            ) from error
+        kept = self._filled_once(layer) if self._group is not None else _filled(_memory_file(layer.bytes), layer)
         if self.device.type == "cuda":
             lock(kept)
         return kept
 
-    def _kept(self, layer: StreamedLayer) -> torch.Tensor:
-        if self._group is None:
-            return _filled(_memory_file(layer.bytes) if HAS_MEMORY_FILES else -1, layer)
-        here = _machine()
-        holders: list[_Owner | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(holders, _Owner(here, 0, -1), group=self._group)
-        is_first = holders.index(_Owner(here, 0, -1)) == dist.get_rank(self._group)
+    def _filled_once(self, layer: StreamedLayer) -> torch.Tensor:
+        """The layer's bytes, in memory that the first rank of this machine fills and the others map."""
+        is_first = self._here[0] == dist.get_rank(self._group)
         file = _memory_file(layer.bytes) if is_first else -1
-        kept = _filled(file, layer, closes=False) if is_first else None
-        dist.all_gather_object(holders, _Owner(here, os.getpid(), file), group=self._group)
+        kept = _filled(os.dup(file), layer) if is_first else None
+        owners: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size(self._group)
+        dist.all_gather_object(owners, (os.getpid(), file), group=self._group)
         if kept is None:
-            owner = next(one for one in holders if one is not None and one.machine == here and one.file >= 0)
-            with Path(f"/proc/{owner.process}/fd/{owner.file}").open("r+b") as stream:
-                kept = torch.frombuffer(mmap.mmap(stream.fileno(), layer.bytes), dtype=torch.uint8)
+            kept = _mapped(*owners[self._here[0]], layer.bytes)
         dist.barrier(self._group)  # all have it open
         if is_first:
             os.close(file)
         return kept
 
     def fetch(self, layer: StreamedLayer) -> Wait:
-        if self._copies is None:
-            layer.buffer.copy_(layer.kept)
-            return lambda: None
-        computes = torch.cuda.current_stream(self.device)
-        self._copies.wait_stream(computes)  # what computes may still use the memory that the buffer has now
-        with torch.cuda.stream(self._copies):
-            layer.buffer.copy_(layer.kept, non_blocking=True)
-            there = self._copies.record_event()
-        return lambda: torch.cuda.current_stream(self.device).wait_event(there)
+        return self._beside.run(lambda: layer.buffer.copy_(layer.kept, non_blocking=True))
 
 
 def lock(kept: torch.Tensor) -> None:
@@ -138,14 +118,36 @@ def _machine() -> tuple[str, ...]:
 
 
 def _memory_file(size: int) -> int:
+    """A file descriptor of so much memory; -1 where the system has no such files. Raises UserError without room."""
+    if not HAS_MEMORY_FILES:
+        return -1
     file = os.memfd_create("mmtrain-decoder-layer", os.MFD_CLOEXEC)
-    os.posix_fallocate(file, 0, size)  # else too little memory would end the process at the first write
+    try:
+        os.posix_fallocate(file, 0, size)  # else too little memory would end the process at the first write
+    except OSError as error:
+        os.close(file)
+        raise UserError(
+            f"a decoder layer of {bytes_text(size)} finds no room in the host's memory ({error.strerror}); stream "
+            "fewer layers (parallel.streamed_layers), or use a machine with more"
+        ) from error
     return file
 
 
-def _filled(file: int, layer: StreamedLayer, *, closes: bool = True) -> torch.Tensor:
+def _filled(file: int, layer: StreamedLayer) -> torch.Tensor:
     """A layer's bytes in memory that is not torch's own, which rounds page-locked memory up to a power of two."""
     kept = torch.frombuffer(mmap.mmap(file, layer.bytes), dtype=torch.uint8)
-    if closes and file >= 0:
+    if file >= 0:
         os.close(file)
     return kept.copy_(layer.buffer)
+
+
+def _mapped(process: int, file: int, size: int) -> torch.Tensor:
+    """The memory that another process of this machine has filled."""
+    try:
+        with Path(f"/proc/{process}/fd/{file}").open("r+b") as stream:
+            return torch.frombuffer(mmap.mmap(stream.fileno(), size), dtype=torch.uint8)
+    except OSError as error:
+        raise UserError(
+            f"ranks of one machine cannot open each other's memory ({error.strerror}); start them as one user, on a "
+            "/proc that is mounted without hidepid"
+        ) from error

@@ -14,6 +14,7 @@ from mmtrain.plan.costs import Models
 from mmtrain.plan.cut import best_cut, given_cut
 from mmtrain.plan.search import Search
 from mmtrain.plan.stage_costs import StageCosts, stage_costs
+from mmtrain.plan.step_bound import least_step_seconds
 from mmtrain.plan.workload import expected_image, typical_tiling
 from mmtrain.pretrained.layouts import ImageLayout
 
@@ -69,6 +70,8 @@ class Trial:
         except UserError:
             changed = changed.changed({"parallel.calibration": None})
             costs = stage_costs(changed, self.models, self.limit, self.device)
+        if least_step_seconds(costs) == math.inf:
+            return False
         parallel = changed.parallel
         search = search_of(changed, costs)
         if parallel.boundaries is not None:
@@ -83,14 +86,15 @@ class Trial:
 
 
 def _left_to_the_planner(config: RunConfig) -> list[dict[str, Any]]:
-    """For each choice that the config makes by hand the change that takes it back."""
+    """For each choice that the config makes by hand the change that takes it back, and streaming, else off."""
     parallel = config.parallel
+    resident = {} if config.model.llm.quantize is None else {"model.llm.quantize": None}
     cut = {} if parallel.boundaries is None else {"parallel.boundaries": None}
     return [cut] * bool(cut) + [
         change
         for by_hand, change in (
             (parallel.recompute_layers != "auto", {"parallel.recompute_layers": "auto"}),
-            (parallel.streamed_layers != "auto", {"parallel.streamed_layers": "auto"}),
+            (parallel.streamed_layers != "auto", {**resident, "parallel.streamed_layers": "auto"}),
             (parallel.stages_per_rank not in ("auto", 1), {"parallel.stages_per_rank": 1, **cut}),
             (parallel.encoder_ranks != "auto", {"parallel.encoder_ranks": "auto"}),
             (parallel.encoder_prefetch not in ("auto", 0), {"parallel.encoder_prefetch": "auto"}),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.block_costs import Block, Flops, Part, block_parts, keys_seen, total
 from mmtrain.plan.encoder_costs import EncoderCost, encoder_costs
-from mmtrain.plan.fetching import places_of
+from mmtrain.plan.fetching import offsets_of
 from mmtrain.plan.workload import FP32, INTEGER, Workload, arranged_positions, workload
 from mmtrain.pretrained.adapters import is_adapter
 from mmtrain.pretrained.connectors import (
@@ -226,7 +226,7 @@ class _LayerCosts:
             needed_flops=needed,
             kept_bytes_recomputing=min(kept, its_input),
             streamed_weight_bytes=sum(size * p.numel for p in own) * streams,
-            streamed_bytes=places_of(size * p.numel for p in own)[1] * streams,
+            streamed_bytes=offsets_of(size * p.numel for p in own)[1] * streams,
             quantised_bytes=sum(map(self.fewer_bytes, own)) * streams,
         )
 

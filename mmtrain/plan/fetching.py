@@ -1,6 +1,6 @@
 """Which frozen decoder layers a rank fetches before they compute, in which order, and how often.
 
-A rank's instructions --uses_of--> the streamed layers that they use, in order --fetch_count--> fetches
+A rank's instructions --uses_of--> the streamed layers that they use, in order --fetches_of--> those that are fetched
 
 A **streamed** layer is whole on the device only while it computes, and right before that. Two layers are whole at once
 at most: the one that computes and the next other one, which is fetched meanwhile. What is used again soon enough stays:
@@ -19,13 +19,13 @@ ALIGNMENT = 512
 """Bytes: each parameter of a streamed layer begins at a multiple, as what CUDA's allocator gives does."""
 
 
-def places_of(sizes: Iterable[int]) -> tuple[list[int], int]:
+def offsets_of(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Where parameters of so many bytes begin in the one buffer of their layer, and the bytes of that."""
-    places, end = [], 0
+    offsets, end = [], 0
     for size in sizes:
-        places.append(end)
+        offsets.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT
-    return places, end
+    return offsets, end
 
 
 def uses_of(
@@ -33,8 +33,7 @@ def uses_of(
 ) -> list[int]:
     """The streamed decoder layers that a rank's list uses, in its order; `streamed`: those of each of its stages.
 
-    A backward goes as far back as `first_trainable_layer`: the first decoder layer behind, or in, which anything
-    trains.
+    Decoder layers from `first_trainable_layer` on run backward (see `Plan`).
     """
     uses: list[int] = []
     for x in instructions:
@@ -57,7 +56,7 @@ def with_following(uses: Sequence[int]) -> Iterator[tuple[int, int | None]]:
     return reversed(found)
 
 
-def fetched(uses: Sequence[int]) -> list[int]:
+def fetches_of(uses: Sequence[int]) -> list[int]:
     """The layers that a list fetches which begins and ends with no layer whole, in order."""
     whole: set[int] = set()
     found: list[int] = []

@@ -17,15 +17,15 @@ N = TypeVar("N", bound=Need)
 
 
 def fastest(need: Callable[[int, int], N], fits: Callable[[N], bool], recompute: range, most: int) -> N | None:
-    """Of what fits, the `need` of so many layers that recompute and so many that are streamed that takes least.
+    """The fastest choice that fits, of how many layers recompute and how many are streamed; None if none fits.
 
-    `recompute`: how many may; `most`: how many may be streamed. None: nothing fits. Exact where more layers that
-    recompute never ask for more that are streamed: each count that recomputes is tried with the fewest that fit.
+    `need(r, s)`: what a rank takes with r and s, r one of `recompute`, s at most `most`. Exact where more layers that
+    recompute never ask for more that are streamed: each r is tried with the fewest s that fit.
     """
     best: N | None = None
     streamed = most
     for recomputed in recompute:
-        none = need(recomputed, 0)  # one or two that are streamed may take more than none: their buffers
+        none = need(recomputed, 0)  # two buffers may take more than one or two streamed layers save
         found = none if fits(none) else need(recomputed, streamed)
         if not fits(found):
             continue

@@ -10,6 +10,7 @@ from mmtrain.plan.block_costs import Flops
 from mmtrain.plan.instructions import Schedule
 from mmtrain.plan.schedule import Chain
 from mmtrain.plan.simulate import StageSeconds
+from mmtrain.pretrained.quantised import Quantisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,6 @@ class StagePlan:
     front: bool
     head: bool
     recompute_layers: int = 0  # of its decoder layers, from the first on
-    quantisation: Literal["nf4", "int8"] | None = None  # of streamed layers: how they are kept
     encoder: tuple[int, int] | None = None
     """Blocks [first, last) of the encoder that its rank holds as a slice; None: of stage 0 all, of another none."""
     streamed: tuple[int, ...] = ()
@@ -103,8 +103,8 @@ class RankPlan:
 class StreamingPlan:
     """How streamed layers are fetched, and what that costs."""
 
-    source: Literal["host", "peers", "nf4", "int8"]  # the latter two: quantised, on the device
-    shards: int  # replicas that keep a part each
+    source: Literal["host", "peers"] | Quantisation  # the latter: in fewer bits, on the device
+    weight_shards: int  # replicas that keep a part each
     hidden_from_tokens: int  # of a micro-batch: from so many on no fetch is waited for
     microbatch_tokens: int
     time_ratio: float  # a step over one without waiting for fetches
@@ -159,7 +159,7 @@ class Plan:
     boundaries: tuple[int, ...]  # decoder layer at which stage 1, 2, ... begins
     first_trainable_stage: int
     first_trainable_layer: int
-    """The first decoder layer behind, or in, which anything trains; as many as there are: the head alone trains."""
+    """Decoder layers from this one on run backward; as many as there are: the head alone trains."""
     streaming: StreamingPlan | None  # None: all weights stay on the devices
     microbatches_per_step: int  # of one replica
     chain: Chain  # per pipeline rank: where the slice of the encoder runs that it holds

@@ -17,7 +17,7 @@ from mmtrain.plan.calibration import Device
 from mmtrain.plan.changes import search_of
 from mmtrain.plan.costs import Models, minimal_flops
 from mmtrain.plan.cut import given_cut, uniform_cut
-from mmtrain.plan.fetching import fetched, uses_of
+from mmtrain.plan.fetching import fetches_of, uses_of
 from mmtrain.plan.placement import EVALUATION_ROUND
 from mmtrain.plan.plan import ExpectedImage, GroupPlan, Plan, RankPlan, StagePlan, StreamingPlan, UniformCut, stage_of
 from mmtrain.plan.rates import check_groups, parameter_groups
@@ -33,6 +33,7 @@ from mmtrain.plan.schedule import ranks_of
 from mmtrain.plan.search import Layout, Search
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.stage_costs import StageCosts, limit_on_gpu, stage_costs
+from mmtrain.plan.step_bound import least_step_seconds
 from mmtrain.plan.workload import expected_image
 from mmtrain.pretrained.adapters import with_adapters
 from mmtrain.pretrained.connectors import connector, has_newline, image_layout
@@ -54,14 +55,8 @@ def models_of(config: RunConfig) -> Models:
     return Models(*with_adapters(llm, vision, config.model.lora), operations, image_layout(config))
 
 
-def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None) -> Plan:
-    """Plan a run from its config and its models' shapes; starts nothing, imports no torch.
-
-    The memory limit of a rank is `parallel.device_memory_gib`, else what `device_memory_bytes`, all that its GPU has,
-    leave to it, else none. `device` is what ranks compute on (None: this machine's CPU); a calibration on it gives the
-    plan its costs. Raises UserError for a config that no plan can satisfy; what then would fit is in the message.
-    """
-    models, limit = models_of(config), _memory_limit(config, device_memory_bytes)
+def check_run(config: RunConfig, models: Models) -> None:
+    """Raises UserError for a config that no plan can satisfy, whatever memory there is."""
     if config.model.vision is not None:
         check_preprocessing(config.model.vision.name)
     check_layout(config, models)
@@ -72,9 +67,22 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     check_streaming(config, models)
     check_export_format(config, [p.name for p in models.parameters if matches(p.name, config.model.trainable)])
     refuse_missing_marks(config)
+
+
+def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None) -> Plan:
+    """Plan a run from its config and its models' shapes; starts nothing, imports no torch.
+
+    The memory limit of a rank is `parallel.device_memory_gib`, else what `device_memory_bytes`, all that its GPU has,
+    leave to it, else none. `device` is what ranks compute on (None: this machine's CPU); a calibration on it gives the
+    plan its costs. Raises UserError for a config that no plan can satisfy; what then would fit is in the message.
+    """
+    models, limit = models_of(config), memory_limit(config, device_memory_bytes)
+    check_run(config, models)
     costs = stage_costs(config, models, limit, device)
     search = search_of(config, costs)
-    if config.parallel.boundaries is None:
+    if least_step_seconds(costs) == math.inf:  # a search for what fits nowhere takes long
+        found = ()
+    elif config.parallel.boundaries is None:
         found = search.find(config.parallel.stages_per_rank)
     else:
         layout = search.with_encodes(given_cut(config, costs))
@@ -88,14 +96,15 @@ def step_seconds(
     plan: Plan, config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None
 ) -> float | None:
     """Seconds of a step of `plan`, made with other costs, by those that `make_plan` has; None if it does not fit."""
-    costs = stage_costs(config, models_of(config), _memory_limit(config, device_memory_bytes), device)
+    costs = stage_costs(config, models_of(config), memory_limit(config, device_memory_bytes), device)
     search = search_of(config, costs)
     cut = (0, *(boundary + 1 for boundary in plan.boundaries), costs.count)
     seconds = search.seconds_of(cut, plan.encoder_slices or search.cuts.alone)
     return None if seconds is None else simulate(Program(plan.schedule), seconds).seconds
 
 
-def _memory_limit(config: RunConfig, device_memory_bytes: int | None) -> int | None:
+def memory_limit(config: RunConfig, device_memory_bytes: int | None) -> int | None:
+    """Bytes that a rank may use, as `make_plan` takes them; None: no limit."""
     if config.parallel.device_memory_gib is not None:
         return int(config.parallel.device_memory_gib * 2**30)
     return None if device_memory_bytes is None else limit_on_gpu(device_memory_bytes)
@@ -196,7 +205,6 @@ def _ranks(
             replace(
                 stage,
                 streamed=tuple(cut[stage.stage] + place - 1 for place in places),
-                quantisation=config.model.llm.quantize,
             )
             for stage, places in zip(placed, need.streamed, strict=True)
         )
@@ -243,7 +251,7 @@ def _fetched_bytes(costs: StageCosts, layout: Layout, stages: Sequence[StagePlan
     if not any(streamed.values()):
         return 0
     mine = layout.schedule[stages[0].stage]
-    layers = fetched(uses_of(mine, streamed, costs.first_trainable_decoder_layer))
+    layers = fetches_of(uses_of(mine, streamed, costs.first_trainable_decoder_layer))
     return sum(costs.setting.streaming.fetched_bytes(costs.layers[layer + 1]) for layer in layers)
 
 
@@ -257,7 +265,7 @@ def _streaming(config: RunConfig, costs: StageCosts, layout: Layout) -> Streamin
     without = replace(layout.seconds, forward_waits=(), backward_waits=())
     return StreamingPlan(
         costs.setting.streaming.source,
-        costs.setting.streaming.shards,
+        costs.setting.streaming.weight_shards,
         math.ceil(tokens * max(wait.share for wait in waits)),
         tokens,
         layout.simulation.seconds / simulate(Program(layout.schedule), without).seconds,

@@ -71,8 +71,8 @@ def check_layout(config: RunConfig, models: Models) -> None:
 def _check_expected_image(config: RunConfig, layout: ImageLayout) -> None:
     if config.data.expected_image_tiles is not None and not layout.is_sized:
         raise UserError(
-            f"data.expected_image_tiles: {config.data.expected_image_tiles:g} and data.expectedimage_positions: "
-            f"{config.data.expectedimage_positions:g}, but with model.vision.layout {layout.name} every image is one "
+            f"data.expected_image_tiles: {config.data.expected_image_tiles:g} and data.expected_image_positions: "
+            f"{config.data.expected_image_positions:g}, but with model.vision.layout {layout.name} every image is one "
             f"tile and {layout.positions_per_tile} positions; leave both out (=null takes them out of a file's)"
         )
 
@@ -84,7 +84,7 @@ def _check_packs(config: RunConfig, layout: ImageLayout) -> None:
         told = ""
         if layout.is_sized:
             asked = f"a typical image of model.vision.layout {layout.name}"
-            told = "; where images are smaller, set data.expectedimage_positions as mmtrain inspect prints it"
+            told = "; where images are smaller, set data.expected_image_positions as mmtrain inspect prints it"
         raise UserError(
             f"data.pack_length: {data.pack_length} tokens, but {asked} takes {image}; packs must hold an image and its "
             f"text, e.g. {2 ** image.bit_length()}{told}"
@@ -237,12 +237,20 @@ def nearest_names(pattern: str, names: Sequence[str]) -> list[str]:
 
 def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int | None, device: Device | None) -> str:
     """The message for a plan beyond the memory limit: what each rank needs, and what was planned and would fit."""
-    assert limit is not None
     pipeline = config.parallel.pipeline
     by_hand = config.parallel.boundaries is not None
     stages_per_rank = 1 if config.parallel.stages_per_rank == "auto" else config.parallel.stages_per_rank
     tightest = Search(search.costs.without_memory(), 0, search.encoder_ranks)
     cut, needs = tightest.smallest(stages_per_rank, given_cut(config, search.costs) if by_hand else None)
+    on_host = search.costs.setting.streaming.host_bytes
+    for rank, need in enumerate(needs):
+        if on_host is not None and need.host_bytes > on_host:
+            return (
+                f"parallel.host_memory_gib: {config.parallel.host_memory_gib:g} GiB, but rank {rank} would keep "
+                f"{bytes_text(need.host_bytes)} of streamed layers in its machine's memory; stream fewer "
+                "(parallel.streamed_layers=auto streams as many as there is room for), or raise it"
+            )
+    assert limit is not None
     stated = config.parallel.device_memory_gib is not None
     source = "parallel.device_memory_gib" if stated else "the GPU's memory, less what CUDA and NCCL take"
     lines = [
@@ -254,7 +262,8 @@ def does_not_fit(config: RunConfig, models: Models, search: Search, limit: int |
         layers = ", ".join(stage_of(cut, stage).summary for stage in stages)
         name = f"stage {rank}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
         again = sum(need.recompute_layers)
-        away = f" ({need.streamed_count} layers streamed)" if need.streamed_count else ""
+        how = "streamed" if config.model.llm.quantize is None else "quantised"
+        away = f" ({need.streamed_count} layers {how})" if need.streamed_count else ""
         lines.append(
             f"  {name} ({layers}): {bytes_text(need.total_bytes)} = weights {bytes_text(need.weight_bytes)}{away} + "
             f"optimizer {bytes_text(need.state_bytes)} + activations {bytes_text(need.activation_bytes)}"

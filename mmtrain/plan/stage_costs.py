@@ -20,7 +20,7 @@ from mmtrain.plan.costs import LayerCost, Models, RunCosts, run_costs
 from mmtrain.plan.fitting import fastest
 from mmtrain.plan.memory import Buffers, Instant, StageBytes, instants, peak
 from mmtrain.plan.schedule import training_schedule
-from mmtrain.plan.streamed_costs import NO_WAITS, Streaming, Waits, held, spread, waits
+from mmtrain.plan.streamed_costs import NO_WAITS, Streamable, Streaming, Waits, waits_of
 from mmtrain.plan.timings import CPU, GPU, Timings, assumed_timings, calibrated
 from mmtrain.plan.workload import FP32
 
@@ -120,6 +120,9 @@ class StageCosts:
             same = i > 0 and layer.kind == costs.layers[i - 1].kind
             self._run_begins.append(self._run_begins[-1] if same else i)
         self.stage = functools.cache(self._stage)
+        self._streamable = functools.cache(
+            lambda ranges: Streamable(setting.streaming, [self.layers[begin:end] for begin, end in ranges])
+        )
         self._one_stage_instants = functools.cache(self._find_one_stage_instants)
         self._one_stage_need = functools.cache(
             lambda rank, first, layers, blocks: self.need(rank, [layers], self._one_stage_instants(first)[rank], blocks)
@@ -213,13 +216,13 @@ class StageCosts:
             if first + i >= self.first_trainable
         )
         mean = sum(fetches) / len(fetches)
-        return waits(len(streamed), mean, forward), waits(len(behind), mean, backward)
+        return waits_of(len(streamed), mean, forward), waits_of(len(behind), mean, backward)
 
     def fetch_seconds(self, layer: LayerCost) -> float:
         """Of one fetch of a streamed layer."""
         streaming, timings = self.setting.streaming, self.timings
-        rates = {"host": timings.host_fetch, "peers": timings.peer_fetch}
-        return timings.fetch + rates.get(streaming.source, timings.made_fetch) * streaming.fetched_bytes(layer)
+        a_byte = timings.fetch_seconds_per_byte.get(streaming.source, 0.0)
+        return timings.fetch_latency + a_byte * streaming.fetched_bytes(layer)
 
     # ---- ranks
 
@@ -243,7 +246,7 @@ class StageCosts:
         else:
             layers = [self.decoder_layers(x) for x in ranges]
             counts = range(recompute[rank], recompute[rank] + 1)
-        most = len(self._may_stream(ranges))
+        most = self._streamable(tuple(ranges)).most
 
         def need(recomputed: int, streamed: int) -> RankNeed:
             return self.need_of(ranges, _split(recomputed, layers), found, blocks, streamed)
@@ -252,22 +255,13 @@ class StageCosts:
             best = fastest(need, self.fits, counts, most)
             if best is not None:
                 return best
-        fixed = most if stream == "auto" else min(stream[rank], most) if stream else 0
+        fixed = most if stream == "auto" else stream[rank] if stream else 0
         needs = []
         for count in counts:
             needs.append(need(count, fixed))
             if self.fits(needs[-1]):
                 return needs[-1]
         return min(needs, key=lambda need: need.total_bytes)
-
-    def _may_stream(self, ranges: Sequence[LayerRange]) -> list[tuple[int, int]]:
-        """Layers of a rank that may be streamed: stage and place behind its begin."""
-        return [
-            (stage, layer - begin)
-            for stage, (begin, end) in enumerate(ranges)
-            for layer in range(begin, end)
-            if self.layers[layer].streamed_bytes
-        ]
 
     def need_of(
         self,
@@ -282,14 +276,12 @@ class StageCosts:
         if blocks is None:
             blocks = self.costs.encoder.blocks * is_first
         has_slice = is_first or blocks > 0
-        may = self._may_stream(ranges) if streamed else []
-        chosen = [may[i] for i in spread(min(streamed, len(may)), len(may))] if may else []
-        places = tuple(tuple(place for stage, place in chosen if stage == number) for number in range(len(ranges)))
+        streamable = self._streamable(tuple(ranges))
+        places, aside = streamable.places(streamed), streamable.held(streamed)
         stages = tuple(
             self.stage(*layer_range, count, its_places)
             for layer_range, count, its_places in zip(ranges, recompute, places, strict=True)
         )
-        aside = held(self.setting.streaming, [self.layers[ranges[stage][0] + place] for stage, place in chosen])
         end_working = FP32 * sum(self._trainable[end] - self._trainable[begin] for begin, end in ranges)  # AdamW's root
         encode_working = self.costs.encoder.working_of(blocks, first=is_first)
         most = peak(found, [stage.bytes for stage in stages], encode_working, end_working)
@@ -302,7 +294,7 @@ class StageCosts:
             sum(self._state[end] - self._state[begin] for begin, end in ranges),
             most.activations,
             most.working,
-            places if chosen else (),
+            places if any(places) else (),
             aside.host_bytes,
         )
 
@@ -380,7 +372,7 @@ def streaming_of(config: RunConfig) -> Streaming:
     return Streaming(
         (layers,) * parallel.pipeline if isinstance(layers, int) else layers,
         parallel.stream_from,
-        parallel.weight_shards,
+        (parallel.weight_shards or parallel.data) if parallel.stream_from == "peers" else 1,
         None if gib is None else int(gib * 2**30),
     )
 

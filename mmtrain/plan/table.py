@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from mmtrain.base.printing import COLUMNS, bytes_text, table_lines
 from mmtrain.plan.plan import Plan, RankPlan
+from mmtrain.pretrained.quantised import BITS
 
 
 def render(plan: Plan) -> list[str]:
@@ -28,22 +29,25 @@ def render(plan: Plan) -> list[str]:
             rows.append([number, stage.stage, stage.summary.replace("llm.layers.", "").replace(" + ", ", "), *cells])
             number, cells = "", []
     table = table_lines((">rank", ">stage", "layers", ">trainable", "optimizer", *measures), rows)
-    sentences = (f"{_ranks(plan, rank)}: {rank.optimizer}, {rank.reason}{_recomputes(rank)}" for rank in replica)
+    sentences = (
+        f"{_ranks(plan, rank)}: {rank.optimizer}, {rank.reason}{_memory_choices(plan, rank)}" for rank in replica
+    )
     return [
-        *_wrapped(*_headline(plan), *_image(plan), *_rates(plan)),
+        *wrapped(*_headline(plan), *_image(plan), *_rates(plan)),
         *table,
-        *_wrapped(*sentences, *_footer(plan, replica)),
+        *wrapped(*sentences, *_footer(plan, replica)),
     ]
 
 
-def _recomputes(rank: RankPlan) -> str:
+def _memory_choices(plan: Plan, rank: RankPlan) -> str:
     held = sum(stage.last - stage.first for stage in rank.stages)
     recompute = f"; {rank.recompute_layers} of {held} layers recompute" if rank.recompute_layers else ""
-    how = "quantised" if rank.stages[0].quantisation else "streamed"
+    how = "quantised" if plan.streaming is not None and plan.streaming.source in BITS else "streamed"
     return recompute + (f"; {rank.streamed_layers} of {held} layers are {how}" if rank.streamed_layers else "")
 
 
-def _wrapped(*texts: str) -> list[str]:
+def wrapped(*texts: str) -> list[str]:
+    """Sentences as lines for a terminal; lines after a sentence's first are indented."""
     options = {"subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
     return [line for text in texts for line in textwrap.wrap(text, COLUMNS, **options)]
 
@@ -113,23 +117,22 @@ def _streaming(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
         return
     most = max(replica, key=lambda rank: rank.fetched_bytes)
     a_microbatch = bytes_text(most.fetched_bytes // plan.microbatches_per_step)
-    if streaming.source in ("nf4", "int8"):
-        yield (
-            f"quantised layers ({streaming.source}) are not those of {plan.llm}, but near them: what is trained beside "
-            f"them is for {plan.llm} as it is, or quantised again; dequantising hides behind computing from "
-            f"{streaming.hidden_from_tokens:,} tokens a micro-batch on; with {streaming.microbatch_tokens:,}, a step "
-            f"takes {streaming.time_ratio - 1:.1%} longer"
+    here, needed = f"{streaming.microbatch_tokens:,}", f"{streaming.hidden_from_tokens:,}"
+    costs = f"with {here} tokens a micro-batch none of it is waited for, nor from {needed} on"
+    if streaming.time_ratio > 1:
+        costs = (
+            f"from {needed} tokens a micro-batch on that hides behind computing; with {here} a step takes "
+            f"{streaming.time_ratio - 1:.1%} longer"
         )
+    if streaming.source in BITS:
+        yield f"quantised layers: {streaming.source}, made whole before each use; {costs}"
+        yield f"that is another LLM, near {plan.llm}: use what is trained with {plan.llm} itself"
         return
     if streaming.source == "host":
         source = f"host memory, which holds {bytes_text(most.host_bytes)} for it"
     else:
-        source = f"its peers: each of {streaming.shards} replicas keeps a part"
-    yield (
-        f"streamed layers: {_ranks(plan, most)} fetches {a_microbatch} a micro-batch from {source}; that hides behind "
-        f"computing from {streaming.hidden_from_tokens:,} tokens a micro-batch on; with "
-        f"{streaming.microbatch_tokens:,}, a step takes {streaming.time_ratio - 1:.1%} longer"
-    )
+        source = f"its peers: each of {streaming.weight_shards} replicas keeps a part"
+    yield f"streamed layers: {_ranks(plan, most)} fetches {a_microbatch} a micro-batch from {source}; {costs}"
 
 
 def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:

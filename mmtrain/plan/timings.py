@@ -5,13 +5,14 @@ costs --assumed_timings, or calibrated with measurements--> Timings --cut--> sec
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 
 from mmtrain.base.errors import UserError
 from mmtrain.plan.calibration import Calibration, LayerMeasures
 from mmtrain.plan.costs import LayerCost, RunCosts
 from mmtrain.plan.workload import FP32
+from mmtrain.pretrained.quantised import BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Assumptions:
     fp32_slowdown: float  # seconds of a FLOP in fp32 over those of one in bfloat16
     bytes_per_second: float  # of a message on its way
     host_bytes_per_second: float  # of weights from the host's memory, beside computing
-    made_bytes_per_second: float  # of weights that are made of fewer bits, likewise
+    dequantised_bytes_per_second: float  # of weights that are made of fewer bits, likewise
     latency_seconds: float  # from a message's post to its first byte
     call_seconds: float  # of one FORWARD or BACKWARD, beyond its layers
 
@@ -34,8 +35,8 @@ ratio, a 4090's 83e12 and 165e12 one near 1.3); half of what PCIe 4.0 x16 carrie
 of a pipeline), and all that page-locked host memory gives of it; a fifth of what an A100's memory does for
 dequantising; two NCCL kernels; Python and launches that the device waits for."""
 CPU = Assumptions(100e9, 1, 3e9, 5e9, 1e9, 200e-6, 500e-6)
-"""One core, in float32 and bfloat16 alike; gloo between processes of one machine, whose 4 MB cost their sender
-1.4 ms."""
+"""One core, in float32 and bfloat16 alike, which copies and dequantises weights itself; gloo between processes of one
+machine, whose 4 MB cost their sender 1.4 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,8 @@ class Timings:
     receive_features: float
     transfer_features: float
     end: float  # of a step: reductions and optimizer
-    host_fetch: float = 0.0  # of a byte of weights, from the host's memory
-    peer_fetch: float = 0.0  # likewise, from peers
-    made_fetch: float = 0.0  # likewise, of fewer bits
-    fetch: float = 0.0  # of each fetch, besides
+    fetch_latency: float = 0.0  # of each fetch of a streamed layer
+    fetch_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)  # besides, by source
     measured_messages: bool = False
     measured_fetches: tuple[str, ...] = ()  # sources
 
@@ -110,24 +109,13 @@ def assumed_timings(costs: RunCosts, replicas: int, device: Assumptions) -> Timi
         receive_features=0.0,
         transfer_features=device.latency_seconds + encoder.hidden_bytes / device.bytes_per_second,
         end=_ring(costs, replicas, device),
-        host_fetch=1 / device.host_bytes_per_second,
-        peer_fetch=1 / device.bytes_per_second,
-        made_fetch=1 / device.made_bytes_per_second,
-        fetch=device.latency_seconds,
+        fetch_latency=device.latency_seconds,
+        fetch_seconds_per_byte={
+            "host": 1 / device.host_bytes_per_second,
+            "peers": 1 / device.bytes_per_second,
+            **dict.fromkeys(BITS, 1 / device.dequantised_bytes_per_second),
+        },
     )
-
-
-def fetch_costs(calibration: Calibration, assumed: Timings) -> dict[str, Any]:
-    """Seconds of a byte by each source, as measured beside computing where they were."""
-    measured = {source: 1 / rates.beside for source, rates in calibration.fetches.items()}
-    made = next((measured[source] for source in ("nf4", "int8") if source in measured), assumed.made_fetch)
-    return {
-        "host_fetch": measured.get("host", assumed.host_fetch),
-        "peer_fetch": measured.get("peers", assumed.peer_fetch),
-        "made_fetch": made,
-        "fetch": assumed.fetch,
-        "measured_fetches": tuple(measured),
-    }
 
 
 def _ring(costs: RunCosts, replicas: int, device: Assumptions) -> float:
@@ -211,6 +199,11 @@ def calibrated(
             receive_features=measured(features and features.receive, assumed.receive_features),
             transfer_features=measured(features and features.transfer, assumed.transfer_features),
             end=max(0.0, calibration.end_seconds + more_replicas),
-            **fetch_costs(calibration, assumed),
+            fetch_latency=assumed.fetch_latency,
+            fetch_seconds_per_byte={
+                **assumed.fetch_seconds_per_byte,
+                **{source: 1 / rates.beside for source, rates in calibration.fetches.items()},
+            },
+            measured_fetches=tuple(calibration.fetches),
         ),
     )

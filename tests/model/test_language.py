@@ -297,7 +297,7 @@ def test_loading_layers_that_are_streamed_takes_the_memory_of_one(tmp_path):
         watching.start()
         streamed = StreamedLayers(HostSource(torch.device("cpu")))
         ends = {"embedding": True, "head": True, "dtype": torch.bfloat16}
-        part = language.load_slice(sys.argv[1], 0, 6, **ends, streamed=streamed, streams=range(6))
+        part = language.load_slice(sys.argv[1], 0, 6, **ends, streamed=streamed, streamed_numbers=range(6))
         ended.set()
         watching.join()
         print(json.dumps([peak - before, own() - before, len(streamed.layers)]))

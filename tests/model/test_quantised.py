@@ -56,7 +56,7 @@ def streamed_model(folder, dtype, quantisation):
     """All of a causal LM as one slice whose layers are quantised."""
     streamed = StreamedLayers(QuantisedSource(quantisation, CPU))
     ends = {"embedding": True, "head": True, "dtype": dtype}
-    return load_slice(str(folder), 0, LAYERS, **ends, streamed=streamed, streams=range(LAYERS))
+    return load_slice(str(folder), 0, LAYERS, **ends, streamed=streamed, streamed_numbers=range(LAYERS))
 
 
 def with_gradient(forward, embed, dtype):

@@ -16,6 +16,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import (
     Calibration,
     Device,
+    FetchRates,
     Key,
     LayerMeasures,
     MessageSeconds,
@@ -323,3 +324,30 @@ def test_a_calibration_without_a_kind_of_layer_is_refused(config) -> None:
     layers = {name: found for name, found in calibration.layers.items() if name != "head"}
     with pytest.raises(UserError, match=r"does not have head: it was made by another version"):
         calibrated(run_costs(config, models_of(config)), replace(calibration, layers=layers), 1, CPU)
+
+
+STREAMS = {
+    "host": ("parallel.streamed_layers=32",),
+    "peers": ("parallel.streamed_layers=32", "parallel.stream_from=peers", "parallel.data=2"),
+    "nf4": ("model.llm.quantize=nf4",),
+}
+
+
+@pytest.mark.parametrize("source", STREAMS)
+def test_a_plan_fetches_at_the_rate_that_was_measured_of_its_source_beside_computing(tmp_path, cache, source) -> None:
+    config = make_config(tmp_path, "parallel.pipeline=1", *STREAMS[source])
+    layer = 202_383_360 * 2
+    fetched_bytes = layer // 2 if source == "peers" else layer
+    slow = FetchRates(alone=fetched_bytes, beside=fetched_bytes / 20)  # 20 seconds a layer, which computes 1 and 2
+    others = {name: FetchRates(1.0, 1.0) for name in (*STREAMS, "int8") if name != source}
+    for measured in ({source: slow, **others}, others):
+        calibration = replace(made_up(config), fetches=measured)
+        file = calibration.save(tmp_path / "measured.json")
+        plan = make_plan(config.changed({"parallel.calibration": str(file)}), device=DEVICE)
+        assert ("fetches assumed" in plan.costs) == (source not in measured)
+        (forward,), (backward,) = plan.seconds.forward_waits, plan.seconds.backward_waits
+        if source in measured:
+            assert (forward.fetches, backward.fetches) == (32, 32)
+            assert (forward.each, backward.each) == pytest.approx((19, 18), rel=0.02)
+        else:
+            assert forward.each == backward.each == 0, "what is assumed is milliseconds"

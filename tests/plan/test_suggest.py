@@ -1,0 +1,311 @@
+"""Suggested layouts: as good as all others, really planned, told in 80 columns; what no suggestion changes or fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mmtrain.base.errors import UserError
+from mmtrain.commands import plan as plan_command
+from mmtrain.config.load import DEMO, load_config
+from mmtrain.config.schema import RunConfig
+from mmtrain.launch import main as launch
+from mmtrain.plan.calibration import Calibration, Device, LayerMeasures, MessageSeconds, calibration_key
+from mmtrain.plan.candidates import as_options, candidates
+from mmtrain.plan.costs import run_costs
+from mmtrain.plan.plan import Plan
+from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.plan.simulate import Program, simulate
+from mmtrain.plan.suggest import SIMPLER, Size, Suggestion, suggest
+from mmtrain.plan.suggestion_table import render_suggestion
+
+ROOT = Path(__file__).parent.parent.parent
+NEAR = 1 + SIMPLER
+
+
+def demo(*overrides: str) -> RunConfig:
+    return load_config(DEMO, overrides)
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory) -> Path:
+    """Vicuna-7B on devices that hold half of it: shapes are recorded, weights are not needed."""
+    file = tmp_path_factory.mktemp("suggest") / "config.yaml"
+    file.write_text(
+        """
+run: {name: test}
+model:
+  llm: {path: lmsys/vicuna-7b-v1.5}
+  vision: {name: vit_large_patch14_clip_quickgelu_336.openai}
+parallel: {pipeline: 4, device_memory_gib: 10}
+data: {shards: none.tar}
+train: {packs_per_step: 4, max_steps: 1}
+"""
+    )
+    return file
+
+
+def step_seconds(plan: Plan) -> float:
+    return simulate(Program(plan.schedule), plan.seconds).seconds
+
+
+def all_steps(config: RunConfig, devices: int) -> dict[tuple, float]:
+    """Seconds of every candidate that fits."""
+    found = {}
+    for changes in candidates(config, len(models_of(config).llm.decoder), devices):
+        try:
+            found[tuple(as_options(changes))] = step_seconds(make_plan(config.changed(changes)))
+        except UserError as error:
+            assert "does not fit" in str(error)
+    return found
+
+
+def measured(config: RunConfig, device: Device) -> Calibration:
+    """Decoder layers take 1 + 2 seconds and keep next to nothing."""
+    models = models_of(config)
+    layer = LayerMeasures(1.0, 2.0, 3.0, 1000, 100, 10, 20, 1200)
+    return Calibration(
+        key=calibration_key(config, models, device),
+        layers={kind.name: layer for kind in run_costs(config, models).kinds},
+        compute_seconds=0.125,
+        encode_seconds=0.5,
+        encode_block_seconds=0.01,
+        messages=MessageSeconds(0.01, 0.02, 0.03),
+        features=MessageSeconds(0.04, 0.05, 0.06),
+        end_seconds=2.0,
+        replicas=1,
+        matmul_flops_per_second=1e12,
+    )
+
+
+def text(suggestion: Suggestion) -> str:
+    return " ".join(" ".join(render_suggestion(suggestion)).split())
+
+
+# ---- what is suggested
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize("gib", [0.018, 0.03, None])
+def test_the_best_layout_is_as_fast_as_the_fastest_of_all(devices, gib) -> None:
+    config = demo(f"parallel.device_memory_gib={'null' if gib is None else gib}")
+    suggestion = suggest(config, devices)
+    assert suggestion.layouts[0].step_seconds <= NEAR * min(all_steps(config, devices).values())
+    assert suggestion.not_planned == 0
+
+
+def test_with_layers_that_must_be_streamed_the_best_is_as_fast_as_the_fastest_of_all(config_file) -> None:
+    config = load_config(config_file)
+    steps = all_steps(config, 2)
+    suggestion = suggest(config, 2)
+    assert 0 < len(steps) < len(candidates(config, 32, 2)), "some fit, some do not"
+    assert suggestion.layouts[0].step_seconds <= NEAR * min(steps.values())
+    assert any(layout.size.source == "host" and layout.host_bytes > 0 for layout in suggestion.layouts)
+
+
+def test_every_layout_is_what_its_overrides_plan(config_file) -> None:
+    suggestion = suggest(load_config(config_file), 2)
+    assert len(suggestion.layouts) > 2
+    for layout in suggestion.layouts:
+        plan = make_plan(load_config(config_file, as_options(layout.overrides)))
+        replica = [rank for rank in plan.ranks if rank.data == 0]
+        assert len(plan.ranks) == 2
+        assert step_seconds(plan) == layout.step_seconds
+        assert max(rank.total_bytes for rank in plan.ranks) == layout.memory_bytes
+        assert max(rank.host_bytes for rank in plan.ranks) == layout.host_bytes
+        assert sum(rank.recompute_layers for rank in replica) == layout.recompute_layers
+        assert (plan.streaming and plan.streaming.source) == layout.size.source
+        assert (plan.pipeline, plan.data, plan.packs_per_microbatch) == layout.size[:3]
+
+
+def test_the_fastest_comes_first_but_for_simpler_ones_that_are_as_fast_within_a_hundredth() -> None:
+    layouts = suggest(demo("parallel.device_memory_gib=0.03"), 4).layouts
+    assert len(layouts) == 5
+    for place, layout in enumerate(layouts):
+        later = layouts[place + 1 :]
+        assert all(layout.step_seconds <= NEAR * other.step_seconds for other in later)
+        assert all(layout.size.simplicity < x.size.simplicity for x in later if x.step_seconds < layout.step_seconds)
+
+
+def test_what_streams_or_takes_more_packs_must_save_a_hundredth() -> None:
+    for gib in (0.018, 0.03):
+        layouts = suggest(demo(f"parallel.device_memory_gib={gib}"), 4).layouts
+        pairs = [(x, y) for x in layouts for y in layouts if x.size.is_more_than(y.size)]
+        assert all(x.step_seconds * NEAR < y.step_seconds for x, y in pairs)
+
+
+def test_more_packs_and_streaming_are_more_only_with_the_same_ranks() -> None:
+    plain = Size(2, 4, 1, None, 1)
+    host, peers = plain._replace(source="host"), plain._replace(source="peers", shards=2)
+    assert host.is_more_than(plain) and peers.is_more_than(plain) and not plain.is_more_than(host)
+    assert not host.is_more_than(peers) and not peers.is_more_than(host), "they need different machines"
+    assert peers._replace(shards=4).is_more_than(peers) and host._replace(packs_per_microbatch=2).is_more_than(host)
+    assert not host._replace(pipeline=4, data=2).is_more_than(plain) and not plain.is_more_than(plain)
+    assert sorted((peers, host, plain), key=lambda size: size.simplicity) == [plain, host, peers]
+    assert plain.simplicity < plain._replace(packs_per_microbatch=2).simplicity < plain._replace(pipeline=4).simplicity
+
+
+def test_what_a_step_computes_is_never_changed_and_all_devices_are_used(config_file) -> None:
+    free = {"pipeline", "data", "streamed_layers", "stream_from", "weight_shards"}
+    for changes in candidates(load_config(config_file), 32, 4):
+        config = load_config(config_file, as_options(changes))  # and so it is a valid one
+        assert config.parallel.pipeline * config.parallel.data == 4
+        before = load_config(config_file).model_dump()
+        after = config.model_dump()
+        del before["train"]["packs_per_microbatch"], after["train"]["packs_per_microbatch"]
+        parallel = before.pop("parallel"), after.pop("parallel")
+        assert before == after and {key for key in parallel[0] if parallel[0][key] != parallel[1][key]} <= free
+
+
+def test_peers_are_left_out_where_memory_of_the_host_was_given(config_file) -> None:
+    every = candidates(load_config(config_file, ["parallel.host_memory_gib=64"]), 32, 4)
+    assert {changes["parallel.stream_from"] for changes in every} == {"host"}
+
+
+def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said(config_file) -> None:
+    by_hand = ["parallel.boundaries=[8, 16, 24]", "parallel.recompute_layers=[1, 1, 1, 1]", "parallel.encoder_ranks=0"]
+    suggestion = suggest(load_config(config_file, by_hand), 2)
+    assert suggestion.by_hand == ("parallel.boundaries", "parallel.recompute_layers", "parallel.encoder_ranks")
+    assert "left to the planner, though CONFIG states them: parallel.boundaries, parallel.recomp" in text(suggestion)
+    best = suggestion.layouts[0]
+    assert best.overrides["parallel.boundaries"] is None and "parallel.boundaries=null" in text(suggestion)
+    plan = make_plan(load_config(config_file, [*by_hand, *as_options(best.overrides)]))
+    assert step_seconds(plan) == best.step_seconds
+    assert [x.step_seconds for x in suggestion.layouts] == [
+        x.step_seconds for x in suggest(load_config(config_file), 2).layouts
+    ]
+
+
+def test_a_calibration_gives_seconds_and_leaves_out_what_was_not_measured(config_file, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config, cpu = load_config(config_file), Device("Abacus 9000", 2, 1)
+    file = measured(config, cpu).save(tmp_path / "measured.json")
+    named = config.changed({"parallel.calibration": str(file)})
+    suggestion = suggest(named, 2, device=cpu)
+    assert suggestion.measured_on == "Abacus 9000" and "calibrated on Abacus 9000" in text(suggestion)
+    assert all(layout.size.packs_per_microbatch == 1 for layout in suggestion.layouts)
+    assert suggestion.not_measured > 0 and "this calibration says nothing of" in text(suggestion)
+    assert "parallel.calibration" not in suggestion.layouts[0].overrides
+    plan = make_plan(named.changed(suggestion.layouts[0].overrides), device=cpu)
+    assert plan.step_seconds == suggestion.layouts[0].step_seconds
+    other = suggest(named, 2)  # this machine's CPU is no abacus
+    assert other.measured_on is None and other.layouts[0].overrides["parallel.calibration"] is None
+    assert "parallel.calibration" in other.by_hand
+
+
+def test_without_time_what_was_found_is_told_with_how_much_is_missing() -> None:
+    suggestion = suggest(demo(), 4, most_seconds=0)
+    assert {layout.size.pipeline for layout in suggestion.layouts} == {1} and suggestion.not_planned > 0
+    assert f"no time to plan {suggestion.not_planned} more" in text(suggestion)
+
+
+# ---- the text
+
+
+@pytest.fixture(scope="module")
+def large() -> list[str]:
+    config = load_config(ROOT / "configs" / "qwen25_72b_pp8_dp2.yaml", ["parallel.device_memory_gib=77"])
+    return render_suggestion(suggest(config, 8, most_seconds=600))
+
+
+def test_the_readme_shows_what_is_printed(large) -> None:
+    readme = (ROOT / "mmtrain" / "plan" / "README.md").read_text()
+    asked = "mmtrain plan configs/qwen25_72b_pp8_dp2.yaml parallel.device_memory_gib=77 --suggest 8\n\n"
+    assert readme.partition(asked)[2].partition("```")[0].splitlines() == large
+
+
+def test_a_table_tells_each_layout_and_what_to_put_behind_the_config(large) -> None:
+    assert max(map(len, large)) <= 80
+    text = "\n".join(large)
+    assert "Qwen/Qwen2.5-72B-Instruct" in text and "on 8 devices, 77.0 GiB per rank" in text
+    rows = [line.split() for line in large if re.match(r"[1-5] +\d", line)]
+    assert [row[0] for row in rows] == [str(i) for i in range(1, len(rows) + 1)]
+    assert all(int(row[1]) * int(row[2]) == 8 for row in rows)
+    assert "mmtrain calibrate CONFIG measures" in text
+    assert ("links of 12 GB/s are assumed; it pays inside a machine with NVLink" in " ".join(large)) == (
+        "peers/" in text
+    )
+
+
+def test_overrides_that_are_too_long_go_on_behind_a_backslash() -> None:
+    suggestion = suggest(demo(), 2)
+    long = {f"parallel.{'x' * 20}{i}": None for i in range(9)}
+    layouts = replace(suggestion.layouts[0], overrides=long), replace(suggestion.layouts[0], overrides={})
+    lines = render_suggestion(replace(suggestion, layouts=layouts))
+    assert max(map(len, lines)) <= 80
+    first = lines.index("behind CONFIG for the first:") + 1
+    pasted = "\n".join(lines[first : lines.index("for the others:")]).replace("\\\n", "")
+    assert pasted.split() == [f"{key}=null" for key in long]
+    assert lines[-1] == "  2: nothing: it is that of CONFIG"
+
+
+@pytest.mark.parametrize(("devices", "longest"), [(1, {}), (100_000, {"memory_bytes": 2**50, "step_seconds": 1e6})])
+def test_the_text_fits_80_columns(devices, longest) -> None:
+    suggestion = suggest(demo("parallel.device_memory_gib=0.018", "train.packs_per_step=8"), 4)
+    size = Size(1000, 10_000, 100_000, "peers", 8)
+    layouts = tuple(replace(x, **longest, size=size if longest else x.size) for x in suggestion.layouts)
+    assert max(map(len, render_suggestion(replace(suggestion, devices=devices, layouts=layouts)))) <= 80
+    measured = replace(suggestion, measured_on="A" * 60, not_measured=7, not_planned=3, layouts=layouts)
+    assert max(map(len, render_suggestion(measured))) <= 80
+
+
+# ---- what cannot be suggested
+
+
+def test_without_a_limit_all_fits_which_is_said(capsys) -> None:
+    assert launch([DEMO, "--plan", "--suggest", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "no memory limit" in told and "without parallel.device_memory_gib all layouts fit" in told
+
+
+def test_devices_on_which_nothing_fits_are_told_what_the_smallest_layout_needs(config_file) -> None:
+    with pytest.raises(UserError) as raised:
+        suggest(load_config(config_file, ["parallel.device_memory_gib=0.5"]), 2)
+    message = str(raised.value)
+    assert message.startswith("no layout of 2 devices fits. The smallest, parallel.pipeline=2 parallel.streamed_layers")
+    assert "stage 1 (" in message and "layers streamed" in message and "<- too much" in message
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (7, "with train.packs_per_step=7 or 14 there is a layout"),
+        (22, "there are 11 replicas at least, each with the same number of packs; with train.packs_per_step=11 or 22"),
+        (99_991, "99,991 devices: no layout uses all of them"),
+    ],
+)
+def test_devices_over_which_a_step_cannot_be_shared_out_are_refused_with_what_could(devices, said) -> None:
+    with pytest.raises(UserError) as raised:
+        suggest(demo("train.packs_per_step=8"), devices)
+    assert said in str(raised.value)
+    for packs in re.findall(r"\d+", said.partition("packs_per_step=")[2]):
+        assert suggest(demo(f"train.packs_per_step={packs}"), devices).layouts
+
+
+@pytest.mark.parametrize("devices", ["0", "-1", "100001"])
+def test_a_number_of_devices_that_nobody_has_is_refused(devices, capsys) -> None:
+    assert launch([DEMO, "--plan", f"--suggest={devices}"]) == 2
+    assert "suggested for 1 to 100,000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--calibrate"]])
+def test_training_takes_no_suggestion(more, capsys) -> None:
+    assert launch([DEMO, "--suggest", "4", *more]) == 2
+    assert "mmtrain plan CONFIG --suggest 4" in capsys.readouterr().err
+
+
+def test_what_is_wrong_with_the_config_is_told_before_anything_is_planned(config_file) -> None:
+    with pytest.raises(UserError, match=r"model\.trainable: 'projecter' matches no parameter"):
+        suggest(load_config(config_file, ["model.trainable=[projecter]"]), 2)
+
+
+def test_mmtrain_plan_suggests(capsys) -> None:
+    options = plan_command.parse_arguments([DEMO, "--suggest", "2", "parallel.device_memory_gib=0.03"])
+    assert plan_command.run(options) == 0
+    assert "behind CONFIG for the first:" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        plan_command.parse_arguments(["--help"])
+    assert "--suggest 8" in capsys.readouterr().out
