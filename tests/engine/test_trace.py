@@ -158,6 +158,15 @@ def test_clocks_that_begin_anywhere_are_set_by_the_moments_at_which_all_ranks_go
     ]
 
 
+def test_waiting_for_weights_has_a_name_of_its_own(plan, tmp_path):
+    x = Instruction(Op.FORWARD, 0, 3)
+    step = TracedStep(5, 3.0, [Interval(Work.FORWARD, x, 0.0, 1.0), Interval(Work.FETCH, x, 1.0, 3.0)])
+    write_trace(tmp_path / "trace.json", plan, [[step], [step]])
+    waits = [event for event in complete_events(content_of(tmp_path / "trace.json")) if event["cat"] == "fetch"]
+    assert {event["name"] for event in waits} == {"wait for weights of forward stage 0 micro-batch 3"}
+    assert len(waits) == 2
+
+
 @pytest.fixture
 def tracer(plan, monkeypatch):
     """Makes the tracer of a rank that is alone."""

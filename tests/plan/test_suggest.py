@@ -13,6 +13,7 @@ from mmtrain.commands import plan as plan_command
 from mmtrain.config.load import DEMO, load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.launch import main as launch
+from mmtrain.plan import planner
 from mmtrain.plan.calibration import Calibration, Device, LayerMeasures, MessageSeconds, calibration_key
 from mmtrain.plan.candidates import as_options, candidates
 from mmtrain.plan.costs import run_costs
@@ -55,11 +56,13 @@ def step_seconds(plan: Plan) -> float:
 def all_steps(config: RunConfig, devices: int) -> dict[tuple, float]:
     """Seconds of every candidate that fits."""
     found = {}
-    for changes in candidates(config, len(models_of(config).llm.decoder), devices):
-        try:
-            found[tuple(as_options(changes))] = step_seconds(make_plan(config.changed(changes)))
-        except UserError as error:
-            assert "does not fit" in str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "does_not_fit", lambda *_: "too large")  # without planning what would fit
+        for changes in candidates(config, len(models_of(config).llm.decoder), devices):
+            try:
+                found[tuple(as_options(changes))] = step_seconds(make_plan(config.changed(changes)))
+            except UserError as error:
+                assert str(error) == "too large"
     return found
 
 
@@ -88,20 +91,21 @@ def text(suggestion: Suggestion) -> str:
 # ---- what is suggested
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 6, 8])
-@pytest.mark.parametrize("gib", [0.018, 0.03, None])
+@pytest.mark.parametrize("devices", [1, 2, 4, 6])
+@pytest.mark.parametrize("gib", [0.018, 0.03])
 def test_the_best_layout_is_as_fast_as_the_fastest_of_all(devices, gib) -> None:
-    config = demo(f"parallel.device_memory_gib={'null' if gib is None else gib}")
+    config = demo(f"parallel.device_memory_gib={gib}")
     suggestion = suggest(config, devices)
     assert suggestion.layouts[0].step_seconds <= NEAR * min(all_steps(config, devices).values())
     assert suggestion.not_planned == 0
 
 
-def test_with_layers_that_must_be_streamed_the_best_is_as_fast_as_the_fastest_of_all(config_file) -> None:
-    config = load_config(config_file)
-    steps = all_steps(config, 2)
-    suggestion = suggest(config, 2)
-    assert 0 < len(steps) < len(candidates(config, 32, 2)), "some fit, some do not"
+@pytest.mark.parametrize("devices", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))])
+def test_where_layers_must_be_streamed_the_best_is_as_fast_as_the_fastest_of_all(config_file, devices) -> None:
+    config = load_config(config_file, ["train.packs_per_step=12"])
+    steps = all_steps(config, devices)
+    suggestion = suggest(config, devices)
+    assert 0 < len(steps) < len(candidates(config, 32, devices)), "some fit, some do not"
     assert suggestion.layouts[0].step_seconds <= NEAR * min(steps.values())
     assert any(layout.size.source == "host" and layout.host_bytes > 0 for layout in suggestion.layouts)
 
@@ -165,23 +169,20 @@ def test_peers_are_left_out_where_memory_of_the_host_was_given(config_file) -> N
     assert {changes["parallel.stream_from"] for changes in every} == {"host"}
 
 
-def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said(config_file) -> None:
-    by_hand = ["parallel.boundaries=[8, 16, 24]", "parallel.recompute_layers=[1, 1, 1, 1]", "parallel.encoder_ranks=0"]
-    suggestion = suggest(load_config(config_file, by_hand), 2)
+def test_what_belongs_to_one_layout_is_left_to_the_planner_which_is_said() -> None:
+    by_hand = ["parallel.boundaries=[1, 2, 3]", "parallel.recompute_layers=[1, 1, 1, 1]", "parallel.encoder_ranks=0"]
+    suggestion = suggest(demo(*by_hand), 2)
     assert suggestion.by_hand == ("parallel.boundaries", "parallel.recompute_layers", "parallel.encoder_ranks")
     assert "left to the planner, though CONFIG states them: parallel.boundaries, parallel.recomp" in text(suggestion)
     best = suggestion.layouts[0]
     assert best.overrides["parallel.boundaries"] is None and "parallel.boundaries=null" in text(suggestion)
-    plan = make_plan(load_config(config_file, [*by_hand, *as_options(best.overrides)]))
-    assert step_seconds(plan) == best.step_seconds
-    assert [x.step_seconds for x in suggestion.layouts] == [
-        x.step_seconds for x in suggest(load_config(config_file), 2).layouts
-    ]
+    assert step_seconds(make_plan(demo(*by_hand, *as_options(best.overrides)))) == best.step_seconds
+    assert [x.step_seconds for x in suggestion.layouts] == [x.step_seconds for x in suggest(demo(), 2).layouts]
 
 
-def test_a_calibration_gives_seconds_and_leaves_out_what_was_not_measured(config_file, tmp_path, monkeypatch) -> None:
+def test_a_calibration_gives_seconds_and_leaves_out_what_was_not_measured(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config, cpu = load_config(config_file), Device("Abacus 9000", 2, 1)
+    config, cpu = demo("parallel.device_memory_gib=1"), Device("Abacus 9000", 2, 1)
     file = measured(config, cpu).save(tmp_path / "measured.json")
     named = config.changed({"parallel.calibration": str(file)})
     suggestion = suggest(named, 2, device=cpu)
@@ -273,7 +274,7 @@ def test_devices_on_which_nothing_fits_are_told_what_the_smallest_layout_needs(c
     ("devices", "said"),
     [
         (7, "with train.packs_per_step=7 or 14 there is a layout"),
-        (22, "there are 11 replicas at least, each with the same number of packs; with train.packs_per_step=11 or 22"),
+        (22, "there are 11 replicas at least, each with the same number of packs; with train.packs_per_step=11 there"),
         (99_991, "99,991 devices: no layout uses all of them"),
     ],
 )

@@ -95,6 +95,20 @@ def test_numbers_that_are_none_leave_gaps(run):
     make_page([run])
 
 
+def test_waiting_for_weights_is_a_part_of_the_time_where_there_was_any(run):
+    times = {"compute_seconds": [6.0, 2.0], "communication_seconds": [1.0, 1.0], "data_seconds": [0.0, 0.0]}
+    times |= {"idle_fraction": [0.0, 0.5], "peak_memory_bytes": [1, 1]}
+    step = {"kind": "train", "time": 1e9, **times}
+    for fetching, waited in ({}, 0.0), ({"fetching_seconds": [3.0, 0.5]}, 3.0):
+        (run / "metrics.jsonl").write_text("")
+        append(run / "metrics.jsonl", *({**step, **fetching, "step": number} for number in range(2)))
+        ranks = read_run(run).ranks
+        assert [rank.compute for rank in ranks] == [6.0, 2.0], "of the second step: the first pays for warm-up"
+        assert ranks[0].fetching == waited and ranks[1].idle == pytest.approx(3.0 + bool(waited) * 0.5)
+        page = make_page([run])
+        assert ("Fetching is waiting for weights" in page) == bool(waited)
+
+
 def test_numbers_that_no_run_has_break_no_page(run):
     huge = {
         "kind": "train",
