@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import torch
@@ -109,6 +110,8 @@ def lock(kept: torch.Tensor) -> None:
             f"CUDA cannot lock {bytes_text(kept.nbytes)} of host memory for a decoder layer (error {refused}); stream "
             "fewer layers (parallel.streamed_layers), or let the machine lock more memory (ulimit -l)"
         )
+    # Else the driver would take this memory for locked when it is somebody else's. At the process's end it all goes.
+    weakref.finalize(kept, torch.cuda.cudart().cudaHostUnregister, kept.data_ptr()).atexit = False
 
 
 def _machine() -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device, cpu_device, find_calibration
 from mmtrain.plan.costs import LayerCost, Models, RunCosts, run_costs
+from mmtrain.plan.fetching import WHOLE_AT_ONCE
 from mmtrain.plan.fitting import fastest
 from mmtrain.plan.memory import Buffers, Instant, StageBytes, instants, peak
 from mmtrain.plan.schedule import training_schedule
@@ -176,7 +177,7 @@ class StageCosts:
     def _stage(self, begin: int, end: int, recompute: int, streamed: tuple[int, ...] = ()) -> StageNeed:
         """Layers [begin, end) of which the first `recompute` decoder layers recompute their activations.
 
-        `streamed`: which of the layers are, as places behind `begin`.
+        `streamed`: which of the layers are fetched again and again, as places behind `begin`.
         """
         costs, timings = self.costs, self.timings
         seconds_of = list(timings.layers[begin:end])
@@ -278,9 +279,11 @@ class StageCosts:
         has_slice = is_first or blocks > 0
         streamable = self._streamable(tuple(ranges))
         places, aside = streamable.places(streamed), streamable.held(streamed)
+        # As many as may be whole at once come once a step, and stay.
+        fetched = places if sum(map(len, places)) > WHOLE_AT_ONCE else ((),) * len(ranges)
         stages = tuple(
             self.stage(*layer_range, count, its_places)
-            for layer_range, count, its_places in zip(ranges, recompute, places, strict=True)
+            for layer_range, count, its_places in zip(ranges, recompute, fetched, strict=True)
         )
         end_working = FP32 * sum(self._trainable[end] - self._trainable[begin] for begin, end in ranges)  # AdamW's root
         encode_working = self.costs.encoder.working_of(blocks, first=is_first)

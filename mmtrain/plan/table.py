@@ -116,23 +116,26 @@ def _streaming(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:
     if streaming is None:
         return
     most = max(replica, key=lambda rank: rank.fetched_bytes)
-    a_microbatch = bytes_text(most.fetched_bytes // plan.microbatches_per_step)
     here, needed = f"{streaming.microbatch_tokens:,}", f"{streaming.hidden_from_tokens:,}"
+    fetches = f"{bytes_text(most.fetched_bytes // plan.microbatches_per_step)} a micro-batch"
     costs = f"with {here} tokens a micro-batch none of it is waited for, nor from {needed} on"
     if streaming.time_ratio > 1:
         costs = (
             f"from {needed} tokens a micro-batch on that hides behind computing; with {here} a step takes "
             f"{streaming.time_ratio - 1:.1%} longer"
         )
+    elif not streaming.hidden_from_tokens:
+        fetches, costs = f"{bytes_text(most.fetched_bytes)} a step", "no rank has more layers than stay whole"
     if streaming.source in BITS:
         yield f"quantised layers: {streaming.source}, made whole before each use; {costs}"
         yield f"that is another LLM, near {plan.llm}: use what is trained with {plan.llm} itself"
         return
+    who = _ranks(plan, most) if plan.data == 1 else f"each of {_ranks(plan, most)}"
     if streaming.source == "host":
         source = f"host memory, which holds {bytes_text(most.host_bytes)} for it"
     else:
         source = f"its peers: each of {streaming.weight_shards} replicas keeps a part"
-    yield f"streamed layers: {_ranks(plan, most)} fetches {a_microbatch} a micro-batch from {source}; {costs}"
+    yield f"streamed layers: {who} fetches {fetches} from {source}; {costs}"
 
 
 def _footer(plan: Plan, replica: list[RankPlan]) -> Iterator[str]:

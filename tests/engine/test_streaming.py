@@ -407,8 +407,15 @@ def test_a_host_without_room_is_told_so_by_name(parts):
     assert "finds no room in the host's memory" in error and "parallel.streamed_layers" in error
 
 
-def test_memory_that_cuda_cannot_lock_is_told_so_by_name(monkeypatch):
-    refuses = SimpleNamespace(cudaHostRegister=lambda *_: 2)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: refuses)
+def test_memory_that_cuda_cannot_lock_is_told_so_by_name_and_what_it_has_locked_is_unlocked(monkeypatch):
+    answers, unlocked = iter((2, 0)), []
+    driver = SimpleNamespace(cudaHostRegister=lambda *_: next(answers), cudaHostUnregister=unlocked.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     with pytest.raises(UserError, match=r"CUDA cannot lock 4\.0 KiB of host memory .* \(ulimit -l\)"):
         lock(torch.zeros(4096, dtype=torch.uint8))
+    kept = torch.zeros(4096, dtype=torch.uint8)
+    place = kept.data_ptr()
+    lock(kept)
+    assert unlocked == []
+    del kept
+    assert unlocked == [place]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,19 @@ def test_enough_tokens_hide_what_is_fetched_and_fewer_do_not():
     assert "with 8,192 tokens a micro-batch none of it is waited for" in said(long)
     # A layer of 202.4 million weights in bfloat16 at 25 GB/s against 2 FLOP a weight and token at 150e12 a second.
     assert needed == pytest.approx(202.4e6 * 2 / 25e9 * 150e12 / (2 * 202.4e6), rel=0.05)
+
+
+def test_one_or_two_layers_come_once_a_step_and_nothing_is_said_to_wait_for_them():
+    for count in (1, 2):
+        plan = on_one(LLAVA, 80, f"parallel.streamed_layers={count}", "parallel.recompute_layers=0")
+        layer = 202_383_360 * 2
+        assert plan.ranks[0].fetched_bytes == pytest.approx(count * layer, rel=1e-3)
+        assert (plan.streaming.time_ratio, plan.streaming.hidden_from_tokens) == (1, 0)
+        assert "MiB a step from host memory" in said(plan) and "no rank has more layers than stay whole" in said(plan)
+    few = plan_of("configs/llava_pp4.yaml", "parallel.pipeline=2", "parallel.data=2", "model.llm.quantize=nf4")
+    assert "made whole before each use; no rank has more layers than stay whole" in said(few)
+    keys = ("parallel.data=2", "parallel.streamed_layers=8", "parallel.stream_from=peers", "train.packs_per_step=84")
+    assert re.search(r"streamed layers: each of ranks \d-\d fetches", said(plan_of(LLAVA, *keys)))
 
 
 def test_a_step_takes_what_is_not_hidden_of_the_fetches_that_its_lists_have():
