@@ -93,8 +93,8 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
         "--suggest",
         type=int,
         metavar="N",
-        help="with a plan: instead of it the five best layouts of the run for N devices, which pipeline ranks, "
-        "replicas, packs a micro-batch, layers that are streamed, and what to put behind CONFIG for each; takes up to "
+        help="instead of the plan the best layouts of the run for N devices, five at most: pipeline ranks, replicas, "
+        "packs a micro-batch, whether layers are streamed, and what to put behind CONFIG for each; takes seconds to "
         "half a minute",
     )
 
