@@ -43,6 +43,9 @@ from mmtrain.pretrained.shapes import NO_VISION, llm_shape, matches, vision_shap
 from mmtrain.pretrained.tokenizer_files import refuse_missing_marks
 from mmtrain.pretrained.vision_files import check_preprocessing
 
+STREAMING_GAIN = 0.005
+"""Share of a step that streaming must save where it is left to the planner and all fits without."""
+
 
 def models_of(config: RunConfig) -> Models:
     """The shapes of a run's models. Raises UserError where nothing is known of one, and where they do not fit."""
@@ -79,17 +82,29 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     models, limit = models_of(config), memory_limit(config, device_memory_bytes)
     check_run(config, models)
     costs = stage_costs(config, models, limit, device)
-    search = search_of(config, costs)
-    if least_step_seconds(costs) == math.inf:  # a search for what fits nowhere takes long
-        found = ()
-    elif config.parallel.boundaries is None:
-        found = search.find(config.parallel.stages_per_rank)
-    else:
-        layout = search.with_encodes(given_cut(config, costs))
-        found = () if layout is None else (layout,)
+    search, found = _searched(config, costs)
+    if config.parallel.streamed_layers == "auto":  # only where it is worth it
+        resident, without = _searched(config, costs.resident())
+        if without and (not found or _seconds(without) * (1 - STREAMING_GAIN) <= _seconds(found)):
+            search, found = resident, without
     if not found:
         raise UserError(does_not_fit(config, models, search, limit, device))
     return _plan(config, models, search, found, limit)
+
+
+def _searched(config: RunConfig, costs: StageCosts) -> tuple[Search, Sequence[Layout]]:
+    """The search for a run, and what it has found: the best layout, or nothing."""
+    search = search_of(config, costs)
+    if least_step_seconds(costs) == math.inf:  # a search for what fits nowhere takes long
+        return search, ()
+    if config.parallel.boundaries is None:
+        return search, search.find(config.parallel.stages_per_rank)
+    layout = search.with_encodes(given_cut(config, costs))
+    return search, () if layout is None else (layout,)
+
+
+def _seconds(found: Sequence[Layout]) -> float:
+    return found[0].simulation.seconds
 
 
 def step_seconds(

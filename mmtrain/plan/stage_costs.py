@@ -305,6 +305,10 @@ class StageCosts:
         """The same where nothing fits, so that every rank recomputes whatever takes the least memory."""
         return StageCosts(self.costs, self.timings, replace(self.setting, memory_bytes=0))
 
+    def resident(self) -> StageCosts:
+        """The same where no layer is streamed."""
+        return StageCosts(self.costs, self.timings, replace(self.setting, streaming=Streaming()))
+
     def fits(self, need: RankNeed) -> bool:
         """Whether a rank may take so much, of its device's and of its machine's memory."""
         return self.overflow(need) == 0

@@ -196,3 +196,12 @@ def test_the_readme_shows_the_plan_of_one_card_as_it_is():
     shown = Path("mmtrain/plan/README.md").read_text().split("mmtrain plan configs/qwen25_32b_1x24gb.yaml\n")[1]
     told = [line for line in shown.partition("```")[0].splitlines() if line != "..."]
     assert len(told) == 5 and [line for line in told if line not in lines] == []
+
+
+@pytest.mark.parametrize(("pipeline", "data"), [(8, 1), pytest.param(16, 4, marks=pytest.mark.nightly)])
+def test_auto_is_never_slower_than_streaming_nothing(pipeline, data):
+    layout = (f"parallel.pipeline={pipeline}", f"parallel.data={data}", "parallel.device_memory_gib=77")
+    plain, auto = (plan_of(QWEN_72B, *layout, f"parallel.streamed_layers={n}") for n in (0, "auto"))
+    seconds = [simulate(Program(plan.schedule), plan.seconds).seconds for plan in (plain, auto)]
+    assert seconds[1] <= seconds[0]
+    assert auto.streaming is not None or auto.boundaries == plain.boundaries
