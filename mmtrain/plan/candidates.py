@@ -2,7 +2,8 @@
 
 config, N --pipeline x replicas = N--> --each axis of AXES in turn--> changes, as overrides on a command line set them
 
-No candidate changes what a step computes. What is stated by hand and belongs to one layout is taken back.
+No candidate changes what a step computes, but for those that quantise frozen layers (see `is_exact`). What is stated by
+hand and belongs to one layout is taken back.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from mmtrain.base.errors import UserError
 from mmtrain.config.parallel import MAX_MICROBATCHES
 from mmtrain.config.schema import MAX_RANKS, RunConfig
+from mmtrain.pretrained.quantised import BITS
 
 MOST_TOKENS = 2**16
 """Of a micro-batch that has several packs: from 10,000 on every fetch of weights hides behind computing."""
@@ -29,6 +31,7 @@ BY_HAND: dict[str, Any] = {
 }
 """What belongs to one layout, and the value with which the planner chooses it."""
 
+QUANTIZE = "model.llm.quantize"
 Changes = dict[str, Any]
 """Values of keys; a key of this may have the value that the config has."""
 
@@ -69,6 +72,7 @@ def _streaming(config: RunConfig) -> Iterator[Changes]:
 
     yield kept(0)
     if config.model.llm.quantize is None:
+        yield from (kept(0) | {QUANTIZE: bits} for bits in BITS)
         yield kept("auto")
         is_for_host = config.parallel.host_memory_gib is not None
         for shards in _divisors(config.parallel.data)[1:]:
@@ -78,6 +82,11 @@ def _streaming(config: RunConfig) -> Iterator[Changes]:
 
 AXES: tuple[Callable[[RunConfig], Iterator[Changes]], ...] = (_packs, _streaming)
 """How a candidate may go on from a config that earlier axes have changed."""
+
+
+def is_exact(config: RunConfig, changes: Changes) -> bool:
+    """Whether the LLM is the config's own, and not one in fewer bits."""
+    return QUANTIZE not in overrides(config, changes)
 
 
 def by_hand(config: RunConfig) -> list[str]:

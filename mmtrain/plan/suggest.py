@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.calibration import Device
-from mmtrain.plan.candidates import Changes, as_options, by_hand, candidates, overrides
+from mmtrain.plan.candidates import Changes, as_options, by_hand, candidates, is_exact, overrides
 from mmtrain.plan.changes import search_of
 from mmtrain.plan.costs import Models
 from mmtrain.plan.cut import best_cut
@@ -44,8 +44,8 @@ class Size(NamedTuple):
 
     @property
     def simplicity(self) -> tuple[int, ...]:
-        """Less is simpler: nothing streamed, host, peers; then fewer pipeline ranks, packs, shards."""
-        source = {"host": 1, "peers": 2}.get(self.source or "", 0)
+        """Less is simpler: nothing streamed, host, peers, quantised; then fewer pipeline ranks, packs, shards."""
+        source = {None: 0, "host": 1, "peers": 2}.get(self.source, 3)
         return source, self.pipeline, self.packs_per_microbatch, self.shards
 
     @property
@@ -122,7 +122,8 @@ def suggest(
     comes the fastest, or what is simplest of all that take at most SIMPLER longer (`Size.simplicity`); so on with the
     rest. Of layouts with the same ranks, one that takes more packs a micro-batch, or streams, or to more shards, is
     left out if another, with less of these, takes at most SIMPLER longer: there may be fewer than five. Where
-    calibrations tell what some candidates take, others are left out, unless none of those fits.
+    calibrations tell what some candidates take, others are left out, unless none of those fits. Layouts with a
+    quantised LLM, which is another one, come behind all others, if there is room, and only if they are faster.
 
     Raises UserError for a number of devices that no layout can use, saying what would have to change, and where nothing
     fits, with what the smallest layout needs.
@@ -133,13 +134,20 @@ def suggest(
     known = [_with_bound(config, one, models, limit, device) for one in changes]
     measured = [x for x in known if x.costs.timings.device is not None and x.bound < math.inf]
     end = time.monotonic() + most_seconds
-    found, not_planned = _planned(config, measured or known, end)
+    exact = [x for x in measured or known if is_exact(config, x.changes)]
+    found, not_planned = _planned(config, exact, end)
     if measured and not found:
         measured = []
-        found, not_planned = _planned(config, known, end)
-    if not found:
-        found = [_smallest(config, known, device_memory_bytes, device)]
+        exact = [x for x in known if is_exact(config, x.changes)]
+        found, not_planned = _planned(config, exact, end)
     best = _best(found)
+    if len(best) < MOST_LAYOUTS:
+        quantised, left = _planned(config, [x for x in measured or known if x not in exact], end)
+        least = min((x.step_seconds for x in found), default=math.inf) * (1 - SIMPLER)
+        best += _best([x for x in quantised if x.step_seconds < least])[: MOST_LAYOUTS - len(best)]
+        not_planned += left
+    if not best:
+        best = [_smallest(config, known, device_memory_bytes, device)]
     keys = by_hand(config) + [CALIBRATION] * any(CALIBRATION in layout.overrides for layout in best)
     timings = (measured or known)[0].costs.timings
     return Suggestion(

@@ -9,6 +9,7 @@ from mmtrain.base.printing import COLUMNS, bytes_text, table_lines
 from mmtrain.plan.candidates import as_options
 from mmtrain.plan.suggest import SIMPLER, SuggestedLayout, Suggestion
 from mmtrain.plan.table import wrapped
+from mmtrain.pretrained.quantised import BITS
 
 
 def render_suggestion(suggestion: Suggestion) -> list[str]:
@@ -76,6 +77,11 @@ def _notes(suggestion: Suggestion) -> Iterator[str]:
         links = f"{suggestion.peer_bytes_per_second / 1e9:,.3g} GB/s"
         known = "measured" if "peers" in suggestion.measured_fetches else "assumed"
         yield f"from peers: links of {links} are {known}; it pays inside a machine with NVLink, and there alone"
+    if any(layout.size.source in BITS for layout in suggestion.layouts):
+        yield (
+            f"{' and '.join(BITS)}: another LLM, near {suggestion.llm}; needs pip install 'mmtrain[quantize]'; such "
+            "layouts come last"
+        )
     if suggestion.by_hand:
         yield f"left to the planner, though CONFIG states them: {', '.join(suggestion.by_hand)}"
     if suggestion.not_planned:
