@@ -181,6 +181,8 @@ def run_command(
     """
     prepare_standard_streams()
     sys.excepthook = show_traceback
+    # Where it is installed peft imports it, and on a CPU it then warns of kernels that nothing here calls.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     with logs_shown(logs), contextlib.nullcontext() if waits else output_without_waiting():
         try:
             return command() or 0
