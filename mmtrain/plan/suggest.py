@@ -123,7 +123,7 @@ def suggest(
     rest. Of layouts with the same ranks, one that takes more packs a micro-batch, or streams, or to more shards, is
     left out if another, with less of these, takes at most SIMPLER longer: there may be fewer than five. Where
     calibrations tell what some candidates take, others are left out, unless none of those fits. Layouts with a
-    quantised LLM, which is another one, come behind all others, if there is room, and only if they are faster.
+    quantised LLM, which is another one, come behind all others, one of them at least, and only if they are faster.
 
     Raises UserError for a number of devices that no layout can use, saying what would have to change, and where nothing
     fits, with what the smallest layout needs.
@@ -141,13 +141,13 @@ def suggest(
         exact = [x for x in known if is_exact(config, x.changes)]
         found, not_planned = _planned(config, exact, end)
     best = _best(found)
-    if len(best) < MOST_LAYOUTS:
-        quantised, left = _planned(config, [x for x in measured or known if x not in exact], end)
-        least = min((x.step_seconds for x in found), default=math.inf) * (1 - SIMPLER)
-        best += _best([x for x in quantised if x.step_seconds < least])[: MOST_LAYOUTS - len(best)]
-        not_planned += left
+    least = min((x.step_seconds for x in found), default=math.inf) * (1 - SIMPLER)
+    others = [x for x in measured or known if x.bound < least and not is_exact(config, x.changes)]
+    quantised, _ = _planned(config, others, end)
+    faster = _best([x for x in quantised if x.step_seconds < least])[: max(1, MOST_LAYOUTS - len(best))]
+    best = [*best[: MOST_LAYOUTS - len(faster)], *faster]
     if not best:
-        best = [_smallest(config, known, device_memory_bytes, device)]
+        best = [_smallest(config, exact, device_memory_bytes, device)]
     keys = by_hand(config) + [CALIBRATION] * any(CALIBRATION in layout.overrides for layout in best)
     timings = (measured or known)[0].costs.timings
     return Suggestion(

@@ -12,9 +12,11 @@ Global names are the same for every family, so a trainable pattern such as `llm.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.pretrained.model_files import Shape, check_numbers, impossible
 
@@ -106,13 +108,20 @@ def check_family(config_json: dict[str, Any]) -> None:
             f"{family} has {kinds} layers, which carry state from one document into the next when packed; "
             "use a family whose layers all attend (llama, qwen2, qwen3, gemma2, ...)"
         )
+    if (method := quantised_by(config_json)) is not None:
+        raise UserError(
+            f"{family}: this checkpoint is quantised ({method}), and gradients must flow through its layers; use the "
+            "bf16 release of the same model"
+        )
+
+
+def quantised_by(config_json: Mapping[str, Any]) -> str | None:
+    """How a checkpoint is quantised, from its raw config.json; None if it is not."""
     for key in ("quantization_config", "compression_config"):
         if found := config_json.get(key):
-            method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
-            raise UserError(
-                f"{family}: this checkpoint is quantised ({method}), and gradients must flow through its layers; "
-                "use the bf16 release of the same model"
-            )
+            method = found.get("quant_method") if isinstance(found, dict) else None
+            return harmless(str(method or "unknown"))
+    return None
 
 
 def remote_code(config_json: dict[str, Any]) -> str:

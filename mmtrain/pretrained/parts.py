@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, shortened
-from mmtrain.pretrained.families import BASE_PREFIX, global_name
+from mmtrain.pretrained.families import BASE_PREFIX, global_name, quantised_by
 from mmtrain.pretrained.model_files import read_json
 
 T = TypeVar("T")
@@ -125,9 +125,12 @@ def llm_tensors(folder: Path, tensors: Mapping[str, T]) -> dict[str, T]:
 def encoder_config(folder: Path) -> dict[str, Any]:
     """config.json of the encoder in `folder`, which may be a whole model's; a timm encoder's has an architecture.
 
-    Raises UserError for a whole model that says nothing of its encoder.
+    Raises UserError for a whole model that says nothing of its encoder, and for weights that are quantised: libraries
+    that are installed decide what is made of those.
     """
     said = read_json(folder / "config.json")
+    if (method := quantised_by(said)) is not None:
+        raise UserError(f"{folder} cannot be used: it is quantised ({method}); use its release in bfloat16 or float32")
     whole = whole_of(said)
     if whole is None:
         return said

@@ -15,13 +15,14 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.launch import main as launch
 from mmtrain.plan import planner
 from mmtrain.plan.calibration import Calibration, Device, LayerMeasures, MessageSeconds, calibration_key
-from mmtrain.plan.candidates import as_options, candidates
+from mmtrain.plan.candidates import as_options, candidates, is_exact
 from mmtrain.plan.costs import run_costs
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.simulate import Program, simulate
 from mmtrain.plan.suggest import SIMPLER, Size, Suggestion, suggest
 from mmtrain.plan.suggestion_table import render_suggestion
+from mmtrain.pretrained.quantised import BITS
 
 ROOT = Path(__file__).parent.parent.parent
 NEAR = 1 + SIMPLER
@@ -59,6 +60,8 @@ def all_steps(config: RunConfig, devices: int) -> dict[tuple, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "does_not_fit", lambda *_: "too large")  # without planning what would fit
         for changes in candidates(config, len(models_of(config).llm.decoder), devices):
+            if not is_exact(config, changes):
+                continue
             try:
                 found[tuple(as_options(changes))] = step_seconds(make_plan(config.changed(changes)))
             except UserError as error:
@@ -154,7 +157,10 @@ def test_more_packs_and_streaming_are_more_only_with_the_same_ranks() -> None:
 
 def test_what_a_step_computes_is_never_changed_and_all_devices_are_used(config_file) -> None:
     free = {"pipeline", "data", "streamed_layers", "stream_from", "weight_shards"}
-    for changes in candidates(load_config(config_file), 32, 4):
+    given = load_config(config_file)
+    every = candidates(given, 32, 4)
+    assert {x.get("model.llm.quantize") for x in every} == {None, "nf4", "int8"}
+    for changes in (x for x in every if is_exact(given, x)):
         config = load_config(config_file, as_options(changes))  # and so it is a valid one
         assert config.parallel.pipeline * config.parallel.data == 4
         before = load_config(config_file).model_dump()
@@ -162,6 +168,15 @@ def test_what_a_step_computes_is_never_changed_and_all_devices_are_used(config_f
         del before["train"]["packs_per_microbatch"], after["train"]["packs_per_microbatch"]
         parallel = before.pop("parallel"), after.pop("parallel")
         assert before == after and {key for key in parallel[0] if parallel[0][key] != parallel[1][key]} <= free
+
+
+def test_a_quantised_llm_is_suggested_last_and_only_where_that_is_faster() -> None:
+    suggestion = suggest(load_config("configs/qwen25_32b_4x24gb.yaml"), 2)
+    of_fewer_bits = [layout.size.source in BITS for layout in suggestion.layouts]
+    assert of_fewer_bits == sorted(of_fewer_bits) and set(of_fewer_bits) == {False, True}
+    fastest = min(x.step_seconds for x in suggestion.layouts if x.size.source not in BITS)
+    assert all(x.step_seconds < fastest for x in suggestion.layouts if x.size.source in BITS)
+    assert "nf4 and int8: another LLM, near Qwen/Qwen2.5-32B-Instruct" in text(suggestion)
 
 
 def test_peers_are_left_out_where_memory_of_the_host_was_given(config_file) -> None:
