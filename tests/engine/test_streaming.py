@@ -6,6 +6,7 @@ import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -258,6 +259,51 @@ class SleepingSource:
         return self.link.submit(work).result
 
 
+class LoggingSource(SleepingSource):
+    """Notes when fetches begin and are waited for."""
+
+    def __init__(self):
+        super().__init__(0.0)
+        self.log = []
+
+    def fetch(self, layer):
+        number = int(layer.names[0].split(".")[2])
+        self.log.append(("fetch", number))
+        arrived = super().fetch(layer)
+
+        def wait():
+            self.log.append(("wait", number))
+            arrived()
+
+        return wait
+
+
+def test_the_next_layers_fetch_begins_before_a_layer_computes():
+    streamed = StreamedLayers(LoggingSource())
+    log, layers = streamed.source.log, [torch.nn.Linear(4, 4).requires_grad_(False) for _ in range(3)]
+    hidden = torch.ones(1, 4, requires_grad=True)
+    for number, layer in enumerate(layers):
+        streamed.take(number, layer)
+
+    def forward(number, x):
+        log.append(("compute", number))
+        return layers[number](x)
+
+    forwards = [streamed.around(number, partial(forward, number)) for number in range(3)]
+    streamed.follow([0, 1, 2, 2, 1, 0])
+    result = forwards[2](forwards[1](forwards[0](hidden)))
+    log.append("backward")
+    result.sum().backward()
+    streamed.end()
+    assert log == [
+        *(("fetch", 0), ("fetch", 1), ("wait", 0), ("compute", 0)),
+        *(("fetch", 2), ("wait", 1), ("compute", 1)),
+        *(("wait", 2), ("compute", 2)),
+        "backward",
+        *(("fetch", 0), ("wait", 0)),
+    ]
+
+
 FETCH, COMPUTE = 0.02, 0.03  # seconds of a layer
 
 
@@ -295,7 +341,8 @@ class Sleep(torch.autograd.Function):
         return gradient, None
 
 
-@pytest.mark.parametrize("fetch", [pytest.param(FETCH, marks=pytest.mark.nightly), 2 * COMPUTE])
+@pytest.mark.nightly  # it takes time, and is about time
+@pytest.mark.parametrize("fetch", [FETCH, 2 * COMPUTE])
 def test_a_step_takes_the_longer_of_computing_and_fetching_and_not_their_sum(parts, fetch):
     case = Case(HOST)
     config = case.config(parts, streamed=True)
