@@ -1,7 +1,7 @@
 """Packed attention on a GPU: torch's variable-length flash attention, where it takes the tensors and is right.
 
 It takes all documents in one call but knows no fp32, soft caps or sinks. It was not run where this was written: its
-call is tested against torch's signature and a reference of its documentation, and at its first use on a GPU its results
+call is tested against torch's signature and a reference of its documentation. When a stage is built on a GPU, its results
 and gradients are compared with those of `kernels`, which takes over if the two disagree.
 """
 
@@ -36,18 +36,44 @@ class Way(NamedTuple):
     slow: bool  # a GPU does not do what it could
 
 
-_WAYS: ContextVar[set[Way] | None] = ContextVar("ways", default=None)
+class _Call(NamedTuple):
+    """What decides how one call computes attention."""
+
+    reason: str | None  # why flash attention does not take these tensors on any GPU
+    grouped: bool
+    width: int
+    windowed: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    def way(self) -> Way:
+        """Decide; compares flash attention with `kernels` the first time, which takes memory and runs a backward."""
+        reason = self.reason
+        if reason is None and not _flash_agrees(*self[1:]):
+            dtype = str(self.dtype).removeprefix("torch.")
+            reason = f"flash attention of torch {torch.__version__} fails or is wrong on {dtype} heads of {self.width}"
+            reason += " on this GPU"
+        return Way("flash" if reason is None else "document", reason, reason is not None and self.device.type == "cuda")
+
+
+_CALLS: ContextVar[set[_Call] | None] = ContextVar("calls", default=None)
 
 
 @contextmanager
 def ways_taken() -> Iterator[set[Way]]:
-    """Within this context, the ways in which attention was computed."""
-    found: set[Way] = set()
-    token = _WAYS.set(found)
+    """Collect the ways in which attention is computed within this context; the set is filled when the context ends.
+
+    Documents go one by one until then. Comparing the GPU kernel inside a layer that is recomputed in backward would end
+    in torch's CheckpointError, since what the comparison saves counts among the tensors of the layer.
+    """
+    calls: set[_Call] = set()
+    ways: set[Way] = set()
+    token = _CALLS.set(calls)
     try:
-        yield found
+        yield ways
     finally:
-        _WAYS.reset(token)
+        _CALLS.reset(token)
+    ways |= {call.way() for call in calls}
 
 
 def say_ways(ways: Sequence[Collection[Way]]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -135,31 +161,31 @@ def use_flash(
     one by one.
     """
     reason = _reason_against_flash(query, key, value, documents, extras)
-    found = _WAYS.get()
-    if found is not None:
-        found.add(Way("flash" if reason is None else "document", reason, reason is not None and query.is_cuda))
-    return reason is None
+    windowed = documents.window is not None
+    call = _Call(reason, query.shape[1] != key.shape[1], query.shape[-1], windowed, query.dtype, query.device)
+    calls = _CALLS.get()
+    if calls is not None:
+        calls.add(call)
+        return False
+    return call.way().reason is None
 
 
 def _reason_against_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | Runs, extras: Sequence[str]
 ) -> str | None:
-    width, dtype = query.shape[-1], str(query.dtype).removeprefix("torch.")
+    width = query.shape[-1]
     if not query.is_cuda:
         return "flash attention needs a GPU"
     if extras:
         return f"flash attention knows no {' or '.join(extras)}"
     if query.dtype not in (torch.float16, torch.bfloat16):
-        return f"flash attention does not compute in {dtype}"
+        return f"flash attention does not compute in {str(query.dtype).removeprefix('torch.')}"
     if width % 8 or width > WIDEST_FLASH_HEAD or value.shape[-1] > width:
         return f"heads are {width} wide: flash attention takes multiples of 8 up to {WIDEST_FLASH_HEAD}"
     if isinstance(documents, Runs):
         seen = sum(end - begin for _, begin, _, end in documents.runs)
         if seen > MOST_KEY_COPIES * key.shape[0] * key.shape[2]:
             return "supervised tokens are scattered"
-    windowed = documents.window is not None
-    if not _flash_agrees(query.shape[1] != key.shape[1], width, windowed, query.dtype, query.device):
-        return f"flash attention of torch {torch.__version__} fails or is wrong on {dtype} heads of {width} on this GPU"
     return None
 
 

@@ -32,8 +32,8 @@ def without_marks(name: str) -> str:
 
 
 @contextmanager
-def refusing_unused(model: nn.Module, global_name: Callable[[str], str]) -> Iterator[set[str]]:
-    """The layers of `model` that have adapters; raises UserError for one that is not called in this context.
+def refusing_unused(model: nn.Module, global_name: Callable[[str], str]) -> Iterator[None]:
+    """Raise UserError for a layer of `model` that has an adapter and is not called within this context.
 
     A model may read a layer's matrix by itself: its adapter would have no part in the result, and train nothing.
     """
@@ -43,7 +43,7 @@ def refusing_unused(model: nn.Module, global_name: Callable[[str], str]) -> Iter
         module.register_forward_hook(lambda *_, name=name: unused.discard(name)) for name, module in adapted.items()
     ]
     try:
-        yield set(adapted)
+        yield
     finally:
         for handle in handles:
             handle.remove()

@@ -115,6 +115,8 @@ class Stage(nn.Module):
         self.front = front
         self.later_slice = later_slice
         self.dtype = dtype
+        self.attention: set[Way] = set()
+        """How the decoder layers compute attention, as `try_out` has seen it."""
 
     @property
     def streamed(self) -> StreamedLayers | None:
@@ -167,29 +169,21 @@ class Stage(nn.Module):
             return hidden + 0.0 * image_embeddings.sum().to(hidden.dtype)
         return fuse(embeddings, batch.image_places, image_embeddings)
 
-    def attention_ways(self, device: torch.device) -> set[Way]:
-        """How attention is computed in the decoder layers of this stage, found by running them on 8 tokens."""
-        with ways_taken() as found:
-            self._run_8_tokens(device)
-        return found
-
-    def refuse_unused_adapters(self, device: torch.device | str) -> None:
-        """Raise UserError for adapters that decoder layers do not use on 8 tokens, or the encoder on a black image."""
-        with refusing_unused(self.language.model, global_name) as adapted:
-            if adapted:
-                self._run_8_tokens(device)
-        if self.front is not None:  # an encoder that has adapters is whole
-            vision = self.front.vision
-            with torch.no_grad(), refusing_unused(vision.model, vision.global_name) as adapted:
-                if adapted:
-                    vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device))
-
     @torch.no_grad()
-    def _run_8_tokens(self, device: torch.device | str) -> None:
-        hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
-        self.language(hidden, torch.arange(8, device=device)[None])
+    def try_out(self, device: torch.device | str) -> None:
+        """Run the decoder layers on 8 tokens, and an encoder that has adapters on a black image.
+
+        Sets `attention`. Raises UserError for adapters that have no part in the result.
+        """
+        with ways_taken() as self.attention, refusing_unused(self.language.model, global_name):
+            hidden = torch.zeros(1, 8, self.language.hidden_size, dtype=self.dtype, device=device)
+            self.language(hidden, torch.arange(8, device=device)[None])
         if self.streamed is not None:
             self.streamed.end()
+        if self.front is not None and has_adapters(self.front.vision.model):  # such an encoder is whole
+            vision = self.front.vision
+            with refusing_unused(vision.model, vision.global_name):
+                vision(torch.zeros(1, 3, vision.image_size, vision.image_size, device=device))
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Run the stage's decoder layers (and the final norm, on the last stage): (B, L, D) -> (B, L, D)."""
@@ -316,7 +310,7 @@ def build_stage(
     set_trainable(module.global_parameters(), config.model.trainable)
     if vision is not None and not vision.is_whole and any(p.requires_grad for p in vision.parameters()):
         raise whole_encoder_needed("something of the encoder trains")
-    module.refuse_unused_adapters(device)
+    module.try_out(device)
     return module
 
 

@@ -226,7 +226,7 @@ class _Run:
             self.evaluations = Evaluations(config.eval, evaluator, self.records, console, self.saver)
         self.utilization = Utilization(config, peak_flops(config, device) if rank.rank == 0 else None)
         self.tracer = Tracer(rank.folder / TRACE, self.plan, trace_steps) if trace_steps else None
-        ways = on_rank_0({way for stage in self.stages.values() for way in stage.attention_ways(self.device)})
+        ways = on_rank_0({way for stage in self.stages.values() for way in stage.attention})
         if ways is not None:
             records, lines = say_ways(ways)
             self.records.write("attention", step=self.first_step, ways=records)

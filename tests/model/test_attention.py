@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from scenes import as_batch, make_config, make_document, save_parts
 from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 from transformers import LlamaConfig
@@ -15,9 +16,12 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
+from mmtrain.model import attention, flash
 from mmtrain.model.attention import ATTENTION, document_positions, packed_attention, packed_mask
 from mmtrain.model.flash import Way, attend_packed, flash_varlen_attn, kernel_agrees, say_ways, ways_taken
 from mmtrain.model.kernels import Documents, attend_by_document
+from mmtrain.model.stage import build_stage
+from mmtrain.plan.planner import make_plan
 
 LENGTHS = ((13, 6, 1, 12), (20, 12))  # two rows of 32 tokens
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
@@ -366,6 +370,35 @@ def test_flash_attention_computes_where_torch_would_take_cudnn(monkeypatch):
     for kernel in (varlen_attn, flash_varlen_attn):
         kernel(tokens, tokens, tokens, offsets, offsets, 8, 8, scale=0.25, window_size=(-1, 0))
     assert chosen == [torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value, varlen._FLASH_ATTENTION_BACKEND]
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """The CPU as a GPU whose flash attention works: tensors say that they are on one, the kernel is the reference."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(flash, "flash_varlen_attn", documented_kernel)
+    monkeypatch.setattr(attention, "attend_packed", lambda *states: attend_packed(*states, kernel=documented_kernel))
+    flash._flash_agrees.cache_clear()
+    yield
+    flash._flash_agrees.cache_clear()
+
+
+def test_the_gpu_kernel_is_compared_before_a_recomputed_layer_uses_it(tmp_path, pretend_gpu):
+    """Comparing inside such a layer ends in CheckpointError: recomputation does not save what the comparison saved."""
+    save_parts(tmp_path)
+    losses, gradients = [], []
+    for recomputed in (6, 0):
+        layers = {"parallel__pipeline": 1, "parallel__recompute_layers": recomputed}
+        config = make_config(tmp_path, model__llm__dtype="bfloat16", data__pack_length=64, **layers)
+        stage = build_stage(config, make_plan(config).ranks[0].stages[0])
+        batch = as_batch(([make_document(1), make_document(2)], [make_document(3)]), 64)
+        loss, _ = stage.loss(stage.start(batch), batch.position_ids, batch.labels)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: p.grad for name, p in stage.global_parameters() if p.requires_grad})
+    assert stage.attention == {Way("flash", None, False)}
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
 def test_it_is_known_how_attention_was_computed():

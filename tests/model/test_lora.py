@@ -118,4 +118,4 @@ def test_an_adapter_that_its_model_does_not_call_is_refused(parts, part) -> None
     mlp = next(module for name, module in model.named_modules() if name.endswith("layers.1.mlp"))
     mlp.forward = lambda hidden: hidden
     with pytest.raises(UserError, match=rf"computes {part}.*layers\.1\.mlp\.\w+, .* without a call of the layer"):
-        stage.refuse_unused_adapters("cpu")
+        stage.try_out("cpu")

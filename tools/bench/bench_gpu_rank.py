@@ -92,7 +92,7 @@ def race_row(settings: Settings, row: str, parts: Path, with_tuned: bool, rank: 
         def afterwards() -> dict[str, Any]:
             state = device_state(device)  # before its clocks fall
             counts = {name: counted(contestant.step, device) for name, contestant in contestants.items()}
-            return {"counts": counts, "device_state": state, "attention": say_ways([stage.attention_ways(device)])[1]}
+            return {"counts": counts, "device_state": state, "attention": say_ways([stage.attention])[1]}
 
         matrices = [p for p in layers.parameters() if p.ndim == 2]
         run_row(settings, row, contestants, rank, facts, matrices, afterwards)
@@ -119,7 +119,7 @@ def race_pipeline(settings: Settings, row: str, parts: Path, pipeline: int, rank
             idle, state = mmtrain.idle, device_state(device)
             layers = [name for stage in mine.stages for name in stage.layers]
             took = counted(mmtrain.step, device) | (memory_of(mmtrain.step, device) or {})
-            ways = {way for stage in stages.values() for way in stage.attention_ways(device)}
+            ways = {way for stage in stages.values() for way in stage.attention}
             mine_found = {"layers": layers, "planned_bytes": mine.total_bytes} | took
             of_ranks: list[tuple[set[Way], dict[str, Any]]] = [(set(), {})] * pipeline
             dist.all_gather_object(of_ranks, (ways, mine_found))
@@ -190,4 +190,5 @@ def _stage(llm: LlamaForCausalLM, config: RunConfig, stage: StagePlan, device: t
         front = Front(vision, projector.to(device), functools.partial(image_transform, config.model.vision.name))
     module = Stage(language, front, dtype).eval()
     set_trainable(module.global_parameters(), config.model.trainable)
+    module.try_out(device)
     return module
