@@ -9,8 +9,9 @@ is NO_DATA where the run or the data end: such a micro-batch, like one without i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -129,7 +130,8 @@ class ChainLink:
             batch = self._now.batches[microbatch]
             with torch.set_grad_enabled(self._trains):
                 made = self._stage.encode(batch)
-            self._now.batches[microbatch] = replace(batch, tiles=None)
+            self._now.batches[microbatch] = kept = copy.copy(batch)  # a new one would ask the device for image_places
+            kept.tiles = None
         if made is not None:
             self._now.made[microbatch] = made
 

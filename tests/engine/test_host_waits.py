@@ -12,10 +12,12 @@ from scenes import as_batch, make_config, make_document, save_parts
 from transformers import CONFIG_MAPPING
 
 from mmtrain.data.stream.packs import to_device
+from mmtrain.engine.chain import ChainLink
 from mmtrain.model import attention, flash
 from mmtrain.model.loss import count_answers
 from mmtrain.model.stage import build_stage
 from mmtrain.model.tiny import tiny_model
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
 
 MICROBATCH = ([make_document(1), make_document(2, images=0)], [make_document(3, images=2), make_document(4, text=9)])
@@ -45,12 +47,15 @@ def one_call_for_all(q, k, v, offsets, key_offsets, longest, longest_key, *, sca
     return torch.cat([x[0].transpose(0, 1) for x in outputs])
 
 
-def run_micro_batch(device: Pretend, stages: list, batch) -> torch.Tensor:
+def run_micro_batch(device: Pretend, plan: Plan, stages: list, batch) -> torch.Tensor:
     """A micro-batch as the engine runs it, with the messages' tensors handed on; the loss sum."""
     last = len(stages) - 1
     with device.during("load and encode"):
-        moved = to_device(batch, DEVICE)
-        hidden = stages[0].start(moved, stages[0].encode(moved))
+        link = ChainLink(plan, 0, stages[0], None, lambda: None, 60)  # alone, it sends nothing
+        link.load(0, to_device(batch, DEVICE))
+        link.encode(0)
+        taken = link.take(0)
+        hidden = stages[0].start(taken.batch, taken.features)
     inputs, outputs = [], []
     for number, stage in enumerate(stages):
         with device.during(f"forward {number}{' (last)' if number == last else ''}"):
@@ -78,12 +83,14 @@ def test_no_stage_waits_for_the_device_and_no_operation_mixes_devices(parts, mon
         parts,
         parallel__pipeline=3,
         parallel__boundaries=(2, 4),
+        parallel__encoder_ranks=0,
         parallel__recompute_layers=recompute,
         train__packs_per_step=2,
         data__pack_length=64,
     )
     batch = as_batch(MICROBATCH, 64)
-    stages = [build_stage(config, stage) for rank in make_plan(config).ranks for stage in rank.stages]
+    plan = make_plan(config)
+    stages = [build_stage(config, stage) for rank in plan.ranks for stage in rank.stages]
     hidden = stages[0].start(batch)
     for stage in stages[:-1]:
         hidden = stage(hidden, batch.position_ids)
@@ -95,7 +102,7 @@ def test_no_stage_waits_for_the_device_and_no_operation_mixes_devices(parts, mon
         for stage in stages:
             stage.to(DEVICE)
         device.waits.clear()
-        loss = run_micro_batch(device, stages, batch)
+        loss = run_micro_batch(device, plan, stages, batch)
     assert device.mixed == {}
     assert device.waits == {}
     torch.testing.assert_close(loss.inner, expected)
