@@ -1,14 +1,18 @@
 """Whether ranks on GPUs can wait for each other for ever while they run their instruction lists.
 
 The engine gives a device its work through one host thread, and the device runs it on streams: one for all that
-computes, one for each channel. NCCL has no buffers: a send is done once its receive runs too. An operation is issued
-(by the host), starts and is done (on its stream). What must come before what is a graph over these three events of
-every operation; nothing in it depends on how long anything takes, so one walk over it decides for all timings: what the
-walk does not reach never happens. (Operations are only ever waited for, never chosen between.)
+computes, one for each process group. NCCL has no buffers: a send is done once its receive runs too. An operation is
+issued (by the host), starts and is done (on its stream). What must come before what is a graph over these three
+events of every operation; nothing in it depends on how long anything takes, so one walk over it decides for all
+timings: what the walk does not reach never happens. (Operations are only ever waited for, never chosen between.)
 
 - A compute (encode, forward, backward, optimizer step) starts after the computes issued before it and after the
   messages that it uses are there; the host goes on at once.
-- A message moves on the stream of its channel, in order of issue, and starts after the computes issued before it.
+- A message moves on the stream of its process group, and starts after the computes issued before it. A rank has one
+  queue a group for all that it sends and receives there, in order of issue, whoever the peers are: so does torch's
+  ProcessGroupNCCL2. (Its ProcessGroupNCCL has one a group and peer, which is the same where a group has two ranks.) The
+  engine makes one group a channel.
+- Collectives of the whole job run on the computes' stream (ProcessGroupNCCL2), or make it wait (ProcessGroupNCCL).
 - A forward's positions and labels come through a channel between hosts: the host waits for them before it issues that
   forward. The last stage's forward, and statistics that are reduced over all ranks, make the host wait for the device.
 - Before a rank of the encoder's chain posts the receive of what a slice sends, its host waits for the number of tiles,
@@ -20,7 +24,7 @@ walk does not reach never happens. (Operations are only ever waited for, never c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -69,7 +73,14 @@ class _Operation:
     end: int | None = None  # of this step on a rank of the chain
 
 
-def find_deadlock(steps: Sequence[Schedule], ordering: Ordering) -> list[Stuck]:
+def group_a_channel(message: Message) -> Hashable:
+    """The process group that carries a message, as engine/channels.py makes them."""
+    return message.channel
+
+
+def find_deadlock(
+    steps: Sequence[Schedule], ordering: Ordering, group_of: Callable[[Message], Hashable] = group_a_channel
+) -> list[Stuck]:
     """Where each rank that cannot go on stops, when all run these steps one after the other; empty: all reach the end.
 
     A step is what runs from one reduction of statistics to the next, training or evaluation, or the prelude; in the
@@ -87,7 +98,7 @@ def find_deadlock(steps: Sequence[Schedule], ordering: Ordering) -> list[Stuck]:
             if not is_evaluation:
                 used += sum(x.op is Op.FORWARD and x.stage == 0 for x in schedule[0])
         begins.append(len(operations))
-    happened = _events(operations, begins, ordering)
+    happened = _events(operations, begins, ordering, group_of)
     stuck = []
     for rank, (begin, end) in enumerate(pairwise(begins)):
         for i in range(begin, end):
@@ -125,7 +136,12 @@ def _issue(operations: list[_Operation], step: int, schedule: Schedule, rank: in
     operations.append(_Operation(step, len(schedule[rank]), uses=sent, after_loads=loads, end=end))
 
 
-def _events(operations: Sequence[_Operation], begins: Sequence[int], ordering: Ordering) -> bytearray:
+def _events(
+    operations: Sequence[_Operation],
+    begins: Sequence[int],
+    ordering: Ordering,
+    group_of: Callable[[Message], Hashable],
+) -> bytearray:
     """Whether each event ever happens."""
     after: list[list[int]] = [[] for _ in range(3 * len(operations))]
     waits = [0] * len(after)
@@ -134,14 +150,15 @@ def _events(operations: Sequence[_Operation], begins: Sequence[int], ordering: O
         after[until].append(event)
         waits[event] += 1
 
-    channels: dict[tuple[int, int, str], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    queues: dict[Hashable, int] = {}  # the latest message of each rank and group
+    pairs: dict[Hashable, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))  # receives and sends
     collectives: dict[int, list[int]] = defaultdict(list)
     device_wide = ordering is Ordering.DEVICE_WIDE_WAITS
     # The number of tiles goes out after its load, where the host waits for that before it issues anything else.
     loaded = 2 if device_wide or ordering is Ordering.BLOCKING else 0
     loads = {x.load: 3 * i + loaded for i, x in enumerate(operations) if x.load is not None}
     readers = {x.end: 3 * i for i, x in enumerate(operations[: begins[1]]) if x.end is not None}  # on rank 0
-    for begin, end in pairwise(begins):
+    for rank, (begin, end) in enumerate(pairwise(begins)):
         compute: int | None = None  # the latest
         pending: list[int] = []  # messages that no device-wide wait has waited for
         reduced = 0
@@ -163,10 +180,12 @@ def _events(operations: Sequence[_Operation], begins: Sequence[int], ordering: O
             if compute is not None:
                 wait(started, 3 * compute + 2)
             if x.message is not None:
-                same = channels[x.message.channel][x.sends]
-                if same:
-                    wait(started, 3 * same[-1] + 2)
-                same.append(i)
+                group = group_of(x.message)
+                if (rank, group) in queues:
+                    wait(started, 3 * queues[rank, group] + 2)
+                queues[rank, group] = i
+                # Within a group NCCL matches what one rank sends another by order alone.
+                pairs[group, x.message.source, x.message.destination][x.sends].append(i)
                 pending.append(i)
                 continue
             for message in x.uses:
@@ -182,7 +201,7 @@ def _events(operations: Sequence[_Operation], begins: Sequence[int], ordering: O
                 wait(done, started)
             compute = i
     partner: dict[int, int] = {}
-    for receives, sends in channels.values():
+    for receives, sends in pairs.values():
         for receive, send in zip(receives, sends, strict=True):
             partner[receive], partner[send] = send, receive
             for one in (receive, send):

@@ -17,12 +17,17 @@ from mmtrain.processes.rank import Rank
 from mmtrain.processes.supervise import prepared, run_ranks
 
 LAST_STEP = 5
-# What NCCL's watchdog writes before it aborts the process that it watches, as somebody's log has it.
-WATCHDOG = (
-    b"[rank0]:[E1218 20:27:21.426415540 ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective operation "
-    b"timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST, NumelIn=1, NumelOut=1, Timeout(ms)=60000) ran for 60081 "
-    b"milliseconds before timing out.\n"
-)
+# What NCCL's watchdog writes before it aborts the process that it watches: ProcessGroupNCCL as somebody's log has it,
+# ProcessGroupNCCL2 as torch 2.15 wrote it here, with a receive that nobody sent anything for.
+WATCHDOGS = {
+    "watchdog": b"[rank0]:[E1218 20:27:21.426415540 ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective "
+    b"operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST, NumelIn=1, NumelOut=1, Timeout(ms)=60000) ran for 60081 "
+    b"milliseconds before timing out.\n",
+    "watchdog of NCCL2": b"[rank0]:[E1124 19:10:32.417834345 WorkNCCL.cpp:372] [TC][rank=0][name=1] Operation timed "
+    b"out after 4000 ms\n"
+    b"[rank0]:[E1124 19:10:33.607397765 ProcessGroupNCCL.cpp:638] [TC][rank=0][name=1] Aborting process on rank 0 due "
+    b"to timeout - timeout watchdog detected operation timeout\n",
+}
 
 
 class Unhashable:
@@ -56,8 +61,8 @@ def work(how: str, rank: Rank) -> None:
     os.system("echo said by another program")
     for step in range(LAST_STEP + 1):
         rank.progress.at(step, "ALL_REDUCE")
-        if step == LAST_STEP and rank.rank == 0 and how == "watchdog":
-            os.write(2, WATCHDOG)
+        if step == LAST_STEP and rank.rank == 0 and how in WATCHDOGS:
+            os.write(2, WATCHDOGS[how])
             os.abort()
         if step == LAST_STEP and rank.rank == 1:
             end(how)
@@ -75,7 +80,7 @@ def end(how: str) -> None:
         raise UserError("this file is damaged: make it anew")
     if how == "exit":
         os._exit(7)
-    if how in ("hang", "watchdog"):
+    if how == "hang" or how in WATCHDOGS:
         time.sleep(300)
     if how == "fork server killed":
         os.kill(os.getppid(), signal.SIGKILL)

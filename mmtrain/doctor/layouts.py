@@ -29,8 +29,8 @@ def channels(here: Here) -> Seen:
     rate = min(one["gigabytes_per_second"] for one in found)
     small = max(one["small_microseconds"] for one in found)
     return Seen(
-        f"{found[0]['channels']} among {ranks} ranks on {here.device}: all in order; {rate:,.2f} GB/s a rank, small "
-        f"messages {small:,.0f} us",
+        f"{found[0]['channels']} among {ranks} ranks on {here.device}, by torch's {found[0]['backend']}: all in "
+        f"order; {rate:,.2f} GB/s a rank, small messages {small:,.0f} us",
         {"ranks": found},
     )
 

@@ -18,7 +18,7 @@ from mmtrain.calibration.allocations import bytes_used, tensor_bytes
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.channels import Channels
 from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import join_process_group
+from mmtrain.engine.process_groups import backend_name, join_process_group
 from mmtrain.engine.single_stage import expected_batch
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.instructions import between
@@ -59,6 +59,7 @@ def exchange(plan: Plan, folder: Path, rank: Rank) -> None:
     sent, received = sum(a == mine for a, _ in ends), sum(b == mine for _, b in ends)
     large = LARGE_BYTES[device.type]
     found = {
+        "backend": backend_name(device),
         "channels": len({(kind, *pair) for (kind, _, _), pair in zip(flows, ends, strict=True)}),
         "seconds_a_round": seconds,
         "gigabytes_per_second": max(sent, received) * large / seconds[large] / 1e9,

@@ -2,6 +2,12 @@
 
 On CUDA the default group has two backends, NCCL for tensors on GPUs and gloo for those on the host and for objects;
 elsewhere it is gloo's. torch picks the backend by where a tensor is.
+
+torch has two implementations behind the name "nccl": ProcessGroupNCCL, and since 2.15 ProcessGroupNCCL2, where
+- a new group splits the communicator of the job, so that all ranks make it together;
+- a group has one queue for all that a rank sends and receives in it, whoever the peers are;
+- every segment of torch's GPU memory is registered with every communicator.
+With a group for each channel both queue the same messages in the same order (tests/deadlocks.py).
 """
 
 from __future__ import annotations
@@ -15,6 +21,10 @@ import torch.distributed as dist
 from mmtrain.plan.plan import Plan
 
 MAX_CTAS = 8  # of NCCL, for each channel: a receive that is posted ahead keeps as many of a GPU's processors busy
+# Both implementations time a message from when it is issued, not from when its peer could take it: without this one
+# that is issued far ahead would count as hung. A peer that hangs shows in what the host waits for: the numbers beside
+# hidden states, and the statistics that end a step, which have the configured timeout.
+NEVER = timedelta(days=365)
 
 
 def join_process_group(device: torch.device, timeout_seconds: int) -> None:
@@ -23,6 +33,11 @@ def join_process_group(device: torch.device, timeout_seconds: int) -> None:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+
+
+def backend_name(device: torch.device) -> str:
+    """Return the name of torch's class that carries tensors on `device` between the ranks of the job."""
+    return type(dist.group.WORLD._get_backend(device)).__name__
 
 
 def replica_group(plan: Plan, rank: int, device: torch.device, timeout_seconds: int) -> dist.ProcessGroup | None:
@@ -64,11 +79,14 @@ def host_group(replicas: Sequence[Sequence[int]], rank: int, timeout_seconds: in
 
 
 def channel_group(ranks: Sequence[int], device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
-    """Two ranks that send each other tensors on `device`; every rank of the job calls it, in one order."""
+    """Make the group of two ranks that send each other tensors on `device`; all ranks of the job call it in one order.
+
+    `timeout` is for messages between hosts. On a GPU a message has none of its own.
+    """
     if device.type != "cuda":
         return dist.new_group(sorted(ranks), timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout  # torch warns where the group's is another one
+    options._timeout = NEVER  # torch warns where the group's is another one
     if hasattr(options, "config"):
         options.config.max_ctas = MAX_CTAS
-    return dist.new_group(sorted(ranks), timeout=timeout, backend="nccl", pg_options=options)
+    return dist.new_group(sorted(ranks), timeout=NEVER, backend="nccl", pg_options=options)

@@ -1,8 +1,8 @@
 """Packed attention on a GPU: torch's variable-length flash attention, where it takes the tensors and is right.
 
 It takes all documents in one call but knows no fp32, soft caps or sinks. It was not run where this was written: its
-call is tested against torch's signature and a reference of its documentation. When a stage is built on a GPU, its results
-and gradients are compared with those of `kernels`, which takes over if the two disagree.
+call is tested against torch's signature and a reference of its documentation. When a stage is built on a GPU, the
+kernel's results and gradients are compared with those of `kernels`, which takes over if the two disagree.
 """
 
 from __future__ import annotations

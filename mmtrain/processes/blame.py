@@ -20,8 +20,9 @@ from mmtrain.processes.rank_records import OUT_OF_MEMORY, ErrorRecord, Whereabou
 
 FORK_SERVER_IS_GONE = 255  # the exit code that multiprocessing gives to its children then (popen_forkserver.py)
 FORK_SERVER_ENDED = f"the process that all ranks were forked from was killed ({OUT_OF_MEMORY})"
-# A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21 ProcessGroupNCCL.cpp:629] ..."
-WATCHDOG = re.compile(rb"\[rank(\d+)\]:.*(Watchdog caught collective operation timeout.*)")
+# A rank that has waited too long for another one aborts in C++: "[rank3]:[E1218 20:27:21 ProcessGroupNCCL.cpp] ...",
+# with the words of ProcessGroupNCCL or those of ProcessGroupNCCL2.
+WATCHDOG = re.compile(rb"\[rank(\d+)\]:.*(Watchdog caught collective operation timeout.*|Operation timed out after.*)")
 
 
 @dataclass(frozen=True)

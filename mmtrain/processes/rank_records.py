@@ -30,7 +30,7 @@ CANNOT_GROW = {
 }
 LOST_PEER = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError|"
-    r"socket (closed|error)|gloo.*(timed? ?out|timeout)|timed out waiting for (recv|send)|nccl.*(timeout|remote error)",
+    r"socket (closed|error)|(gloo|nccl).*timed? ?out|nccl.*remote error|timed out waiting for (recv|send)",
     re.IGNORECASE | re.DOTALL,
 )
 NCCL_REMEDIES = {  # what NCCL says of this machine (its src/init.cc and src/os/linux.cc), and what helps

@@ -24,7 +24,7 @@ from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit, check_replicas, model_fingerprint, settings_fingerprint, write_audit
 from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import join_process_group, replica_group
+from mmtrain.engine.process_groups import backend_name, join_process_group, replica_group
 from mmtrain.engine.streamed import streamed_layers
 from mmtrain.engine.trace import TRACE, TracedStep, Tracer
 from mmtrain.engine.utilization import Utilization, peak_flops
@@ -210,8 +210,8 @@ class _Run:
         trackers = config.run.report_to if rank.rank == 0 else ()
         self.trackers = Trackers(trackers, rank.folder, config, self.first_step, console.line)
         self.records = Records(rank.folder if rank.rank == 0 else None, config, self.trackers.take, console.line)
-        versions = self.about["versions"]
-        self.records.write("begin", step=self.first_step, versions=versions, device=device.name, ranks=rank.world_size)
+        about = {"versions": self.about["versions"], "device": device.name, "ranks": rank.world_size}
+        self.records.write("begin", step=self.first_step, backend=backend_name(self.device), **about)
         self.account: ReadAccount | None = None
         self.batches: Generator[PackedBatch] | None = None
         if self.packed is not None:

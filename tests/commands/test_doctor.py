@@ -127,7 +127,7 @@ def test_the_demo_computes_the_losses_on_record_and_messages_between_ranks_arriv
     assert code == 0, said
     assert "ok fetching" in said and "GB/s alone" in said
     assert "ok demo" in said and f"{STEPS} steps, loss {LOSSES[0]:.4f} to" in said
-    assert "ok channels" in said and "4 among 2 ranks on the CPU: all in order" in said
+    assert "ok channels" in said and "4 among 2 ranks on the CPU, by torch's ProcessGroupGloo: all in order" in said
 
 
 def test_streamed_layers_that_train_otherwise_or_are_never_fetched_are_seen(tmp_path):

@@ -141,6 +141,21 @@ def test_no_pipeline_hangs_where_streams_work_by_themselves(part_of_the_grid):
     assert [found.layout for found in part_of_the_grid if Ordering.IDEAL in found.hangs] == []
 
 
+@pytest.mark.parametrize(
+    ("group_of", "hangs"),
+    [
+        pytest.param(lambda message: "world", True, id="one for the job"),
+        pytest.param(lambda message: message.kind, True, id="one a kind"),
+        pytest.param(lambda message: frozenset(message.channel[:2]), True, id="one a pair of ranks"),
+        pytest.param(lambda message: message.channel, False, id="one a channel"),
+    ],
+)
+def test_messages_that_share_a_process_group_hang_and_a_group_a_channel_does_not(group_of, hangs):
+    """A rank has one queue a group: what it sends waits there for what it has asked for before."""
+    steps = [layout.steps for layout in layouts((2, 3, 4), (1, 2), (5,))]
+    assert any(find_deadlock(step, Ordering.IDEAL, group_of) for step in steps) is hangs
+
+
 def test_receives_in_one_common_order_hang_under_no_ordering(part_of_the_grid):
     assert [found for found in part_of_the_grid if found.hangs_in_common_order] == []
 

@@ -54,6 +54,7 @@ def test_progress_of_a_rank_that_never_started_is_unknown(tmp_path):
         (RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:41346."), "peer"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error [::1]:19095: Connection reset by peer."), "peer"),
         (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation"), "peer"),
+        (DistBackendError("NCCL operation timed out"), "peer"),  # ProcessGroupNCCL2 at the next operation
     ],
 )
 def test_the_loss_of_a_peer_is_told_apart_from_an_own_error_and_from_what_the_user_can_mend(error, kind):
@@ -113,6 +114,16 @@ def test_the_installed_nccl_speaks_the_words_that_are_looked_for():
         if library.find(b"NCCL version 2.30") < 0:
             pytest.skip("another NCCL than 2.30")
         assert [words for words in NCCL_ITSELF.values() if words is not None and library.find(words) < 0] == []
+
+
+def test_the_installed_torch_speaks_the_words_that_are_looked_for_in_the_log():
+    libraries = [*(Path(torch.__file__).parent / "lib").glob("libtorch_cuda.so")]
+    if not libraries:
+        pytest.skip("a torch without CUDA")
+    with libraries[0].open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+        assert library.find(b"Watchdog caught collective operation timeout: ") > 0
+        if hasattr(torch.distributed, "ProcessGroupNCCL2"):
+            assert library.find(b"Operation timed out after ") > 0
 
 
 class KilledWorker(IterableDataset):

@@ -12,7 +12,11 @@ import pytest
 from processes import Command, running, wait_for
 
 SCRIPT = Path(__file__).parents[1] / "failing_ranks.py"
-WAYS = ("children left", "raise", "wrong input", "exit", "hang", "watchdog", "fork server killed")
+WATCHDOGS = {
+    "watchdog": "Watchdog caught collective operation timeout: WorkNCCL(",
+    "watchdog of NCCL2": "Operation timed out after 4000 ms\n",
+}
+WAYS = ("children left", "raise", "wrong input", "exit", "hang", *WATCHDOGS, "fork server killed")
 
 
 class Outcome:
@@ -95,12 +99,13 @@ def test_a_hanging_rank_is_shown_beside_the_one_that_waited_for_it(outcomes):
     assert "rank 1 (stage 1) was in step 5 (counted from 0), at ALL_REDUCE\n" in failed.stderr
 
 
-def test_a_rank_that_nccls_watchdog_ended_is_not_blamed_for_what_it_waited_for(outcomes):
-    failed = outcomes["watchdog"]
+@pytest.mark.parametrize("how", WATCHDOGS)
+def test_a_rank_that_nccls_watchdog_ended_is_not_blamed_for_what_it_waited_for(outcomes, how):
+    failed = outcomes[how]
     assert failed.exit_code == 1
     assert failed.stderr.startswith(
-        "rank 0 (stage 0) lost its connection to another rank in step 5 (counted from 0), at ALL_REDUCE: Watchdog "
-        "caught collective operation timeout: WorkNCCL("
+        "rank 0 (stage 0) lost its connection to another rank in step 5 (counted from 0), at ALL_REDUCE: "
+        + WATCHDOGS[how]
     )
     assert "rank 1 (stage 1) was in step 5 (counted from 0), at ALL_REDUCE\n" in failed.stderr
 

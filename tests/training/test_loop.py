@@ -153,7 +153,8 @@ def test_every_record_has_its_time_and_a_run_begins_with_what_it_runs_on(runs):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         times = [line["time"] for line in lines]
         assert times == sorted(times) and times[0] > 1.7e9
-        assert list(lines[0]) == ["kind", "step", "versions", "device", "ranks", "time"]
+        assert list(lines[0]) == ["kind", "step", "backend", "versions", "device", "ranks", "time"]
+        assert lines[0]["backend"] == "ProcessGroupGloo"
         assert (lines[0]["kind"], lines[0]["step"], lines[0]["ranks"]) == ("begin", 0, pipeline * data)
         assert lines[0]["versions"]["torch"] == importlib.metadata.version("torch") and "cores" in lines[0]["device"]
 
