@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
-from mmtrain.base.printing import say
-from mmtrain.checkpoint.run_folder import REPORT, run_folder
+from mmtrain.base.printing import note, say
+from mmtrain.checkpoint.run_folder import REPORT, launcher, run_folder
 from mmtrain.checkpoint.step_folder import StepFolder, step_folders
 from mmtrain.config.load import dump_config, restore_config, validated
 from mmtrain.config.load import load_config as read_config
@@ -48,7 +50,7 @@ class RunError(RuntimeError):
 
 
 class Run:
-    """A run by its folder; if `train` has started it, also its process."""
+    """A run by its folder, and the process that makes it: the one that `train` started, else who holds the folder."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[str] | None = None, show: bool = True) -> None:
         self.folder = folder
@@ -66,21 +68,23 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process that `train` has started is there."""
-        return self._process is not None and self._process.poll() is None
+        """Whether a process makes this run: one that `train` started here, or one of this user on this machine."""
+        return launcher(self.folder) is not None if self._process is None else self._process.poll() is None
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Wait until it has ended; itself. Ctrl-C, or a notebook's interrupt, stops the run, which saves before.
+        """Wait until the run has ended, and return it. After Ctrl-C or a notebook's interrupt the run goes on.
 
-        Raises UserError for what can be mended, RunError where it ended otherwise before its end, each with the
-        launcher's message; subprocess.TimeoutExpired after `timeout` seconds, and the run goes on.
+        Raises subprocess.TimeoutExpired after `timeout` seconds; the run goes on. Of a run that `train` has started,
+        raises UserError for what the user can mend and RunError for any other end before the last step, with the
+        launcher's message.
         """
-        if self._process is None:
-            return self
         try:
-            code = self._process.wait(timeout)
+            if self._process is None:
+                code = _wait_until_free(self.folder, math.inf if timeout is None else timeout)
+            else:
+                code = self._process.wait(timeout)
         except KeyboardInterrupt:
-            self.stop()
+            note(f"the run goes on; mmtrain.load_run({str(self.folder)!r}).stop() saves it and ends it")
             raise
         for reader in self._readers:
             reader.join()
@@ -92,9 +96,10 @@ class Run:
 
     def stop(self) -> None:
         """End the run after the step that it is at, and wait until everything is saved: `train` goes on from there."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
-            self._process.wait()
+        process = self._process or launcher(self.folder)
+        if process is not None:
+            process.send_signal(signal.SIGTERM)
+            _wait_until_free(self.folder) if self._process is None else self._process.wait()
 
     @property
     def config(self) -> RunConfig:
@@ -162,17 +167,30 @@ def train(
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is for `wait` to hand on
+            start_new_session=True,  # Ctrl-C ends `Run.wait`, and not the run
         )
     return Run(run_folder(config).absolute(), process, show)
 
 
 def load_run(path: str | Path) -> Run:
-    """A run by its folder, to be read; raises UserError where there is none."""
+    """Return the run in a folder, also one that another process makes; raises UserError where there is none."""
     folder = Path(path).expanduser().absolute()
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder}: no run, which has a config.yaml; needed is run.dir/run.name of one")
     return Run(folder)
+
+
+def _wait_until_free(folder: Path, timeout: float = math.inf) -> int:
+    """Wait until no process holds a run's folder; 0. Raises subprocess.TimeoutExpired.
+
+    Waiting for the process itself could take its exit code from the `Run` that has started it.
+    """
+    deadline = time.monotonic() + timeout
+    while launcher(folder) is not None:
+        if time.monotonic() > deadline:
+            raise subprocess.TimeoutExpired(f"the run in {folder}", timeout)
+        time.sleep(0.2)
+    return 0
 
 
 def _read(pipe: IO[str], lines: collections.deque[str], stream: Any) -> None:

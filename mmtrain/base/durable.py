@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 A_DAY = 86400  # seconds
 UNFINISHED = ".tmp"  # ends the name of what is being written
 
@@ -149,7 +151,7 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
 
     Processes that are forked meanwhile do not hold it. Another process that holds it is waited for, or a
     BlockingIOError. Raises OSError where the file cannot be made, and, unless it would `wait`, where the file system
-    has no locks.
+    has no locks. The file names the process: see `holder`.
     """
     while True:
         with path.open("ab") as file:
@@ -159,6 +161,9 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
             except FileNotFoundError:
                 is_there = False
             if is_there:  # else its last holder has just removed it: this lock would keep nobody out
+                file.truncate(0)
+                file.write(str(os.getpid()).encode())
+                file.flush()
                 _held.add(file)
                 try:
                     yield
@@ -166,6 +171,18 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
                     _held.remove(file)
                     path.unlink(missing_ok=True)
                 return
+
+
+def holder(path: Path) -> psutil.Process | None:
+    """Return the process of this user on this machine that is in `held(path)`; None: there is none.
+
+    Nothing is locked meanwhile: a process that asks for the lock just then must get it.
+    """
+    try:
+        process = psutil.Process(int(path.read_bytes()))
+        return process if any(Path(file.path) == path.resolve() for file in process.open_files()) else None
+    except (OSError, ValueError, psutil.Error):  # not held, or by a process that has ended
+        return None
 
 
 def lock(file: IO[bytes] | int, *, shared: bool = False, wait: bool = True, needed: bool = False) -> None:

@@ -13,7 +13,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from mmtrain.base.durable import flush, held, leftovers, remove_folder, write_whole
+import psutil
+
+from mmtrain.base.durable import flush, held, holder, leftovers, remove_folder, write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines, parse_line
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, remove_unfinished, step_folders, step_of
@@ -48,7 +50,7 @@ def locked(folder: Path) -> Iterator[None]:
     The kernel lets go when this process dies, however it dies. Raises UserError if another run holds it.
     """
     folder = folder.resolve()  # whatever it is called
-    lock = folder.with_name(f".{folder.name}.lock")  # beside the folder, which run.overwrite deletes
+    lock = _lock_file(folder)
     with contextlib.ExitStack() as holding:
         with _named(f"write {lock}"):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -59,6 +61,15 @@ def locked(folder: Path) -> Iterator[None]:
                     f"{folder} is in use by a run that is still going; stop it, or choose another run.name"
                 ) from None
         yield
+
+
+def launcher(folder: Path) -> psutil.Process | None:
+    """Return the process of this user on this machine that holds a run's folder (`locked`); None: there is none."""
+    return holder(_lock_file(folder.resolve()))
+
+
+def _lock_file(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")  # beside the folder, which run.overwrite deletes
 
 
 def contents_of_a_run(folder: Path) -> list[str]:

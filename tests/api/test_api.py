@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import pkgutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy
@@ -79,12 +82,21 @@ def test_wrong_input_is_the_launchers_message(tiny, tmp_path):
         mmtrain.load_run(tmp_path / "tiny")
 
 
-def test_a_run_that_is_stopped_has_saved_and_goes_on(tiny, tmp_path):
+def test_a_run_that_is_found_by_its_folder_can_be_waited_for_and_stopped_and_has_saved(tiny, tmp_path, capsys):
     config = short(tiny, tmp_path, "train.max_steps=400", "eval.fraction=null")
     run = mmtrain.train(config, show=False)
     wait_for(lambda: run.metrics("train"), 200, "the first step")
-    assert "under way" in repr(run)
-    run.stop()
+    found = mmtrain.load_run(run.folder)
+    assert "under way" in repr(run) and "under way" in repr(found)
+    with pytest.raises(subprocess.TimeoutExpired):
+        found.wait(0.1)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        found.wait(60)
+    said = f"the run goes on; mmtrain.load_run('{found.folder}').stop() saves it and ends it\n"
+    assert said in capsys.readouterr().err and run.is_running
+    found.stop()
+    assert not found.is_running and found.wait() is found
     with pytest.raises(mmtrain.RunError, match="goes on from there") as error:
         run.wait()
     assert error.value.exit_code == 3 and run.checkpoints
