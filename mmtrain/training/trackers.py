@@ -92,7 +92,10 @@ class Trackers:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """A run that fails lets them end while its process still may: nobody waits for them."""
+        """Let trackers of a run that fails end while its process lasts, a second or more: nobody waits for them.
+
+        What one has not taken by then, since it had not even opened, say, is in metrics.jsonl alone.
+        """
         if kind is not None:
             for thread in self._threads:
                 thread.put(None)

@@ -265,11 +265,12 @@ def test_a_run_that_fails_lets_its_trackers_end_and_a_loss_that_is_not_finite_is
         told.take(train_record(2, math.inf))
         told.take({"kind": "eval", "step": 3, "time": 0.0, "loss": 0.25})
         raise KeyError
-    wait_for(lambda: len(rows(tmp_path)) == 4, 20, "the last row, which waited for a step that never came")
+    table, events = tmp_path / "metrics.csv", tmp_path / "tensorboard"
+    wait_for(lambda: table.exists() and len(rows(tmp_path)) == 4, 60, "the last row, which waited for a step")
     assert pandas.read_csv(tmp_path / "metrics.csv")["train/loss"].tolist() == pytest.approx(
         [1.5, math.nan, math.inf, math.nan], nan_ok=True
     )
-    wait_for(lambda: "eval/loss" in scalars(tmp_path), 20, "the same in TensorBoard")
+    wait_for(lambda: any(events.glob("*")) and "eval/loss" in scalars(tmp_path), 60, "the same in TensorBoard")
     assert list(scalars(tmp_path)["train/loss"].values()) == pytest.approx([1.5, math.nan, math.inf], nan_ok=True)
     assert said == []
 
