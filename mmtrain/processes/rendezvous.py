@@ -33,7 +33,10 @@ class FixedNodes(StaticTCPRendezvous):
     """
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until every node is there. Raises UserError where node 0 cannot listen, torch's DistError in time."""
+        """Wait until every node is there.
+
+        Raises UserError where node 0 cannot listen or a node joins twice, torch's DistError in time.
+        """
         if self.rank == 0:
             listener = listening_socket(f"{self.master_addr}:{self.master_port}")
             address, self.master_port = listener.getsockname()[:2]
@@ -46,7 +49,13 @@ class FixedNodes(StaticTCPRendezvous):
                 timeout=self.timeout,
                 master_listen_fd=listener.detach(),
             )
-        return super().next_rendezvous()
+        joined = super().next_rendezvous()
+        if joined.store.add(f"node {self.rank}", 1) > 1:  # its ranks would hang, or take the others' from the first one
+            raise UserError(
+                f"--node-rank {self.rank}: another launcher has joined this run with that number. Give each machine "
+                f"its own, from 0 to {self.world_size - 1}; if that launcher has ended, start the run anew on all"
+            )
+        return joined
 
     def shutdown(self) -> bool:
         """Close node 0's store, so that nothing listens once the run is over."""

@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -120,3 +121,16 @@ def test_a_port_in_use_is_refused_with_the_address():
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"nothing can listen on 127\.0\.0\.1:{port} \(Address already in use\)"):
             listening_socket(f"127.0.0.1:{port}")
+
+
+def test_a_node_that_joins_twice_is_refused_and_the_first_one_is_not_disturbed():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    nodes = [FixedNodes("127.0.0.1", port, number, 2, "mmtrain", 60) for number in (0, 1, 1)]
+    with ThreadPoolExecutor() as pool:
+        first, second = (pool.submit(node.next_rendezvous) for node in nodes[:2])
+        assert (first.result().rank, second.result().rank) == (0, 1)
+        with pytest.raises(UserError, match=r"^--node-rank 1: another launcher has joined .* from 0 to 1;"):
+            nodes[2].next_rendezvous()
+        first.result().store.set("alive", "yes")
+        assert second.result().store.get("alive") == b"yes"
