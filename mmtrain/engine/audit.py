@@ -25,6 +25,7 @@ from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.stage import Stage
 from mmtrain.model.streaming import StreamedLayer, StreamedLayers
 from mmtrain.plan.plan import Plan, RankPlan
+from mmtrain.pretrained.adapters import is_adapter
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.parts import llm_config
 from mmtrain.pretrained.vision_files import is_timm_name
@@ -105,9 +106,9 @@ class RankAudit:
         trainable = [p for stage in stages.values() for p in stage.parameters() if p.requires_grad]
         if {id(p) for p in trainable} != {id(p) for p in self.stored.values()}:
             raise self._fail("some trainable parameter has no global name")
-        count = sum(p.numel() for p in trainable)
-        if count != self.plan.trainable:
-            raise self._fail(f"trains {count:,} parameters, but the plan says {self.plan.trainable:,}")
+        held = {*self.stored, *filter(is_adapter, self.frozen)}  # no plan has an adapter that does not train
+        if odd := sorted(held.symmetric_difference(self.plan.trainable_names)):
+            raise self._fail(f"{odd[0]} trains or is an adapter {'here' if odd[0] in held else 'in the plan'} alone")
         if self.optimizer != self.plan.optimizer:
             raise self._fail(f"holds the optimizer {self.optimizer}, but the plan says {self.plan.optimizer}")
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -12,7 +12,7 @@ Which tensors peft will look for it is asked itself, with the base model on the 
 
 from __future__ import annotations
 
-import re
+import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +47,6 @@ from mmtrain.pretrained.parts import holds_parts
 BASE = "base"
 TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of what peft saves
-_NUMBERED = re.compile(r"(.+?\.)(\d+)\.(.+)")
 
 
 def export_peft(
@@ -129,46 +128,40 @@ def _places(
         f"{layer}{part}": f"{_PREFIX}{module}{part}" for layer, module in modules.items() for part in (LORA_A, LORA_B)
     }
     shapes = {places.get(name, name): source.shape for name, source in adapters.items()}
+    targets = _targets(set(modules.values()), [name for name, _ in whole.named_modules()])
     described = LoraConfig(
         r=lora.r,
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        target_modules=_targets(set(modules.values()), [name for name, _ in whole.named_modules()]),
+        target_modules=targets,
         fan_in_fan_out=any(isinstance(whole.get_submodule(name), Conv1D) for name in modules.values()),
         task_type="CAUSAL_LM",
         inference_mode=True,
     )
-    targets = described.target_modules
-    with torch.device("meta"), warnings.catch_warnings(action="ignore", category=FutureWarning):
-        state = get_peft_model_state_dict(get_peft_model(whole, described), save_embedding_layers=False)
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            model = get_peft_model(whole, copy.deepcopy(described))  # peft rewrites what it is given
+            state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    except ValueError as error:
+        why = f"peft cannot add these adapters to {type(whole).__name__}: {error}"
+        raise UserError(f"{why}; use --format hf") from error
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if odd := sorted(name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name)):
         raise UserError(
             f"{harmless(odd[0])}: trained with shape {shapes.get(odd[0])}, and peft would look for "
             f"{wanted.get(odd[0])} in {type(whole).__name__}; use --format hf"
         )
-    described.target_modules = targets if isinstance(targets, str) else sorted(targets)
+    described.target_modules = targets  # in order: peft has made a set of them
     return described, places
 
 
-def _targets(modules: Collection[str], all_modules: Sequence[str]) -> list[str] | str:
-    """Which modules have an adapter, as peft has it: by the last part of their names, or by a regular expression.
+def _targets(modules: Collection[str], all_modules: Sequence[str]) -> list[str]:
+    """Return the names by which peft finds these modules and no others: their last parts, or else the whole names.
 
-    The latter where others have the same last part: those of an encoder, or layers that have none.
+    Not a regular expression: of a MoE model peft adapts every module with the last part of one that it matches.
     """
-    last = sorted({name.rpartition(".")[2] for name in modules})
-    if {name for name in all_modules if name.rpartition(".")[2] in last} == set(modules):
-        return last
-    numbers: dict[tuple[str, str], list[str]] = {}
-    for name in modules:
-        before, number, behind = _NUMBERED.fullmatch(name).groups()
-        numbers.setdefault((before, behind), []).append(number)
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for (before, behind), found in numbers.items():
-        kinds.setdefault((before, "|".join(sorted(found, key=int))), []).append(behind)
-    return "|".join(
-        rf"{re.escape(before)}(?:{found})\.(?:{'|'.join(map(re.escape, sorted(behind)))})"
-        for (before, found), behind in sorted(kinds.items())
-    )
+    last = {name.rpartition(".")[2] for name in modules}
+    others = {name for name in all_modules if name.rpartition(".")[2] in last} - set(modules)
+    return sorted(modules if others else last)
 
 
 def load_adapters(model: PreTrainedModel, folder: Path) -> None:

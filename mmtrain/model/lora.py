@@ -77,11 +77,12 @@ def add_adapters(model: nn.Module, lora: LoraSection | None, global_name: Callab
                 f"model.lora.targets: {targets[name]} is a {type(layer).__name__}, which no adapter fits; name linear "
                 "layers alone"
             )
-    options = {"r": lora.r, "lora_alpha": lora.alpha, "target_modules": "|".join(map(re.escape, targets))}
+    # In a list, which has no `config`: of a MoE family peft would adapt all layers with the last name of a target.
+    pattern = r"0\.(?:" + "|".join(map(re.escape, targets)) + ")"
+    transposed = any(type(layer) is Conv1D for layer in layers.values())
+    described = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=pattern, fan_in_fan_out=transposed)
     with torch.random.fork_rng(devices=[]):  # what peft draws is drawn anew below
-        inject_adapter_in_model(
-            LoraConfig(**options, fan_in_fan_out=any(type(layer) is Conv1D for layer in layers.values())), model
-        )
+        inject_adapter_in_model(described, nn.ModuleList([model]))
     for name, layer in layers.items():
         adapted, weight = model.get_submodule(name), layer.weight
         matrices = adapted.lora_A[_PEFT_NAME], adapted.lora_B[_PEFT_NAME]

@@ -9,7 +9,7 @@ Not every matrix there is a linear layer: what a pattern names and cannot have a
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mmtrain.base.errors import UserError
@@ -50,10 +50,8 @@ def with_adapters(llm: LlmShape, vision: VisionShape, lora: LoraSection | None) 
     """
     if lora is None:
         return llm, vision
-    # Modules with experts in any layer: of what else they hold peft would take the names for those of experts.
-    experts = {p.name.split(".")[3] for layer in llm.decoder for p in layer if len(p.shape) > 2}
     transposed = llm.model_type in _TRANSPOSED
-    decoder = tuple(_with_pairs(layer, lora, experts, transposed=transposed) for layer in llm.decoder)
+    decoder = tuple(_with_pairs(layer, lora, transposed=transposed) for layer in llm.decoder)
     encoder = _with_pairs(vision.parameters, lora)
     names = [p.name for layer in (*decoder, encoder) for p in layer if is_adapter(p.name)]
     for pattern in lora.targets:
@@ -68,13 +66,13 @@ def with_adapters(llm: LlmShape, vision: VisionShape, lora: LoraSection | None) 
 
 
 def _with_pairs(
-    parameters: Sequence[ParameterShape], lora: LoraSection, experts: Collection[str] = (), *, transposed: bool = False
+    parameters: Sequence[ParameterShape], lora: LoraSection, *, transposed: bool = False
 ) -> tuple[ParameterShape, ...]:
     result = []
     for parameter in parameters:
         result.append(parameter)
         if matches(parameter.name, lora.targets):
-            _refuse_unfit(parameter, parameters, experts)
+            _refuse_unfit(parameter, parameters)
         if is_target(parameter.name, parameter.shape, lora):
             outputs, inputs = reversed(parameter.shape) if transposed else parameter.shape
             layer = adapted_layer(parameter.name)
@@ -83,7 +81,7 @@ def _with_pairs(
     return tuple(result)
 
 
-def _refuse_unfit(parameter: ParameterShape, siblings: Sequence[ParameterShape], experts: Collection[str]) -> None:
+def _refuse_unfit(parameter: ParameterShape, siblings: Sequence[ParameterShape]) -> None:
     """Raise UserError for a matrix of a decoder layer or block that no adapter fits; norms and biases are none."""
     stands = _DECODER_LAYER.match(parameter.name) or ENCODER_BLOCK.match(parameter.name)
     if not stands or len(parameter.shape) < 2:
@@ -93,14 +91,20 @@ def _refuse_unfit(parameter: ParameterShape, siblings: Sequence[ParameterShape],
         return name.removeprefix(stands[0]).partition(".")[0]
 
     layer = adapted_layer(parameter.name)
-    if place(parameter.name) in experts:
-        why = "stands in a module with experts, which are one tensor for all of them"
+    siblings = [p for p in siblings if p.name.startswith(stands[0])]
+    experts = {p.name.rpartition(".")[0]: p.shape[0] for p in siblings if len(p.shape) > 2}  # how many each holds
+    beside = {(module.rpartition(".")[0], count) for module, count in experts.items()}
+    if parameter.name.rpartition(".")[0] in experts:
+        why = "is one tensor for all experts of its layer"
+    elif (layer.rpartition(".")[0], parameter.shape[0]) in beside:
+        why = "chooses the experts of a token, and is no linear layer"
     elif layer.endswith(".qkv") and any(p.name == f"{layer.removesuffix('qkv')}q_bias" for p in siblings):
         why = "is computed without a call of its layer, since its bias is a tensor of its own"
     else:
         return
-    fit = dict.fromkeys(place(p.name) for p in siblings if p.name.startswith(stands[0]) and len(p.shape) == 2)
-    fit = [re.sub(r"[0-9]+", "*", stands[0]) + name for name in fit if name not in experts and name != place(layer)]
+    unfit = {place(layer), *map(place, experts)}
+    fit = dict.fromkeys(place(p.name) for p in siblings if len(p.shape) == 2)
+    fit = [re.sub(r"[0-9]+", "*", stands[0]) + name for name in fit if name not in unfit]
     raise UserError(
         f"model.lora.targets: {layer} {why}, so that it cannot have an adapter; name what can, e.g. {' or '.join(fit)}"
     )

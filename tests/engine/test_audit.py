@@ -112,13 +112,29 @@ def test_a_rank_that_contradicts_the_plan_does_not_start(rank):
     mine = plan.ranks[0]
     with pytest.raises(AuditError, match="but the plan says NoOp"):
         RankAudit(replace(mine, optimizer="NoOp"), stages, optimizer, masters)
-    with pytest.raises(AuditError, match=r"trains [\d,]+ parameters, but the plan says 0"):
-        RankAudit(replace(mine, trainable=0), stages, optimizer, masters)
+    named = mine.trainable_names
+    with pytest.raises(AuditError, match=r"projector\.linear_2\.bias trains or is an adapter here alone"):
+        RankAudit(replace(mine, trainable_names=named[:-1]), stages, optimizer, masters)
+    with pytest.raises(AuditError, match=r"llm\.norm\.weight trains or is an adapter in the plan alone"):
+        RankAudit(replace(mine, trainable_names=(*named, "llm.norm.weight")), stages, optimizer, masters)
     partial = torch.optim.AdamW([next(p for p in stages[0].parameters() if p.requires_grad)])
     with pytest.raises(AuditError, match="4 tensors train, but the optimizer holds 1"):
         RankAudit(mine, stages, partial, masters)
     with pytest.raises(AuditError, match="holds the optimizer NoOp"):
         RankAudit(mine, stages, NoOpOptimizer(nn.Module()), masters)
+
+
+def test_a_frozen_adapter_that_the_plan_does_not_have_does_not_start(parts):
+    def config_of(targets):
+        trained = ("projector", "llm.layers.1.*.lora_*")
+        return make_config(parts, model__trainable=trained, model__lora={"r": 2, "targets": (targets,)})
+
+    plan = make_plan(config_of("llm.layers.1.self_attn"))
+    stage = build_stage(config_of("llm.layers.*.self_attn"), plan.ranks[0].stages[0])
+    masters = MasterWeights({n: p for n, p in stage.global_parameters() if p.requires_grad}).by_name
+    optimizer = make_optimizer(stage, masters, config_of("llm.layers.1").optimizer)
+    with pytest.raises(AuditError, match=r"llm\.layers\.0\.self_attn\.k_proj\.lora_A\.weight .* here alone"):
+        RankAudit(plan.ranks[0], {0: stage}, optimizer, masters)
 
 
 def test_replicas_that_drift_apart_fail(rank, tmp_path):

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -166,10 +167,17 @@ def test_peft_adds_a_runs_adapters_to_the_folder_beside_them(run, merged, tmp_pa
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
 
 
+ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
+IN_LAYER_1 = [f"model.layers.1.self_attn.{name}" for name in ATTENTION]
 LLMS = {
     "llama": ({}, "llm.layers.*", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
-    "qwen2": ({"tied": True}, "llm.layers.1.self_attn", r"model\.layers\.(?:1)\.(?:self_attn\.k_proj|"),
-    "gpt2": ({}, "llm.layers.*.attn", r"transformer\.h\.(?:0|1|2)\.(?:attn\.c_attn|attn\.c_proj)"),
+    "qwen2": ({"tied": True}, "llm.layers.1.self_attn", IN_LAYER_1),
+    "gpt2": (
+        {},
+        "llm.layers.*.attn",
+        [f"transformer.h.{n}.attn.{name}" for n in range(3) for name in ("c_attn", "c_proj")],
+    ),
+    "qwen3_moe": ({}, "llm.layers.1.self_attn", IN_LAYER_1),
 }
 
 
@@ -189,7 +197,7 @@ def test_peft_adds_adapters_to_the_published_llm_with_the_scale_of_training(tiny
     before = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
     after = put_on(stock, out).merge_and_unload().state_dict()
     described = json.loads((out / "adapter_config.json").read_text())
-    assert described["target_modules"] == wanted or described["target_modules"].startswith(wanted)
+    assert described["target_modules"] == wanted
     assert described["base_model_name_or_path"] == str(tmp_path / "llm")
     moved = 0
     for name, tensor in after.items():
@@ -206,6 +214,40 @@ def test_peft_adds_adapters_to_the_published_llm_with_the_scale_of_training(tiny
     projector = load_file(out / "projector.safetensors")
     assert projector.keys() == {name for name in trained if name.startswith("projector.")}
     assert all(torch.equal(tensor, trained[name]) for name, tensor in projector.items())
+
+
+@pytest.fixture
+def moe(tiny, make_tiny, tmp_path) -> Callable[[str], StepFolder]:
+    """A run on deepseek_v3, whose first layer is dense, with adapters where these targets say."""
+    make_tiny.make_tiny_llm(tmp_path / "llm", "deepseek_v3", layers=3)
+
+    def run_of(targets: str) -> StepFolder:
+        keys = (f"model.llm.path={tmp_path / 'llm'}", "model.lora.r=3", f"model.lora.targets=[{targets}]")
+        return adapted(tmp_path / "run", config_of(tiny, *keys))
+
+    return run_of
+
+
+def test_adapters_of_dense_layers_and_shared_experts_leave_with_the_whole_model(moe, tmp_path):
+    checkpoint = moe("llm.layers.0.mlp, llm.layers.*.shared_experts, llm.layers.2.self_attn.o_proj")
+    exported = export(checkpoint, tmp_path / "merged")
+    assert compared(checkpoint, tmp_path / "merged", exported, torch.float32, 2).passed
+    out = as_peft(checkpoint, tmp_path / "out", "--base", "hf", "--dtype", "float32", "--verify", "2")
+    put_on(load_stock(out / "base"), out)
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        ("llm.layers.0.mlp", "trained with shape (3, 128), and peft would look for None in DeepseekV3ForCausalLM"),
+        ("llm.layers.*.shared_experts.up_proj", "peft cannot add these adapters to DeepseekV3ForCausalLM: Cannot conv"),
+    ],
+)
+def test_adapters_that_peft_takes_for_those_of_experts_are_refused(moe, tmp_path, capsys, targets, said):
+    arguments = ["--checkpoint", str(moe(targets).path), "--format", "peft", "--out", str(tmp_path / "out")]
+    assert main(["export", *arguments, "--base", "llm"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "use --format hf" in error
 
 
 @pytest.mark.parametrize(

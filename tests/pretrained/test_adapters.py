@@ -8,6 +8,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.model.tiny import tiny_model
 from mmtrain.plan.planner import make_plan, models_of
+from mmtrain.pretrained.shapes import matches
 
 EVERYWHERE = ("llm.layers.*.lora_*",)
 
@@ -73,11 +74,31 @@ def test_dropout_is_refused_with_the_reason() -> None:
         config_of(dropout=0.05)
 
 
-def test_experts_and_what_stands_beside_them_have_none(tmp_path) -> None:
-    tiny_model(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=5), seed=0).save_pretrained(tmp_path)
-    for targets in ("llm.layers.*", "llm.layers.*.shared_experts", "llm.layers.0.mlp"):
-        with pytest.raises(
-            UserError, match=r"mlp\.\S+ stands in a module with experts.*e\.g\. llm\.layers\.\*\.self_attn$"
-        ):
-            models_of(config_of(llm=str(tmp_path), targets=(targets,)))
-    assert models_of(config_of(llm=str(tmp_path), targets=("llm.layers.*.self_attn",)))
+@pytest.mark.parametrize(
+    ("family", "targets", "said"),
+    [
+        (
+            "deepseek_v3",
+            "llm.layers.*",
+            "llm.layers.3.mlp.experts.down_proj is one tensor for all experts of its layer",
+        ),
+        ("deepseek_v3", "llm.layers.*.mlp.gate", "llm.layers.3.mlp.gate chooses the experts of a token, and is no lin"),
+        ("qwen3_moe", "llm.layers.1.mlp", "llm.layers.1.mlp.experts.down_proj is one tensor for all experts"),
+        ("gpt_oss", "llm.layers.*.mlp.router", "llm.layers.0.mlp.router chooses the experts of a token"),
+        ("deepseek_v3", "llm.layers.0.mlp", 3),
+        ("deepseek_v3", "llm.layers.*.mlp.shared_experts.*_proj", 2 * 3),
+        ("deepseek_v3", "llm.layers.4.self_attn", 5),
+        ("qwen3_moe", "llm.layers.0.mlp", 3),
+    ],
+)
+def test_all_linear_layers_of_a_moe_model_may_have_adapters_but_experts_and_routers(tmp_path, family, targets, said):
+    values = {"qwen3_moe": {"mlp_only_layers": [0]}}.get(family, {})
+    tiny_model(CONFIG_MAPPING[family](num_hidden_layers=5, **values), seed=0).save_pretrained(tmp_path)
+    config = config_of(llm=str(tmp_path), targets=(targets,))
+    if isinstance(said, int):
+        names = [p.name for p in models_of(config).parameters if ".lora_A" in p.name]
+        assert len(names) == said and all(matches(name.removesuffix(".lora_A.weight"), (targets,)) for name in names)
+        return
+    with pytest.raises(UserError, match=r"e\.g\. llm\.layers\.\*\.self_attn$") as refused:
+        models_of(config)
+    assert said in str(refused.value)
