@@ -123,6 +123,11 @@ def _verify(checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype,
     if not found.passed:
         raise DifferentError(f"{line}: the exported model is not the one that was trained; nothing was exported")
     _log.info(line)
+    if found.loss_of_new_rows:
+        line = f"the rows that the head gained add {found.loss_of_new_rows:.1e} nats to the mean loss"
+        _log.info(line)
+        with (exported.folder / "README.md").open("a") as card:  # which ends with its notes
+            card.write(f"- On {found.tokens:,} answer tokens {line}.\n")
     if checkpoint.config.model.vision is not None:  # what stands around the LLM has to pad its prompts, too
         if fault := batch_fault(exported.folder, model, found.samples, checkpoint.config.data.template == "plain"):
             raise DifferentError(

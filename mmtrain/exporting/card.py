@@ -5,6 +5,7 @@ Names from configurations and model folders are shown in its Markdown as they ar
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -224,12 +225,15 @@ def _language_notes(language: ExportedLanguage, processor: ExportedProcessor) ->
             "Needs transformers 5, by which it was trained: version 4 multiplies image features by the root of the "
             "LLM's width, as if they were embeddings of text."
         )
-    if language.added_rows:
+    if gained := language.added_rows:
+        rows = language.config["vocab_size"] - gained
+        bound = f"{math.log1p(gained / rows):.1e} nats at most: ln(1 + {gained} / {rows:,})"
         notes.append(
             f"The LLM has no spare row for all tokens that it gained ({', '.join(map(code, processor.new_tokens))}; "
-            f"`{IMAGE_MARK}` is {processor.image_token_id}): its embedding and head gained {language.added_rows}, each "
+            f"`{IMAGE_MARK}` is {processor.image_token_id}): its embedding and head gained {gained}, each "
             "the mean of the others. The embedding's is never used, since image features take its place, it is masked, "
-            "or no prompt holds it; the head's gives the mean of the other logits, so it is never the largest."
+            "or no prompt holds it; the head's gives the mean of the other logits, so it is never the largest. It "
+            f"raises the loss of every token, by {bound}."
         )
     if language.left_out:
         notes.append(

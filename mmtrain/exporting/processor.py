@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from tokenizers import AddedToken, processors
+from tokenizers import processors
 from transformers import AutoProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
 from mmtrain.base.errors import UserError
@@ -33,7 +33,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
-from mmtrain.data.samples.templates import PlainTemplate, Template, load_tokenizer, make_template, with_image_token
+from mmtrain.data.samples.templates import PlainTemplate, Template, load_tokenizer, make_template, with_marks
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.exporting.chat_template import documents_of, exported_chat_template
 from mmtrain.exporting.doors import StockDoor
@@ -134,11 +134,9 @@ def _tokenizer_for_prompts(
     A chat template writes its own BOS, so the tokenizer must add none: stock processors would add a second one, or one
     that training did not see. The plain template's BOS is the tokenizer's.
     """
-    tokenizer = with_image_token(source)
     more = (*door.more_tokens, *([door.video_token] if door.video_token else []))
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in more], special_tokens=True)
+    tokenizer = _with_padding(with_marks(source, IMAGE_MARK, *more), {end, source.eos_token_id})
     tokenizer.chat_template = exported_chat_template(template)
-    _set_padding(tokenizer, {end, tokenizer.eos_token_id})
     prefix = template.prefix if isinstance(template, PlainTemplate) else []
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         marks = [(tokenizer.convert_ids_to_tokens(token), token) for token in prefix]
@@ -157,18 +155,20 @@ def _tokenizer_for_prompts(
     return tokenizer
 
 
-def _set_padding(tokenizer: PreTrainedTokenizerBase, ends: Collection[int | None]) -> None:
-    """Make the tokenizer pad at the left, since prompts are continued at their right end, with a token of its own.
+def _with_padding(tokenizer: PreTrainedTokenizerBase, ends: Collection[int | None]) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that pads at the left, since prompts go on at their right end, with a token of its own.
 
     A pad token that also ends answers would be masked in further training, and the model would unlearn to stop. One
     that the vocabulary has for padding is taken, else <unk>, else a new one: no text holds it.
     """
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
-        return
+        return tokenizer
     known = {**tokenizer.added_tokens_encoder, tokenizer.unk_token: tokenizer.unk_token_id}
     found = (name for name in (*PAD_TOKENS, tokenizer.unk_token) if known.get(name) not in (None, *ends))
-    tokenizer.add_special_tokens({"pad_token": next(found, PAD_TOKENS[0])})
+    padded = with_marks(tokenizer, padding := next(found, PAD_TOKENS[0]))
+    padded.add_special_tokens({"pad_token": padding})
+    return padded
 
 
 def _save_tokenizer(door: StockDoor, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

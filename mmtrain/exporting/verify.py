@@ -63,6 +63,7 @@ class Comparison:
     difference: float  # the largest of all logits
     largest: float  # logit, in magnitude
     agreeing: int  # positions of which both say the same token
+    loss_of_new_rows: float  # what rows that the head gained add to the loss of a token, nats in the mean
     frozen_as_trained: bool  # whether the frozen weights are known to be those of training, bit for bit
 
     @property
@@ -93,7 +94,7 @@ def compare_logits(
         from mmtrain.exporting.peft_folder import load_adapters  # peft takes a second
 
         load_adapters(model, exported.adapters)
-    difference = largest = 0.0
+    difference = largest = new_rows = 0.0
     tokens = agreeing = 0
     for batch, own in zip(batches, expected, strict=True):
         ids, pixels = batch.input_ids, {}
@@ -105,10 +106,12 @@ def compare_logits(
         found = found[batch.labels != IGNORE]
         agreeing += int((found.argmax(-1) == own.argmax(-1)).sum())
         tokens += len(found)
-        differences = (found[:, : own.shape[1]] - own).abs()
+        all_rows, found = found.double(), found[:, : own.shape[1]]
+        new_rows += float((all_rows.logsumexp(-1) - found.double().logsumexp(-1)).sum())
+        differences = (found - own).abs()
         difference = max(difference, float(differences.nan_to_num(nan=math.inf).max()))
         largest = max(largest, float(own.abs().max()))
-    return Comparison(samples, tokens, difference, largest, agreeing, frozen_as_trained), model
+    return Comparison(samples, tokens, difference, largest, agreeing, new_rows / tokens, frozen_as_trained), model
 
 
 def _stock_model(stock: StockClass, folder: Path) -> PreTrainedModel:

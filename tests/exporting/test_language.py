@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, weights
 
+from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.hf import refuse_loading_faults, refuse_unfit_family
 from mmtrain.exporting.language import language_for_export
 from mmtrain.exporting.tensors import in_memory
+from mmtrain.exporting.verify import read_samples
 
 LLAVA = door_of_type("llava")
 UNFIT = {
@@ -80,6 +85,26 @@ def test_a_full_embedding_gains_a_row_and_all_else_stays(without_spare_row):
     found = compared(checkpoint, out, exported, torch.float32, 4)
     assert found.difference <= 1e-4 and found.agreeing == found.tokens
     assert "gained 1" in (out / "README.md").read_text()
+
+
+def test_the_card_says_what_new_rows_add_to_the_loss_by_a_bound_and_measured(without_spare_row, tmp_path):
+    checkpoint, _, out, size, _ = without_spare_row
+    bound = f"{math.log(1 + 1 / size):.1e}"
+    assert f"loss of every token, by {bound} nats at most: ln(1 + 1 / {size})." in (out / "README.md").read_text()
+    options = ["--format", "hf", "--out", str(tmp_path / "out"), "--verify", "3"]
+    assert main(["export", "--checkpoint", str(checkpoint.path), *options]) == 0
+    model, losses = load_stock(out), []
+    for _, batch in read_samples(checkpoint.config, 3):
+        ids = batch.input_ids.masked_fill(batch.input_ids == IMAGE_POSITION, size)
+        with torch.no_grad():
+            logits = model(input_ids=ids, pixel_values=batch.tiles).logits[0].double()
+        kept = [cross_entropy(rows, batch.labels[0], reduction="none") for rows in (logits, logits[:, :size])]
+        losses.append((kept[0] - kept[1])[batch.labels[0] != IGNORE])
+    tokens = torch.cat(losses)
+    assert 0 < tokens.mean() <= tokens.max() <= math.log(1 + 1 / size)
+    last = (tmp_path / "out" / "README.md").read_text().splitlines()[-1]
+    said = f"the rows that the head gained add {tokens.mean():.1e} nats to the mean loss"
+    assert last == f"- On {len(tokens)} answer tokens {said}."
 
 
 def test_the_new_row_is_never_said_whatever_the_hidden_state(without_spare_row):

@@ -198,6 +198,34 @@ def test_a_spare_row_becomes_the_image_token_and_a_missing_one_is_asked_for_and_
     assert GenerationConfig.from_pretrained(tmp_path / "out").suppress_tokens == [length]
 
 
+def test_in_a_vocabulary_with_holes_new_tokens_fill_these_and_no_other_token_is_read_as_an_image(
+    tiny, make_tiny, tmp_path
+):
+    """Libraries number a new token by how many there are, which is another one's id here."""
+    length, llm = len(AutoTokenizer.from_pretrained(tiny / "llm")), tmp_path / "llm"
+    make_tiny.make_tiny_llm(llm, layers=1, vocab_size=length + 2)
+    content = json.loads((llm / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary |= {token: number + 2 for token, number in vocabulary.items() if number >= 300}
+    del vocabulary["<pad>"]
+    content["added_tokens"] = [mark for mark in content["added_tokens"] if mark["content"] != "<pad>"]
+    (llm / "tokenizer.json").write_text(json.dumps(content))
+    changed(llm / "tokenizer_config.json", pad_token="</s>")
+    own = AutoTokenizer.from_pretrained(llm)
+    (words,) = (token for token, number in vocabulary.items() if number == len(own))
+    words = own.convert_tokens_to_string([words])
+
+    config = run_config(tiny, llm, "data.template=llava_v1")
+    exported = export(config, tmp_path / "out")
+    check_processor(config, exported, tmp_path / "out")
+    processor = AutoProcessor.from_pretrained(tmp_path / "out")
+    assert (exported.image_token_id, processor.tokenizer.pad_token_id, exported.rows_needed) == (0, 300, length + 2)
+    assert processor.tokenizer(words).input_ids == own(words, add_special_tokens=False).input_ids
+    turns = (("human", f"<image>\n{words}"), ("gpt", words))
+    document = ChatTemplate(own, exported.layout, length + 2, "llava_v1")(Sample("k", "s.tar", turns, (b"",)))
+    assert document.input_ids.count(len(own)) == 2 and document.input_ids.count(IMAGE_POSITION) == 16
+
+
 def test_an_image_token_that_the_tokenizer_has_keeps_its_id(tiny, llm_with, tmp_path):
     llm = llm_with(QWEN25, ("<image>", "<|im_start|>", "<|im_end|>"))
     own = AutoTokenizer.from_pretrained(llm).convert_tokens_to_ids("<image>")

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mmtrain.base.errors import UserError
@@ -57,7 +58,7 @@ class PlainTemplate:
             self.prefix = [bos] if tokenizer("a").input_ids[:1] == [bos] and bos is not None else []
         self.special_texts = any_of(tokenizer.convert_ids_to_tokens(sorted(_special_ids(tokenizer))))
         _refuse_missing_marks(tokenizer, layout)
-        self.encoder = with_image_token(tokenizer) if layout.has_texts else _own_copy(tokenizer)
+        self.encoder = with_marks(tokenizer, IMAGE_MARK) if layout.has_texts else _own_copy(tokenizer)
         self.image_id = self.encoder.convert_tokens_to_ids(IMAGE_MARK)
         try:
             self._images((layout.tiling(1, 1),))
@@ -125,7 +126,7 @@ class ChatTemplate:
                 f"({type(tokenizer).__name__}) has none; save a fast one (tokenizer.json) into the model's folder, or, "
                 "for captions of images, set data.template=plain"
             )
-        self.tokenizer = with_image_token(tokenizer)
+        self.tokenizer = with_marks(tokenizer, IMAGE_MARK)
         self.layout = layout
         self.vocab_size = vocab_size
         self.image_id = self.tokenizer.convert_tokens_to_ids(IMAGE_MARK)
@@ -297,11 +298,21 @@ def _wrapped(text: str, spans: list[Span], images: Sequence[str]) -> tuple[str, 
     return re.sub(re.escape(IMAGE_MARK), lambda _: next(texts), text), moved, around
 
 
-def with_image_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy that reads <image> as one token, added as transformers' LLaVA conversion adds it if it was none before."""
-    copied = _own_copy(tokenizer)
-    if IMAGE_MARK not in copied.added_tokens_encoder:
-        copied.add_tokens(AddedToken(IMAGE_MARK, special=True, normalized=False), special_tokens=True)
+def with_marks(tokenizer: PreTrainedTokenizerBase, *marks: str) -> PreTrainedTokenizerBase:
+    """Return a copy that reads each of `marks` as one token. A new one gets the lowest id that no token has.
+
+    The libraries take the number of tokens for its id, which another token has where the vocabulary has holes.
+    """
+    copied, known = _own_copy(tokenizer), tokenizer.get_vocab()
+    if isinstance(copied, PreTrainedTokenizerFast) and max(known.values()) >= len(copied):
+        content = json.loads(copied.backend_tokenizer.to_str())
+        free = sorted(set(range(len(known) + len(marks))) - set(known.values()))
+        content["model"]["vocab"] |= dict(zip([mark for mark in marks if mark not in known], free, strict=False))
+        copied.backend_tokenizer.model = Tokenizer.from_str(json.dumps(content)).model
+    new = [
+        AddedToken(mark, special=True, normalized=False) for mark in marks if mark not in copied.added_tokens_encoder
+    ]
+    copied.add_tokens(new, special_tokens=True)
     return copied
 
 
