@@ -18,14 +18,15 @@ from typing import Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.pretrained.adapters import is_llm_adapter
+from mmtrain.pretrained.adapters import is_adapter, is_llm_adapter
 from mmtrain.pretrained.connectors import reduction
 from mmtrain.pretrained.encoders import FAMILIES, family_of
+from mmtrain.pretrained.families import BASE_PREFIX, global_name
 from mmtrain.pretrained.layouts import ANYRES, ANYRES_MAX_9, SQUARE, TILES, WITH_NEWLINES
-from mmtrain.pretrained.model_files import find_model_folder, model_folder
-from mmtrain.pretrained.parts import encoder_config, holds_parts
+from mmtrain.pretrained.model_files import find_model_folder, model_folder, tensor_shapes
+from mmtrain.pretrained.parts import HEADS_BY_DEFAULT, PLAIN_HEAD, encoder_config, holds_parts, llm_config, llm_tensors
 from mmtrain.pretrained.recorded_shapes import find_recorded
-from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.pretrained.shapes import llm_shape, vision_shape
 from mmtrain.pretrained.timm_forms import form_of
 from mmtrain.pretrained.tokenizer_files import lacking_marks
 from mmtrain.pretrained.vision_files import is_timm_name
@@ -38,6 +39,7 @@ WHAT_WORKS = (
     "features before the encoder's last norm"
 )
 TIMM = "timm"  # as a kind of encoder; the others are classes of transformers
+_OTHER_EMBEDDING = ("gpt2", "gpt_bigcode", "opt")  # families whose embedding is not where the classes look for it
 # Patches a side at which Idefics3's class gives some patches another's position on a CPU (torch.arange rounds by the
 # width of its vectors, 1 to 16; `Idefics3VisionEmbeddings.forward`); it was looked at up to 64.
 LARGEST_GRID = 64
@@ -147,6 +149,8 @@ def stock_door(config: RunConfig) -> Door:
     if not near:
         known = ", ".join(f"{connector} ({door.name})" for door in DOORS for connector in door.connectors)
         raise UserError(f"no stock model has a {kind} projector (model.projector.type); there are {known}")
+    if why := _unfit_llm(config.model.llm.path):
+        raise UserError(f"no stock model computes what this run trains: {why}; it would need another model.llm.path")
     encoder = _encoder(config)
     needs = {door: list(door.needs(config, encoder)) for door in near}
     for door, missing in needs.items():
@@ -154,6 +158,18 @@ def stock_door(config: RunConfig) -> Door:
             return door
     listed = "; ".join(f"{door.name} would need {', '.join(missing)}" for door, missing in needs.items())
     raise UserError(f"no stock model computes what this run trains ({kind}): {listed}")
+
+
+def _unfit_llm(path: str) -> str:
+    """Return why no stock class computes this LLM behind an encoder; "" where only a trial can tell."""
+    llm, folder = llm_shape(path), find_model_folder(path)
+    head = dict.fromkeys(HEADS_BY_DEFAULT.get(llm.model_type, ()), "by default")
+    head |= llm_config(folder) if folder else {}
+    if scaled := next((key for key, plain in PLAIN_HEAD.items() if head.get(key) not in (None, plain)), None):
+        return f"the head of {path} ({llm.model_type}) scales or caps its logits ({scaled}), and theirs do not"
+    if any(parameter.name == "llm.head.bias" for parameter in llm.head):
+        return f"the head of {path} ({llm.model_type}) has a bias, and theirs have none"
+    return f"they do not find the embedding of a {llm.model_type}" if llm.model_type in _OTHER_EMBEDDING else ""
 
 
 def _encoder(config: RunConfig) -> Encoder:
@@ -205,9 +221,17 @@ def _refuse_more_than_adapters(config: RunConfig, trained: Collection[str]) -> N
 
 
 def _refuse_unknown_class(config: RunConfig, trained: Collection[str]) -> None:
-    """Raises UserError for a run that no stock class computes; text alone is the LLM's own."""
+    """Raises UserError for a run that no stock class computes; that of text alone is the LLM's own."""
     if config.model.vision is not None:
         stock_door(config)
+    folder = find_model_folder(config.model.llm.path)
+    if folder is None or (tensors := tensor_shapes(folder)) is None:
+        return
+    base = BASE_PREFIX.get(llm_config(folder)["model_type"], "model.")
+    stored = {global_name(before + name) for name in llm_tensors(folder, tensors) for before in ("", base)}
+    for name in trained:
+        if name.startswith("llm.") and not is_adapter(name) and name not in stored:
+            raise UserError(f"{name} trains, which the LLM's files have under other names, or in several tensors")
 
 
 def default_base(config: RunConfig) -> Base:

@@ -53,8 +53,8 @@ WHOLES = {
 _TIED_IF_EITHER_SAYS_SO = ("llava", "llava_onevision")
 
 # What text models say of their head alone, and what makes it the plain one of the classes above.
-_PLAIN_HEAD = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
-_HEADS_BY_DEFAULT = {"cohere": ("logit_scale",), "cohere2": ("logit_scale",), "gemma2": ("final_logit_softcapping",)}
+PLAIN_HEAD = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
+HEADS_BY_DEFAULT = {"cohere": ("logit_scale",), "cohere2": ("logit_scale",), "gemma2": ("final_logit_softcapping",)}
 # Defaults that text_config leaves out in published files; planning imports no transformers to ask for them.
 _DEFAULTS = {
     "llama": {"num_attention_heads": 32},
@@ -90,7 +90,7 @@ def llm_config(folder: Path) -> dict[str, Any]:
     family = text.get("model_type")
     if not isinstance(family, str):
         raise UserError(f"{folder}: text_config in config.json has no model_type; download the file again")
-    plain = {key: value for key, value in _PLAIN_HEAD.items() if key in (*text, *_HEADS_BY_DEFAULT.get(family, ()))}
+    plain = {key: value for key, value in PLAIN_HEAD.items() if key in (*text, *HEADS_BY_DEFAULT.get(family, ()))}
     tied = said.get("tie_word_embeddings", whole.tied)
     if tied is None or (tied is False and said["model_type"] in _TIED_IF_EITHER_SAYS_SO):
         tied = text.get("tie_word_embeddings")

@@ -85,6 +85,53 @@ def test_a_run_that_could_not_leave_is_refused_with_what_to_change(tiny, keys, s
     assert found.endswith("change that, or set export.format=safetensors")
 
 
+TEXT = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "model.trainable=[llm.layers.1]")
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "trainable", "said"),
+    [
+        ("granite", {"logits_scaling": 8.0}, "projector", "(granite) scales or caps its logits (logits_scaling)"),
+        ("cohere2", {}, "projector", "(cohere2) scales or caps its logits (logit_scale)"),
+        ("gemma2", {}, "projector", "(gemma2) scales or caps its logits (final_logit_softcapping)"),
+        ("phi", {}, "projector", "(phi) has a bias, and theirs have none"),
+        ("gpt2", {}, "projector", "they do not find the embedding of a gpt2"),
+        (
+            "qwen3_moe",
+            {},
+            "llm.layers.1",
+            "llm.layers.1.mlp.experts.down_proj trains, which the LLM's files have under",
+        ),
+        ("mixtral", {}, "llm.layers.1.mlp.gate", "llm.layers.1.mlp.gate.weight trains, which the LLM's files have"),
+    ],
+)
+def test_what_the_files_of_the_llm_tell_is_refused_when_planned(
+    tiny, make_tiny, tmp_path, family, values, trainable, said
+):
+    make_tiny.make_tiny_llm(tmp_path, family, layers=2, **values)
+    keys = (f"model.llm.path={tmp_path}", "parallel.pipeline=1")
+    found = planned(tiny, *keys, "export.format=hf", f"model.trainable=[{trainable}]")
+    assert found.startswith("export.format=hf: ") and said in found, found
+    assert planned(tiny, *keys, f"model.trainable=[{trainable}]") == ""
+    alone = planned(tiny, *keys, "export.format=hf", *TEXT)  # by the LLM's own class, which has its head
+    if family in ("qwen3_moe", "mixtral"):
+        assert "trains, which the LLM's files have" in alone
+    else:
+        assert alone == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "trainable"),
+    [("gpt_oss", "llm.layers.1"), ("qwen3_moe", "llm.layers.1.self_attn"), ("granite", "llm.layers.1")],
+)
+def test_a_run_plans_whose_llm_has_a_plain_head_and_each_tensor_that_trains(
+    tiny, make_tiny, tmp_path, family, trainable
+):
+    make_tiny.make_tiny_llm(tmp_path / "llm", family, layers=2)
+    keys = (f"model.llm.path={tmp_path / 'llm'}", "parallel.pipeline=1", "export.format=hf")
+    assert planned(tiny, *keys, f"model.trainable=[projector, {trainable}]") == ""
+
+
 @pytest.mark.parametrize(("form", "trainable"), [("hf", "llm.layers.1"), ("llava", "projector.*.weight")])
 def test_a_run_may_leave_whatever_of_its_projector_trains(tiny, form, trainable):
     assert planned(tiny, f"export.format={form}", f"model.trainable=[{trainable}]") == ""
