@@ -3,11 +3,10 @@
 On CUDA the default group has two backends, NCCL for tensors on GPUs and gloo for those on the host and for objects;
 elsewhere it is gloo's. torch picks the backend by where a tensor is.
 
-torch has two implementations behind the name "nccl": ProcessGroupNCCL, and since 2.15 ProcessGroupNCCL2, where
-- a new group splits the communicator of the job, so that all ranks make it together;
-- a group has one queue for all that a rank sends and receives in it, whoever the peers are;
-- every segment of torch's GPU memory is registered with every communicator.
-With a group for each channel both queue the same messages in the same order (tests/deadlocks.py).
+torch has two implementations of "nccl": ProcessGroupNCCL, and since 2.15 ProcessGroupNCCL2. There a new group splits
+the job's communicator, which all ranks do together; a group has one queue for all that a rank sends and receives,
+whoever the peers are; and each communicator registers all of torch's GPU memory. With a group a channel both
+implementations queue the same messages in the same order (tests/deadlocks.py).
 """
 
 from __future__ import annotations

@@ -40,20 +40,14 @@ class _Call(NamedTuple):
     """What decides how one call computes attention."""
 
     reason: str | None  # why flash attention does not take these tensors on any GPU
-    grouped: bool
-    width: int
-    windowed: bool
-    dtype: torch.dtype
-    device: torch.device
+    case: tuple[bool, int, bool, torch.dtype, torch.device]  # as for `_flash_agrees`
 
     def way(self) -> Way:
         """Decide; compares flash attention with `kernels` the first time, which takes memory and runs a backward."""
-        reason = self.reason
-        if reason is None and not _flash_agrees(*self[1:]):
-            dtype = str(self.dtype).removeprefix("torch.")
-            reason = f"flash attention of torch {torch.__version__} fails or is wrong on {dtype} heads of {self.width}"
-            reason += " on this GPU"
-        return Way("flash" if reason is None else "document", reason, reason is not None and self.device.type == "cuda")
+        reason, (_, width, _, dtype, device) = self
+        if reason is None and not _flash_agrees(*self.case):
+            reason = f"flash attention of torch {torch.__version__} fails or is wrong on {dtype} heads of {width} here"
+        return Way("flash" if reason is None else "document", reason, reason is not None and device.type == "cuda")
 
 
 _CALLS: ContextVar[set[_Call] | None] = ContextVar("calls", default=None)
@@ -160,9 +154,8 @@ def use_flash(
     Runs so many that the keys they see, put end to end, are more than MOST_KEY_COPIES times the keys that there are go
     one by one.
     """
-    reason = _reason_against_flash(query, key, value, documents, extras)
-    windowed = documents.window is not None
-    call = _Call(reason, query.shape[1] != key.shape[1], query.shape[-1], windowed, query.dtype, query.device)
+    case = query.shape[1] != key.shape[1], query.shape[-1], documents.window is not None, query.dtype, query.device
+    call = _Call(_reason_against_flash(query, key, value, documents, extras), case)
     calls = _CALLS.get()
     if calls is not None:
         calls.add(call)
