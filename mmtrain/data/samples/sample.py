@@ -85,7 +85,10 @@ class Fault:
 def image_number(suffix: str) -> int | None:
     """Which image of its sample a lower-case suffix names: `jpg` the first, `2.jpg` the third; None if none."""
     match = _IMAGE_SUFFIX.fullmatch(suffix)
-    return None if match is None else int(match[1] or 0)
+    if match is None:
+        return None
+    number = match[1] or "0"
+    return int(number) if len(number) <= 9 else 10**9  # Python's int() raises ValueError for more than 4,300 digits
 
 
 def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:

@@ -94,6 +94,7 @@ def png_that_claims(width: int, height: int) -> bytes:
         ([("png", PNG)], "no_json", ((3, 2),)),
         ([("json", TWO_IMAGES), ("0.png", PNG), ("2.png", PNG)], "image_names", ()),
         ([("json", TWO_IMAGES), ("png", PNG), ("jpg", PNG)], "image_names", ()),
+        ([("json", ONE_IMAGE), (f"{'7' * 5000}.png", PNG)], "image_names", ()),
         ([("json", ONE_IMAGE), ("png", PNG), ("png", PNG)], "duplicate_member", ()),
         ([("json", ONE_IMAGE), ("png", PNG), ("PNG", PNG)], "duplicate_member", ()),
         ([("json", TEXT), ("json", TEXT)], "duplicate_member", ()),
@@ -105,8 +106,8 @@ def png_that_claims(width: int, height: int) -> bytes:
 )
 def test_a_sample_that_cannot_be_trained_on_is_noted_and_its_neighbours_are_not(tmp_path, files, reason, sizes):
     around = [("a.json", TEXT)], [("c.json", ONE_IMAGE), ("c.png", PNG)]
-    path = write_tar(tmp_path / "s.tar", [*around[0], *((f"b.{end}", content) for end, content in files), *around[1]])
-    index, samples = scanned(path)
+    members = [*around[0], *((f"b.{end}", content) for end, content in files), *around[1]]
+    index, samples = scanned(write_tar(tmp_path / "s.tar", members, tarfile.PAX_FORMAT))
     assert index.keys == ["a", "b", "c"]
     assert {place: fault[0] for place, fault in index.faults["llava"].items()} == {1: reason}
     assert index.image_sizes == [(), sizes, ((3, 2),)]
