@@ -35,6 +35,7 @@ from mmtrain.pretrained.model_files import PREFIX, is_demo
 _log = logging.getLogger(__name__)
 PIPE = "pipe:"
 _KINDS = ("", "next-", "text-", "sheet-")
+_RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # what `mmtrain shard` reads
 SPLITS = tuple(kind + split for kind in _KINDS for split in ("train", "held-out"))  # of the demo's data
 # What makes them; the cache never outlives it.
 _DEMO_SOURCES = ("data/prepare/sharding.py", *(f"demo/{name}.py" for name in ("data", "pictures", "scene", "text")))
@@ -101,6 +102,11 @@ def expand_shards(
     for path in found:
         if not path.is_file():
             raise UserError(f"{key}: {path} is no regular file; name tars, or folders that hold them")
+        if path.suffix.lower() in _RECORD_SUFFIXES:
+            raise UserError(
+                f"{key}: {path} is a file of records, and webdataset tars are needed; make them with mmtrain shard "
+                f"--from {shlex.quote(str(path))} --images DIR --out FOLDER, then name FOLDER"
+            )
     if len(set(found)) < len(found):
         twice = next(path for number, path in enumerate(found) if path in found[:number])
         raise UserError(f"{key}: {twice} is named twice; every sample would count twice")

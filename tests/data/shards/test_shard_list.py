@@ -62,6 +62,14 @@ def test_shards_that_cannot_be_listed_are_refused(tmp_path, shards, message):
         expand_shards(fill(shards) if isinstance(shards, str) else tuple(map(fill, shards)))
 
 
+@pytest.mark.parametrize("name", ["llava.json", "mix.JSONL", "captions.csv", "captions.tsv", "my train-0.parquet"])
+def test_a_file_of_records_is_refused_with_the_command_that_makes_shards_of_it(tmp_path, name):
+    (tmp_path / name).write_text("[]")
+    command = rf"mmtrain shard --from '?{tmp_path}/{name}'? --images DIR --out FOLDER"
+    with pytest.raises(UserError, match=rf"^eval\.shards: .*{name} is a file of records.* {command}"):
+        expand_shards(f"{tmp_path}/{name}", "eval.shards")
+
+
 def test_a_colon_in_a_folder_name_is_no_url(tmp_path):
     folder = tmp_path / "2026-11-20 13:15"
     folder.mkdir()
