@@ -11,13 +11,15 @@ of thousands of records always hold some bad ones, and none of them may pass in 
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import re
 import struct
 import sys
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,12 +37,18 @@ IMAGE_SUFFIXES = ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "ti
 _SUFFIX_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif"}
 WEBP_WEIGHT = 2  # WebP's decoder takes 15 bytes a pixel where the others, with their RGB, take 8 (10,000 x 10,000)
 MAX_IMAGE_BYTES = 64 << 20
+# Of a JPEG: encoders write about 10. Each scan walks all blocks, which takes 14 bytes of a file and up to 30 ms.
+MAX_SCANS = 100
+# PNG chunks beside its pixels', JPEG segments: encoders write fewer than 50. A colour profile of 1 kB takes 2 ms.
+MAX_PARTS = 1000
 MAX_RECORD_BYTES = 16 << 20
 # Of a conversation, far above real ones (LLaVA's longest: fewer than 200 turns, 200 kB). Chat templates write it twice
 # for each answer, so time grows with the square of turns: 500 short ones take 0.4 s, with 1 MB of text 4.6 s, 4,000
 # short ones 24 s. Tokenizing takes about 400 bytes of memory a byte of text.
 MAX_TURNS = 500
 MAX_TEXT_BYTES = 1_000_000
+_JPEG_MARKER = re.compile(rb"\xff[\x02-\xcf\xd9-\xfe]")  # of what has a length, and the end; in pixels there is none
+_PNG_PIXELS = (b"IDAT", b"fcTL", b"fdAT")  # the last two are an animation's
 _PNG_METADATA = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")  # keywords of texts that may hold an orientation
 TURNS = {  # by EXIF orientation, as PIL.ImageOps.exif_transpose
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -87,6 +95,7 @@ REASONS = {
     "undecodable_image": "an image file that Pillow cannot decode to its end",
     "other_size": "an image of another size than its index says",
     "too_many_pixels": "an image with more pixels than allowed, as its header says",
+    "too_much_work": "an image that takes far longer to decode than its pixels do",
     "too_many_bytes": "a file larger than allowed",
     "unfit_shape": "an image too long and thin to be cut into tiles (model.vision.layout)",
     "no_json": "a sample without KEY.json (a key ends at the first dot; a sample's files are neighbours in the tar)",
@@ -267,8 +276,9 @@ def _sound(name: str, content: bytes, limits: ImageLimits) -> bytes:
 def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
     """A Pillow image whose header alone was read; raises Rejected for what is none and for more pixels than allowed.
 
-    WebP's pixels count WEBP_WEIGHT times: its limit is that much lower.
+    WebP's pixels count WEBP_WEIGHT times: its limit is that much lower. A JPEG has MAX_SCANS, it and a PNG MAX_PARTS.
     """
+    _refuse_much_work(content)
     try:
         with warnings.catch_warnings():  # Pillow's warning about large images: `max_pixels` decides here
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -287,6 +297,39 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
             "too_many_pixels", f"{image.width} x {image.height} pixels{of_webp}, where {allowed:,} are allowed"
         )
     return image
+
+
+def _refuse_much_work(content: bytes) -> None:
+    """Raise Rejected for a JPEG or PNG of more parts than allowed; Pillow spends time on each before any pixel."""
+    parts: Iterable[bytes] = ()
+    if content.startswith(b"\xff\xd8"):
+        parts = _jpeg_markers(content)
+    elif content.startswith(b"\x89PNG"):
+        parts = (kind for kind, *_ in _png_chunks(content) if kind not in _PNG_PIXELS)
+    counts = Counter(itertools.islice(parts, MAX_PARTS + 1))
+    if counts[b"\xff\xda"] > MAX_SCANS:
+        raise Rejected("too_much_work", f"a JPEG of more than {MAX_SCANS} scans")
+    if counts.total() > MAX_PARTS:
+        raise Rejected("too_much_work", f"more than {MAX_PARTS:,} chunks or segments beside its pixels")
+
+
+def _jpeg_markers(content: bytes) -> Iterator[bytes]:
+    """The markers of a JPEG's segments, up to its end; those inside a segment, a thumbnail's, are not among them."""
+    at = 0
+    while (marker := _JPEG_MARKER.search(content, at)) and marker[0] != b"\xff\xd9":
+        yield marker[0]
+        at = marker.end() + int.from_bytes(content[marker.end() : marker.end() + 2])
+
+
+def _png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Each chunk of a PNG before IEND: its kind, where it begins, and its length in bytes."""
+    at = len(b"\x89PNG\r\n\x1a\n")
+    while at + 8 <= len(content):
+        length, kind = struct.unpack_from(">I4s", content, at)
+        if kind == b"IEND":  # files may go on behind it
+            break
+        yield kind, at, length
+        at += 8 + length + 4
 
 
 def image_size(content: bytes) -> tuple[int, int, bool]:
@@ -330,16 +373,13 @@ def stated_orientation(image: Image.Image) -> int:
 
 def _without_pixels(content: bytes) -> bytes:
     """A PNG file that has the metadata of this one, those behind its pixels too, and no pixels."""
-    at = len(b"\x89PNG\r\n\x1a\n") + 25  # IHDR
-    kept = [content[:at]]
-    while at + 8 <= len(content):
-        length, kind = struct.unpack_from(">I4s", content, at)
-        if kind in (b"IEND", b"fdAT"):  # of an animation Pillow reads the first picture
+    kept = [content[: len(b"\x89PNG\r\n\x1a\n") + 25]]  # IHDR
+    for kind, at, length in _png_chunks(content):
+        if kind == b"fdAT":  # of an animation Pillow reads the first picture
             break
         if kind == b"eXIf" or content.startswith(_PNG_METADATA, at + 8):
             chunk = content[at + 4 : at + 8 + length]
             kept += [content[at : at + 4], chunk, zlib.crc32(chunk).to_bytes(4)]  # behind pixels no CRC is looked at
-        at += 8 + length + 4
     return b"".join([*kept, bytes(4), b"IDAT", zlib.crc32(b"IDAT").to_bytes(4)])
 
 

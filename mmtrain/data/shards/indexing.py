@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 FAILURES_SHOWN = 5
 TURNED = 2  # the version from which on sizes are those that EXIF turns images to
-_OF_FILES = ("duplicate_member", "image_names", "undecodable_image", "too_many_pixels")
+_OF_FILES = ("duplicate_member", "image_names", "undecodable_image", "too_many_pixels", "too_much_work")
 _CHUNK = 1 << 20  # bytes
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import time
 import zlib
 
 import pytest
@@ -15,7 +16,9 @@ from mmtrain.data.samples import records
 from mmtrain.data.samples.records import (
     IMAGE_FORMATS,
     MAX_IMAGE_BYTES,
+    MAX_PARTS,
     MAX_RECORD_BYTES,
+    MAX_SCANS,
     MAX_TEXT_BYTES,
     MAX_TURNS,
     REASONS,
@@ -237,6 +240,10 @@ BAD_IMAGES = {
     "a bomb that Pillow refuses": ("too_many_pixels", "bomb.png"),
     "a bomb that Pillow warns of": ("too_many_pixels", "large.png"),
     "more bytes than allowed": ("too_many_bytes", "long.jpg"),
+    "a JPEG of many scans": ("too_much_work", "scans.jpg"),
+    "a JPEG of many comments": ("too_much_work", "comments.jpg"),
+    "a PNG of many profiles": ("too_much_work", "profiles.png"),
+    "a PNG of many texts behind its pixels": ("too_much_work", "texts.png"),
 }
 
 
@@ -258,12 +265,57 @@ def test_bad_images_are_rejected_by_their_reason(folder, case):
     (folder / "bomb.png").write_bytes(png_that_claims(20_000))  # 400 million pixels
     (folder / "large.png").write_bytes(png_that_claims(10_001))
     (folder / "long.jpg").write_bytes(encoded("JPEG"))
+    (folder / "scans.jpg").write_bytes(jpeg_of_scans(2000, 3500))  # 4 MP, 60 kB: decoding takes seconds
+    (folder / "comments.jpg").write_bytes(b"\xff\xd8" + b"\xff\xfe\0\2" * 1001 + encoded("JPEG")[2:])
+    profile = png_chunk(b"iCCP", b"profile\0\0" + zlib.compress(bytes(1_000_000)))
+    (folder / "profiles.png").write_bytes(png_with(profile * 3000, b""))  # 3 MB: decoding takes seconds
+    (folder / "texts.png").write_bytes(png_with(b"", png_chunk(b"tEXt", b"a\0") * 1001))
     os.truncate(folder / "long.jpg", MAX_IMAGE_BYTES + 1)  # the rest are zeros, and take no room on the disk
     reasons, name = BAD_IMAGES[case]
+    began = time.thread_time()
     with pytest.raises(Rejected) as caught:
         read_image(folder, name)
+    assert time.thread_time() - began < 1
     assert caught.value.reason in reasons.split()
     assert caught.value.detail.startswith(name)
+
+
+def jpeg_of_scans(side: int, scans: int) -> bytes:
+    """A progressive grey JPEG, all of whose scans but the first refine nothing: one run of blocks without a change."""
+    segment = lambda kind, body: b"\xff" + kind + (len(body) + 2).to_bytes(2, "big") + body  # noqa: E731
+    frame = segment(b"\xc2", b"\x08" + side.to_bytes(2, "big") * 2 + b"\1\1\x11\0")
+    codes = b"\1" + bytes(15)  # a Huffman table of one code, 0
+    tables = segment(b"\xdb", b"\0" + b"\1" * 64) + segment(b"\xc4", b"\0" + codes + b"\0")
+    tables += segment(b"\xc4", b"\x10" + codes + b"\xe0")  # that code is a run of 2**14 blocks and more
+    bits = ("0" + "1" * 14) * -(-(((side + 7) // 8) ** 2) // (2**15 - 1))
+    bits += "1" * (-len(bits) % 8)
+    run = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")
+    first = segment(b"\xda", b"\1\1\0\0\0\0") + b"\0" + segment(b"\xda", b"\1\1\0\1\x3f\1") + run
+    refinement = segment(b"\xda", b"\1\1\0\1\x3f\x10") + run
+    return b"\xff\xd8" + tables + frame + first + refinement * (scans - 2) + b"\xff\xd9"
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+
+def png_with(before: bytes, behind: bytes) -> bytes:
+    """A PNG with these chunks before and behind its pixels."""
+    content = encoded("PNG")
+    return content[:33] + before + content[33:-12] + behind + content[-12:]
+
+
+def test_as_many_scans_and_chunks_as_allowed_pass_and_thumbnails_and_what_follows_the_end_are_not_counted(folder):
+    thumbnail = b"\xff\xe1" + (2 + 2 * 200).to_bytes(2, "big") + b"\xff\xda" * 200
+    scans = jpeg_of_scans(64, MAX_SCANS)
+    contents = {
+        "scans.jpg": scans[:2] + thumbnail + scans[2:] + b"\xff\xda" * 200,
+        "texts.png": png_with(b"", png_chunk(b"tEXt", b"a\0") * (MAX_PARTS - 2)) + bytes(100_000),
+        "photo.jpg": encoded("JPEG", (640, 480)),
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+        assert read_image(folder, name)[1] == content
 
 
 def png_that_claims(side: int) -> bytes:
