@@ -312,6 +312,19 @@ def test_two_nodes_share_a_run(tiny, tmp_path):
     assert "loss" in node_0.stdout and "loss" not in node_1.stdout
 
 
+@pytest.mark.nightly
+def test_two_launchers_with_different_configs_are_told_the_keys(tiny, tmp_path):
+    common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}", "parallel.pipeline=2"]
+    common += ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--node-rank"]
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(running([*common, node, f"optimizer.lr=0.{node}"], tmp_path)) for node in "01"]
+        for node in nodes:
+            assert node.wait() == 2, node.stderr
+            assert "optimizer.lr is 0.0 on rank 0 and 0.1 on rank 1. Start every machine" in " ".join(
+                node.stderr.split()
+            )
+
+
 def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeypatch):
     common = [*LAUNCH, tiny / "config.yaml", f"run.dir={tmp_path}", "parallel.pipeline=2"]
     started_elsewhere = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
@@ -322,10 +335,14 @@ def test_ranks_with_different_configs_are_refused_on_all(tiny, tmp_path, monkeyp
         for rank in ("0", "1"):
             monkeypatch.setenv("RANK", rank)
             monkeypatch.setenv("LOCAL_RANK", rank)
-            ranks.append(stack.enter_context(running([*common, f"optimizer.lr=0.{rank}"], tmp_path)))
+            different = [f"optimizer.lr=0.{rank}", f"data.caption_prompt=https://me:secret{rank}@host/{rank}"]
+            ranks.append(stack.enter_context(running([*common, *different], tmp_path)))
         for rank in ranks:
             assert rank.wait() == 2, rank.stderr
             assert rank.stderr.startswith("error: rank 1 planned a different run than rank 0: ")
+            said = " ".join(rank.stderr.split())
+            assert "optimizer.lr is 0.0 on rank 0 and 0.1 on rank 1" in said, said
+            assert 'data.caption_prompt is "https://host/0" on rank 0' in said and "secret" not in said, said
 
 
 GPU = Gpu("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6), "")  # no run here may get so far as to use it

@@ -211,7 +211,7 @@ def _beginning(start: StepFolder, config: RunConfig, fixed: Sequence[str]) -> st
 
 def _as_before(old: RunConfig, new: RunConfig, allowed: Sequence[str] = ()) -> dict[str, Any]:
     """Keys that keep their values of before mmtrain had them, which the new configuration does not have."""
-    was, now = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    was, now = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     kept = {key: value for key, value in BEFORE_IT_CAME.items() if was[key] == value != now[key]}
     return {key: value for key, value in kept.items() if not any(_allows(name, key) for name in allowed)}
 
@@ -219,7 +219,7 @@ def _as_before(old: RunConfig, new: RunConfig, allowed: Sequence[str] = ()) -> d
 def _changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Each key that is not free to change and whose value differs, with both values."""
     new = new.changed(_as_before(old, new))
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     for key in dict.fromkeys([*before, *after]):
         values = before.get(key), after.get(key)
         if values[0] != values[1] and _on_resume(key) is not OnResume.FREE:
@@ -235,7 +235,7 @@ def _allows(name: str, key: str) -> bool:
     return key == name or key.startswith(name + ".")
 
 
-def _flat(value: Any, *path: str) -> dict[str, Any]:
+def flat(value: Any, *path: str) -> dict[str, Any]:
     """Values by dotted key; the elements of a list of sections by their number, a section that may be null as set.
 
     An empty list has none.
@@ -246,4 +246,4 @@ def _flat(value: Any, *path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {own: value}
     leaves = {own: "set"} if own in OPTIONAL_SECTIONS else {}
-    return leaves | {key: leaf for name, inner in value.items() for key, leaf in _flat(inner, *path, str(name)).items()}
+    return leaves | {key: leaf for name, inner in value.items() for key, leaf in flat(inner, *path, str(name)).items()}

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from mmtrain import __version__
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
+from mmtrain.checkpoint.choose import flat
+from mmtrain.config.disclosed import disclosed
 from mmtrain.config.load import dump_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.plan import Plan
@@ -57,19 +61,33 @@ def agree(config: RunConfig, plan: Plan, trace_steps: int, rank: int) -> Any:
     store, _, world_size = next(rendezvous("env://", timeout=timeout))
     text = f"mmtrain {__version__} --trace {trace_steps} {plan.chain} "
     text += dump_config(config) + json.dumps(plan.as_dict())
-    store.set(f"mmtrain/plan/{rank}", hashlib.sha256(text.encode()).hexdigest())
+    keys = flat(disclosed(config.model_dump(mode="json")))
+    store.set(f"mmtrain/plan/{rank}", json.dumps([hashlib.sha256(text.encode()).hexdigest(), keys]))
     if rank == 0:
-        plans = [store.get(f"mmtrain/plan/{other}") for other in range(world_size)]
-        others = [str(other) for other, plan in enumerate(plans) if plan != plans[0]]
-        store.set("mmtrain/others", ", ".join(others))
-    others = store.get("mmtrain/others").decode()
+        plans = [json.loads(store.get(f"mmtrain/plan/{other}")) for other in range(world_size)]
+        others = [other for other, (digest, _) in enumerate(plans) if digest != plans[0][0]]
+        store.set("mmtrain/difference", _difference(plans[0][1], plans[others[0]][1], others) if others else "")
+    difference = store.get("mmtrain/difference").decode()
     store.set(f"mmtrain/read/{rank}", "")
     if rank == 0:  # whose process may hold the store: it must not end before all have read
         store.wait([f"mmtrain/read/{other}" for other in range(world_size)])
-    if others:
-        raise UserError(
-            f"rank {others} planned a different run than rank 0: mmtrain's version, the config, the key=value "
-            "arguments, --trace, the model's files, the calibration (name one file in parallel.calibration) and "
-            "parallel.device_memory_gib (state it where GPUs differ) must be the same on every machine"
-        )
+    if difference:
+        raise UserError(difference)
     return store
+
+
+def _difference(here: dict[str, Any], there: dict[str, Any], others: Sequence[int]) -> str:
+    """What the first of the `others` planned differently than rank 0: `there` and `here` are their values by key."""
+    keys = [key for key in here | there if here.get(key) != there.get(key)]
+    seen = [
+        f"{key} is {harmless(json.dumps(here.get(key)))} on rank 0 and {harmless(json.dumps(there.get(key)))} on rank "
+        f"{others[0]}"
+        for key in keys[:3]
+    ]
+    return f"rank {', '.join(map(str, others))} planned a different run than rank 0: " + (
+        f"{'; '.join(seen)}. Start every machine with the same configuration"
+        if keys
+        else "mmtrain's version, secrets in the config, --trace, the model's files, the calibration (name one file in "
+        "parallel.calibration) and parallel.device_memory_gib (state it where GPUs differ) must be the same on every "
+        "machine"
+    )
