@@ -8,10 +8,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import run_command, tell
+from mmtrain.base.printing import note, run_command, tell
+from mmtrain.checkpoint.begin import refuse_unfit_beginning
+from mmtrain.checkpoint.run_folder import run_folder
 from mmtrain.config.load import load_config
+from mmtrain.config.schema import RunConfig
 from mmtrain.launching.calibrating import calibrate
 from mmtrain.launching.command_line import Options, parse_arguments
 from mmtrain.launching.machine import (
@@ -22,8 +26,10 @@ from mmtrain.launching.machine import (
 )
 from mmtrain.launching.starters import rank_of_torchrun, refuse_other_starters
 from mmtrain.launching.training import ranks_of_node, train
+from mmtrain.model.projector_files import refuse_unfit_init_from
 from mmtrain.plan.suggestion_table import render_suggestion
 from mmtrain.plan.table import render
+from mmtrain.pretrained.model_files import find_model_folder
 from mmtrain.pretrained.whole_models import completed
 from mmtrain.processes.rank import seconds_before_message
 
@@ -55,7 +61,9 @@ def run(options: Options) -> int:
             tell(*render_suggestion(suggest_for_here(config, options.suggest)))
             return 0
         if options.plan:
-            tell(*render(plan_for_here(config)))
+            plan = plan_for_here(config)
+            _check_beginnings(config)
+            tell(*render(plan))
             return 0
         if rank is None and options.nnodes == 1:
             refuse_other_starters()
@@ -73,6 +81,19 @@ def run(options: Options) -> int:
     except UserError:
         time.sleep(seconds_before_message(rank or 0))
         raise
+
+
+def _check_beginnings(config: RunConfig) -> None:
+    """Check the weights that a planned run begins with, as training does; those not on this machine are only named.
+
+    Raises UserError for weights that are damaged or do not fit.
+    """
+    paths = filter(None, (config.model.projector.init_from, config.model.init_from))
+    if lacking := [path for path in paths if not Path(path).expanduser().exists() and find_model_folder(path) is None]:
+        note(f"{lacking[0]} (init_from) is not on this machine: whether it fits is checked when training starts")
+        return
+    refuse_unfit_beginning(config, run_folder(config))
+    refuse_unfit_init_from(config, run_folder(config))
 
 
 if __name__ == "__main__":

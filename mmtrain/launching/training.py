@@ -94,8 +94,8 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
                 say(f"complete: {job.folder} has made all its {start.checkpoint.step} steps. {ANEW}")
                 return 0
             if start is None:
-                refuse_unfit_init_from(config, job.folder)
                 refuse_unfit_beginning(config, job.folder)
+                refuse_unfit_init_from(config, job.folder)
             prepare_folder(config, plan, goes_on=start is not None)
             say(*render(plan))
         to_agree_on = given if job.nodes > 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rank_runs import train
 from safetensors.torch import load_file
 from untrained_runs import config_of, make_checkpoint
 
+from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.begin import refuse_unfit_beginning
 from mmtrain.checkpoint.choose import find_start
@@ -90,6 +92,51 @@ def test_nothing_that_was_trained_is_left_out_in_silence(tiny, before, tmp_path,
     first, _, last = said.partition("*")
     assert str(raised.value).startswith("model.init_from: ") and "\n" not in str(raised.value)
     assert first in str(raised.value) and last in str(raised.value)
+
+
+def test_a_plan_refuses_what_training_could_not_begin_with(tiny, before, tmp_path, capsys):
+    def planned(*overrides: str) -> tuple[int, str]:
+        code = main(["plan", str(tiny / "config.yaml"), *overrides])
+        return code, capsys.readouterr().err
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("a text")
+    (tmp_path / "text.safetensors").write_text("a text")
+    cut = before.tensors_file.read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(cut[: len(cut) // 2])
+    shutil.copytree(before.path, tmp_path / before.path.name)
+    (tmp_path / before.path.name / "projector.safetensors").write_bytes(cut[:-1] + bytes([cut[-1] ^ 1]))
+    nonsense = {
+        "projector.init_from": {
+            tmp_path / "empty": "holds no projector",
+            tmp_path / "notes.txt": "neither .safetensors nor",
+            tmp_path / "text.safetensors": "text.safetensors",
+            tmp_path / "cut.safetensors": "cut.safetensors",
+            tmp_path / "run": "has no checkpoint yet",
+            tmp_path / before.path.name: "projector.safetensors is damaged",
+            tiny / "llm": "none of a projector",
+        },
+        "init_from": {
+            tmp_path / "empty": "no run and no checkpoint of mmtrain",
+            tmp_path / "notes.txt": "notes.txt",
+            tmp_path / "run": "has no checkpoint yet",
+            before.path: "which this run does not have",
+        },
+    }
+    for key, paths in nonsense.items():
+        for path, said in paths.items():
+            code, error = planned(f"model.{key}={path}")
+            assert code == 2 and said in error and str(path) in error, (key, path, error)
+    code, error = planned(f"model.projector.init_from={before.path}", "model.projector.type=linear")
+    assert code == 2 and "set model.projector.type=mlp2x_gelu" in error
+    assert planned(f"model.init_from={before.path}", *LORA, TRAINED) == (0, "")
+    elsewhere = tmp_path / "not-here"
+    for key in nonsense:
+        assert planned(f"model.{key}={elsewhere}") == (
+            0,
+            f"{elsewhere} (init_from) is not on this machine: whether it fits is checked when training starts\n",
+        )
 
 
 @pytest.mark.parametrize("override", ["model.lora.r=8", "model.trainable=[projector, llm.layers.*.lora_*]"])
