@@ -84,10 +84,7 @@ def run(options: Options) -> int:
 
 
 def _check_beginnings(config: RunConfig) -> None:
-    """Check the weights that a planned run begins with, as training does; those not on this machine are only named.
-
-    Raises UserError for weights that are damaged or do not fit.
-    """
+    """Raise UserError for weights to begin with that training refuses; those that are not here are only named."""
     paths = filter(None, (config.model.projector.init_from, config.model.init_from))
     if lacking := [path for path in paths if not Path(path).expanduser().exists() and find_model_folder(path) is None]:
         note(f"{lacking[0]} (init_from) is not on this machine: whether it fits is checked when training starts")

@@ -48,7 +48,6 @@ MAX_RECORD_BYTES = 16 << 20
 MAX_TURNS = 500
 MAX_TEXT_BYTES = 1_000_000
 _JPEG_MARKER = re.compile(rb"\xff[\x02-\xcf\xd9-\xfe]")  # of what has a length, and the end; in pixels there is none
-_PNG_PIXELS = (b"IDAT", b"fcTL", b"fdAT")  # the last two are an animation's
 _PNG_METADATA = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")  # keywords of texts that may hold an orientation
 TURNS = {  # by EXIF orientation, as PIL.ImageOps.exif_transpose
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -305,7 +304,7 @@ def _refuse_much_work(content: bytes) -> None:
     if content.startswith(b"\xff\xd8"):
         parts = _jpeg_markers(content)
     elif content.startswith(b"\x89PNG"):
-        parts = (kind for kind, *_ in _png_chunks(content) if kind not in _PNG_PIXELS)
+        parts = (kind for kind, *_ in _png_chunks(content) if kind not in (b"IDAT", b"fcTL", b"fdAT"))
     counts = Counter(itertools.islice(parts, MAX_PARTS + 1))
     if counts[b"\xff\xda"] > MAX_SCANS:
         raise Rejected("too_much_work", f"a JPEG of more than {MAX_SCANS} scans")
