@@ -135,12 +135,6 @@ def _verify(checkpoint: StepFolder, exported: ExportedModel, dtype: torch.dtype,
                 "all the same: ask it one prompt at a time"
             )
         _log.info(f"{PROMPTS} prompts of different lengths are answered in one batch as one at a time")
-    if not found.frozen_as_trained:
-        versions = checkpoint.state["versions"]
-        _log.info(
-            "whether LLM and encoder are those that the run was trained with is open: it had transformers "
-            f"{versions['transformers']} and timm {versions['timm']}"
-        )
 
 
 def _size(count: int) -> str:

@@ -84,7 +84,7 @@ class State(TypedDict):
     topology: dict[str, Any]
     data: _Data
     frozen_fingerprint: str
-    files_fingerprint: NotRequired[str]  # of frozen weights as files have them: another one where layers are quantised
+    frozen_files: NotRequired[dict[str, str]]  # fingerprints of frozen tensors as loaded, before any is quantised
     frozen_projector: NotRequired[dict[str, str]]  # fingerprints of its tensors that the run did not train
     settings_fingerprint: str  # of what else the models' folders say
     branched_from: str | None  # fingerprint of the other run's checkpoint that the run began with

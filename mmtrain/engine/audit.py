@@ -214,8 +214,7 @@ def _combined(fingerprints: Mapping[str, str], names: Collection[str]) -> str:
 def model_fingerprint(held: Iterable[Mapping[str, str]]) -> str:
     """Of all frozen parameters, whatever the layout: a tied matrix that two ranks hold counts once.
 
-    `held`: the "frozen_parameters" of each rank's RankAudit.start(), fingerprints by name, or the "files": what was
-    read, which is something else where layers are quantised.
+    `held`: the "frozen_parameters" of each rank's RankAudit.start(), fingerprints by name.
     """
     parameters = {found for by_name in held for found in by_name.values()}
     return hashlib.sha256("\n".join(sorted(parameters)).encode()).hexdigest()

@@ -5,8 +5,8 @@ checkpoint: projector --------------------------------> multi_modal_projector.li
 model.vision.name --vision: exact conversion----------> vision_tower.*        and config.json, README.md,
 model.llm.path    --language: tensor by tensor--------> language_model.*      the processor's files
 
-Price: time and disk for the whole model; memory for its largest tensor. Before anything is written, what the
-stock class will make of it is found out without its weights; afterwards every byte is read again.
+Price: time and disk for the whole model; memory for encoder, embedding and a decoder layer. Before anything is written,
+what the stock class will make of it is found out without its weights; afterwards every byte is read again.
 
 names and shapes --transformers' own loading, on the meta device--> missing, unexpected, mismatched: must all be empty
 the LLM's family, tiny --exported, loaded by the class--> the same logits as the causal LM's own, or a refusal
@@ -39,12 +39,16 @@ from mmtrain.exporting.processor import ExportedProcessor, check_processor, writ
 from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
 from mmtrain.exporting.vision import ExportedEncoder
+from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.language import causal_config, quiet
 from mmtrain.model.projector import PROJECTOR
+from mmtrain.model.stage import build_stage
 from mmtrain.model.tiny import tiny_model
+from mmtrain.plan.plan import StagePlan
 from mmtrain.pretrained.adapters import is_llm_adapter
 from mmtrain.pretrained.doors import WHAT_WORKS, formats_for, stock_door
 from mmtrain.pretrained.model_files import model_folder, read_header
+from mmtrain.pretrained.shapes import llm_shape
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
 SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
@@ -109,7 +113,11 @@ def export_hf(
 
 
 def tensors_to_export(checkpoint: StepFolder, merged: bool) -> tuple[dict[str, TensorSource], Origin]:
-    """`run_tensors`, without the LLM's adapters unless they are to be `merged`, and what they belong to."""
+    """`run_tensors`, without the LLM's adapters unless they are to be `merged`, and what they belong to.
+
+    Raises UserError where the models that the export copies have other weights than the run was trained with.
+    """
+    _refuse_replaced_weights(checkpoint)
     found = run_tensors(checkpoint)
     about = origin(checkpoint, found)
     if not merged:
@@ -117,6 +125,26 @@ def tensors_to_export(checkpoint: StepFolder, merged: bool) -> tuple[dict[str, T
         found = {name: source for name, source in found.items() if name not in left_out}
         about = replace(about, trained=tuple(name for name in about.trained if name not in left_out))
     return found, about
+
+
+def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
+    """Raise UserError for a tensor that stayed frozen in the run and has another fingerprint now.
+
+    Cost: the models' files are read once more, a decoder layer at a time.
+    """
+    trained_with, versions = checkpoint.state.get("frozen_files", {}), checkpoint.state["versions"]
+    config = checkpoint.config.changed({"model.projector.init_from": None})  # `run_tensors` checks the projector
+    section = config.model
+    layers = len(llm_shape(section.llm.path).decoder) if trained_with else 0
+    for layer in range(layers):
+        stage = build_stage(config, StagePlan(layer, layer, layer + 1, layer == 0, layer == layers - 1))
+        for name, parameter in stage.global_parameters():
+            if not name.startswith(PROJECTOR) and trained_with.get(name) not in (None, fingerprint(parameter)):
+                folder = section.vision.name if name.startswith("vision.") else section.llm.path
+                raise UserError(
+                    f"{folder}: has other weights now than the run was trained with, first {name}; bring the model "
+                    f"back (the run had transformers {versions['transformers']} and timm {versions['timm']})"
+                )
 
 
 def write_model(

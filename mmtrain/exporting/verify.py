@@ -8,9 +8,9 @@ three prompts of different lengths --generate--> tokens and logits, one prompt a
                                                                of different numbers of tiles together
 
 Both sides compute in fp32, from weights that were rounded to the export's dtype: what rounding itself changes does not
-hide a tensor in the wrong place. The frozen weights must be those that the run was trained with. A batch rounds its
-sums in another order, so that two tokens may change places whose logits are as near as BOUND: what follows such a tie
-is not compared. Price: the whole model in fp32 memory, one side after the other.
+hide a tensor in the wrong place. A batch rounds its sums in another order, so that two tokens may change places whose
+logits are as near as BOUND: what follows such a tie is not compared. Price: the whole model in fp32 memory, one side
+after the other.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-import transformers
 from PIL import Image
 from transformers import AutoProcessor, BatchFeature, PreTrainedModel, ProcessorMixin, pipeline
 
@@ -36,17 +34,14 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
-from mmtrain.engine.audit import model_fingerprint
 from mmtrain.evaluation.held_out import evaluated_samples
 from mmtrain.exporting.doors import StockClass
-from mmtrain.exporting.hf import ExportedModel, kept_in_float32
+from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import run_tensors
-from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.language import quiet
 from mmtrain.model.lora import merge_adapters
-from mmtrain.model.stage import DTYPES, Stage, build_stage
+from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.plan import StagePlan
-from mmtrain.pretrained.model_files import read_json
 from mmtrain.pretrained.shapes import llm_shape
 
 BOUND = 1e-4  # of a logit, or of the largest logit where that is above 1
@@ -64,7 +59,6 @@ class Comparison:
     largest: float  # logit, in magnitude
     agreeing: int  # positions of which both say the same token
     loss_of_new_rows: float  # what rows that the head gained add to the loss of a token, nats in the mean
-    frozen_as_trained: bool  # whether the frozen weights are known to be those of training, bit for bit
 
     @property
     def passed(self) -> bool:
@@ -77,13 +71,12 @@ def compare_logits(
 ) -> tuple[Comparison, PreTrainedModel]:
     """Logits on the first `count` held-out samples of the run (of its training data, if it holds out none).
 
-    Returns them beside mmtrain's own, and the stock model in float32. Raises UserError for other frozen weights than
-    the run's, for data that are not here, and for a folder that does not load without a remark.
+    Returns them beside mmtrain's own, and the stock model in float32. Raises UserError for data that are not here, and
+    for a folder that does not load without a remark.
     """
     samples, batches = zip(*read_samples(checkpoint.config, count), strict=True)
     stage = whole_model(checkpoint)
     stock = exported.stock
-    frozen_as_trained = _compare_frozen(stock, checkpoint, stage, folder)
     merged = stage if exported.adapters is None else stage.front
     if dtype != torch.float32 and merged is not None:  # what is rounded are merged weights
         merge_adapters(merged)
@@ -111,7 +104,7 @@ def compare_logits(
         differences = (found - own).abs()
         difference = max(difference, float(differences.nan_to_num(nan=math.inf).max()))
         largest = max(largest, float(own.abs().max()))
-    return Comparison(samples, tokens, difference, largest, agreeing, new_rows / tokens, frozen_as_trained), model
+    return Comparison(samples, tokens, difference, largest, agreeing, new_rows / tokens), model
 
 
 def _stock_model(stock: StockClass, folder: Path) -> PreTrainedModel:
@@ -194,35 +187,6 @@ def batch_fault(folder: Path, model: PreTrainedModel, samples: Sequence[Sample],
             said = [processor.decode(tokens, skip_special_tokens=True) for tokens in (given, wanted)]
             return f"pipeline(batch_size={PROMPTS}) answers {said[0]!r} where the model answers {said[1]!r}"
     return None
-
-
-def _compare_frozen(stock: StockClass, checkpoint: StepFolder, stage: Stage, folder: Path) -> bool:
-    """Whether the frozen weights are those of training; False where other versions of libraries leave that open.
-
-    Raises UserError where they are others: the models' files were replaced since.
-    """
-    section, state = checkpoint.config.model, checkpoint.state
-    dtypes = {"llm": DTYPES[section.llm.dtype], "vision": DTYPES[section.vision_dtype]}
-    dtypes["projector"] = torch.float32
-    config = read_json(folder / "config.json")
-    names = [name for name, parameter in stage.global_parameters() if not parameter.requires_grad]
-    exported = (name.replace("llm.", stock.decoder_names, 1) for name in names)
-    exact = _own_names(stock, kept_in_float32(stock, config, exported, dtypes["llm"]))
-    found = {
-        name: fingerprint(parameter if name in exact else parameter.to(dtypes[name.partition(".")[0]]))
-        for name, parameter in stage.global_parameters()
-        if not parameter.requires_grad
-    }
-    if model_fingerprint([found]) == state.get("files_fingerprint", state["frozen_fingerprint"]):
-        return True
-    here = {"transformers": transformers.__version__, "timm": timm.__version__}
-    if any(state["versions"][name] != version for name, version in here.items()):
-        return False  # which may hold the same weights in other tensors
-    encoder = "" if section.vision is None else f" or the encoder {section.vision.name}"
-    raise UserError(
-        f"the LLM in {section.llm.path}{encoder} has other weights now than the run was trained with; bring the models "
-        "back that it was trained with"
-    )
 
 
 def _own_names(stock: StockClass, exported: Iterable[str]) -> set[str]:

@@ -160,7 +160,7 @@ class _Run:
             **run_state(self.configured, plan, torch.get_num_threads(), self.device),
             "max_steps": self.max_steps,
             "frozen_fingerprint": model_fingerprint(frozen),
-            "files_fingerprint": model_fingerprint(start["files"] for start in starts),
+            "frozen_files": {name: found for start in starts for name, found in start["files"].items()},
             "frozen_projector": {
                 name: found for held in frozen for name, found in held.items() if name.startswith("projector.")
             },

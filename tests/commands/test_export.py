@@ -7,22 +7,18 @@ import shutil
 import subprocess
 
 import pytest
-import timm
 import torch
-import transformers
+from PIL import Image
+from rank_runs import train
 from safetensors.torch import load_file, save_file
-from step_states import VERSIONS
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint
 
 from mmtrain.__main__ import main
-from mmtrain.config.schema import RunConfig
+from mmtrain.api.generate import generate
+from mmtrain.base.errors import UserError
 from mmtrain.data.stream.catalog import is_held_out
-from mmtrain.engine.audit import model_fingerprint
 from mmtrain.exporting import hf
 from mmtrain.exporting.verify import read_samples
-from mmtrain.model.fingerprint import fingerprint
-from mmtrain.model.stage import build_stage
-from mmtrain.plan.plan import StagePlan
 
 
 def test_an_export_that_fails_leaves_nothing(tiny, tmp_path, capsys):
@@ -167,27 +163,43 @@ def test_verify_refuses_logits_that_are_no_numbers(checkpoint, tmp_path):
     assert not compared(checkpoint, tmp_path / "out", exported, torch.float32, 2).passed
 
 
-def test_verify_knows_the_frozen_weights_of_training_from_others(tiny, make_tiny, tmp_path, capsys):
+def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
+    tiny, make_tiny, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_tiny.make_tiny_llm(tmp_path / "llm", layers=2)
-    config = config_of(tiny, f"model.llm.path={tmp_path / 'llm'}", "parallel.pipeline=2", "model.llm.dtype=bfloat16")
-    stages = StagePlan(0, 0, 1, True, False), StagePlan(1, 1, 2, False, True)
-    state = {"frozen_fingerprint": model_fingerprint(frozen_of(config, stage) for stage in stages)}
-    state["versions"] = {**VERSIONS, "transformers": transformers.__version__, "timm": timm.__version__}
-    make_checkpoint(tmp_path / "run", config, **state)
-    options = ["--checkpoint", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "out"), "--verify", "2"]
-    assert main(["export", *options]) == 0
-    assert "is open" not in capsys.readouterr().out
-    shutil.rmtree(tmp_path / "out")
-    make_tiny.make_tiny_llm(tmp_path / "llm", layers=2, seed=1)
-    assert main(["export", *options]) == 2
-    assert "has other weights now" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    shutil.copytree(tiny / "vision", tmp_path / "vision")
+    models = [f"model.llm.path={tmp_path / 'llm'}", f"model.vision.name={tmp_path / 'vision'}"]
+    lora = ["model.lora.r=4", "model.lora.alpha=8", "model.lora.targets=[llm.layers.*.self_attn]"]
+    keys = ["model.trainable=[projector, llm.layers.*.lora_*]", "model.llm.dtype=bfloat16", "parallel.pipeline=2"]
+    run = train(tiny / "config.yaml", f"run.dir={tmp_path}", *models, *lora, *keys, "train.max_steps=1").folder
 
+    def exported(*options: str) -> str | None:
+        """The error; None: there is none, and what was written is deleted again."""
+        if code := main(["export", "--checkpoint", str(run), "--out", str(tmp_path / "out"), *options]):
+            assert code == 2 and not (tmp_path / "out").exists()
+            return capsys.readouterr().err
+        shutil.rmtree(tmp_path / "out")
+        return None
 
-def frozen_of(config: RunConfig, stage: StagePlan) -> dict[str, str]:
-    """Fingerprints of the frozen parameters of a stage, by name."""
-    parameters = build_stage(config, stage).global_parameters()
-    return {name: fingerprint(tensor) for name, tensor in parameters if not tensor.requires_grad}
+    copying = ["--format", "hf"], ["--format", "peft", "--base", "hf"]
+    others = ["--format", "safetensors"], ["--format", "peft", "--base", "llm"]
+    assert exported("--format", "hf") is None
+    for part, tensor, name in (
+        ("llm", "model.layers.1.mlp.up_proj.weight", "llm.layers.1.mlp.up_proj.weight"),
+        ("vision", "blocks.0.attn.qkv.weight", "vision.blocks.0.attn.qkv.weight"),
+    ):
+        file = tmp_path / part / "model.safetensors"
+        kept, tensors = file.read_bytes(), load_file(file)
+        tensors[tensor][0] *= 2
+        save_file(tensors, file, metadata={"format": "pt"})
+        said = f"{tmp_path / part}: has other weights now than the run was trained with, first {name}; bring"
+        assert all(said in (exported(*options) or "") for options in copying)
+        with pytest.raises(UserError, match=f"cannot be exported, and so not be asked: {re.escape(said)}"):
+            generate(run, Image.new("RGB", (28, 28), "red"))
+        if part == "llm":
+            assert [exported(*options) for options in others] == [None, None], "these copy nothing of the models"
+        file.write_bytes(kept)
 
 
 def test_verify_asks_about_samples_that_the_run_holds_out_and_else_about_its_data(tiny):
