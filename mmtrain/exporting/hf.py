@@ -134,13 +134,12 @@ def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
     """
     trained_with, versions = checkpoint.state.get("frozen_files", {}), checkpoint.state["versions"]
     config = checkpoint.config.changed({"model.projector.init_from": None})  # `run_tensors` checks the projector
-    section = config.model
-    layers = len(llm_shape(section.llm.path).decoder) if trained_with else 0
+    layers = len(llm_shape(config.model.llm.path).decoder) if trained_with else 0
     for layer in range(layers):
         stage = build_stage(config, StagePlan(layer, layer, layer + 1, layer == 0, layer == layers - 1))
         for name, parameter in stage.global_parameters():
             if not name.startswith(PROJECTOR) and trained_with.get(name) not in (None, fingerprint(parameter)):
-                folder = section.vision.name if name.startswith("vision.") else section.llm.path
+                folder = config.model.vision.name if name.startswith("vision.") else config.model.llm.path
                 raise UserError(
                     f"{folder}: has other weights now than the run was trained with, first {name}; bring the model "
                     f"back (the run had transformers {versions['transformers']} and timm {versions['timm']})"
