@@ -16,6 +16,7 @@ def state_of(step: int, **others: object) -> dict[str, Any]:
         "config": {},
         "data": {"fingerprint": "d" * 64, "counts": None},
         "frozen_fingerprint": "f" * 64,
+        "frozen_files": {},
         "settings_fingerprint": "s" * 64,
         "branched_from": None,
         "loss": 1.25,

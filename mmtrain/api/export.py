@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from mmtrain.api.run import Run
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
 from mmtrain.checkpoint.step_folder import StepFolder, find
 from mmtrain.pretrained.doors import Base, default_base
 
@@ -76,13 +75,7 @@ def export(
     from mmtrain.exporting.llava import export_llava
     from mmtrain.exporting.projector_file import export_projector_file
     from mmtrain.exporting.tensors import new_folder
-    from mmtrain.model.projector import unchecked_start
 
-    if start := unchecked_start(checkpoint):
-        _log.warning(
-            f"the run did not train all of its projector, and noted no fingerprints of the rest: that is exported as "
-            f"{harmless(start)} has it now, not checked; see that this is what the run began with"
-        )
     tensors = getattr(torch, dtype or (checkpoint.config.model.llm.dtype if format in MODEL_FORMATS else "float32"))
     if format in MODEL_FORMATS:
         with new_folder(out) as folder:

@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NotRequired
+from typing import Annotated, Any, BinaryIO, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # as pydantic needs it before Python 3.12
@@ -84,8 +84,7 @@ class State(TypedDict):
     topology: dict[str, Any]
     data: _Data
     frozen_fingerprint: str
-    frozen_files: NotRequired[dict[str, str]]  # fingerprints of frozen tensors as loaded, before any is quantised
-    frozen_projector: NotRequired[dict[str, str]]  # fingerprints of its tensors that the run did not train
+    frozen_files: dict[str, str]  # fingerprints of frozen tensors as loaded, before any is quantised
     settings_fingerprint: str  # of what else the models' folders say
     branched_from: str | None  # fingerprint of the other run's checkpoint that the run began with
     loss: float | Literal["nan", "inf", "-inf"] | None  # of the latest step
@@ -115,6 +114,11 @@ class StepFolder:
     def state(self) -> State:
         """The content of state.json; it travels with the object to processes that do not see the files."""
         return parse_json(read_limited(self.path / STATE, MAX_JSON_BYTES, "what mmtrain writes"))
+
+    @property
+    def frozen_projector(self) -> dict[str, str]:
+        """Fingerprints of the projector's tensors that the run did not train."""
+        return {name: was for name, was in self.state["frozen_files"].items() if name.startswith("projector.")}
 
     @property
     def step(self) -> int:

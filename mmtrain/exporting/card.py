@@ -199,7 +199,7 @@ def _images(about: Origin, layout: ImageLayout) -> str:
 
 
 def _training(about: Origin) -> dict[str, str]:
-    scores, start = about.evaluation or {}, about.unchecked_start
+    scores = about.evaluation or {}
     shown = {
         "held-out loss": (scores.get("loss"), "{:.4f} nats a token"),
         "held-out tokens right": (scores.get("token_accuracy"), "{:.1%}"),
@@ -211,7 +211,6 @@ def _training(about: Origin) -> dict[str, str]:
         "template": about.template,
         "data fingerprint": code(about.data_fingerprint),
         "fingerprint of what was frozen": code(about.frozen_fingerprint),
-        **({"rest of the projector": f"as {code(start)} has it now, not checked"} if start else {}),
         "training loss": "unknown" if about.training_loss is None else f"{about.training_loss:.4f} nats a token",
         **{name: form.format(value) for name, (value, form) in shown.items() if value is not None},
         "versions": versions,

@@ -132,7 +132,7 @@ def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
 
     Cost: the models' files are read once more, a decoder layer at a time.
     """
-    trained_with, versions = checkpoint.state.get("frozen_files", {}), checkpoint.state["versions"]
+    trained_with, versions = checkpoint.state["frozen_files"], checkpoint.state["versions"]
     config = checkpoint.config.changed({"model.projector.init_from": None})  # `run_tensors` checks the projector
     layers = len(llm_shape(config.model.llm.path).decoder) if trained_with else 0
     for layer in range(layers):

@@ -22,7 +22,7 @@ from mmtrain.checkpoint.run_folder import METRICS
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.templates import template_name
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, in_memory, new_folder, stored
-from mmtrain.model.projector import PROJECTOR, unchecked_start, whole_projector
+from mmtrain.model.projector import PROJECTOR, whole_projector
 from mmtrain.pretrained.connectors import Linear, connector, reduction
 from mmtrain.pretrained.layouts import DEFAULT_MAX_TILES, TILES, layout_name
 from mmtrain.pretrained.model_files import read_header
@@ -46,7 +46,6 @@ class Origin:
     projector_type: str | None
     projector_factor: int | None  # so many patches a side are one position of the LLM
     trained: tuple[str, ...]  # names of the tensors that were trained
-    unchecked_start: str | None  # where the rest of the projector is from, if the run noted no fingerprints of it
     template: str
     layout: str | None  # model.vision.layout
     max_tiles: int | None  # of a grid, in the layout `tiles`
@@ -87,7 +86,6 @@ def origin(checkpoint: StepFolder, tensors: Mapping[str, TensorSource]) -> Origi
         projector_type=vision and section.type,
         projector_factor=vision and reduction(section),
         trained=tuple(sorted(read_header(checkpoint.tensors_file))),
-        unchecked_start=unchecked_start(checkpoint),
         template=template_name(config.data.template),
         layout=vision and vision.layout,
         max_tiles=(vision.max_tiles or DEFAULT_MAX_TILES) if layout_name(config) == TILES else None,

@@ -160,8 +160,7 @@ def whole_projector(checkpoint: StepFolder, after: Collection[Path] = ()) -> dic
     """The projector of a checkpoint's run, fp32, by the names of `make_projector`'s module, whatever of it has trained.
 
     Empty for a run on text alone. What has trained lies in the checkpoint; the rest is what the run began with. `after`
-    as `read_projector` has it. Raises UserError where that is something else now, or not there any more; of a run that
-    noted no fingerprints of it that cannot be known, which `unchecked_start` says.
+    as `read_projector` has it. Raises UserError where that is something else now, or not there any more.
     """
     if checkpoint.config.model.vision is None:
         return {}
@@ -179,7 +178,7 @@ def whole_projector(checkpoint: StepFolder, after: Collection[Path] = ()) -> dic
         section, *widths, checkpoint.config.run.seed, connectors.has_newline(checkpoint.config), (*after, path)
     )
     tensors = {name: tensors.get(name, tensor) for name, tensor in begun.state_dict().items()}
-    for name, was in checkpoint.state.get("frozen_projector", {}).items():
+    for name, was in checkpoint.frozen_projector.items():
         if name not in untrained or fingerprint(tensors[name.removeprefix(PROJECTOR)]) != was:
             source = f"{KEY} ({section.init_from})" if section.init_from else "the seed"
             raise UserError(
@@ -187,14 +186,6 @@ def whole_projector(checkpoint: StepFolder, after: Collection[Path] = ()) -> dic
                 "it began with; bring back what it began with"
             )
     return tensors
-
-
-def unchecked_start(checkpoint: StepFolder) -> str | None:
-    """What `whole_projector` took the rest from, if nothing tells whether it is what the run began with; else None."""
-    config, noted = checkpoint.config, checkpoint.state.get("frozen_projector", {})
-    if config.model.vision is None or not _untrained(checkpoint) - noted.keys():
-        return None
-    return config.model.projector.init_from or f"the draw of run.seed={config.run.seed}"
 
 
 def _untrained(checkpoint: StepFolder) -> set[str]:

@@ -209,7 +209,7 @@ def _in_file(file: Path) -> ProjectorFiles:
 
 def _in_checkpoint(checkpoint: StepFolder) -> ProjectorFiles:
     file = checkpoint.tensors_file
-    if not checkpoint.state.get("frozen_projector"):
+    if not checkpoint.frozen_projector:
         return ProjectorFiles(file, _projector_alone(read_header(file), file), checkpoint)
     config = checkpoint.config
     shapes = _shapes_of(config.model.projector, *projector_widths(config), has_newline(config))

@@ -161,9 +161,6 @@ class _Run:
             "max_steps": self.max_steps,
             "frozen_fingerprint": model_fingerprint(frozen),
             "frozen_files": {name: found for start in starts for name, found in start["files"].items()},
-            "frozen_projector": {
-                name: found for held in frozen for name, found in held.items() if name.startswith("projector.")
-            },
             "settings_fingerprint": settings_fingerprint(config) if rank.rank == 0 else None,
             "branched_from": None if self.start is None else self.start.branched_from,
         }

@@ -14,7 +14,7 @@ from untrained_runs import config_of, export, make_checkpoint, weights
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
-from mmtrain.checkpoint.step_folder import OPTIMIZER, STATE, TENSORS, StepFolder, find, new_step_folder
+from mmtrain.checkpoint.step_folder import STATE, StepFolder, find, new_step_folder
 from mmtrain.model.projector import make_projector, read_projector, whole_projector
 from mmtrain.model.projector_files import refuse_unfit_init_from
 
@@ -57,7 +57,6 @@ def test_an_export_has_what_was_trained_and_what_the_run_began_with(runs, tmp_pa
         assert all(same(found[f"multi_modal_{name}"], tensor) for name, tensor in wanted.items())
     assert same(found["language_model.model.norm.weight"], trained_by(runs["none"])["llm.norm.weight"])
     card = (tmp_path / "none" / "README.md").read_text()
-    assert "not checked" not in card
     assert "Trained: 1 tensor of LLM and vision encoder; the projector between the two was not." in card
     options = ["--checkpoint", str(runs["none"]), "--format", "safetensors", "--out", str(tmp_path / "alone")]
     assert main(["export", *options]) == 0
@@ -108,33 +107,6 @@ def test_a_start_that_is_another_now_is_refused(runs, tiny, tmp_path):
         UserError, match=r"did not train projector\.linear_1.*other\.safetensors. gives other values now"
     ):
         export(moved, tmp_path / "out")
-
-
-@pytest.mark.parametrize("init_from", [pytest.param("null", marks=pytest.mark.nightly), "all"])
-def test_a_run_of_before_that_noted_no_fingerprints_says_what_its_projector_is_taken_from(
-    runs, tiny, tmp_path, capsys, init_from
-):
-    start = runs.get(init_from, "null")
-    keys = ("model.trainable=[llm.norm]", "run.seed=3", f"model.projector.init_from={start}")
-    others = {"llm.norm.weight": torch.ones(64)}
-    config = config_of(tiny, *keys)
-    whole = make_checkpoint(tmp_path / "whole", config, others)
-    (tmp_path / "run").mkdir()
-    with new_step_folder(tmp_path / "run" / "checkpoints" / whole.path.name) as folder:
-        shutil.copy(whole.path / OPTIMIZER, folder)
-        shutil.copy(whole.path / STATE, folder)
-        save_file(others, folder / TENSORS)
-    options = ["--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--format"]
-    assert main(["export", *options, "hf"]) == 0
-    source = "the draw of run.seed=3" if start == "null" else str(start)
-    assert f"that is exported as {source} has it now, not checked" in "".join(capsys.readouterr())
-    assert (
-        f"| rest of the projector | as `{source}` has it now, not checked |"
-        in (tmp_path / "out" / "README.md").read_text()
-    )
-    drawn = make_projector(config.model.projector, 48, 64, seed=3 if start == "null" else 7).state_dict()
-    found = weights(tmp_path / "out")
-    assert all(same(found[f"multi_modal_projector.{name}"], drawn[name]) for name in drawn)
 
 
 def test_a_projector_that_begins_with_itself_is_one_line(runs, tmp_path):
