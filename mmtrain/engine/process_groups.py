@@ -86,6 +86,5 @@ def channel_group(ranks: Sequence[int], device: torch.device, timeout: timedelta
         return dist.new_group(sorted(ranks), timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = NEVER  # torch warns where the group's is another one
-    if hasattr(options, "config"):
-        options.config.max_ctas = MAX_CTAS
+    options.config.max_ctas = MAX_CTAS
     return dist.new_group(sorted(ranks), timeout=NEVER, backend="nccl", pg_options=options)
