@@ -83,13 +83,16 @@ def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -
     else:
         settings, tensors, notes = stock_form(model, name, own, config.model.vision.final_norm)
     prefix_tokens = 0 if FAMILIES[settings["model_type"]].class_token is None else 1
+    image_size = square(settings["image_size"], "images", name)
+    patch_size = square(settings["patch_size"], "patches", name)
     return ExportedEncoder(
-        config=settings,
+        # numbers, where a folder may have lists: LlavaNext and LlavaOnevision divide them
+        config=settings | {"image_size": image_size, "patch_size": patch_size},
         tensors=tensors,
         feature_layer=select_layer,
         select_strategy="default" if prefix_tokens else "full",
-        image_size=square(settings["image_size"], "images", name),
-        patch_size=square(settings["patch_size"], "patches", name),
+        image_size=image_size,
+        patch_size=patch_size,
         prefix_tokens=prefix_tokens,
         notes=notes,
     )

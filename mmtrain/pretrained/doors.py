@@ -40,6 +40,7 @@ WHAT_WORKS = (
 )
 TIMM = "timm"  # as a kind of encoder; the others are classes of transformers
 _OTHER_EMBEDDING = ("gpt2", "gpt_bigcode", "opt")  # families whose embedding is not where the classes look for it
+INTERN_VIT = "InternVLVisionModel"
 # Patches a side at which Idefics3's class gives some patches another's position on a CPU (torch.arange rounds by the
 # width of its vectors, 1 to 16; `Idefics3VisionEmbeddings.forward`); it was looked at up to 64.
 LARGEST_GRID = 64
@@ -69,6 +70,7 @@ class Door:
     fits: tuple[str, ...] = ("resize",)  # values of data.image_fit that its processor can make of one square
     factors: tuple[int, ...] = (1, 2, 3, 4)  # values of model.projector.factor, 1 for none
     encoders: tuple[str, ...] = ()  # kinds that it takes; all where none is named
+    not_encoders: tuple[str, ...] = ()  # kinds that it loads and cannot run
     largest_grid: int | None = None  # patches a side that it places rightly, but for MISPLACED
     also: tuple[str, ...] = ()  # model_type of other classes that compute the same, of which a run may begin
     own_encoders: tuple[str, ...] = ()  # model_type of an encoder in its folders that no family of `encoders` has
@@ -103,6 +105,8 @@ class Door:
         elif self.encoders and given not in self.encoders:
             kinds = " or ".join(self.encoders)
             yield f"another model.vision.name (its encoder is {kinds}, and {vision.name} is or becomes {given})"
+        elif given in self.not_encoders:
+            yield f"another model.vision.name (it divides image_size, and the config of {given} makes a list of that)"
         elif self.largest_grid and (encoder.side > self.largest_grid or encoder.side in MISPLACED):
             grid = f"{encoder.side} x {encoder.side} patches"
             yield f"another model.vision.name ({vision.name} has {grid}, which its class puts in wrong places)"
@@ -110,8 +114,8 @@ class Door:
 
 DOORS = (
     Door("Llava", "llava", ("mlp2x_gelu",), fits=("pad", "resize", "center_crop"), own_encoders=("pixtral",)),
-    Door("LlavaNext", "llava_next", ("mlp2x_gelu",), layouts=(ANYRES,)),
-    Door("LlavaOnevision", "llava_onevision", ("mlp2x_gelu",), layouts=(ANYRES_MAX_9,)),
+    Door("LlavaNext", "llava_next", ("mlp2x_gelu",), layouts=(ANYRES,), not_encoders=(INTERN_VIT,)),
+    Door("LlavaOnevision", "llava_onevision", ("mlp2x_gelu",), layouts=(ANYRES_MAX_9,), not_encoders=(INTERN_VIT,)),
     Door("AyaVision", "aya_vision", ("shuffle_swiglu",), layouts=(SQUARE, TILES)),
     Door(
         "Idefics3",
@@ -126,7 +130,7 @@ DOORS = (
     ),
     # Its config makes an InternViT of any encoder: another one's weights would be left out, without an exception.
     # 1/3 cannot be said in it: its class finds that 27 is no multiple.
-    Door("InternVL", "internvl", ("shuffle_mlp2x_gelu",), factors=(2, 4), encoders=("InternVLVisionModel",)),
+    Door("InternVL", "internvl", ("shuffle_mlp2x_gelu",), factors=(2, 4), encoders=(INTERN_VIT,)),
     Door(
         "PerceptionLM",
         "perception_lm",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import json
 import re
 import shutil
@@ -22,7 +23,22 @@ from packaging.version import Version
 from PIL import Image
 from safetensors.torch import load_file
 from scenes import perturb
-from transformers import AutoProcessor, InternVLVisionConfig, InternVLVisionModel, SiglipVisionConfig, SiglipVisionModel
+from stock_encoders import DINO_SIZES, HF_SIZES
+from transformers import (
+    AutoProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
+    InternVLVisionConfig,
+    InternVLVisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    ViTConfig,
+    ViTModel,
+)
 from untrained_runs import compared, config_of, drawn_adapters, export, load_stock, make_checkpoint, make_tower
 
 from mmtrain.__main__ import main
@@ -37,6 +53,7 @@ from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.verify import batch_fault
 from mmtrain.model.projector import read_projector
+from mmtrain.plan.planner import make_plan
 from mmtrain.pretrained.connectors import connector, connector_parameters, has_newline, image_layout
 
 MASKS_BESIDE_PICTURES = Version(transformers.__version__) >= Version("5.18")  # 5.17 shifts them by the pictures' tokens
@@ -44,8 +61,6 @@ MASKS = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": 
 MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>")
 NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1", "data.image_fit=resize")
 CUT = "data.image_fit=null"
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
-         "image_size": 28, "patch_size": 7}  # fmt: skip
 DOORS = {  # encoder, keys, class
     "aya": ("siglip", ("model.projector.type=shuffle_swiglu", "data.image_fit=resize"), "AyaVision"),
     "aya wide": (
@@ -118,8 +133,12 @@ def encoders(tmp_path_factory) -> dict[str, Path]:
         "eva": make_tower(folder / "eva", "eva02_tiny_patch14_224", {"num_heads": 2}),
     }
     stock = {
-        "internvit": InternVLVisionModel(InternVLVisionConfig(**SMALL, use_mean_pooling=False)),
-        "hf siglip": SiglipVisionModel(SiglipVisionConfig(**SMALL)),
+        "internvit": InternVLVisionModel(InternVLVisionConfig(**HF_SIZES, use_mean_pooling=False)),
+        "hf siglip": SiglipVisionModel(SiglipVisionConfig(**HF_SIZES)),
+        "hf clip": CLIPVisionModel(CLIPVisionConfig(**HF_SIZES)),
+        "dinov2": Dinov2Model(Dinov2Config(**DINO_SIZES)),
+        "dinov3": DINOv3ViTModel(DINOv3ViTConfig(**HF_SIZES, num_register_tokens=0)),
+        "hf vit": ViTModel(ViTConfig(**HF_SIZES | {"image_size": [28, 28]})),
     }
     for name, model in stock.items():
         made[name] = folder / name
@@ -170,6 +189,57 @@ def test_the_stock_class_loads_the_folder_and_its_logits_and_batches_are_mmtrain
     assert type(model).__name__ == config["architectures"][0]
     plain = made.checkpoint.config.data.template == "plain"
     assert batch_fault(made.folder, model, found.samples, plain) is None
+
+
+LAYOUTS = {
+    "square": (),
+    "square shuffled": ("model.projector.type=shuffle_swiglu", "data.image_fit=resize"),
+    "tiles": ("model.projector.type=shuffle_swiglu", "model.vision.layout=tiles", CUT),
+    "anyres": ("model.vision.layout=anyres", CUT),
+    "anyres_max_9": ("model.vision.layout=anyres_max_9", "data.pack_length=256", CUT),
+}
+ENCODERS = ("dinov2", "dinov3", "hf vit", "internvit", "hf clip", "hf siglip", "clip", "siglip", "vit")
+REFUSED = {("internvit", "anyres"), ("internvit", "anyres_max_9")}
+PAIRS = [pair for pair in itertools.product(ENCODERS, LAYOUTS) if pair not in REFUSED]
+DAILY_PAIRS = [("dinov2", "anyres"), ("dinov3", "anyres"), ("hf vit", "anyres"), ("internvit", "tiles")]
+
+
+@pytest.fixture
+def checkpoint_of(tiny, llm_with, encoders, tmp_path) -> Callable[[str, str], StepFolder]:
+    """Make the checkpoint of a run with one of the ENCODERS and one of the LAYOUTS."""
+
+    def make(encoder: str, layout: str) -> StepFolder:
+        template, marks, *_ = STYLES["qwen2.5"]
+        keys = [f"model.llm.path={llm_with(template, (*MARKS, *marks))}", f"model.vision.name={encoders[encoder]}"]
+        config = config_of(tiny, *keys, "export.format=hf", "data.template=chat", *LAYOUTS[layout])
+        return make_checkpoint(tmp_path / "run", config)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("encoder", "layout"),
+    [pytest.param(*pair, marks=() if pair in DAILY_PAIRS else pytest.mark.nightly) for pair in PAIRS],
+)
+def test_a_picture_goes_through_every_pair_of_encoder_and_layout_that_plans(checkpoint_of, tmp_path, encoder, layout):
+    checkpoint = checkpoint_of(encoder, layout)
+    make_plan(checkpoint.config)
+    exported = export(checkpoint, tmp_path / "out")
+    found = compared(checkpoint, tmp_path / "out", exported, torch.float32, 4)
+    assert found.difference <= 1e-5 * max(1.0, found.largest) and found.tokens
+    generate(tmp_path / "out", Image.new("RGB", (70, 40), (9, 99, 8)), "What?", max_new_tokens=1)
+
+
+@pytest.mark.parametrize(("encoder", "layout"), sorted(REFUSED))
+def test_an_encoder_that_a_class_loads_and_cannot_run_is_refused_by_plan_and_export(
+    checkpoint_of, tmp_path, encoder, layout
+):
+    checkpoint = checkpoint_of(encoder, layout)
+    for refused in (lambda: make_plan(checkpoint.config), lambda: export(checkpoint, tmp_path / "out")):
+        with pytest.raises(UserError, match=r"another model.vision\.name .*it divides image_size"):
+            refused()
+    options = ["--checkpoint", str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "folder"), "--verify"]
+    assert main(["export", *options]) == 2 and not (tmp_path / "folder").exists()
 
 
 def pictures() -> list[bytes]:
