@@ -15,7 +15,6 @@ after the other.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.stream.catalog import Reader
+from mmtrain.data.stream.images import decode_image
 from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.evaluation.held_out import evaluated_samples
@@ -212,7 +212,7 @@ def _own_logits(
 def _messages(sample: Sample, plain: bool, words: int) -> list[dict[str, Any]]:
     """A sample's first question with its pictures, and some words more."""
     question = next(text for speaker, text in sample.turns if speaker == "human")
-    pictures = [Image.open(io.BytesIO(content)).convert("RGB") for content in sample.images]
+    pictures = [decode_image(content) for content in sample.images]
     pictures = pictures[: max(1, question.count(IMAGE_MARK))] or [Image.new("RGB", (64, 64), (128, 128, 128))]
     text = " ".join(["" if plain else question.replace(IMAGE_MARK, "").strip(), *["a"] * words]).strip()
     parts = [{"type": "image", "image": picture} for picture in pictures]

@@ -143,6 +143,53 @@ def test_every_image_mode_becomes_rgb(mode):
     assert torch.equal(read(TRANSFORM, encode(image, "TIFF")), expected)
 
 
+def transparent_files() -> dict[str, tuple[bytes, list[list[int]]]]:
+    """Files of 2 pixels with transparency, and the pixels that white paper behind them shows."""
+    colours = [(200, 100, 0), (10, 20, 30)]
+    rgb, rgba = Image.new("RGB", (2, 1)), Image.new("RGBA", (2, 1))
+    rgb.putdata(colours)
+    rgba.putdata([(200, 100, 0, 51), (10, 20, 30, 0)])  # a fifth of the colour
+    grey, palette = rgba.convert("LA"), rgb.quantize(2)
+    grey.putdata([(100, 51), (7, 0)])
+    index = palette.getpixel((1, 0))
+    alphas = bytes(51 if number != index else 0 for number in range(2))
+    white, faint, faint_grey = [255] * 3, [244, 224, 204], [224] * 3
+    return {
+        "RGBA": (encode(rgba, "PNG"), [faint, white]),
+        "RGBA TIFF": (encode(rgba, "TIFF"), [faint, white]),
+        "RGBA WEBP": (encode(rgba, "WEBP", lossless=True, exact=True), [faint, white]),
+        "LA": (encode(grey, "PNG"), [faint_grey, white]),
+        "palette, one colour": (encode(palette, "PNG", transparency=index), [[200, 100, 0], white]),
+        "palette, alphas": (encode(palette, "PNG", transparency=alphas), [faint, white]),
+        "palette GIF": (encode(palette, "GIF", transparency=index), [[200, 100, 0], white]),
+        "RGB, one colour": (encode(rgb, "PNG", transparency=colours[1]), [[200, 100, 0], white]),
+        "grey, one value": (encode(grey.convert("L"), "PNG", transparency=7), [[100] * 3, white]),
+    }
+
+
+@pytest.mark.parametrize("kind", transparent_files())
+def test_transparent_pixels_are_laid_on_white(kind):
+    content, expected = transparent_files()[kind]
+    opened = Image.open(io.BytesIO(content))
+    for image in (decode_image(content), upright(opened)):
+        assert image.mode == "RGB" and "transparency" not in image.info  # a processor would lay it on white again
+        assert np.asarray(image).tolist() == [expected]
+    assert torch.equal(TRANSFORM(opened), TRANSFORM.normalise(TRANSFORM.decode(content))[0])
+
+
+def test_a_picture_of_one_palette_index_and_alpha_is_laid_on_white():
+    image = Image.new("P", (1, 1)).convert("PA")
+    image.putpalette([200, 100, 0])
+    image.putpixel((0, 0), (0, 51))
+    assert upright(image).getpixel((0, 0)) == (244, 224, 204)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
+def test_an_opaque_picture_keeps_its_colours(mode):
+    image = noise_image(20, 30).convert("L" if mode == "LA" else "P" if mode == "PA" else "RGB").convert(mode)
+    assert np.array_equal(upright(image), image.convert("RGB"))
+
+
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
 def test_grey_of_16_bits_keeps_its_upper_8(file_format):
     grey = np.array([[0, 255, 256, 40_000], [65_535, 32_768, 1_000, 511]], dtype=np.uint16)
