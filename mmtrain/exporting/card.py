@@ -9,6 +9,7 @@ import math
 import re
 from pathlib import Path
 
+import transformers
 import yaml
 
 from mmtrain.base.printing import harmless
@@ -27,14 +28,16 @@ from mmtrain.pretrained.model_files import HUB_ID
 
 LOADING = """\
 ```python
-{opener}
-from transformers import AutoProcessor, {model}
+from PIL import Image, ImageOps
+from transformers import AutoImageProcessor, AutoProcessor, {model}
 
 folder = "."  # this folder
 processor = AutoProcessor.from_pretrained(folder)
 model = {model}.from_pretrained(folder, dtype="auto")
+picture = {opened}
+{exact}  # resizes as training did
 {prompt}
-inputs = processor(images={opens}("picture.png"), text=prompt, return_tensors="pt").to(model.device, model.dtype)
+inputs = processor(images=picture, text=prompt, return_tensors="pt").to(model.device, model.dtype)
 output = model.generate(**inputs, max_new_tokens=64)
 print(processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```"""
@@ -46,16 +49,16 @@ from transformers import {model}
 base = {model}.from_pretrained({opened}, dtype="auto")
 model = PeftModel.from_pretrained(base, ".")  # this folder
 ```"""
-OPENERS = {  # by data.ignore_exif
-    False: {"opener": "from transformers.image_utils import load_image", "opens": "load_image"},
-    True: {"opener": "from PIL import Image", "opens": "Image.open"},
-}
+OPENED = {
+    False: 'ImageOps.exif_transpose(Image.open("picture.png"))',
+    True: 'Image.open("picture.png")',
+}  # by ignore_exif
 CHAT = """\
 question = [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]
 prompt = processor.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)"""
 CAPTION = """\
-picture = [{"role": "user", "content": [{"type": "image"}]}]
-prompt = processor.apply_chat_template(picture, add_generation_prompt=True)"""
+question = [{"role": "user", "content": [{"type": "image"}]}]
+prompt = processor.apply_chat_template(question, add_generation_prompt=True)"""
 PLAIN = re.compile(r"(?!www\.)[A-Za-z0-9]+([ .,+/_-][A-Za-z0-9]+)*")  # nothing that Markdown or HTML reads
 NEAR_WITH_TORCHVISION = ("bilinear", "bicubic", "lanczos")
 
@@ -74,14 +77,20 @@ def write_card(
     bases = [name for name in (about.llm, about.vision) if HUB_ID.fullmatch(name) and "/" in name]
     front = {"library_name": "transformers", "pipeline_tag": "image-text-to-text"}
     front |= {"base_model": bases} if bases else {}
-    prompt = CAPTION if about.template == "plain" else CHAT
+    loading = LOADING.format(
+        model=door.class_name,
+        opened=OPENED[processor.ignore_exif],
+        exact=door.exact_pixels(processor.transform),
+        prompt=CAPTION if about.template == "plain" else CHAT,
+    )
+    ran = f"transformers {transformers.__version__} loaded this folder and made the inputs of training."
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {shown_name(Path(about.llm).name)} that sees through {shown_name(Path(about.vision).name)}",
         f"Made with mmtrain {shown_name(about.versions['mmtrain'])}. {_what_trained(about)}",
         "## Made of\n\n" + table(_parts(about, dtype, language, processor.layout)),
         "## Training\n\n" + table(_training(about)),
-        "## How to load\n\n" + LOADING.format(model=door.class_name, prompt=prompt, **OPENERS[processor.ignore_exif]),
+        f"## How to load\n\n{ran}\n\n{loading}",
     ]
     notes = [*_language_notes(language, processor), *encoder.notes, *processor_notes(processor)]
     notes += [unmarked] if unmarked else []
@@ -265,25 +274,25 @@ def processor_notes(processor: ExportedProcessor) -> list[str]:
 
     transform = processor.transform
     size = f"{transform.image_size} x {transform.image_size}"
-    exact = processor.door.exact_pixels(transform)
     if transform.interpolation in NEAR_WITH_TORCHVISION:
         backend = (
-            f"Training resizes pictures with Pillow. {exact} does the same, to the bit; the default backend, "
-            f"torchvision, differs by a level or two of 255 where a picture is not {size} pixels already."
+            "Training resizes pictures with Pillow, as the code above does, to the bit; torchvision, the default, "
+            f"differs by a level or two of 255 where a picture is not {size} pixels already."
         )
     else:
         backend = (
-            f"Training resizes pictures by Pillow's {transform.interpolation} filter, which torchvision, the default "
-            f"backend, does not have: use {exact}."
+            f"Training resizes pictures by Pillow's {transform.interpolation} filter, as the code above does; "
+            "torchvision, the default, does not have it."
         )
     turned = (
         "Training takes pictures as they are stored (`data.ignore_exif`): `load_image` would turn some by EXIF."
         if processor.ignore_exif
-        else "Training turns pictures by their EXIF orientation, as `load_image` does, and `Image.open` does not."
+        else "Training turns pictures by their EXIF orientation, as the code above does; `Image.open` alone does not."
     )
     colour = (
-        "Training drops transparency and the lower 8 of 16 bits; transformers puts transparent pictures on white, and "
-        "Pillow cuts 16 bits off. Pictures with either must be turned into 8-bit RGB first."
+        "Training lays transparent pixels on white, as processors do from transformers 5.21 on; `load_image` and "
+        '`convert("RGB")` drop transparency. It drops the lower 8 of 16 bits, where Pillow cuts the values off: turn '
+        "such a picture into 8-bit RGB first."
     )
     return [*notes, backend, turned, colour]
 

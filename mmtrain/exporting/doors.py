@@ -149,25 +149,22 @@ class StockDoor(StockClass):
         return {"video_processor_type": self.video_processor, "processor_class": self.processor_name, "size": size}
 
     def exact_pixels(self, transform: ImageTransform) -> str:
-        """What makes its pictures to the bit as training does, with Pillow, as code in Markdown."""
-        if self.video_processor is not None:  # a part for which there is no such backend
-            return '`processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")`'
-        return '`AutoProcessor.from_pretrained(folder, backend="pil")` (transformers 4: `use_fast=False`)'
+        """Return a line of Python after which `processor` makes of `picture` the pixels of training, to the bit.
+
+        AutoProcessor would hand `backend="pil"` to the tokenizer too, which then makes no masks of answers.
+        """
+        return 'processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")'
 
     def load_processor(self, folder: Path, name: str | None = None) -> ProcessorMixin:
         """The processor of a folder, which resizes as training does, if it can; `name`: of another class than its own.
 
         Not AutoProcessor's: where files name no class, that passes trust_remote_code on to none of a processor's parts.
         """
-        backend = {"backend": "pil"}
-        is_of_three = self.video_processor is not None
         stock = getattr(transformers, name or self.processor_name)
-        processor = stock.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, **({} if is_of_three else backend)
-        )
-        if is_of_three and self.has_pillow:
+        processor = stock.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if self.has_pillow:
             processor.image_processor = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, **backend
+                folder, local_files_only=True, trust_remote_code=False, backend="pil"
             )
         return processor
 
@@ -369,7 +366,7 @@ class PerceptionLMDoor(StockDoor):
 
     def exact_pixels(self, transform: ImageTransform) -> str:
         size = (transform.image_size, transform.image_size)
-        return f"`image.resize({size}, Image.Resampling.{transform.interpolation.upper()})` before the processor"
+        return f'picture = picture.convert("RGB").resize({size}, Image.Resampling.{transform.interpolation.upper()})'
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {"image_token": IMAGE_MARK, "video_token": self.video_token}

@@ -20,7 +20,7 @@ import torch
 import transformers
 from chat_styles import CONVERSATIONS, STYLES, messages_of, with_images
 from packaging.version import Version
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from scenes import perturb
 from stock_encoders import DINO_SIZES, HF_SIZES
@@ -57,6 +57,7 @@ from mmtrain.plan.planner import make_plan
 from mmtrain.pretrained.connectors import connector, connector_parameters, has_newline, image_layout
 
 MASKS_BESIDE_PICTURES = Version(transformers.__version__) >= Version("5.18")  # 5.17 shifts them by the pictures' tokens
+LAYS_ON_WHITE = Version(transformers.__version__) >= Version("5.21")  # what is transparent; before it drops alpha
 MASKS = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
 MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>")
 NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1", "data.image_fit=resize")
@@ -257,24 +258,58 @@ def pictures() -> list[bytes]:
     turned, content = Image.Exif(), io.BytesIO()
     turned[0x0112] = 6
     Image.fromarray(noise.integers(0, 256, (20, 70, 3), dtype=np.uint8)).save(content, "PNG", exif=turned)
-    return [*files, content.getvalue()]
+    files.append(content.getvalue())
+    for mode in ("RGBA", "LA", "P", "RGB", "L") if LAYS_ON_WHITE else ():
+        for width, height in ((28, 28), (64, 48)):
+            picture = Image.fromarray(noise.integers(0, 256, (height, width, 4), dtype=np.uint8)).convert("RGB")
+            picture = picture.quantize(16) if mode == "P" else picture.convert(mode)
+            clear = None
+            if mode.endswith("A"):
+                picture.putalpha(Image.fromarray(noise.integers(0, 256, (height, width), dtype=np.uint8)))
+            else:
+                clear = noise.bytes(16) if mode == "P" else picture.getpixel((3, 3))
+            content = io.BytesIO()
+            picture.save(content, "PNG", transparency=clear)
+            files.append(content.getvalue())
+    return files
 
 
-def test_pictures_become_what_they_were_in_training(made, tmp_path):
+def test_pictures_become_what_they_were_in_training(made):
     config = made.checkpoint.config
     transform = image_transform(config.model.vision.name, config.data.image_fit)
     layout = image_layout(config)
     _, processor = load(made.folder)
-    for number, content in enumerate(pictures()):
-        (tmp_path / f"{number}.png").write_bytes(content)
-        stock = transformers.image_utils.load_image(str(tmp_path / f"{number}.png"))  # as transformers reads a file
+    for content in pictures():
+        stock = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
         wanted = transform.normalise(transform.cut(decode_image(content), layout.tiling(*stock.size)))
         cut = {"crop_to_patches": True} if made.name == "AyaVision" else {}  # which its processor asks for
         found = processor.image_processor(stock, return_tensors="pt", **cut)["pixel_values"].reshape(wanted.shape)
-        if made.name == "PerceptionLM":  # torchvision alone serves it: some levels of 255, but for a square of its size
-            picture = stock.resize((transform.image_size,) * 2, Image.Resampling.BICUBIC)
+        if made.name == "PerceptionLM" and stock.size != (28, 28):  # torchvision resizes it: some levels of 255 apart
+            picture = decode_image(content).resize((28, 28), Image.Resampling.BICUBIC)
             found = processor.image_processor(picture, return_tensors="pt")["pixel_values"].reshape(wanted.shape)
         assert float((found - wanted).abs().max()) <= (1e-6 if made.name == "PerceptionLM" else 0)
+
+
+def test_the_code_of_the_card_makes_the_pixels_of_training_and_masks_of_answers(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(shutil.copytree(made.folder, tmp_path / "folder"))
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 4), dtype=np.uint8))
+    noise.convert("RGBA" if LAYS_ON_WHITE and made.name != "PerceptionLM" else "RGB").save("picture.png")
+    card, names = Path("README.md").read_text(), {}
+    assert f"transformers {transformers.__version__} loaded this folder" in card and "transformers 4" not in card
+    exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0], names)
+    config, processor = made.checkpoint.config, names["processor"]
+    transform = image_transform(config.model.vision.name, config.data.image_fit)
+    wanted = transform.normalise(
+        transform.decode(Path("picture.png").read_bytes(), image_layout(config).tiling(64, 48))
+    )
+    if made.name == "PerceptionLM":
+        torch.testing.assert_close(names["inputs"]["pixel_values"].reshape(wanted.shape), wanted, rtol=0, atol=1e-6)
+    else:
+        assert torch.equal(names["inputs"]["pixel_values"].reshape(wanted.shape), wanted)
+    if config.data.template != "plain":
+        turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A dog."}]
+        masks = processor.apply_chat_template(turns, **MASKS)["assistant_masks"]
+        assert processor.tokenizer.is_fast and np.any(masks)
 
 
 def test_conversations_become_the_tokens_and_labels_of_training(made):

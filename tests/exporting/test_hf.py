@@ -165,7 +165,7 @@ def test_a_projector_that_the_stock_model_does_not_have_is_refused_with_the_form
 def test_the_code_in_the_model_card_runs_as_it_stands(checkpoint, tmp_path):
     export(checkpoint, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "Training turns pictures by their EXIF orientation, as `load_image` does" in card
+    assert "Training turns pictures by their EXIF orientation, as the code above does" in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     Image.new("RGB", (50, 40), (200, 30, 30)).save(tmp_path / "out" / "picture.png")
     ran = subprocess.run(
