@@ -27,7 +27,7 @@ class LlmSection(Section):
     path: Free[Files[str]]
     """model folder, or a hub id whose files are in the local Hugging Face cache"""
     dtype: Kept[Dtype] = "bfloat16"
-    """storage and compute type of the frozen LLM"""
+    """storage and compute type of the frozen LLM; where model.from names a folder of float32, float32 is the default"""
     quantize: Kept[Literal["nf4", "int8"] | None] = None
     """keep decoder layers in which nothing but adapters trains in fewer bits: nf4 in 4, int8 in 8 a weight, by
     bitsandbytes (pip install 'mmtrain[quantize]'); they compute in dtype. It is another model, near the one in path;

@@ -399,6 +399,37 @@ def test_nonsense_in_any_place_of_its_files_is_one_line_or_does_not_matter(make,
             assert "\n" not in str(error)
 
 
+@pytest.mark.parametrize(
+    ("stored", "model", "dtype", "is_told"),
+    [
+        ("float32", {}, "float32", False),
+        ("float32", {"llm": {"dtype": "bfloat16"}}, "bfloat16", False),
+        ("bfloat16", {}, "bfloat16", False),
+        ("float16", {}, "bfloat16", True),
+        ("float16", {"llm": {"dtype": "float32"}}, "float32", False),
+    ],
+)
+def test_a_folder_trains_in_its_own_type_unless_the_configuration_says_another(
+    make, configured, tmp_path, logged, stored, model, dtype, is_told
+):
+    whole, folder = make("llava"), tmp_path / "whole"
+    shutil.copytree(whole.folder, folder)
+    AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, stored)).save_pretrained(folder)
+    config = configured(folder, **{"llm": {}, **model})
+    assert (config.model.llm.dtype, config.model.vision_dtype) == (dtype, dtype)
+    assert (f"model.from: {folder}: its float16 is rounded to bfloat16" in "".join(logged)) == is_told
+
+
+def test_a_folder_of_float32_that_is_imported_and_exported_again_has_the_same_bits(make, configured, tmp_path):
+    whole = make("llava")
+    config = configured(whole.folder, llm={})
+    trained = read_projector(str(whole.folder), config.model.projector, 32, 64, has_newline(config))
+    checkpoint = make_checkpoint(tmp_path / "run", config, {f"projector.{name}": t for name, t in trained.items()})
+    mmtrain.export(checkpoint.path, "hf", tmp_path / "out")
+    ours, theirs = load_stock(tmp_path / "out").state_dict(), whole.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_a_key_given_by_hand_may_repeat_the_folder_and_not_contradict_it(make, configured):
     folder = make("llava").folder
     assert configured(folder, "model.vision.select_layer=-2", f"model.llm.path={folder}") == configured(folder)
