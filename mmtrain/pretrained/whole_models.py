@@ -76,20 +76,17 @@ def completed(config: RunConfig) -> RunConfig:
                 f"{contradicted} is {given} in this configuration and {_shown(keys[contradicted])} in that folder; "
                 f"leave it out, or {BY_PARTS}"
             )
+        stored = said.get("dtype", said.get("torch_dtype"))
         if "dtype" not in config.model.llm.model_fields_set:
-            keys |= _dtype(path, said.get("dtype", said.get("torch_dtype")))
+            if stored == "float32":
+                keys["model.llm.dtype"] = stored
+            elif stored == "float16":
+                _log.info(f"model.from: {path}: its float16 is rounded to bfloat16; model.llm.dtype=float32 keeps it")
         config = config.changed({**keys, "model.from": None})
         stock_door(config)
     except UserError as error:
         raise UserError(f"model.from: {path}: {error}") from None
     return config
-
-
-def _dtype(path: str, stored: Any) -> Keys:
-    """Return `model.llm.dtype` for a folder stored in float32; log that float16 is rounded."""
-    if stored == "float16":
-        _log.info(f"model.from: {path}: its float16 is rounded to bfloat16; model.llm.dtype=float32 keeps all bits")
-    return {"model.llm.dtype": "float32"} if stored == "float32" else {}
 
 
 @dataclass(frozen=True)
