@@ -23,7 +23,7 @@ from mmtrain.base.printing import shortened
 from mmtrain.checkpoint.begin import names_beginning_anew
 from mmtrain.checkpoint.run_folder import CONFIG, METRICS, PLAN, contents_of_a_run, run_folder
 from mmtrain.checkpoint.step_folder import CHECKPOINTS, StepFolder, find, find_newest, newest, step_folders
-from mmtrain.config.keys import BeforeItCame, OnResume, all_fields, declared_path, marked, section_of
+from mmtrain.config.keys import OnResume, all_fields, declared_path, marked, section_of
 from mmtrain.config.problems import nearest_key
 from mmtrain.config.schema import RunConfig
 from mmtrain.pretrained.connectors import has_newline
@@ -33,7 +33,6 @@ AUTO, NEVER = "auto", "never"  # what --resume takes besides a path
 
 ON_RESUME = marked(RunConfig, OnResume)
 OPTIONAL_SECTIONS = {".".join(p) for p, f in all_fields(RunConfig) if p in ON_RESUME and section_of(f.annotation)}
-BEFORE_IT_CAME = {".".join(path): mark.value for path, mark in marked(RunConfig, BeforeItCame).items()}
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,6 @@ class Start:
     is_own: bool  # of this run, not of another one from which it branches
     allowed: tuple[str, ...]  # keys and sections that --allow-change names
     branched_from: str | None  # fingerprint of the other run's checkpoint that this run began with
-
-    def continued(self, config: RunConfig) -> RunConfig:
-        """The configuration to go on with: what mmtrain did before it had a key stays so."""
-        return config.changed(_as_before(self.checkpoint.config, config, self.allowed))
 
     def refuse_other_contents(self, data: str, model: str, settings: str, max_steps: int) -> None:
         """Raise UserError unless data and frozen models are, by their fingerprints, those that were trained with.
@@ -126,9 +121,6 @@ def _choose(folder: Path, config: RunConfig, path: Path | None, allowed: Sequenc
         _refuse_lost_checkpoints(folder)
         return None
     _refuse_changes(start, config, allowed)
-    for key, value in _as_before(start.config, config, allowed).items():
-        kept = f"{key}: stays {json.dumps(value)}, as {start.path} was trained"
-        _log.info(f"{kept}; to change it: --allow-change {key}")
     # By the folder's own name for it: the path may be a link, or relative to somewhere inside the run.
     own = next((one for one in step_folders(folder) if one.resolve() == start.path.resolve()), None)
     if own is None and start.path.resolve().parent == (folder / CHECKPOINTS).resolve():
@@ -209,16 +201,8 @@ def _beginning(start: StepFolder, config: RunConfig, fixed: Sequence[str]) -> st
     return f" and {keys}, made by mmtrain export --checkpoint {start.path} --format hf --out FOLDER"
 
 
-def _as_before(old: RunConfig, new: RunConfig, allowed: Sequence[str] = ()) -> dict[str, Any]:
-    """Keys that keep their values of before mmtrain had them, which the new configuration does not have."""
-    was, now = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
-    kept = {key: value for key, value in BEFORE_IT_CAME.items() if was[key] == value != now[key]}
-    return {key: value for key, value in kept.items() if not any(_allows(name, key) for name in allowed)}
-
-
 def _changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Each key that is not free to change and whose value differs, with both values."""
-    new = new.changed(_as_before(old, new))
     before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     for key in dict.fromkeys([*before, *after]):
         values = before.get(key), after.get(key)

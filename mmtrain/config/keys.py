@@ -3,8 +3,7 @@
     packs_per_microbatch: Free[Measured[int]] = Field(1, ge=1, description="packs that one pipeline forward handles")
 
 Free, Kept or Fixed, which every key is: whether a run that goes on from a checkpoint may change it. Measured: costs
-that were measured under another value say nothing. InsteadOf: of two keys one is set. RenamedFrom: its old name.
-BeforeItCame: what mmtrain did when it had no such key. NamesFiles: it holds paths.
+that were measured under another value say nothing. InsteadOf: of two keys one is set. NamesFiles: it holds paths.
 """
 
 from __future__ import annotations
@@ -45,23 +44,6 @@ class InsteadOf:
 
     key: str
     is_needed: bool = True  # one of them is
-
-
-@dataclass(frozen=True)
-class RenamedFrom:
-    """What this key of the section was called: refused with the new name in a YAML, translated in a checkpoint."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class BeforeItCame:
-    """The value that this key has in a checkpoint of before mmtrain had it, where that is not its default.
-
-    A run that goes on from a checkpoint with this value keeps it, unless --allow-change names the key.
-    """
-
-    value: Any
 
 
 @dataclass(frozen=True)

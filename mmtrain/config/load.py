@@ -16,7 +16,7 @@ from mmtrain.base.printing import shortened
 from mmtrain.config.disclosed import disclosed
 from mmtrain.config.environment import fill_in_paths
 from mmtrain.config.foreign_keys import answer_to, whole_file_of
-from mmtrain.config.keys import BeforeItCame, InsteadOf, RenamedFrom, all_fields, is_optional, marked, section_of
+from mmtrain.config.keys import InsteadOf, all_fields, is_optional, marked, section_of
 from mmtrain.config.problems import LONGEST_KEY, explain, nearest_key
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import parse_yaml, read_yaml
@@ -86,28 +86,13 @@ def _several(source: str, problems: Sequence[str], heading: str = "") -> UserErr
 
 
 def restore_config(content: dict[str, Any], source: str) -> RunConfig:
-    """The configuration of which `model_dump(mode="json")` made this, by an earlier version, too.
+    """Return the configuration of which `model_dump(mode="json")` made this.
 
-    Keys that were renamed since are translated, keys that mmtrain did not have then get what it did then.
     `data.allow_pipe` is empty: no file says which programs may run. Raises UserError, naming the source, where it has
     keys or values that this version does not know.
     """
     unknown = "a configuration that this version of mmtrain does not know"
-    content = with_new_names(content)
-    for (section, name), mark in marked(RunConfig, BeforeItCame).items():
-        if isinstance(keys := content.get(section), dict):
-            content[section] = {name: mark.value, **keys}
     return validated(_tuples(content), source, unknown).changed({"data.allow_pipe": ()})
-
-
-def with_new_names(content: dict[str, Any]) -> dict[str, Any]:
-    """The same with what renamed keys are called now; the content itself stays as it is."""
-    content = dict(content)
-    for (section, name), mark in marked(RunConfig, RenamedFrom).items():
-        keys = content.get(section)
-        if isinstance(keys, dict) and mark.name in keys:
-            content[section] = {name if key == mark.name else key: value for key, value in keys.items()}
-    return content
 
 
 def dump_config(config: RunConfig, *, for_others: bool = False) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mmtrain.config.keys import Files, Free, RenamedFrom
+from mmtrain.config.keys import Files, Free
 from mmtrain.config.limits import MAX_LAYERS
 from mmtrain.config.section import Float, Section, wrong_together
 
@@ -20,14 +20,10 @@ class ParallelSection(Section):
     """pipeline ranks that share one copy of the model"""
     data: Free[int] = Field(1, ge=1, le=10_000)
     """data-parallel replicas of the whole pipeline"""
-    stages_per_rank: Annotated[
-        Free[Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)]], RenamedFrom("chunks_per_rank")
-    ] = "auto"
+    stages_per_rank: Free[Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)]] = "auto"
     """stages that a pipeline rank holds: 1 is 1F1B, more interleave, which idles less and sends more; auto: what the
     simulation favours within memory"""
-    encoder_prefetch: Annotated[
-        Free[Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)]], RenamedFrom("encoder_run_ahead")
-    ] = "auto"
+    encoder_prefetch: Free[Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)]] = "auto"
     """micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which its ranks would
     wait; auto: what the simulation favours; 0: none. It changes no result"""
     encoder_ranks: Free[

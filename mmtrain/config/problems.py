@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from mmtrain.base.printing import shortened
 from mmtrain.config.foreign_keys import answer_to
-from mmtrain.config.keys import ELEMENT, Path, RenamedFrom, all_fields, declared_path, section_of
+from mmtrain.config.keys import ELEMENT, Path, all_fields, declared_path, section_of
 
 _NOUNS = {int: "an integer", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
@@ -82,9 +82,6 @@ def _key_path(location: tuple[int | str, ...], fields: dict[Path, FieldInfo]) ->
 
 def _unknown_key(path: Path, value: Any, fields: dict[Path, FieldInfo]) -> str:
     path = tuple(shortened(part, LONGEST_KEY) for part in path)
-    for new, field in fields.items():
-        if any(isinstance(mark, RenamedFrom) and (*new[:-1], mark.name) == path for mark in field.metadata):
-            return f"{'.'.join(path)}: the key is called {'.'.join(new)} now; rename it"
     said = f"{'.'.join(path)}: unknown key (value {_shown(value)}); "
     if (answer := answer_to(path)) is not None:
         return f"{said}here {answer}"

@@ -11,7 +11,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from mmtrain.config.keys import (
-    BeforeItCame,
     Files,
     Fixed,
     Free,
@@ -19,7 +18,6 @@ from mmtrain.config.keys import (
     Kept,
     Measured,
     NamesFiles,
-    RenamedFrom,
 )
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.model import ModelSection
@@ -70,7 +68,7 @@ class DataSection(Section):
     demo:train is the demo's; or set data.sets"""
     sets: Annotated[Kept[tuple[DataSetSection, ...] | None], InsteadOf("data.shards")] = None
     """several data sets instead of data.shards, each with name, shards and weight"""
-    format: Annotated[Kept[SampleFormatName], BeforeItCame("llava")] = "auto"
+    format: Kept[SampleFormatName] = "auto"
     """how samples are written. llava: conversations of {from, value}; sharegpt: messages or conversations, with any
     usual role and content keys; caption: an image and its text; auto: what the first 100 samples of each set are, kept
     in config.yaml"""
@@ -83,9 +81,7 @@ class DataSection(Section):
     command line may say it"""
     pack_length: Kept[Measured[int]] = Field(2048, ge=1, le=10_000_000)
     """tokens in a pack"""
-    max_tiles_per_pack: Annotated[
-        Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None], RenamedFrom("max_images_per_pack")
-    ] = None
+    max_tiles_per_pack: Kept[Annotated[int, Field(ge=1, le=1_000_000)] | None] = None
     """tiles in a pack, to bound the encoder's memory: an image is one, or as many as its layout
     (model.vision.layout) cuts it into; null: as many as the pack's tokens hold"""
     template: Annotated[Kept[TemplateName | TemplateText], NamesFiles(is_template_file)] = "plain"
@@ -101,7 +97,7 @@ class DataSection(Section):
     """how an image becomes the encoder's one square. pad (LLaVA-1.5): whole, on the mean colour; resize: whole,
     stretched; center_crop: its middle (CLIP); null: pad, and nothing where model.vision.layout cuts images into tiles,
     by a rule of its own"""
-    ignore_exif: Annotated[Kept[bool], BeforeItCame(True)] = False
+    ignore_exif: Kept[bool] = False
     """true: pictures stay as they are stored, as all did before mmtrain had this key, and as a run that began then
     keeps them; false: they are turned as their EXIF orientation says"""
     max_image_pixels: Kept[PositiveInt] = MAX_IMAGE_PIXELS

@@ -95,7 +95,7 @@ class _Run:
         shared = [start]
         dist.broadcast_object_list(shared, 0)
         self.start = shared[0]
-        self.config = config if self.start is None else self.start.continued(config)
+        self.config = config
         self.first_step = 0 if self.start is None else self.start.checkpoint.step
         self.loss: float | None = None  # of the latest step
 

@@ -398,14 +398,6 @@ def test_a_save_that_safetensors_refuses_names_the_file(tmp_path, one_rank, monk
     assert "step-00000001/optimizer.safetensors: Error while serializing" in run.records[0]["error"]
 
 
-def test_what_was_renamed_since_a_checkpoint_was_saved_is_compared_by_its_new_name():
-    saved = {"versions": {"torch": "2.11"}, "topology": {"chunks_per_rank": 2, "data": 1}}
-    now = {"versions": {"torch": "2.11"}, "topology": {"stages_per_rank": 3, "data": 1, "device": "cpu"}}
-    assert differences(saved, now) == ["stages_per_rank 2 -> 3"]
-    now["topology"]["stages_per_rank"] = 2
-    assert differences(saved, now) == []
-
-
 def test_an_existing_checkpoint_is_never_written_into(run):
     run.save(1, value=1.0)
     run.save(1, value=2.0)

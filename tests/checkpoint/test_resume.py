@@ -243,8 +243,9 @@ def test_a_change_of_meaning_is_refused_with_both_values_and_allowed_by_name(
 
 
 def config_of(tiny: Path, folder: Path, *more: str) -> tuple[Path, list[str]]:
+    """As the launcher has it when it looks for a checkpoint: with the format that it has found in the data."""
     path, *overrides = command(tiny, folder.parent, *more)
-    return path, overrides
+    return path, ["data.format=llava", *overrides]
 
 
 @pytest.mark.parametrize("override", ["train.packs_per_step=4", "model.trainable=[projector,llm.layers.0]"])

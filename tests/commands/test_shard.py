@@ -208,6 +208,8 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
     (images / "long.jpg").write_bytes(picture(draw, "JPEG"))
     os.truncate(images / "long.jpg", MAX_IMAGE_BYTES + 1)
     Image.new("L", (40, 30)).save(images / "large.png")
+    scans = picture(draw, "JPEG")
+    (images / "scans.jpg").write_bytes(scans[:-2] + b"\xff\xda\0\2" * 101 + scans[-2:])
     ask = turns("<image>", "A cat.")
     good = [{"id": "x", "image": "a.png", "conversations": ask}, {"id": 4, "conversations": turns("Hi", "Yes.")}]
     bad = {
@@ -229,6 +231,7 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
         "unsupported_image": {"id": "s", "image": "b.heic", "conversations": ask},
         "undecodable_image": {"id": "d", "image": "broken.png", "conversations": ask},
         "too_many_pixels": {"id": "p", "image": "large.png", "conversations": ask},
+        "too_much_work": {"id": "w", "image": "scans.jpg", "conversations": ask},
         "too_many_bytes": {"id": "b", "image": "long.jpg", "conversations": ask},
     }
     assert set(bad) == set(shard_command.REASONS) - {

@@ -88,10 +88,9 @@ def test_only_the_command_line_says_which_programs_may_run(minimal, tmp_path):
         load_config(written(tmp_path, yaml.safe_dump(content)))
 
 
-def test_what_an_earlier_version_saved_is_refused_by_the_names_of_today(minimal):
+def test_what_a_checkpoint_holds_that_no_configuration_may_is_refused_by_its_key(minimal):
     content = load_config(minimal).model_dump(mode="json")
-    content["parallel"] |= {"chunks_per_rank": "many"}
-    del content["parallel"]["stages_per_rank"]
+    content["parallel"] |= {"stages_per_rank": "many"}
     with pytest.raises(UserError, match=r"state\.json: a configuration .*\n  parallel\.stages_per_rank: 'many' is not"):
         restore_config(content, "state.json")
 

@@ -13,7 +13,7 @@ from archives import conversation, write_tar
 from PIL import Image
 
 from mmtrain.base.errors import UserError
-from mmtrain.config.load import load_config, restore_config
+from mmtrain.config.load import load_config
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index import read_index, write_index
 from mmtrain.data.stream.loader import PackedBatches
@@ -116,17 +116,6 @@ def test_a_pack_holds_no_more_tiles_than_allowed(tiny, mixed):
     tiles = [0 if batch.tiles is None else len(batch.tiles) for batch in taken(capped, 16)]
     assert 13 < max(tiles) <= 20 == capped.most_tiles
     assert "with more than 20 tiles" in capped.summary, "two images of 13 tiles are in no pack"
-
-
-def test_the_caps_old_name_is_read_in_a_checkpoint_and_told_the_new_one_in_a_file(tiny, tmp_path):
-    content = load_config(tiny / "config.yaml").model_dump(mode="json")
-    del content["data"]["max_tiles_per_pack"]
-    content["data"]["max_images_per_pack"] = 20
-    assert restore_config(content, "a checkpoint").data.max_tiles_per_pack == 20
-    file = tmp_path / "config.yaml"
-    file.write_text((tiny / "config.yaml").read_text().replace("data:\n", "data:\n  max_images_per_pack: 20\n", 1))
-    with pytest.raises(UserError, match=r"data\.max_images_per_pack.*max_tiles_per_pack"):
-        load_config(file)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
