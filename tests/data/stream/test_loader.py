@@ -378,3 +378,4 @@ def test_images_of_workers_stay_as_they_are_while_others_are_made(tiny):
     again = first(iter(open_batches(tiny, "train.packs_per_microbatch=2")), 12)
     for one, other in zip(kept, again, strict=True):
         same(one, other)
+    batches.close()  # its worker does not end by SIGTERM, which pytest would wait for at its exit
