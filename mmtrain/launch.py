@@ -85,12 +85,15 @@ def run(options: Options) -> int:
 
 def _check_beginnings(config: RunConfig) -> None:
     """Raise UserError for weights to begin with that training refuses; those that are not here are only named."""
-    paths = filter(None, (config.model.projector.init_from, config.model.init_from))
-    if lacking := [path for path in paths if not Path(path).expanduser().exists() and find_model_folder(path) is None]:
-        note(f"{lacking[0]} (init_from) is not on this machine: whether it fits is checked when training starts")
-        return
-    refuse_unfit_beginning(config, run_folder(config))
-    refuse_unfit_init_from(config, run_folder(config))
+    beginning, projector = config.model.init_from, config.model.projector.init_from
+    paths = dict.fromkeys(path for path in (beginning, projector) if path)
+    lacking = [path for path in paths if not Path(path).expanduser().exists() and find_model_folder(path) is None]
+    for path in lacking:
+        note(f"init_from: {path} is not on this machine; whether it fits is checked when training starts")
+    if beginning not in lacking:
+        refuse_unfit_beginning(config, run_folder(config))
+    if projector not in lacking:
+        refuse_unfit_init_from(config, run_folder(config))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Nothing of torch, forks, signals or process groups happens in the process that c
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
 import signal
@@ -19,6 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
+
+import psutil
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import recorded
@@ -80,9 +83,9 @@ class Run:
         """
         try:
             if self._process is None:
-                code = _wait_until_free(self.folder, math.inf if timeout is None else timeout)
-            else:
-                code = self._process.wait(timeout)
+                _wait_until_free(self.folder, math.inf if timeout is None else timeout)
+                return self
+            code = self._process.wait(timeout)
         except KeyboardInterrupt:
             note(f"the run goes on; mmtrain.load_run({str(self.folder)!r}).stop() saves it and ends it")
             raise
@@ -96,10 +99,13 @@ class Run:
 
     def stop(self) -> None:
         """End the run after the step that it is at, and wait until everything is saved: `train` goes on from there."""
-        process = self._process or launcher(self.folder)
-        if process is not None:
-            process.send_signal(signal.SIGTERM)
-            _wait_until_free(self.folder) if self._process is None else self._process.wait()
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait()
+        elif (process := launcher(self.folder)) is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                process.send_signal(signal.SIGTERM)
+            _wait_until_free(self.folder)
 
     @property
     def config(self) -> RunConfig:
@@ -180,8 +186,8 @@ def load_run(path: str | Path) -> Run:
     return Run(folder)
 
 
-def _wait_until_free(folder: Path, timeout: float = math.inf) -> int:
-    """Wait until no process holds a run's folder; 0. Raises subprocess.TimeoutExpired.
+def _wait_until_free(folder: Path, timeout: float = math.inf) -> None:
+    """Wait until no process holds a run's folder. Raises subprocess.TimeoutExpired.
 
     Waiting for the process itself could take its exit code from the `Run` that has started it.
     """
@@ -190,7 +196,6 @@ def _wait_until_free(folder: Path, timeout: float = math.inf) -> int:
         if time.monotonic() > deadline:
             raise subprocess.TimeoutExpired(f"the run in {folder}", timeout)
         time.sleep(0.2)
-    return 0
 
 
 def _read(pipe: IO[str], lines: collections.deque[str], stream: Any) -> None:

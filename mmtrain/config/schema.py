@@ -98,8 +98,7 @@ class DataSection(Section):
     stretched; center_crop: its middle (CLIP); null: pad, and nothing where model.vision.layout cuts images into tiles,
     by a rule of its own"""
     ignore_exif: Kept[bool] = False
-    """true: pictures stay as they are stored, as all did before mmtrain had this key, and as a run that began then
-    keeps them; false: they are turned as their EXIF orientation says"""
+    """true: pictures stay as they are stored; false: they are turned as their EXIF orientation says"""
     max_image_pixels: Kept[PositiveInt] = MAX_IMAGE_PIXELS
     """a sample with a larger image is quarantined, judged by the header; WebP: half"""
     shuffle_shards: Kept[PositiveInt] = 8

@@ -108,7 +108,8 @@ class RankAudit:
             raise self._fail("some trainable parameter has no global name")
         held = {*self.stored, *filter(is_adapter, self.frozen)}  # no plan has an adapter that does not train
         if odd := sorted(held.symmetric_difference(self.plan.trainable_names)):
-            raise self._fail(f"{odd[0]} trains or is an adapter {'here' if odd[0] in held else 'in the plan'} alone")
+            held_alone = f"holds {odd[0]}, which the plan does not train"
+            raise self._fail(held_alone if odd[0] in held else f"does not train {odd[0]}, which the plan trains")
         if self.optimizer != self.plan.optimizer:
             raise self._fail(f"holds the optimizer {self.optimizer}, but the plan says {self.plan.optimizer}")
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -130,7 +130,7 @@ class ChainLink:
             batch = self._now.batches[microbatch]
             with torch.set_grad_enabled(self._trains):
                 made = self._stage.encode(batch)
-            self._now.batches[microbatch] = kept = copy.copy(batch)  # a new one would ask the device for image_places
+            self._now.batches[microbatch] = kept = copy.copy(batch)  # `replace` would ask the device for image_places
             kept.tiles = None
         if made is not None:
             self._now.made[microbatch] = made

@@ -5,7 +5,7 @@ elsewhere it is gloo's. torch picks the backend by where a tensor is.
 
 torch has two implementations of "nccl": ProcessGroupNCCL, and since 2.15 ProcessGroupNCCL2. There a new group splits
 the job's communicator, which all ranks do together; a group has one queue for all that a rank sends and receives,
-whoever the peers are; and each communicator registers all of torch's GPU memory. With a group a channel both
+whoever the peers are; and each communicator registers all of torch's GPU memory. With one group per channel both
 implementations queue the same messages in the same order (tests/deadlocks.py).
 """
 
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from mmtrain.plan.plan import Plan
 
 MAX_CTAS = 8  # of NCCL, for each channel: a receive that is posted ahead keeps as many of a GPU's processors busy
-# Both implementations time a message from when it is issued, not from when its peer could take it: without this one
-# that is issued far ahead would count as hung. A peer that hangs shows in what the host waits for: the numbers beside
-# hidden states, and the statistics that end a step, which have the configured timeout.
+# Both implementations time a message from when it is issued, not from when its peer could take it: with the
+# configured timeout a message that is issued far ahead would count as hung. A peer that hangs shows in what the host
+# waits for: the numbers beside hidden states, and the statistics that end a step, which have the configured timeout.
 NEVER = timedelta(days=365)
 
 

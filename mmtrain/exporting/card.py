@@ -83,7 +83,7 @@ def write_card(
         exact=door.exact_pixels(processor.transform),
         prompt=CAPTION if about.template == "plain" else CHAT,
     )
-    ran = f"transformers {transformers.__version__} loaded this folder and made the inputs of training."
+    ran = f"Tested with transformers {transformers.__version__}: it loads this folder and makes the inputs of training."
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {shown_name(Path(about.llm).name)} that sees through {shown_name(Path(about.vision).name)}",
@@ -291,8 +291,8 @@ def processor_notes(processor: ExportedProcessor) -> list[str]:
     )
     colour = (
         "Training lays transparent pixels on white, as processors do from transformers 5.21 on; `load_image` and "
-        '`convert("RGB")` drop transparency. It drops the lower 8 of 16 bits, where Pillow cuts the values off: turn '
-        "such a picture into 8-bit RGB first."
+        '`convert("RGB")` drop transparency. Of 16-bit pictures training keeps the upper 8 bits, where Pillow clips '
+        "the values: turn them into 8-bit RGB first."
     )
     return [*notes, backend, turned, colour]
 

@@ -365,8 +365,9 @@ class PerceptionLMDoor(StockDoor):
         return {"vision_input_type": "one tile", "tile_size": transform.image_size, "max_num_tiles": 1}
 
     def exact_pixels(self, transform: ImageTransform) -> str:
-        size = (transform.image_size, transform.image_size)
-        return f'picture = picture.convert("RGB").resize({size}, Image.Resampling.{transform.interpolation.upper()})'
+        size, by = (transform.image_size, transform.image_size), transform.interpolation.upper()
+        white = 'Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture.convert("RGBA"))'
+        return f'picture = {white}.convert("RGB").resize({size}, Image.Resampling.{by})'
 
     def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         return {"image_token": IMAGE_MARK, "video_token": self.video_token}

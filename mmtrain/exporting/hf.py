@@ -141,8 +141,8 @@ def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
             if not name.startswith(PROJECTOR) and trained_with.get(name) not in (None, fingerprint(parameter)):
                 folder = config.model.vision.name if name.startswith("vision.") else config.model.llm.path
                 raise UserError(
-                    f"{folder}: has other weights now than the run was trained with, first {name}; bring the model "
-                    f"back (the run had transformers {versions['transformers']} and timm {versions['timm']})"
+                    f"{folder}: {name} has other weights now than the run was trained with. Bring the model's files "
+                    f"back, or install transformers {versions['transformers']} and timm {versions['timm']}, as it had"
                 )
 
 

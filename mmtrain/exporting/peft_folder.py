@@ -157,7 +157,7 @@ def _places(
 def _targets(modules: Collection[str], all_modules: Sequence[str]) -> list[str]:
     """Return the names by which peft finds these modules and no others: their last parts, or else the whole names.
 
-    Not a regular expression: of a MoE model peft adapts every module with the last part of one that it matches.
+    Not a regular expression: in a MoE model peft adapts every module that shares its last name with a match.
     """
     last = {name.rpartition(".")[2] for name in modules}
     others = {name for name in all_modules if name.rpartition(".")[2] in last} - set(modules)

@@ -166,7 +166,8 @@ def _with_padding(tokenizer: PreTrainedTokenizerBase, ends: Collection[int | Non
         return tokenizer
     known = {**tokenizer.added_tokens_encoder, tokenizer.unk_token: tokenizer.unk_token_id}
     found = (name for name in (*PAD_TOKENS, tokenizer.unk_token) if known.get(name) not in (None, *ends))
-    padded = with_marks(tokenizer, padding := next(found, PAD_TOKENS[0]))
+    padding = next(found, PAD_TOKENS[0])
+    padded = with_marks(tokenizer, padding)
     padded.add_special_tokens({"pad_token": padding})
     return padded
 

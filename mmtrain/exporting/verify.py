@@ -58,7 +58,7 @@ class Comparison:
     difference: float  # the largest of all logits
     largest: float  # logit, in magnitude
     agreeing: int  # positions of which both say the same token
-    loss_of_new_rows: float  # what rows that the head gained add to the loss of a token, nats in the mean
+    loss_of_new_rows: float  # what rows that the head gained add to the mean loss, nats a token
 
     @property
     def passed(self) -> bool:

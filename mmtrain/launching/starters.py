@@ -76,11 +76,11 @@ def agree(config: RunConfig, plan: Plan, trace_steps: int, rank: int) -> Any:
     return store
 
 
-def _difference(here: dict[str, Any], there: dict[str, Any], others: Sequence[int]) -> str:
-    """What the first of the `others` planned differently than rank 0: `there` and `here` are their values by key."""
-    keys = [key for key in here | there if here.get(key) != there.get(key)]
+def _difference(first: dict[str, Any], other: dict[str, Any], others: Sequence[int]) -> str:
+    """Return the message: the first three keys whose values differ on rank 0, `first`, and on the first of `others`."""
+    keys = [key for key in first | other if first.get(key) != other.get(key)]
     seen = [
-        f"{key} is {harmless(json.dumps(here.get(key)))} on rank 0 and {harmless(json.dumps(there.get(key)))} on rank "
+        f"{key} is {harmless(json.dumps(first.get(key)))} on rank 0 and {harmless(json.dumps(other.get(key)))} on rank "
         f"{others[0]}"
         for key in keys[:3]
     ]

@@ -46,7 +46,8 @@ class _Call(NamedTuple):
         """Decide; compares flash attention with `kernels` the first time, which takes memory and runs a backward."""
         reason, (_, width, _, dtype, device) = self
         if reason is None and not _flash_agrees(*self.case):
-            reason = f"flash attention of torch {torch.__version__} fails or is wrong on {dtype} heads of {width} here"
+            heads = f"{str(dtype).removeprefix('torch.')} heads of {width}"
+            reason = f"flash attention of torch {torch.__version__} fails or is wrong on {heads} on this GPU"
         return Way("flash" if reason is None else "document", reason, reason is not None and device.type == "cuda")
 
 

@@ -77,7 +77,7 @@ def add_adapters(model: nn.Module, lora: LoraSection | None, global_name: Callab
                 f"model.lora.targets: {targets[name]} is a {type(layer).__name__}, which no adapter fits; name linear "
                 "layers alone"
             )
-    # In a list, which has no `config`: of a MoE family peft would adapt all layers with the last name of a target.
+    # In a list, which has no `config`: in a MoE model itself peft adapts every layer whose last name is a target's.
     pattern = r"0\.(?:" + "|".join(map(re.escape, targets)) + ")"
     transposed = any(type(layer) is Conv1D for layer in layers.values())
     described = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=pattern, fan_in_fan_out=transposed)

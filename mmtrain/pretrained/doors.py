@@ -106,7 +106,7 @@ class Door:
             kinds = " or ".join(self.encoders)
             yield f"another model.vision.name (its encoder is {kinds}, and {vision.name} is or becomes {given})"
         elif given in self.not_encoders:
-            yield f"another model.vision.name (it divides image_size, and the config of {given} makes a list of that)"
+            yield f"another model.vision.name (its class divides image_size, which is a list in the config of {given})"
         elif self.largest_grid and (encoder.side > self.largest_grid or encoder.side in MISPLACED):
             grid = f"{encoder.side} x {encoder.side} patches"
             yield f"another model.vision.name ({vision.name} has {grid}, which its class puts in wrong places)"
@@ -170,9 +170,9 @@ def _unfit_llm(path: str) -> str:
     head = dict.fromkeys(HEADS_BY_DEFAULT.get(llm.model_type, ()), "by default")
     head |= llm_config(folder) if folder else {}
     if scaled := next((key for key, plain in PLAIN_HEAD.items() if head.get(key) not in (None, plain)), None):
-        return f"the head of {path} ({llm.model_type}) scales or caps its logits ({scaled}), and theirs do not"
+        return f"the head of {path} ({llm.model_type}) scales or caps its logits ({scaled}), and the stock heads do not"
     if any(parameter.name == "llm.head.bias" for parameter in llm.head):
-        return f"the head of {path} ({llm.model_type}) has a bias, and theirs have none"
+        return f"the head of {path} ({llm.model_type}) has a bias, and the stock heads have none"
     return f"they do not find the embedding of a {llm.model_type}" if llm.model_type in _OTHER_EMBEDDING else ""
 
 
@@ -235,7 +235,7 @@ def _refuse_unknown_class(config: RunConfig, trained: Collection[str]) -> None:
     stored = {global_name(before + name) for name in llm_tensors(folder, tensors) for before in ("", base)}
     for name in trained:
         if name.startswith("llm.") and not is_adapter(name) and name not in stored:
-            raise UserError(f"{name} trains, which the LLM's files have under other names, or in several tensors")
+            raise UserError(f"{name} trains, but the LLM's files have it under another name or in several tensors")
 
 
 def default_base(config: RunConfig) -> Base:

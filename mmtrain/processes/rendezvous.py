@@ -50,7 +50,7 @@ class FixedNodes(StaticTCPRendezvous):
                 master_listen_fd=listener.detach(),
             )
         joined = super().next_rendezvous()
-        if joined.store.add(f"node {self.rank}", 1) > 1:  # its ranks would hang, or take the others' from the first one
+        if joined.store.add(f"node {self.rank}", 1) > 1:  # its ranks would hang, or take over connections
             raise UserError(
                 f"--node-rank {self.rank}: another launcher has joined this run with that number. Give each machine "
                 f"its own, from 0 to {self.world_size - 1}; if that launcher has ended, start the run anew on all"

@@ -92,9 +92,9 @@ class Trackers:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """Let trackers of a run that fails end while its process lasts, a second or more: nobody waits for them.
+        """Tell the trackers of a run that fails to end, and do not wait for them.
 
-        What one has not taken by then, since it had not even opened, say, is in metrics.jsonl alone.
+        What a tracker has not written when the process ends is in metrics.jsonl alone.
         """
         if kind is not None:
             for thread in self._threads:

@@ -132,11 +132,12 @@ def test_a_plan_refuses_what_training_could_not_begin_with(tiny, before, tmp_pat
     assert code == 2 and "set model.projector.type=mlp2x_gelu" in error
     assert planned(f"model.init_from={before.path}", *LORA, TRAINED) == (0, "")
     elsewhere = tmp_path / "not-here"
+    later = "is not on this machine; whether it fits is checked when training starts"
     for key in nonsense:
-        assert planned(f"model.{key}={elsewhere}") == (
-            0,
-            f"{elsewhere} (init_from) is not on this machine: whether it fits is checked when training starts\n",
-        )
+        assert planned(f"model.{key}={elsewhere}") == (0, f"init_from: {elsewhere} {later}\n")
+    both = (f"model.init_from={elsewhere}", f"model.projector.init_from={tmp_path / 'notes.txt'}")
+    code, error = planned(*both)
+    assert code == 2 and f"init_from: {elsewhere} {later}" in error and "neither .safetensors nor" in error
 
 
 @pytest.mark.parametrize("override", ["model.lora.r=8", "model.trainable=[projector, llm.layers.*.lora_*]"])

@@ -293,9 +293,9 @@ def test_pictures_become_what_they_were_in_training(made):
 def test_the_code_of_the_card_makes_the_pixels_of_training_and_masks_of_answers(made, tmp_path, monkeypatch):
     monkeypatch.chdir(shutil.copytree(made.folder, tmp_path / "folder"))
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 4), dtype=np.uint8))
-    noise.convert("RGBA" if LAYS_ON_WHITE and made.name != "PerceptionLM" else "RGB").save("picture.png")
+    noise.convert("RGBA" if LAYS_ON_WHITE or made.name == "PerceptionLM" else "RGB").save("picture.png")
     card, names = Path("README.md").read_text(), {}
-    assert f"transformers {transformers.__version__} loaded this folder" in card and "transformers 4" not in card
+    assert f"transformers {transformers.__version__}: it loads this folder" in card and "transformers 4" not in card
     exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0], names)
     config, processor = made.checkpoint.config, names["processor"]
     transform = image_transform(config.model.vision.name, config.data.image_fit)

@@ -105,7 +105,7 @@ def expand_shards(
         if path.suffix.lower() in _RECORD_SUFFIXES:
             raise UserError(
                 f"{key}: {path} is a file of records, and webdataset tars are needed; make them with mmtrain shard "
-                f"--from {shlex.quote(str(path))} --images DIR --out FOLDER, then name FOLDER"
+                f"--from {shlex.quote(str(path))} --images DIR --out FOLDER (no --images for text), and name FOLDER"
             )
     if len(set(found)) < len(found):
         twice = next(path for number, path in enumerate(found) if path in found[:number])
