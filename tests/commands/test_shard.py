@@ -246,7 +246,7 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
     assert [(line["file"], line["record"], line["reason"]) for line in lines] == [
         ("a.json", number, reason) for number, reason in enumerate(bad, 1)
     ]
-    assert [line["id"] for line in lines] == [None, "nan", None, "x", *"crvntlfmoiusdpb"]
+    assert [line["id"] for line in lines] == [None, "nan", None, "x", *"crvntlfmoiusdpwb"]
     assert all(line["detail"] and len(line) == 5 for line in lines)
     details = {line["reason"]: line["detail"] for line in lines}
     assert details["duplicate_id"] == "record 0 of a.json has it too"
