@@ -193,7 +193,7 @@ def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
         kept, tensors = file.read_bytes(), load_file(file)
         tensors[tensor][0] *= 2
         save_file(tensors, file, metadata={"format": "pt"})
-        said = f"{tmp_path / part}: has other weights now than the run was trained with, first {name}; bring"
+        said = f"{tmp_path / part}: {name} has other weights now than the run was trained with. Bring"
         assert all(said in (exported(*options) or "") for options in copying)
         with pytest.raises(UserError, match=f"cannot be exported, and so not be asked: {re.escape(said)}"):
             generate(run, Image.new("RGB", (28, 28), "red"))

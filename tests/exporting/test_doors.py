@@ -237,7 +237,7 @@ def test_an_encoder_that_a_class_loads_and_cannot_run_is_refused_by_plan_and_exp
 ):
     checkpoint = checkpoint_of(encoder, layout)
     for refused in (lambda: make_plan(checkpoint.config), lambda: export(checkpoint, tmp_path / "out")):
-        with pytest.raises(UserError, match=r"another model.vision\.name .*it divides image_size"):
+        with pytest.raises(UserError, match=r"another model.vision\.name .*its class divides image_size"):
             refused()
     options = ["--checkpoint", str(checkpoint.path), "--format", "hf", "--out", str(tmp_path / "folder"), "--verify"]
     assert main(["export", *options]) == 2 and not (tmp_path / "folder").exists()

@@ -94,15 +94,15 @@ TEXT = ("model.vision=null", "data.template=llava_v1", "data.images=strip", "mod
         ("granite", {"logits_scaling": 8.0}, "projector", "(granite) scales or caps its logits (logits_scaling)"),
         ("cohere2", {}, "projector", "(cohere2) scales or caps its logits (logit_scale)"),
         ("gemma2", {}, "projector", "(gemma2) scales or caps its logits (final_logit_softcapping)"),
-        ("phi", {}, "projector", "(phi) has a bias, and theirs have none"),
+        ("phi", {}, "projector", "(phi) has a bias, and the stock heads have none"),
         ("gpt2", {}, "projector", "they do not find the embedding of a gpt2"),
         (
             "qwen3_moe",
             {},
             "llm.layers.1",
-            "llm.layers.1.mlp.experts.down_proj trains, which the LLM's files have under",
+            "llm.layers.1.mlp.experts.down_proj trains, but the LLM's files have it under",
         ),
-        ("mixtral", {}, "llm.layers.1.mlp.gate", "llm.layers.1.mlp.gate.weight trains, which the LLM's files have"),
+        ("mixtral", {}, "llm.layers.1.mlp.gate", "llm.layers.1.mlp.gate.weight trains, but the LLM's files have"),
     ],
 )
 def test_what_the_files_of_the_llm_tell_is_refused_when_planned(
@@ -115,7 +115,7 @@ def test_what_the_files_of_the_llm_tell_is_refused_when_planned(
     assert planned(tiny, *keys, f"model.trainable=[{trainable}]") == ""
     alone = planned(tiny, *keys, "export.format=hf", *TEXT)  # by the LLM's own class, which has its head
     if family in ("qwen3_moe", "mixtral"):
-        assert "trains, which the LLM's files have" in alone
+        assert "trains, but the LLM's files have" in alone
     else:
         assert alone == ""
 
