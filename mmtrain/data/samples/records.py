@@ -94,7 +94,7 @@ REASONS = {
     "undecodable_image": "an image file that Pillow cannot decode to its end",
     "other_size": "an image of another size than its index says",
     "too_many_pixels": "an image with more pixels than allowed, as its header says",
-    "too_much_work": "an image of so many scans, chunks or segments that decoding takes far too long",
+    "too_much_work": "an image with too many scans, chunks or segments to decode in reasonable time",
     "too_many_bytes": "a file larger than allowed",
     "unfit_shape": "an image too long and thin to be cut into tiles (model.vision.layout)",
     "no_json": "a sample without KEY.json (a key ends at the first dot; a sample's files are neighbours in the tar)",
