@@ -14,10 +14,10 @@
                            trained. --base llm: they are for the LLM as it was published; the projector lies beside them
                            as --format safetensors has it, and whatever else was trained is refused
 
-The models are read where the run's configuration says, tensor by tensor: memory for the largest one is enough. Nothing
-is written over; OUT appears when all of it is on the disk and was read again. --verify then loads the exported model,
-and mmtrain's own, and compares their logits on samples that the run held out, and answers to a batch of prompts with
-those to one at a time.
+The models are read where the run's configuration says. Memory for the encoder, the embedding and one layer is enough.
+Nothing is written over; OUT appears when all of it is on the disk and was read again. --verify then loads the
+exported model, and mmtrain's own, and compares their logits on samples that the run held out, and answers to a batch
+of prompts with those to one at a time.
 """
 
 from __future__ import annotations

@@ -59,6 +59,7 @@ class RankAudit:
         self.stored = {name: p for name, p in named.items() if p.requires_grad}
         self.frozen: dict[str, torch.Tensor] = {name: p for name, p in named.items() if not p.requires_grad}
         self._check_holdings(stages, optimizer)
+        self._buffers = {name: fingerprint(b) for stage in stages.values() for name, b in stage.layer_buffers()}
         for number, stage in stages.items():
             kept = set(stage.state_dict())
             self.frozen |= {f"stage {number} {name}": b for name, b in stage.named_buffers() if name in kept}
@@ -143,7 +144,7 @@ class RankAudit:
             "frozen": _combined(self.before, self.frozen),
             "trainable": _combined(self.before, self.masters),
             "frozen_parameters": {name: self.before[name] for name in parameters},
-            "files": {name: in_files.get(name, self.before[name]) for name in parameters},
+            "files": {name: in_files.get(name, self.before[name]) for name in parameters} | self._buffers,
         }
 
     def notes(self, saw_gradient: Collection[str]) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ the LLM's family, tiny --exported, loaded by the class--> the same logits as the
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tempfile
@@ -30,6 +31,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.checkpoint.step_folder import StepFolder
 from mmtrain.config.schema import RunConfig
+from mmtrain.engine.audit import settings_fingerprint
 from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
 from mmtrain.exporting.doors import StockClass, StockDoor, door_of
@@ -51,6 +53,7 @@ from mmtrain.pretrained.model_files import model_folder, read_header
 from mmtrain.pretrained.shapes import llm_shape
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
+HEAD = "llm.head.weight"
 SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
 
 
@@ -128,22 +131,32 @@ def tensors_to_export(checkpoint: StepFolder, merged: bool) -> tuple[dict[str, T
 
 
 def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
-    """Raise UserError for a tensor that stayed frozen in the run and has another fingerprint now.
+    """Raise UserError for models whose frozen tensors or settings are not those that the run was trained with.
 
     Cost: the models' files are read once more, a decoder layer at a time.
     """
-    trained_with, versions = checkpoint.state["frozen_files"], checkpoint.state["versions"]
+    state = checkpoint.state
+    trained_with = {name: was for name, was in state["frozen_files"].items() if not name.startswith(PROJECTOR)}
+    if not trained_with:
+        return
     config = checkpoint.config.changed({"model.projector.init_from": None})  # `run_tensors` checks the projector
-    layers = len(llm_shape(config.model.llm.path).decoder) if trained_with else 0
+    layers = len(llm_shape(config.model.llm.path).decoder)
+    seen: dict[str, str] = {}
     for layer in range(layers):
         stage = build_stage(config, StagePlan(layer, layer, layer + 1, layer == 0, layer == layers - 1))
-        for name, parameter in stage.global_parameters():
-            if not name.startswith(PROJECTOR) and trained_with.get(name) not in (None, fingerprint(parameter)):
-                folder = config.model.vision.name if name.startswith("vision.") else config.model.llm.path
-                raise UserError(
-                    f"{folder}: {name} has other weights now than the run was trained with. Bring the model's files "
-                    f"back, or install transformers {versions['transformers']} and timm {versions['timm']}, as it had"
-                )
+        for name, tensor in itertools.chain(stage.global_parameters(), stage.layer_buffers()):
+            if name in trained_with:
+                seen[name] = fingerprint(tensor)
+    seen.setdefault(HEAD, trained_with.get(HEAD, ""))  # a tied one is the embedding where one stage has both
+    odd = next((name for name, was in trained_with.items() if seen.get(name) != was), None)
+    if odd is None and settings_fingerprint(config) != state["settings_fingerprint"]:
+        odd = "config.json, or another file of settings,"
+    if odd is not None:
+        folder = config.model.vision.name if odd.startswith("vision.") else config.model.llm.path
+        raise UserError(
+            f"{folder}: {odd} is not what the run was trained with. Bring the model's files back, or install "
+            f"transformers {state['versions']['transformers']} and timm {state['versions']['timm']}, as it had"
+        )
 
 
 def write_model(

@@ -29,7 +29,7 @@ from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.data.stream.packs import PackedBatch, copied
 from mmtrain.model.flash import Way, ways_taken
 from mmtrain.model.language import LanguageSlice, load_slice
-from mmtrain.model.lora import add_adapters, has_adapters, refusing_unused
+from mmtrain.model.lora import add_adapters, has_adapters, refusing_unused, without_marks
 from mmtrain.model.loss import loss_sum_and_predictions, supervised_loss_sum, supervised_places
 from mmtrain.model.parity import takes_rows
 from mmtrain.model.projector import Projector, starting_projector
@@ -136,6 +136,13 @@ class Stage(nn.Module):
             for name, parameter in self.front.projector.named_parameters():
                 yield f"projector.{name}", parameter
         yield from self.language.global_parameters()
+
+    def layer_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each buffer of the decoder layers that files hold (a router's bias, say) with its global name."""
+        stored = self.language.model.state_dict().keys()
+        for name, buffer in self.language.model.named_buffers():
+            if name in stored and (known := global_name(without_marks(name))).startswith("llm.layers."):
+                yield known, buffer
 
     @property
     def encoder_is_frozen(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -193,13 +194,21 @@ def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
         kept, tensors = file.read_bytes(), load_file(file)
         tensors[tensor][0] *= 2
         save_file(tensors, file, metadata={"format": "pt"})
-        said = f"{tmp_path / part}: {name} has other weights now than the run was trained with. Bring"
+        said = f"{tmp_path / part}: {name} is not what the run was trained with. Bring"
         assert all(said in (exported(*options) or "") for options in copying)
         with pytest.raises(UserError, match=f"cannot be exported, and so not be asked: {re.escape(said)}"):
             generate(run, Image.new("RGB", (28, 28), "red"))
         if part == "llm":
             assert [exported(*options) for options in others] == [None, None], "these copy nothing of the models"
         file.write_bytes(kept)
+
+    settings, weights = tmp_path / "llm" / "config.json", tmp_path / "llm" / "model.safetensors"
+    content, tensors = json.loads(settings.read_text()), load_file(weights)
+    settings.write_text(json.dumps(content | {"rms_norm_eps": 0.1}))
+    assert "llm: config.json, or another file of settings, is not what" in exported("--format", "hf")
+    save_file({name: x for name, x in tensors.items() if "layers.1." not in name}, weights, {"format": "pt"})
+    settings.write_text(json.dumps(content | {"num_hidden_layers": 1}))
+    assert "llm.layers.1." in exported("--format", "hf"), "a layer that is not there any more"
 
 
 def test_verify_asks_about_samples_that_the_run_holds_out_and_else_about_its_data(tiny):

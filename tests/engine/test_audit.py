@@ -9,12 +9,14 @@ import pytest
 import torch
 from scenes import make_config, save_parts
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from mmtrain.base.errors import UserError
 from mmtrain.engine.audit import AuditError, RankAudit, check_replicas, write_audit
 from mmtrain.engine.optimizer import MasterWeights, NoOpOptimizer, make_optimizer
 from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.stage import build_stage
+from mmtrain.model.tiny import tiny_model
 from mmtrain.plan.planner import make_plan
 
 
@@ -208,3 +210,18 @@ def test_weights_that_are_not_finite_are_refused_by_name_before_the_run(rank, na
     dict(stages[0].global_parameters())[name].data[0, 0] = float("inf")
     with pytest.raises(UserError, match=f"rank 0 read NaN or infinity as {name}"):
         RankAudit(plan.ranks[0], stages, optimizer, masters)
+
+
+def test_buffers_of_layers_that_files_hold_are_noted_beside_the_frozen_weights(tmp_path):
+    """The bias by which glm4_moe chooses experts is no parameter, and decides what is computed all the same."""
+    save_parts(tmp_path)
+    tiny_model(CONFIG_MAPPING["glm4_moe"](num_hidden_layers=2), seed=0).save_pretrained(tmp_path / "llm")
+    config = make_config(tmp_path)
+    plan = make_plan(config)
+    stage = build_stage(config, plan.ranks[0].stages[0])
+    masters = MasterWeights({n: p for n, p in stage.global_parameters() if p.requires_grad}).by_name
+    audit = RankAudit(plan.ranks[0], {0: stage}, make_optimizer(stage, masters, config.optimizer), masters)
+    biases = {name: buffer for name, buffer in stage.layer_buffers() if name.endswith("e_score_correction_bias")}
+    assert biases and all(name.startswith("llm.layers.") for name in biases)
+    files = audit.start()["files"]
+    assert {name: files[name] for name in biases} == {name: fingerprint(buffer) for name, buffer in biases.items()}
