@@ -150,7 +150,7 @@ def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
     seen.setdefault(HEAD, trained_with.get(HEAD, ""))  # a tied one is the embedding where one stage has both
     odd = next((name for name, was in trained_with.items() if seen.get(name) != was), None)
     if odd is None and settings_fingerprint(config) != state["settings_fingerprint"]:
-        odd = "config.json, or another file of settings,"
+        odd = "its config.json, or that of the encoder,"
     if odd is not None:
         folder = config.model.vision.name if odd.startswith("vision.") else config.model.llm.path
         raise UserError(

@@ -205,7 +205,7 @@ def test_models_that_were_replaced_since_the_run_are_not_exported_or_asked(
     settings, weights = tmp_path / "llm" / "config.json", tmp_path / "llm" / "model.safetensors"
     content, tensors = json.loads(settings.read_text()), load_file(weights)
     settings.write_text(json.dumps(content | {"rms_norm_eps": 0.1}))
-    assert "llm: config.json, or another file of settings, is not what" in exported("--format", "hf")
+    assert "llm: its config.json, or that of the encoder, is not what" in exported("--format", "hf")
     save_file({name: x for name, x in tensors.items() if "layers.1." not in name}, weights, {"format": "pt"})
     settings.write_text(json.dumps(content | {"num_hidden_layers": 1}))
     assert "llm.layers.1." in exported("--format", "hf"), "a layer that is not there any more"
