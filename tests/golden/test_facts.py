@@ -1,0 +1,36 @@
+"""What a run computes, reads and exports is what tests/golden/*.json record."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from golden.facts import CASES, FACTS
+from golden.record import compute, differences, file_of, surroundings
+
+
+def cases() -> Iterator:
+    """Return each case with its golden file's name; those that take long are nightly."""
+    for name in FACTS:
+        for case, asked in CASES[name].items():
+            is_daily = name in ("order", "tokens") or "daily" in asked
+            yield pytest.param(name, case, marks=() if is_daily else pytest.mark.nightly)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("golden")
+
+
+@pytest.mark.parametrize(("name", "case"), [*cases()])
+def test_facts_are_the_recorded_ones(folder, name, case):
+    record = json.loads(file_of(name).read_text())
+    if others := list(differences(record["recorded_with"], surroundings(name))):
+        pytest.skip(f"{name}.json was recorded elsewhere: {'; '.join(others)}")
+    found = list(differences(record["facts"][case], compute(name, case, folder)))
+    assert not found, "\n".join([f"{name}, {case}: {len(found)} values differ", *found[:20]])
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_every_case_is_recorded_and_none_is_left_over(name):
+    assert list(json.loads(file_of(name).read_text())["facts"]) == list(CASES[name])
