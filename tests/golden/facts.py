@@ -4,11 +4,14 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import Processor
 
 CASES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "cases.yaml").read_text())
+RESUMED = "resumed after step 20"
 WORDS = ("a", "red", "circle,", "東京", "😀", "e\u0301", "1. é\n", "\t{{x}}", "What", "<b>", "", " \\n", "لا", "Ünï")
 MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>")
 LEFT_OUT = ("transformers_version", "peft_version", "versions", "sha256")  # of JSON: versions, and the weights' bits
@@ -84,14 +88,40 @@ def encoder(folder: Path, name: str) -> Path:
     return made
 
 
-def with_tokenizer(llm: Path, folder: Path, tokenizer: Any, template: str | None, marks: list[str]) -> Path:
+def with_tokenizer(llm: Path, folder: Path, tokenizer: Any, template: str | None, marks: Iterable[str]) -> Path:
     """Copy an LLM and give the copy this tokenizer, its chat template and more special tokens."""
     shutil.copytree(llm, folder)
-    added = [AddedToken(mark, special=True, normalized=False) for mark in dict.fromkeys(marks)]
-    tokenizer.add_tokens(added, special_tokens=True)
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks], special_tokens=True)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def projectors(folder: Path, case: str) -> dict[str, Any]:
+    """Train the demo for 40 steps; return the last loss and the SHA-256 of each trained tensor."""
+    run = train(folder, case)
+    tensors = load_file(run / "checkpoints" / "step-00000040" / "projector.safetensors")
+    hashes = {name: hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest() for name in sorted(tensors)}
+    return {"last loss": mmtrain.load_run(run).metrics("train")[-1]["loss"], "tensors": hashes}
+
+
+@functools.cache
+def train(folder: Path, case: str) -> Path:
+    """Run `mmtrain train`; return the run's folder."""
+    run = folder / case.replace(" ", "-")
+    overrides = [f"run.dir={folder}", f"run.name={run.name}", "parallel.threads_per_rank=1", "eval.shards=null"]
+    overrides += ["train.max_steps=40", "train.packs_per_step=4", "checkpoint.every_steps=20"]
+    if case == RESUMED:
+        overrides.append(f"--resume={train(folder, 'pipeline 2') / 'checkpoints' / 'step-00000020'}")
+    command = [sys.executable, "-m", "mmtrain", "train", "demo:llava_pp4", *overrides, *CASES["projectors"][case]]
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return run
 
 
 def order(folder: Path, case: str) -> dict[str, Any]:
@@ -139,7 +169,7 @@ def tokens(folder: Path, case: str) -> dict[str, str]:
     asked, own = CASES["tokens"][case], folder / digest(case)
     jinja = STYLES[asked["style"]][0] if "style" in asked else asked.get("jinja", "")
     tokenizer = sentencepiece_like() if asked.get("tokenizer") == "sentencepiece" else make_tokenizer()
-    marks = asked.get("marks") or re.findall(r"<\|\w+\|>|<start_of_turn>|<end_of_turn>", jinja)
+    marks = asked.get("marks") or dict.fromkeys(re.findall(r"<\|\w+\|>|<start_of_turn>|<end_of_turn>", jinja))
     with_tokenizer(language_model(folder, "llama"), own, tokenizer, jinja or None, marks)
     (own / "own.jinja").write_text(jinja)
     name = str(own / "own.jinja") if asked.get("as_file") else asked.get("template", "chat")
@@ -153,8 +183,8 @@ def tokens(folder: Path, case: str) -> dict[str, str]:
             facts[sample.key] = f"rejected: {error.reason}"
             continue
         supervised = sum(label != IGNORE for label in document.labels)
-        written = digest(repr((document.input_ids, document.labels)))
-        facts[sample.key] = f"{len(document.input_ids)} tokens, {supervised} supervised, {written}"
+        written = f"{len(document.input_ids)} tokens, {supervised} supervised"
+        facts[sample.key] = f"{written}, {digest(repr((document.input_ids, document.labels)))}"
     return facts
 
 
@@ -222,4 +252,4 @@ def tensors_of(path: Path) -> dict[str, str]:
     return {kind: ", ".join(sorted(numbers)) for kind, numbers in sorted(places.items())}
 
 
-FACTS = {"order": order, "tokens": tokens, "exports": exports}
+FACTS = {"projectors": projectors, "order": order, "tokens": tokens, "exports": exports}

@@ -12,23 +12,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from golden.facts import CASES, FACTS
 
-LIBRARIES = {  # whose versions change facts
-    "order": ("numpy", "tokenizers"),
-    "tokens": ("tokenizers", "transformers"),
-    "exports": ("peft", "timm", "tokenizers", "transformers"),
-}
-
-
-def file_of(name: str) -> Path:
-    """Return the path of a golden file: `facts` by case, and what they were `recorded_with`."""
-    return Path(__file__).parent / f"{name}.json"
+FOLDER = Path(__file__).parent  # NAME.json: `facts` by case, and what they were `recorded_with`
 
 
 def surroundings(name: str) -> dict[str, str]:
-    """Return the versions that facts depend on."""
-    return {library: version(library) for library in LIBRARIES[name]}
+    """Return the versions, and for trained bits the CPU, that facts depend on."""
+    found = {library: version(library) for library in CASES["libraries"][name]}
+    if name == "projectors":
+        lines = re.findall(r"^(model name|cpu family|model)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found |= dict(lines) | {"instructions": torch.backends.cpu.get_cpu_capability()}
+    return found
 
 
 def compute(name: str, case: str, folder: Path) -> Any:
@@ -54,4 +50,4 @@ if __name__ == "__main__":
             facts = {case: compute(name, case, Path(folder)) for case in CASES[name]}
         text = json.dumps({"recorded_with": surroundings(name), "facts": facts}, indent=1, ensure_ascii=False)
         text = re.sub(r"\[\n *([^][{}]{1,100})\n *\]", lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", text)
-        file_of(name).write_text(text + "\n")
+        (FOLDER / f"{name}.json").write_text(text + "\n")

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from golden.facts import CASES, FACTS
-from golden.record import compute, differences, file_of, surroundings
+from golden.facts import CASES, FACTS, RESUMED
+from golden.record import FOLDER, compute, differences, surroundings
 
 
 def cases() -> Iterator:
@@ -22,9 +22,10 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("golden")
 
 
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("name", "case"), [*cases()])
 def test_facts_are_the_recorded_ones(folder, name, case):
-    record = json.loads(file_of(name).read_text())
+    record = json.loads((FOLDER / f"{name}.json").read_text())
     if others := list(differences(record["recorded_with"], surroundings(name))):
         pytest.skip(f"{name}.json was recorded elsewhere: {'; '.join(others)}")
     found = list(differences(record["facts"][case], compute(name, case, folder)))
@@ -33,4 +34,9 @@ def test_facts_are_the_recorded_ones(folder, name, case):
 
 @pytest.mark.parametrize("name", FACTS)
 def test_every_case_is_recorded_and_none_is_left_over(name):
-    assert list(json.loads(file_of(name).read_text())["facts"]) == list(CASES[name])
+    assert list(json.loads((FOLDER / f"{name}.json").read_text())["facts"]) == list(CASES[name])
+
+
+def test_a_resumed_run_ends_with_the_bits_of_the_whole_run():
+    facts = json.loads((FOLDER / "projectors.json").read_text())["facts"]
+    assert facts[RESUMED] == facts["pipeline 2"]
