@@ -1,0 +1,70 @@
+"""Plans against their record: 40 exactly, and 330 by how fast they are, what they need and whether they are refused."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+from golden.planning import facts_of
+from golden.record_behaviour import records_of
+
+RECORDS = records_of("plans")
+DAILY = [record for record in RECORDS if "daily" in record]
+MEMORY = "parallel.device_memory_gib"
+MEAN_SECONDS, MOST_SECONDS, BYTES = 1.005, 1.02, 0.02  # of the record
+
+
+def problems(record: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+    """Describe where a plan is worse than its record. A faster one, or one that now fits, is as good."""
+    expected = record["facts"]
+    if "refused" in expected:
+        if "refused" not in facts:
+            return [] if expected["refused"] == MEMORY else [f"planned, was refused for {expected['refused']}"]
+        if expected["refused"] not in facts["message"]:
+            return [f"refused without naming {expected['refused']}: {facts['message']}"]
+        return []
+    if "refused" in facts:
+        return [f"refused, was planned: {facts['message']}"]
+    found = []
+    if facts["seconds"] > expected["seconds"] * MOST_SECONDS:
+        found.append(f"a step takes {facts['seconds']:.6g} s, was {expected['seconds']:.6g} s")
+    if facts["choices"] == expected["choices"]:
+        for kind in ("bytes", "host_bytes"):
+            if facts[kind] != pytest.approx(expected[kind], rel=BYTES):
+                found.append(f"{kind} of the ranks are {facts[kind]}, were {expected[kind]}")
+    elif max(facts["bytes"]) > max(expected["bytes"]) * (1 + BYTES) and not is_limited(record["case"]):
+        found.append(f"the fullest rank needs {max(facts['bytes'])} bytes, was {max(expected['bytes'])}")
+    return found
+
+
+def is_limited(case: dict[str, Any]) -> bool:
+    """Whether the case has a memory limit, within which other choices may use more memory."""
+    return any(override.startswith(MEMORY) for override in case["overrides"])
+
+
+@pytest.mark.parametrize("record", DAILY, ids=lambda record: record["name"])
+def test_a_plan_of_every_day_is_chosen_as_recorded(record, tmp_path) -> None:
+    facts = facts_of(record["case"], tmp_path)
+    assert problems(record, facts) == []
+    assert facts.get("choices") == record["facts"].get("choices"), "renew the record if this is meant"
+    assert facts.get("seconds") == pytest.approx(record["facts"].get("seconds"), rel=1e-9)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_no_recorded_plan_has_become_slower_larger_or_refused(tmp_path) -> None:
+    found, ratios = [], []
+    for record in RECORDS:
+        facts = facts_of(record["case"], tmp_path)
+        found += [f"plan {record['name']}: {text}" for text in problems(record, facts)]
+        if "seconds" in facts and "seconds" in record["facts"]:
+            ratios.append(facts["seconds"] / record["facts"]["seconds"])
+    assert found == [], "\n".join(found)
+    assert statistics.mean(ratios) <= MEAN_SECONDS
+
+
+def test_the_records_hold_300_configurations_and_30_tight_ones() -> None:
+    assert len(RECORDS) == 330 and len(DAILY) == 40
+    assert sum("tight" in record["name"] and "refused" not in record["facts"] for record in RECORDS) == 30
+    assert 30 < sum("refused" in record["facts"] for record in RECORDS) < 120
