@@ -25,7 +25,7 @@ from mmtrain.launching.machine import (
     suggest_for_here,
 )
 from mmtrain.launching.starters import rank_of_torchrun, refuse_other_starters
-from mmtrain.launching.training import ranks_of_node, train
+from mmtrain.launching.training import ranks_of_node, train, train_as_rank
 from mmtrain.model.projector_files import refuse_unfit_init_from
 from mmtrain.plan.suggestion_table import render_suggestion
 from mmtrain.plan.table import render
@@ -77,7 +77,7 @@ def run(options: Options) -> int:
                     "parallel.calibration"
                 )
             return calibrate(config, ranks_of_node(config, options))
-        return train(config, options, rank)
+        return train(config, options) if rank is None else train_as_rank(config, options, rank)
     except UserError:
         time.sleep(seconds_before_message(rank or 0))
         raise

@@ -82,11 +82,6 @@ def end(how: str) -> None:
         os._exit(7)
     if how == "hang" or how in WATCHDOGS:
         time.sleep(300)
-    if how == "fork server killed":
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(300)
-    if how.startswith("stopped"):
-        os.kill(os.getpid(), signal.SIGSTOP)
     if how.startswith("stuck"):  # both ranks, each waiting for the other
         import torch
         import torch.distributed as dist

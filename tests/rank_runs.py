@@ -22,8 +22,8 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.launching.data import with_formats
 from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan
+from mmtrain.processes.failures import RankProgress
 from mmtrain.processes.rank import Rank
-from mmtrain.processes.rank_records import Whereabouts
 from mmtrain.processes.stop import StopRequest
 from mmtrain.training.loop import main
 
@@ -59,7 +59,7 @@ def _be_rank(config: RunConfig, plan: Plan, start: Start | None) -> str | None:
     rank, folder = int(os.environ["RANK"]), run_folder(config)
     with (folder / f"console-{rank}.txt").open("w") as console:
         me = Rank(
-            rank, len(plan.ranks), rank, "cpu", folder, console if rank == 0 else None, Whereabouts(), StopRequest()
+            rank, len(plan.ranks), rank, "cpu", folder, console if rank == 0 else None, RankProgress(), StopRequest()
         )
         return main(config, plan, me, start if rank == 0 else None)
 

@@ -22,7 +22,7 @@ import psutil
 from mmtrain.base.durable import UNFINISHED
 from mmtrain.checkpoint.step_folder import CHECKPOINTS
 from mmtrain.processes.child import python_child
-from mmtrain.processes.rank_records import Whereabouts
+from mmtrain.processes.failures import RankProgress
 
 AT_START = ("opening the data", "loading weights", "building the engine", "loading the checkpoint")
 SECONDS_TO_END = 10.0  # that a job may take to end when one of its ranks is killed
@@ -110,7 +110,7 @@ class Launched:
     def progress(self) -> dict[int, tuple[int, str]]:
         """What each rank is at: step and work."""
         files = self.scratch.glob("mmtrain-*/progress-*")
-        read = {int(file.name.rpartition("-")[2]): Whereabouts.read(file) for file in files}
+        read = {int(file.name.rpartition("-")[2]): RankProgress.read(file) for file in files}
         return {rank: at for rank, at in sorted(read.items()) if at is not None and at[1]}
 
     def strike(self, kill: Kill, draw: random.Random, timeout: float) -> Killed | None:

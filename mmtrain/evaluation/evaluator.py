@@ -21,7 +21,7 @@ from mmtrain.engine.statistics import Statistics
 from mmtrain.evaluation.held_out import Extent, HeldOut
 from mmtrain.plan.instructions import Instruction
 from mmtrain.plan.placement import EVALUATION_ROUND
-from mmtrain.processes.rank_records import Whereabouts
+from mmtrain.processes.failures import RankProgress
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Evaluator:
         self,
         engine: FrozenPipelineEngine,
         held_out: HeldOut | None,
-        progress: Whereabouts,
+        progress: RankProgress,
         show: Callable[[int, int], None],
     ) -> None:
         """Agree with all ranks on what to evaluate; raises UserError where they have read different samples."""

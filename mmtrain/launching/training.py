@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mmtrain.base.errors import EncoderSliceError, UserError
@@ -36,10 +36,11 @@ from mmtrain.launching.starters import TORCHRUN_VARIABLES, agree
 from mmtrain.model.encoder_probe import probe_encoder
 from mmtrain.model.probe import probe
 from mmtrain.model.projector_files import refuse_unfit_init_from
-from mmtrain.plan.plan import Plan
+from mmtrain.plan.plan import Plan, RankPlan
 from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
 from mmtrain.plan.schedule import ranks_of
 from mmtrain.plan.table import render
+from mmtrain.processes.failures import Failure
 from mmtrain.processes.gpus import visible_gpus
 from mmtrain.processes.job import Job
 from mmtrain.processes.rank import Rank, run_rank
@@ -52,15 +53,13 @@ SIGNALLED = 128  # exit codes above it: ended by the signal of that number less 
 Train = Callable[[Rank], str | None]
 
 
-def train(config: RunConfig, options: Options, rank: int | None) -> int:
-    """Train on this machine's ranks, or as the `rank` that torchrun has started this process as; the exit code."""
-    local_ranks = ranks_of_node(config, options) if rank is None else _ranks_of_torchrun(config, options)
-    gpus = visible_gpus()
+def train(config: RunConfig, options: Options) -> int:
+    """Start this machine's ranks, wait for their end and print how the run ended; return the exit code."""
+    local_ranks, gpus = ranks_of_node(config, options), visible_gpus()
     plan = plan_here(config, gpus, local_ranks)
-    if rank is None and not _can_slice(config, plan, alone=options.nnodes == 1):
+    if not _can_slice(config, plan, alone=options.nnodes == 1):
         config = config.changed({"parallel.encoder_ranks": 0})
         plan = plan_here(config, gpus, local_ranks)
-    refuse_unfit_trace(plan, options.trace, config.train.max_steps)
     job = dataclasses.replace(
         job_here(config, plan, gpus, local_ranks, run_folder(config)),
         nodes=options.nnodes,
@@ -68,81 +67,101 @@ def train(config: RunConfig, options: Options, rank: int | None) -> int:
         endpoint=options.rdzv_endpoint,
         saves_when_asked=True,
     )
-    given = config
-    is_first = job.node == 0 if rank is None else rank == 0
-    reads_data = is_first
-    if is_first:
-        refuse_missing_trackers(config)
-    refuse_missing_quantisation(config)
-    first = job.node * local_ranks if rank is None else rank - int(os.environ["LOCAL_RANK"])
-    refuse_short_host_memory(plan.ranks[first : first + local_ranks])
-    if rank is None:
-        here = [plan.ranks[number] for number in job.local_ranks]
-        for mine, (number, gpu) in zip(here, enumerate(gpus), strict=False):
-            refuse_short_memory(mine, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes))
-        reads_data = any(mine.pipeline == 0 for mine in here)
-    if reads_data:
-        config = check_data(config, others_wait=job.nodes > 1 if rank is None else len(plan.ranks) > 1)
-    elif rank is not None and plan.ranks[rank].pipeline == 0:
-        config = with_formats(config)  # rank 0 may run on another machine
-    with locked(job.folder) if is_first else contextlib.nullcontext():
+    here = [plan.ranks[number] for number in job.local_ranks]
+    _refuse_unfit(config, plan, here, options, is_first=job.node == 0)
+    for rank_plan, (number, gpu) in zip(here, enumerate(gpus), strict=False):
+        refuse_short_memory(rank_plan, f"GPU {number} ({gpu.name})", GpuMemory(gpu.total_bytes, gpu.free_bytes))
+    to_agree_on = config if job.nodes > 1 else None
+    if any(rank_plan.pipeline == 0 for rank_plan in here):
+        config = check_data(config, others_wait=job.nodes > 1)
+    with locked(job.folder) if job.node == 0 else contextlib.nullcontext():
         start = None
-        if is_first:
+        if job.node == 0:
             start = find_start(config, options.resume, options.allow_change)
-            alone = rank is None and job.nodes == 1
-            if start is not None and alone and is_complete(job.folder, start.checkpoint, config):
+            if start is not None and job.nodes == 1 and is_complete(job.folder, start.checkpoint, config):
                 say(f"complete: {job.folder} has made all its {start.checkpoint.step} steps. {ANEW}")
                 return 0
-            if start is None:
-                refuse_unfit_beginning(config, job.folder)
-                refuse_unfit_init_from(config, job.folder)
-            prepare_folder(config, plan, goes_on=start is not None)
-            say(*render(plan))
-        to_agree_on = given if job.nodes > 1 else None
-        target = functools.partial(_train, config, plan, start, options.trace or 0, to_agree_on)
-        try_family = functools.partial(
-            probe, config.model.llm.path, plan.boundaries, streams=plan.streaming is not None
-        )
-        how = _how_to_go_on(config, options)
-        if rank is None:
-            return _start(target, try_family, job, how)
-        set_rank_environment(job.threads, on_gpus=job.on_gpus)
-        if is_first:
-            try_family()
-            _can_slice(config, plan, alone=False)
-        store = agree(given, plan, options.trace or 0, rank)  # and wait until rank 0 has prepared the folder
-        stopped = run_rank(functools.partial(_train_and_say, target, how), job)
-        del store  # it may be the one that all ranks meet at
-        if is_first:
-            _leave_page(job.folder)
-        return 0 if stopped is None else STOPPED
+            _prepare(config, plan, start)
+        if job.nodes > 1 and job.node == 0:
+            _say_who_can_reach_it(job.endpoint)
+        job.folder.mkdir(parents=True, exist_ok=True)  # other machines may not see the folder of the first one
+        with prepared(job):
+            _try_family(config, plan)
+            failure = run_ranks(functools.partial(_train, config, plan, start, options.trace or 0, to_agree_on), job)
+        if job.node == 0:
+            _leave_page(job.folder)  # first: whoever reads only the last line must read how the run ended
+        return _report_end(failure, job, _how_to_resume(config, options))
 
 
-def _start(target: Train, try_family: Callable[[], None], job: Job, how_to_go_on: str) -> int:
-    """Start this machine's ranks, wait for their end and say how it was; the exit code."""
-    if job.nodes > 1 and job.node == 0:
-        _say_who_can_reach_it(job.endpoint)
-    job.folder.mkdir(parents=True, exist_ok=True)  # other machines may not see the folder of the first one
-    with prepared(job):
-        try_family()
-        failure = run_ranks(target, job)
-    if job.node == 0:
-        _leave_page(job.folder)  # before what is said of the end, which is the last line for whoever reads only that
+def _report_end(failure: Failure | None, job: Job, how_to_resume: str) -> int:
+    """Print how the run ended and what to do next; return the exit code."""
     if failure is None:
         if job.node == 0:
             say(f"results: {job.folder}")
         return 0
     if failure.exit_code == STOPPED:
-        say(f"{failure.message}. {how_to_go_on}")
+        say(f"{failure.message}. {how_to_resume}")
         return STOPPED
     show_cursor()  # a rank that was killed could not
     show_error(failure.message)
     if failure.exit_code > SIGNALLED and job.node == 0:
         if saved := step_folders(job.folder):
-            note(f"nothing was saved since step {step_of(saved[0])}. {how_to_go_on}")
+            note(f"nothing was saved since step {step_of(saved[0])}. {how_to_resume}")
         else:
             note("nothing was saved yet: the same command begins where this run began")
     return failure.exit_code
+
+
+def train_as_rank(config: RunConfig, options: Options, rank: int) -> int:
+    """Train as global rank `rank`, whose process torchrun has started; return the exit code."""
+    local_ranks, gpus = _ranks_of_torchrun(config, options), visible_gpus()
+    plan = plan_here(config, gpus, local_ranks)
+    job = dataclasses.replace(job_here(config, plan, gpus, local_ranks, run_folder(config)), saves_when_asked=True)
+    first = rank - int(os.environ["LOCAL_RANK"])
+    _refuse_unfit(config, plan, plan.ranks[first : first + local_ranks], options, is_first=rank == 0)
+    to_agree_on, start = config, None
+    if rank == 0:
+        config = check_data(config, others_wait=len(plan.ranks) > 1)
+    elif plan.ranks[rank].pipeline == 0:
+        config = with_formats(config)  # rank 0 may run on another machine
+    with locked(job.folder) if rank == 0 else contextlib.nullcontext():
+        if rank == 0:
+            start = find_start(config, options.resume, options.allow_change)
+            _prepare(config, plan, start)
+        set_rank_environment(job.threads, on_gpus=job.on_gpus)
+        if rank == 0:
+            _try_family(config, plan)
+            _can_slice(config, plan, alone=False)
+        store = agree(to_agree_on, plan, options.trace or 0, rank)  # and wait until rank 0 has prepared the folder
+        target = functools.partial(_train, config, plan, start, options.trace or 0, None)
+        stopped = run_rank(functools.partial(_train_and_say, target, _how_to_resume(config, options)), job)
+        del store  # it may be the one that all ranks meet at
+        if rank == 0:
+            _leave_page(job.folder)
+    return 0 if stopped is None else STOPPED
+
+
+def _refuse_unfit(config: RunConfig, plan: Plan, here: Sequence[RankPlan], options: Options, *, is_first: bool) -> None:
+    """Raise UserError for what this machine lacks for its ranks, `here`; the run's first process needs trackers too."""
+    refuse_unfit_trace(plan, options.trace, config.train.max_steps)
+    if is_first:
+        refuse_missing_trackers(config)
+    refuse_missing_quantisation(config)
+    refuse_short_host_memory(here)
+
+
+def _prepare(config: RunConfig, plan: Plan, start: Start | None) -> None:
+    """Prepare the run's folder, in its first process alone, and print the plan."""
+    folder = run_folder(config)
+    if start is None:
+        refuse_unfit_beginning(config, folder)
+        refuse_unfit_init_from(config, folder)
+    prepare_folder(config, plan, goes_on=start is not None)
+    say(*render(plan))
+
+
+def _try_family(config: RunConfig, plan: Plan) -> None:
+    probe(config.model.llm.path, plan.boundaries, streams=plan.streaming is not None)
 
 
 def _can_slice(config: RunConfig, plan: Plan, *, alone: bool) -> bool:
@@ -173,11 +192,11 @@ def _leave_page(folder: Path) -> None:
         note(f"the run's page was not made: {harmless(str(error) or repr(error))}; mmtrain report {folder} makes it")
 
 
-def _train_and_say(target: Train, how_to_go_on: str, rank: Rank) -> str | None:
+def _train_and_say(target: Train, how_to_resume: str, rank: Rank) -> str | None:
     """`target` under torchrun: this process's own stdout is the log by now, and no launcher says how the run ended."""
     stopped = target(rank)
     if stopped is not None:
-        rank.tell(f"{stopped}. {how_to_go_on}")
+        rank.tell(f"{stopped}. {how_to_resume}")
     return stopped
 
 
@@ -241,7 +260,7 @@ def _say_who_can_reach_it(endpoint: str) -> None:
         say(f"listening for the other machines on {address}")
 
 
-def _how_to_go_on(config: RunConfig, options: Options) -> str:
+def _how_to_resume(config: RunConfig, options: Options) -> str:
     in_the_way = [f"--resume {options.resume}"] if options.resume != AUTO else []
     in_the_way += ["run.overwrite=true"] if config.run.overwrite else []
     return f"The same command{' without ' + ' and '.join(in_the_way) if in_the_way else ''} goes on from there"

@@ -1,7 +1,7 @@
-"""One rank's process: its place in the run, and its last words when it fails.
+"""One rank's process: its place in the run, and the record that it leaves when it fails.
 
 A rank never prints: everything that it or a library writes, C++ included, goes to the run's log, and rank 0 gets a
-stream to the console for progress. What outlives it for the launcher is in rank_records.
+stream to the console for progress. What it leaves for the launcher is in failures.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import TextIO, TypeVar
 
 from mmtrain.base.console_stream import ConsoleStream
 from mmtrain.base.printing import say, show_error, show_logs
-from mmtrain.processes.blame import describe
+from mmtrain.processes.failures import ErrorRecord, RankProgress
 from mmtrain.processes.job import Job
 from mmtrain.processes.log import log_name, send_output_to
 from mmtrain.processes.parent import die_with_parent
-from mmtrain.processes.rank_records import ErrorRecord, Whereabouts
 from mmtrain.processes.stop import STOP_FILE, StopRequest
 
 Result = TypeVar("Result")
@@ -48,7 +47,7 @@ class Rank:
     device: str
     folder: Path
     console: TextIO | None
-    progress: Whereabouts
+    progress: RankProgress
     stop: StopRequest
 
     def tell(self, *messages: str) -> None:
@@ -84,7 +83,7 @@ def run_rank(target: Callable[[Rank], Result], job: Job, records: Path | None = 
     log = send_output_to(log_path, f"rank {rank}", [1, 2])
     faulthandler.enable(file=2)
 
-    progress = Whereabouts(records / f"progress-{rank}" if records else None)
+    progress = RankProgress(records / f"progress-{rank}" if records else None)
     try:
         import torch
 
@@ -106,7 +105,7 @@ def run_rank(target: Callable[[Rank], Result], job: Job, records: Path | None = 
             console.drain()
         if not records:
             time.sleep(seconds_before_message(rank))
-            show_error(f"{describe(job, record)}\nlog: {log_path}", errors)
+            show_error(f"{record.message(job)}\nlog: {log_path}", errors)
             errors.drain()
         # Not sys.exit: handlers at exit may wait for a peer that is gone.
         os._exit(2 if record.kind == "user" else 1)

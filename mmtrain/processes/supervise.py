@@ -1,4 +1,4 @@
-"""Starts this node's ranks through torch's elastic agent, waits, ends everything; blame says how that went."""
+"""Starts this node's ranks through torch's elastic agent, waits, and ends every process that is left."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import ctypes
 import logging
 import multiprocessing.forkserver
 import os
-import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,11 +19,10 @@ import psutil
 
 from mmtrain.base.console_stream import ConsoleStream
 from mmtrain.base.errors import UserError
-from mmtrain.processes.blame import Failure, find_origin, whereabouts
+from mmtrain.processes.failures import Failure, last_seen, root_cause
 from mmtrain.processes.job import Job
 from mmtrain.processes.log import output_to_log
 from mmtrain.processes.rank import ENDING_SIGNALS, Rank, run_rank
-from mmtrain.processes.rank_records import Whereabouts
 from mmtrain.processes.stop import SECONDS_TOGETHER, STOP_FILE, STOP_SIGNALS, Asked, StopFile
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -146,16 +143,14 @@ def run_ranks(target: Callable[[Rank], str | None], job: Job) -> Failure | None:
             rdzv_configs={"rank": job.node, "timeout": job.timeout_seconds},
         )
         try:
-            with _stopped_ranks_continued(records):
-                ends = elastic_launch(config, run_rank)(target, job, records)
+            ends = elastic_launch(config, run_rank)(target, job, records)
         except ChildFailedError as error:
             exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            lives = any("multiprocessing.forkserver" in command for command in _children().values())
-            return find_origin(job, records, exit_codes, log_begins, fork_server_lives=lives)
+            return root_cause(job, records, exit_codes, log_begins)
         except SignalException as error:
             by = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
-            at = whereabouts(job, records, job.local_ranks[0])
-            return Failure(128 + error.sigval, f"stopped by {by}; {at}\nlog: {job.log}")
+            seen = last_seen(job, records, job.local_ranks[0])
+            return Failure(128 + error.sigval, f"stopped by {by}; {seen}\nlog: {job.log}")
         except UserError as error:
             return Failure(2, str(error))
         except (RendezvousError, DistError) as error:
@@ -184,39 +179,6 @@ def _handlers_restored(signals: list[signal.Signals]) -> Iterator[None]:
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _stopped_ranks_continued(records: Path) -> Iterator[None]:
-    """In the block a stopped rank (SIGSTOP, a debugger) that was told to end is continued, so that it does (Linux).
-
-    A signal waits while a process is stopped, and torch's agent would wait for it, 30 s long.
-    """
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(1):
-            for file in records.glob("progress-*"):
-                process = Whereabouts.process(file)
-                if process and _is_stopped_and_told_to_end(process):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGCONT)
-
-    threading.Thread(target=watch, name="stopped ranks", daemon=True).start()
-    try:
-        yield
-    finally:
-        is_over.set()
-
-
-def _is_stopped_and_told_to_end(process: int) -> bool:
-    try:
-        status = Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return False
-    pending = sum(int(mask, 16) for mask in re.findall(r"^(?:Sig|Shd)Pnd:\s*(\w+)", status, re.MULTILINE))
-    told = any(pending >> (number - 1) & 1 for number in (*ENDING_SIGNALS, signal.SIGTERM))
-    return told and re.search(r"^State:\s*[Tt]", status, re.MULTILINE) is not None
 
 
 def _end_children(spared: set[psutil.Process]) -> None:

@@ -34,7 +34,7 @@ from mmtrain.evaluation.held_out import HeldOut, permute_images
 from mmtrain.model.stage import build_stage
 from mmtrain.plan.instructions import Op
 from mmtrain.plan.planner import make_plan
-from mmtrain.processes.rank_records import Whereabouts
+from mmtrain.processes.failures import RankProgress
 
 EOS = 110  # a token that the stock model, with these weights, says after many of the images
 PACK_LENGTH = 32
@@ -192,7 +192,7 @@ def build(config):
     packed = PackedBatches(config, mine.data, plan.data) if mine.pipeline == 0 else None
     shown = []
     held_out = None if packed is None else HeldOut(packed)
-    evaluator = Evaluator(engine, held_out, Whereabouts(), lambda done, total: shown.append((done, total)))
+    evaluator = Evaluator(engine, held_out, RankProgress(), lambda done, total: shown.append((done, total)))
     return engine, None if packed is None else iter(packed), evaluator, shown
 
 

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
-from mmtrain.processes.rank_records import ErrorRecord, Whereabouts
+from mmtrain.processes.failures import ErrorRecord, RankProgress
 
 
 def record_of(error: Exception) -> ErrorRecord:
-    progress = Whereabouts()
+    progress = RankProgress()
     progress.at(3, "FORWARD(stage 1, micro-batch 2)")
     try:
         raise error
@@ -30,15 +30,15 @@ def record_of(error: Exception) -> ErrorRecord:
 def test_progress_can_be_read_after_the_process_was_killed(tmp_path):
     child = os.fork()
     if child == 0:
-        progress = Whereabouts(tmp_path / "progress")
+        progress = RankProgress(tmp_path / "progress")
         progress.at(41, "BACKWARD(stage 2, micro-batch 7)")
         os.kill(os.getpid(), 9)
     os.waitpid(child, 0)
-    assert Whereabouts.read(tmp_path / "progress") == (41, "BACKWARD(stage 2, micro-batch 7)")
+    assert RankProgress.read(tmp_path / "progress") == (41, "BACKWARD(stage 2, micro-batch 7)")
 
 
 def test_progress_of_a_rank_that_never_started_is_unknown(tmp_path):
-    assert Whereabouts.read(tmp_path / "progress") is None
+    assert RankProgress.read(tmp_path / "progress") is None
 
 
 @pytest.mark.parametrize(
@@ -182,5 +182,5 @@ def test_an_error_record_survives_writing_and_names_step_work_and_place(tmp_path
     record = record_of(ValueError("bad"))
     record.write(tmp_path / "error-1")
     assert ErrorRecord.read(tmp_path / "error-1") == record
-    assert (record.step, record.doing, record.cause) == (3, "FORWARD(stage 1, micro-batch 2)", "ValueError: bad")
-    assert record.where.startswith("test_rank_records.py:")
+    assert (record.step, record.work, record.cause) == (3, "FORWARD(stage 1, micro-batch 2)", "ValueError: bad")
+    assert record.where.startswith("test_failures.py:")
