@@ -1,4 +1,4 @@
-"""Runs a plan's instruction lists on DeepSpeed's pipeline engine.
+"""Run a plan's instruction lists, with DeepSpeed's topology, process groups and optimizer step.
 
 - every rank runs exactly the instructions of `plan.schedule`, for each of its stages; nothing upstream of the first
   trainable stage runs backward or receives a gradient;
@@ -29,7 +29,7 @@ from mmtrain.data.stream.packs import PackedBatch, to_device
 from mmtrain.engine.bad_steps import report_bad_step
 from mmtrain.engine.chain import ChainLink, Encoded
 from mmtrain.engine.channels import Channels
-from mmtrain.engine.deepspeed_pipeline import DeepSpeedPipeline
+from mmtrain.engine.deepspeed_pipeline import deepspeed_engine
 from mmtrain.engine.optimizer import MasterWeights, adamw_state, clip_coefficient, learning_rate, load_trained
 from mmtrain.engine.process_groups import replica_group
 from mmtrain.engine.single_stage import warm_up
@@ -44,7 +44,7 @@ from mmtrain.plan.rates import REST, parameter_groups
 from mmtrain.plan.schedule import forward_schedule, prelude, ranks_of
 
 
-class FrozenPipelineEngine(DeepSpeedPipeline):
+class FrozenPipelineEngine:
     """One rank of a pipeline x data grid that executes a plan.
 
     `stages` are this rank's, by number; `on_instruction`, if given, is called with (step, instruction) right before an
@@ -68,7 +68,11 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
         self._masters = MasterWeights({name: p for name, p in named if p.requires_grad})
         self.trainable = self._masters.by_name
         """Master weights, fp32, of what trains on this rank, by global name."""
-        super().__init__(config, plan, stages, self.trainable)
+        self._deepspeed = deepspeed_engine(config, plan, stages, self.trainable)
+        self.optimizer: torch.optim.Optimizer = self._deepspeed.optimizer
+        self.device: torch.device = self._deepspeed.device
+        self.stage_id: int = self._deepspeed.stage_id
+        self.global_rank: int = self._deepspeed.global_rank
         self._groups = parameter_groups(config.optimizer, self.trainable)
         self.run_config = config
         self.plan = plan
@@ -357,7 +361,7 @@ class FrozenPipelineEngine(DeepSpeedPipeline):
                 self.saw_gradient |= {name for name, seen in zip(unseen, found, strict=True) if seen}
             for group in self.optimizer.param_groups:
                 group["lr"] = rates[group["name"]]
-            self._take_model_step(None)
+            self._deepspeed._take_model_step(None)
             self._masters.write_back()
         self._masters.zero_grad()
         self._result = StepResult(

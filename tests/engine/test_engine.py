@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from ranks import run_ranks
 from scenes import (
     IMAGE_TOKEN,
@@ -27,7 +26,6 @@ from scenes import (
 
 from mmtrain.base.errors import NonFiniteError
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.engine.deepspeed_pipeline import REFUSED
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group
 from mmtrain.model.stage import build_stage
@@ -527,22 +525,3 @@ def test_a_record_that_a_full_disk_refuses_does_not_hide_the_cause(parts):
     ((_, _, message, *_),) = run_ranks(1, train_past_bad_steps, config, [damaged(step(0))], Path("/dev/full"))
     assert message.startswith("step 0: the loss sum is nan")
     assert message.endswith("(/dev/full cannot be written: No space left on device)")
-
-
-def call_what_deepspeed_offers(config):
-    engine, _ = build(config)
-    said = {}
-    for name in REFUSED:
-        assert hasattr(PipelineEngine, name), "a method that this DeepSpeed has"
-        with pytest.raises(NotImplementedError) as error:
-            getattr(engine, name)("argument")
-        said[name] = str(error.value)
-    return said
-
-
-def test_what_would_bypass_the_plan_says_so_instead_of_running(parts):
-    (said,) = run_ranks(1, call_what_deepspeed_offers, make_config(parts))
-    assert said["train_batch"].startswith(
-        "DeepSpeed's `train_batch` would bypass the plan; `train_step` and `evaluate`"
-    )
-    assert {"eval_batch", "forward", "backward", "step", "save_checkpoint", "load_checkpoint", "compile"} <= said.keys()
