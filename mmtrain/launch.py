@@ -30,8 +30,8 @@ from mmtrain.model.projector_files import refuse_unfit_init_from
 from mmtrain.plan.suggestion_table import render_suggestion
 from mmtrain.plan.table import render
 from mmtrain.pretrained.model_files import find_model_folder
-from mmtrain.pretrained.whole_models import completed
 from mmtrain.processes.rank import seconds_before_message
+from mmtrain.stock.pretrained import expand_pretrained
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def run(options: Options) -> int:
                 "--local_rank comes from DeepSpeed's launcher, which does not start mmtrain: start it by mmtrain "
                 "train, or by torchrun --nproc-per-node N -m mmtrain.launch"
             )
-        config = completed(load_config(options.config, options.overrides))
+        config = expand_pretrained(load_config(options.config, options.overrides))
         if options.trace is not None and (options.plan or options.calibrate):
             raise UserError("--trace records training; mmtrain plot --plan CONFIG draws what is planned")
         if options.suggest is not None:

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from mmtrain.config.load import load_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import NAMES
-from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.processor import ExportedProcessor, write_processor
+from mmtrain.stock.exporters import stock_class
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def run_config(tiny: Path, llm: Path, *overrides: str) -> RunConfig:
 
 def export(config: RunConfig, folder: Path, tower: Tower = Tower()) -> ExportedProcessor:
     folder.mkdir(exist_ok=True)
-    exported = write_processor(door_of_type("llava"), config, tower, folder)
+    exported = write_processor(stock_class("llava"), config, tower, folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llava"}))
     return exported
 

@@ -1,10 +1,12 @@
 """Shared fixtures: folders of tiny models, made once a session."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -100,6 +102,27 @@ def tiny(make_tiny, tmp_path_factory) -> Path:
     make_tiny.make_tiny_shards(folder / "shards", two_image_fraction=0.125)
     make_tiny.make_config(folder, "tiny")
     return folder
+
+
+@pytest.fixture(scope="session")
+def llm_with(make_tiny, tiny, tmp_path_factory) -> Callable[..., Path]:
+    """Makes an LLM's folder with the tiny weights (320 rows) and another tokenizer and chat template."""
+    from chat_styles import sentencepiece_like
+    from tokenizers import AddedToken
+
+    def make(template: str | None, marks: tuple[str, ...] = (), kind: str = "byte_level", **generation) -> Path:
+        folder = tmp_path_factory.mktemp("llm") / "llm"
+        shutil.copytree(tiny / "llm", folder)
+        tokenizer = sentencepiece_like() if kind == "sentencepiece" else make_tiny.make_tokenizer()
+        added = [AddedToken(mark, special=True, normalized=False) for mark in marks]
+        tokenizer.add_tokens(added, special_tokens=True)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        if generation:
+            (folder / "generation_config.json").write_text(json.dumps(generation))
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ pretrained
 data.samples
 data.shards
 data.prepare  data.stream
+stock
 data.inspection
 demo  plan
 checkpoint
@@ -41,7 +42,7 @@ STILL_UP = {  # module -> the wing above that it imports
 
 # Wings that import no torch, but for these modules; and modules of other wings that do not.
 TORCH_FREE_WINGS = (
-    "base  config  processes  pretrained  data.shards  data.prepare  demo  plan  report  launching  launch"
+    "base  config  processes  pretrained  stock  data.shards  data.prepare  demo  plan  report  launching  launch"
 )
 USE_TORCH = "processes.fork_server  processes.rendezvous"  # the first imports what a launcher names
 TORCH_FREE_MODULES = """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from mmtrain.api.run import Run
 from mmtrain.base.errors import UserError
 from mmtrain.checkpoint.step_folder import StepFolder, find
-from mmtrain.pretrained.doors import Base, default_base
+from mmtrain.stock.exporters import Base, default_base
 
 if TYPE_CHECKING:
     import torch

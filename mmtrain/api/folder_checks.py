@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import shortened
 from mmtrain.config.limits import MAX_GRIDS
-from mmtrain.pretrained.doors import TIMM
 from mmtrain.pretrained.encoders import FAMILIES
 from mmtrain.pretrained.families import check_llm_numbers
 from mmtrain.pretrained.model_files import Shape, is_whole, read_json
 from mmtrain.pretrained.vision_files import hf_facts
+from mmtrain.stock.stock_class import TIMM
 
 if TYPE_CHECKING:
-    from mmtrain.exporting.doors import StockDoor
+    from mmtrain.stock.stock_class import StockClass
 
 CONNECTOR_BOUNDS = {
     **dict.fromkeys(("scale_factor", "downsample_factor", "projector_pooling_ratio"), (1, 64)),
@@ -123,8 +123,8 @@ def _check_processor(settings: dict, file: Path) -> None:
             raise UserError(f"{file}: {key} is {shortened(repr(value))}; needed is a whole number up to {most:,}")
 
 
-def check_parts(door: StockDoor, config: dict[str, Any], folder: Path) -> None:
-    """Raise UserError for parts in config.json that no folder of a door's class has.
+def check_parts(stock: StockClass, config: dict[str, Any], folder: Path) -> None:
+    """Raise UserError for parts in config.json that no folder of a stock class has.
 
     transformers makes whatever model_type says, and some types load their own parts from a hub id, or from any file.
     """
@@ -133,17 +133,17 @@ def check_parts(door: StockDoor, config: dict[str, Any], folder: Path) -> None:
 
     from mmtrain.model.vision import check_wrapped_timm, model_class
 
-    taken = [family for family in FAMILIES.values() if not door.facts.encoders or family.model in door.facts.encoders]
-    encoders = {*door.facts.own_encoders, *(model_class(family).config_class.model_type for family in taken)}
+    taken = [family for family in FAMILIES.values() if not stock.encoders or family.model in stock.encoders]
+    encoders = {*stock.own_encoders, *(model_class(family).config_class.model_type for family in taken)}
     vision, text = (config.get(part, {}).get("model_type") for part in ("vision_config", "text_config"))
     if vision is not None and vision not in sorted(encoders):  # not in the set: it may be a list
-        shown = f"vision_config of model_type {shortened(repr(vision))}; {door.class_name} takes"
+        shown = f"vision_config of model_type {shortened(repr(vision))}; {stock.class_name} takes"
         raise UserError(f"{folder}: config.json has a {shown} {', '.join(sorted(encoders))}")
     causal = text is None or (text in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) and text in transformers.CONFIG_MAPPING)
     if not causal or (text and transformers.CONFIG_MAPPING[text].sub_configs.keys() - PARTS_OF_LLMS):
         shown = f"text_config of model_type {shortened(repr(text))}"
         raise UserError(f"{folder}: config.json has a {shown}, which is no LLM alone; needed is one, as llama")
-    if TIMM in door.facts.encoders:
+    if TIMM in stock.encoders:
         wrapped = config.get("vision_config") or {}
         if isinstance(arguments := wrapped.get("model_args"), dict):
             _check_processor(arguments, folder / "config.json")

@@ -23,9 +23,9 @@ from mmtrain.base.printing import harmless, shortened
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.samples.records import IMAGE_MARK, Rejected
-from mmtrain.pretrained.doors import DOORS
 from mmtrain.pretrained.families import check_family
 from mmtrain.pretrained.model_files import find_model_folder, foreign_files, is_whole, read_json, tensor_shapes
+from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 LARGEST_TOKEN = 10**9
 NEEDED = (
     "needed is a run or checkpoint of mmtrain, or a Hugging Face folder of a model that mmtrain export makes "
-    f"({', '.join(door.name for door in DOORS)}, or a causal LM)"
+    f"({', '.join(stock.name for stock in STOCK_CLASSES)}, or a causal LM)"
 )
 
 
@@ -73,7 +73,9 @@ def stock_folder(model: str, show: Callable[[str, int, int], None] = lambda *_: 
         return exported(find(folder), show)
     config = folder / "config.json"
     family = read_json(config).get("model_type") if config.is_file() else None
-    if family not in [door.model_type for door in DOORS] and not _is_causal_lm(config):  # by ==: it may be a list
+    if family not in [stock.model_type for stock in STOCK_CLASSES] and not _is_causal_lm(
+        config
+    ):  # by ==: it may be a list
         seen = "no config.json" if family is None else f"model_type {harmless(str(family))}"
         raise UserError(f"{model}: has {seen}; {NEEDED}")
     shapes = tensor_shapes(folder)
@@ -120,7 +122,6 @@ def load(folder: Path) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     from mmtrain.data.samples.templates import load_tokenizer
-    from mmtrain.exporting.doors import door_of_type
     from mmtrain.model.language import causal_config
 
     logging.set_verbosity_error()
@@ -134,12 +135,12 @@ def load(folder: Path) -> tuple[Any, Any]:
             model, report = model_class.from_pretrained(folder, attn_implementation=kernel, **options)
         return _ready(folder, model, processor, processor, report)
     config = read_json(folder / "config.json")
-    door = door_of_type(config["model_type"])
-    check_parts(door, config, folder)
+    stock = stock_class(config["model_type"])
+    check_parts(stock, config, folder)
     pixtral = (config.get("vision_config") or {}).get("model_type") == "pixtral"  # a Llava with its own processor
     with foreign_files(str(folder)):
-        processor = door.load_processor(folder, "PixtralProcessor" if pixtral else None)
-        model, report = door.model_class.from_pretrained(folder, attn_implementation=kernel, **options)
+        processor = stock.load_processor(folder, "PixtralProcessor" if pixtral else None)
+        model, report = stock.model_class.from_pretrained(folder, attn_implementation=kernel, **options)
     feature_layers = getattr(model.config, "vision_feature_layer", [])  # some classes take the last one alone
     for layer in feature_layers if isinstance(feature_layers, list) else [feature_layers]:
         layers = model.config.vision_config.num_hidden_layers

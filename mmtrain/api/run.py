@@ -32,9 +32,9 @@ from mmtrain.config.load import dump_config, restore_config, validated
 from mmtrain.config.load import load_config as read_config
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.strict_yaml import read_yaml
-from mmtrain.pretrained.whole_models import completed
 from mmtrain.processes.child import python_child
 from mmtrain.report.page import write_page
+from mmtrain.stock.pretrained import expand_pretrained
 
 WRONG_INPUT = 2  # exit code of the launcher for what the user can mend
 LINES_KEPT = 200  # of what the launcher has printed: its message is among the last
@@ -142,7 +142,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises UserError listing every problem at once.
     """
-    return completed(read_config(path, overrides))
+    return expand_pretrained(read_config(path, overrides))
 
 
 def train(

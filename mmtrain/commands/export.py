@@ -32,7 +32,7 @@ from mmtrain.api.export import DifferentError, Dtype, Format, export
 from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.printing import show_error, tell
 from mmtrain.base.progress import ByteBars
-from mmtrain.pretrained.doors import Base
+from mmtrain.stock.exporters import Base
 
 EXAMPLES = """\
   the newest checkpoint of a run, for transformers, in the precision of the run:

@@ -24,7 +24,7 @@ from mmtrain.config.load import load_config
 from mmtrain.engine.trace import TRACE, WORK_OF, Work
 from mmtrain.launching.machine import plan_for_here
 from mmtrain.plan.simulate import Program, simulate
-from mmtrain.pretrained.whole_models import completed
+from mmtrain.stock.pretrained import expand_pretrained
 
 EXAMPLES = """\
   the schedule of a configuration, before anything runs:
@@ -90,7 +90,7 @@ class Timeline:
 
 def predicted(config_file: str, overrides: Sequence[str]) -> Timeline:
     """The step that the planner expects; raises UserError for a config that cannot be planned."""
-    plan = plan_for_here(completed(load_config(config_file, overrides)))
+    plan = plan_for_here(expand_pretrained(load_config(config_file, overrides)))
     step = simulate(Program(plan.schedule), plan.seconds, spans=True)
     bars = tuple(
         Bar(span.rank, WORK_OF[span.instruction.op], span.instruction.stage, span.instruction.microbatch, *span[2:])

@@ -16,7 +16,6 @@ from mmtrain.base.printing import harmless
 from mmtrain.config.model import LoraSection
 from mmtrain.data.samples.records import IMAGE_MARK
 from mmtrain.data.samples.templates import PlainTemplate
-from mmtrain.exporting.doors import StockDoor
 from mmtrain.exporting.language import ExportedLanguage
 from mmtrain.exporting.processor import ExportedProcessor
 from mmtrain.exporting.projector_file import Origin
@@ -25,6 +24,7 @@ from mmtrain.model.projector import PROJECTOR
 from mmtrain.pretrained.adapters import adapted_layer, is_adapter, is_llm_adapter
 from mmtrain.pretrained.layouts import TILES, ImageLayout
 from mmtrain.pretrained.model_files import HUB_ID
+from mmtrain.stock.stock_class import StockClass
 
 LOADING = """\
 ```python
@@ -64,7 +64,7 @@ NEAR_WITH_TORCHVISION = ("bilinear", "bicubic", "lanczos")
 
 
 def write_card(
-    door: StockDoor,
+    stock: StockClass,
     folder: Path,
     about: Origin,
     dtype: str,
@@ -78,9 +78,9 @@ def write_card(
     front = {"library_name": "transformers", "pipeline_tag": "image-text-to-text"}
     front |= {"base_model": bases} if bases else {}
     loading = LOADING.format(
-        model=door.class_name,
+        model=stock.class_name,
         opened=OPENED[processor.ignore_exif],
-        exact=door.exact_pixels(processor.transform),
+        exact=stock.exact_pixels(processor.transform),
         prompt=CAPTION if about.template == "plain" else CHAT,
     )
     ran = f"Tested with transformers {transformers.__version__}: it loads this folder and makes the inputs of training."

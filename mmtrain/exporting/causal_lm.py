@@ -24,7 +24,6 @@ from mmtrain.data.samples.sample import IGNORE, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.exporting.card import write_text_card
 from mmtrain.exporting.chat_template import TEMPLATE_FILE, documents_of, exported_chat_template
-from mmtrain.exporting.doors import StockClass
 from mmtrain.exporting.hf import ExportedModel, export_hf, refuse_loading_faults, tensors_to_export, write_model
 from mmtrain.exporting.language import language_for_export
 from mmtrain.exporting.processor import generation_settings
@@ -32,17 +31,18 @@ from mmtrain.model.language import causal_config
 from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.tokenizer_files import READ_BY_TOKENIZERS
+from mmtrain.stock.stock_class import ExportedClass
 
 _ASKED: Turns = (("human", "What is this?"), ("gpt", "A red circle."))
 CONVERSATIONS: tuple[Turns, ...] = (_ASKED, (*_ASKED, ("human", "And that?"), ("gpt", "No\n1. é")))
 
 
-class CausalClass(StockClass):
+class CausalClass(ExportedClass):
     """The LLM's own class: its tensors keep their names, and nothing stands before it."""
 
     def __init__(self, folder: Path) -> None:
-        config_class = type(causal_config(folder))
-        super().__init__(config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
+        self.config_class = type(causal_config(folder))
+        self.model_class = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class]
         self.decoder_names = f"{self.model_class.base_model_prefix}."
 
     def language_name(self, name: str, base: str) -> str:

@@ -1,6 +1,6 @@
 """The whole model as a Hugging Face folder, which a stock class of transformers loads without mmtrain.
 
-config            --pretrained.doors: which class?----> a StockDoor, LLaVA's in what follows, or a refusal
+config            --stock.exporters: which class?------> a StockClass, LLaVA's in what follows, or a refusal
 checkpoint: projector --------------------------------> multi_modal_projector.linear_{1,2}.{weight,bias}
 model.vision.name --vision: exact conversion----------> vision_tower.*        and config.json, README.md,
 model.llm.path    --language: tensor by tensor--------> language_model.*      the processor's files
@@ -34,13 +34,12 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.engine.audit import settings_fingerprint
 from mmtrain.exporting.card import write_card
 from mmtrain.exporting.chat_template import mark_answers
-from mmtrain.exporting.doors import StockClass, StockDoor, door_of
 from mmtrain.exporting.language import ExportedLanguage, language_for_export
 from mmtrain.exporting.merging import merged_encoder
 from mmtrain.exporting.processor import ExportedProcessor, check_processor, write_processor
 from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written, require_space, write_shards
-from mmtrain.exporting.vision import ExportedEncoder
+from mmtrain.exporting.vision import encoder_for_export, wrapped_timm_encoder
 from mmtrain.model.fingerprint import fingerprint
 from mmtrain.model.language import causal_config, quiet
 from mmtrain.model.projector import PROJECTOR
@@ -48,9 +47,10 @@ from mmtrain.model.stage import build_stage
 from mmtrain.model.tiny import tiny_model
 from mmtrain.plan.plan import StagePlan
 from mmtrain.pretrained.adapters import is_llm_adapter
-from mmtrain.pretrained.doors import WHAT_WORKS, formats_for, stock_door
 from mmtrain.pretrained.model_files import model_folder, read_header
 from mmtrain.pretrained.shapes import llm_shape
+from mmtrain.stock.exporters import exporter_for, formats_for
+from mmtrain.stock.stock_class import TIMM, WHAT_WORKS, ExportedClass, ExportedEncoder, StockClass
 
 BOUND = 1e-5  # relative to the largest logit; the same kernels run, 0.0 on every family that fits
 HEAD = "llm.head.weight"
@@ -61,7 +61,7 @@ SMALL_FILES = 64 << 20  # bytes that tokenizer, index and card take at most
 class ExportedModel:
     """What was written."""
 
-    stock: StockClass
+    stock: ExportedClass
     folder: Path
     bytes: int  # of the tensors
     tensors: int
@@ -87,31 +87,32 @@ def export_hf(
     """
     config = checkpoint.config
     try:
-        door = door_of(stock_door(config))
+        stock = exporter_for(config)
     except UserError as error:
         raise UserError(f"{error}; use {formats_for(config, read_header(checkpoint.tensors_file))}") from None
     replacing, about = tensors_to_export(checkpoint, merged)
     llm = model_folder(about.llm)
-    refuse_unfit_family(door, llm)
+    refuse_unfit_family(stock, llm)
     vision, own, projector = (
         {name: source for name, source in replacing.items() if name.startswith(part)}
         for part in ("vision.", "llm.", PROJECTOR)
     )
     stored_as = str(dtype).removeprefix("torch.")
-    encoder = door.encoder(config, merged_encoder(config, vision))
-    processor = write_processor(door, config, encoder, folder)
-    language = language_for_export(door, llm, own, processor.rows_needed, stored_as, config.model.lora)
-    tensors = {door.encoder_names + name: source for name, source in encoder.tensors.items()}
-    tensors |= {door.connector_name(name.removeprefix(PROJECTOR)): projector[name] for name in projector}
+    encoder_of = wrapped_timm_encoder if TIMM in stock.encoders else encoder_for_export
+    encoder = stock.adapt_encoder(config, encoder_of(config, merged_encoder(config, vision)))
+    processor = write_processor(stock, config, encoder, folder)
+    language = language_for_export(stock, llm, own, processor.rows_needed, stored_as, config.model.lora)
+    tensors = {stock.encoder_names + name: source for name, source in encoder.tensors.items()}
+    tensors |= {stock.connector_name(name.removeprefix(PROJECTOR)): projector[name] for name in projector}
     tensors |= language.tensors
-    content = _config(door, config, encoder, language, processor, stored_as)
-    refuse_loading_faults(door, content, tensors)
+    content = _config(stock, config, encoder, language, processor, stored_as)
+    refuse_loading_faults(stock, content, tensors)
 
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     unmarked = mark_answers(config, folder)
     check_processor(config, processor, folder)
-    written = write_model(door, folder, content, tensors, dtype, shard_bytes, progress)
-    write_card(door, folder, about, stored_as, encoder, language, processor, unmarked)
+    written = write_model(stock, folder, content, tensors, dtype, shard_bytes, progress)
+    write_card(stock, folder, about, stored_as, encoder, language, processor, unmarked)
     return replace(written, unmarked=unmarked)
 
 
@@ -160,7 +161,7 @@ def _refuse_replaced_weights(checkpoint: StepFolder) -> None:
 
 
 def write_model(
-    stock: StockClass,
+    stock: ExportedClass,
     folder: Path,
     content: Mapping[str, Any],
     tensors: Mapping[str, TensorSource],
@@ -182,7 +183,7 @@ def write_model(
 
 
 def _config(
-    door: StockDoor,
+    stock: StockClass,
     run: RunConfig,
     encoder: ExportedEncoder,
     language: ExportedLanguage,
@@ -191,11 +192,11 @@ def _config(
 ) -> dict[str, Any]:
     """config.json of the folder, in keys that transformers 4.57 and 5 read."""
     return {
-        "architectures": [door.class_name],
-        "model_type": door.facts.model_type,
+        "architectures": [stock.class_name],
+        "model_type": stock.model_type,
         "dtype": dtype,
         **processor.token_keys,
-        **door.config(run, encoder),
+        **stock.config(run, encoder),
         "tie_word_embeddings": language.config["tie_word_embeddings"],
         "text_config": language.config,
         "vision_config": {**encoder.config, "dtype": dtype},
@@ -214,7 +215,7 @@ class _MetaTensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def refuse_loading_faults(stock: StockClass, config: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> None:
+def refuse_loading_faults(stock: ExportedClass, config: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> None:
     """Raise UserError unless the stock model of `config` finds all of its tensors among these, and has a use for each.
 
     The loader's own conversions run (names, experts fused, ties), on shapes alone.
@@ -238,8 +239,8 @@ def refuse_loading_faults(stock: StockClass, config: Mapping[str, Any], tensors:
         raise UserError(f"{stock.class_name} does not load this model: {listed}; {WHAT_WORKS}")
 
 
-def refuse_unfit_family(door: StockDoor, folder: Path) -> None:
-    """Raise UserError where a door's class around the LLM in `folder` computes other logits than the LLM's own class.
+def refuse_unfit_family(stock: StockClass, folder: Path) -> None:
+    """Raise UserError where a stock class around the LLM in `folder` computes other logits than the LLM's own class.
 
     It has a head without bias, scale or cap, and takes some families only. A tiny model of the same config is tried.
     """
@@ -247,22 +248,22 @@ def refuse_unfit_family(door: StockDoor, folder: Path) -> None:
     model = tiny_model(config, seed=0)
     with tempfile.TemporaryDirectory(prefix="mmtrain-export-") as temporary, quiet():
         model.save_pretrained(temporary)
-        language = language_for_export(door, Path(temporary), {}, 0, "float32")
+        language = language_for_export(stock, Path(temporary), {}, 0, "float32")
         tensors = {name: source.read().clone() for name, source in language.tensors.items()}
     content = {
         "text_config": language.config,
-        "vision_config": dict(door.tiny_encoder),
-        door.image_token_key: language.config["vocab_size"] - 1,
+        "vision_config": dict(stock.tiny_encoder),
+        stock.image_token_key: language.config["vocab_size"] - 1,
         "tie_word_embeddings": language.config["tie_word_embeddings"],
     }
     try:
-        stock, report = _load(door, content, tensors)
-        others = (door.encoder_names, door.connector_names, door.newline_name)
+        loaded, report = _load(stock, content, tensors)
+        others = (stock.encoder_names, stock.connector_names, stock.newline_name)
         lacking = [name for name in report["missing_keys"] if not any(other in name for other in others)]
         faults = [*lacking, *report["unexpected_keys"], *report["mismatched_keys"]]
         ids = torch.arange(24).view(2, 12)
         with torch.no_grad():
-            own, other = model(ids).logits, stock.eval()(input_ids=ids).logits
+            own, other = model(ids).logits, loaded.eval()(input_ids=ids).logits
         difference = float((own - other).abs().max() / own.abs().max())
         if not faults and difference <= BOUND:
             return
@@ -274,10 +275,12 @@ def refuse_unfit_family(door: StockDoor, folder: Path) -> None:
         )
     except Exception as error:  # any of transformers' families may fail in its own way
         why = f"{type(error).__name__}: {error}"
-    raise UserError(f"{config.model_type} does not fit into {door.class_name}: {why}; {WHAT_WORKS}")
+    raise UserError(f"{config.model_type} does not fit into {stock.class_name}: {why}; {WHAT_WORKS}")
 
 
-def kept_in_float32(stock: StockClass, config: Mapping[str, Any], names: Iterable[str], dtype: torch.dtype) -> set[str]:
+def kept_in_float32(
+    stock: ExportedClass, config: Mapping[str, Any], names: Iterable[str], dtype: torch.dtype
+) -> set[str]:
     """Names of the tensors that transformers loads in fp32 into a model of `dtype`: rounding them would be for good."""
     with torch.device("meta"):
         model = stock.model_class(stock.config_class.from_dict(dict(config)))
@@ -289,7 +292,7 @@ def kept_in_float32(stock: StockClass, config: Mapping[str, Any], names: Iterabl
 
 
 def _load(
-    stock: StockClass, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    stock: ExportedClass, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     with quiet():
         return stock.model_class.from_pretrained(

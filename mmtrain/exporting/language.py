@@ -1,6 +1,6 @@
 """The LLM of an exported Hugging Face folder: its published tensors under new names, trained ones in their place.
 
-model.layers.3.X    -> language_model.model.layers.3.X     (LLaVA's names; each door has its own)
+model.layers.3.X    -> language_model.model.layers.3.X     (LLaVA's names; each stock class has its own)
 lm_head.weight      -> language_model.lm_head.weight
 
 A tensor on disk keeps its content, but where an adapter is merged into it: what transformers does
@@ -22,13 +22,13 @@ from transformers.pytorch_utils import Conv1D
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.model import LoraSection
-from mmtrain.exporting.doors import StockClass
 from mmtrain.exporting.merging import take_merged
 from mmtrain.exporting.tensors import TensorSource, stored
 from mmtrain.model.language import causal_config, missing_prefix
 from mmtrain.model.weights import tensor_files
 from mmtrain.pretrained.families import global_name
 from mmtrain.pretrained.parts import llm_config, llm_tensors
+from mmtrain.stock.stock_class import ExportedClass
 
 _ROWS = {"llm.embedding.weight", "llm.head.weight"}  # matrices with a row for each token id
 _OLD_BUFFER = re.compile(r"rotary_emb\.inv_freq$")  # of every Llama saved before 2023; stock models compute it
@@ -46,7 +46,7 @@ class ExportedLanguage:
 
 
 def language_for_export(
-    around: StockClass,
+    around: ExportedClass,
     folder: Path,
     trained: Mapping[str, TensorSource],
     rows_needed: int,
@@ -102,7 +102,7 @@ def language_for_export(
 
 
 def _unloaded(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Says of a tensor on disk whether the stock causal LM passes over it in silence, which a door's class reports."""
+    """Says of a tensor on disk whether the stock causal LM passes over it in silence, which a stock class reports."""
     own = model.state_dict().keys()
     patterns = [_OLD_BUFFER, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     return lambda name: name not in own and any(pattern.search(name) for pattern in patterns)

@@ -28,11 +28,11 @@ from mmtrain.exporting.projector_file import Origin, origin, run_tensors
 from mmtrain.exporting.tensors import new_folder, require_space
 from mmtrain.model.projector import PROJECTOR
 from mmtrain.pretrained.connectors import NEWLINE, image_layout
-from mmtrain.pretrained.doors import formats_for, refuse_llava_code
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.parts import llm_config
 from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.stock.exporters import formats_for, refuse_llava_code
 
 FILE = "mm_projector.bin"
 NAMES = {

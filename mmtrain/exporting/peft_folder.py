@@ -39,10 +39,10 @@ from mmtrain.exporting.tensors import TensorSource, TensorWriter, check_written
 from mmtrain.model.language import causal_config, quiet
 from mmtrain.model.projector import PROJECTOR
 from mmtrain.pretrained.adapters import LORA_A, LORA_B, adapted_layer, is_llm_adapter
-from mmtrain.pretrained.doors import Base, formats_for
 from mmtrain.pretrained.families import global_name
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.parts import holds_parts
+from mmtrain.stock.exporters import Base, formats_for
 
 BASE = "base"
 TENSORS = "adapter_model.safetensors"

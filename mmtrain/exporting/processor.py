@@ -36,13 +36,13 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import PlainTemplate, Template, load_tokenizer, make_template, with_marks
 from mmtrain.data.stream.images import ImageTransform, image_transform
 from mmtrain.exporting.chat_template import documents_of, exported_chat_template
-from mmtrain.exporting.doors import StockDoor
 from mmtrain.exporting.vision import ExportedEncoder
 from mmtrain.pretrained.connectors import image_layout
 from mmtrain.pretrained.layouts import ImageLayout
 from mmtrain.pretrained.model_files import model_folder, read_json
 from mmtrain.pretrained.parts import llm_config
 from mmtrain.pretrained.shapes import llm_shape
+from mmtrain.stock.stock_class import StockClass
 
 # Of an LLM's generation_config.json; all else (sampling, penalties) would make answers differ from the evaluation's.
 KEPT_OF_GENERATION = ("bos_token_id", "max_length", "max_new_tokens")
@@ -72,10 +72,10 @@ class ExportedProcessor:
     transform: ImageTransform
     left_out: dict[str, Any]  # of the LLM's generation_config.json
     ignore_exif: bool
-    door: StockDoor
+    stock: StockClass
 
 
-def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder, folder: Path) -> ExportedProcessor:
+def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncoder, folder: Path) -> ExportedProcessor:
     """Write the processor's files and generation_config.json into `folder`, which exists.
 
     Raises UserError where tokenizer, template or encoder are missing or unfit for the run itself, and for a tokenizer
@@ -87,25 +87,25 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
     template = make_template(config.data.template, source, layout, sys.maxsize)
     probe = template(Sample("probe", "probe", PROBE, (b"",), sizes=((1, 1),)))
     end = [label for label in probe.labels if label != IGNORE][-1]  # the token that ends an answer in training
-    tokenizer = _tokenizer_for_prompts(door, source, template, end)
+    tokenizer = _tokenizer_for_prompts(stock, source, template, end)
     image_id = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
     rows = llm_shape(path).vocab_size
-    token_keys = {door.image_token_key: image_id}
-    if door.video_token is not None:
-        token_keys[door.video_token_key] = tokenizer.convert_tokens_to_ids(door.video_token)
+    token_keys = {stock.image_token_key: image_id}
+    if stock.video_token is not None:
+        token_keys[stock.video_token_key] = tokenizer.convert_tokens_to_ids(stock.video_token)
     new = [token for token in tokenizer.added_tokens_encoder if token not in source.added_tokens_encoder]
     used = tokenizer.convert_tokens_to_ids([*new, IMAGE_MARK, tokenizer.pad_token])
     rows_needed = max(rows, max(used) + 1)
-    _save_tokenizer(door, tokenizer, folder)
+    _save_tokenizer(stock, tokenizer, folder)
 
     transform = image_transform(config.model.vision.name, config.data.image_fit)
     assert transform.image_size == encoder.image_size, f"{transform.image_size} pixels, encoder {encoder.image_size}"
     dropped = 1 if encoder.select_strategy == "default" else 0
     assert encoder.prefix_tokens == dropped, f"{encoder.prefix_tokens} prefix tokens, {dropped} dropped"
-    _write_json(folder / "preprocessor_config.json", door.image_settings(transform, layout))
-    if (video := door.video_settings(transform)) is not None:
+    _write_json(folder / "preprocessor_config.json", stock.image_settings(transform, layout))
+    if (video := stock.video_settings(transform)) is not None:
         _write_json(folder / "video_preprocessor_config.json", video)
-    settings = {"processor_class": door.processor_name, **door.processor(config, encoder)}
+    settings = {"processor_class": stock.processor_name, **stock.processor(config, encoder)}
     _write_json(folder / "processor_config.json", settings)
 
     generation, left_out = generation_settings(path, tokenizer, end)
@@ -122,19 +122,19 @@ def write_processor(door: StockDoor, config: RunConfig, encoder: ExportedEncoder
         transform,
         left_out,
         config.data.ignore_exif,
-        door,
+        stock,
     )
 
 
 def _tokenizer_for_prompts(
-    door: StockDoor, source: PreTrainedTokenizerBase, template: Template, end: int
+    stock: StockClass, source: PreTrainedTokenizerBase, template: Template, end: int
 ) -> PreTrainedTokenizerBase:
     """A copy that reads <image>, writes the exported template, and begins a text as training does.
 
     A chat template writes its own BOS, so the tokenizer must add none: stock processors would add a second one, or one
     that training did not see. The plain template's BOS is the tokenizer's.
     """
-    more = (*door.more_tokens, *([door.video_token] if door.video_token else []))
+    more = (*stock.more_tokens, *([stock.video_token] if stock.video_token else []))
     tokenizer = _with_padding(with_marks(source, IMAGE_MARK, *more), {end, source.eos_token_id})
     tokenizer.chat_template = exported_chat_template(template)
     prefix = template.prefix if isinstance(template, PlainTemplate) else []
@@ -149,7 +149,7 @@ def _tokenizer_for_prompts(
     if tokenizer(text).input_ids != wanted:
         raise UserError(
             f"the tokenizer of {source.name_or_path} ({type(source).__name__}) adds special tokens to a text that "
-            f"training does not add, and stock {door.processor_name} would keep them; save a fast tokenizer "
+            f"training does not add, and stock {stock.processor_name} would keep them; save a fast tokenizer "
             "(tokenizer.json) into the LLM's folder, or export with --format safetensors or llava"
         )
     return tokenizer
@@ -172,7 +172,7 @@ def _with_padding(tokenizer: PreTrainedTokenizerBase, ends: Collection[int | Non
     return padded
 
 
-def _save_tokenizer(door: StockDoor, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _save_tokenizer(stock: StockClass, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save the tokenizer so that tokenizer.json is taken as it stands.
 
     transformers 5 would name a class that version 4 does not know, or the family's, which version 5 may build anew from
@@ -181,9 +181,9 @@ def _save_tokenizer(door: StockDoor, tokenizer: PreTrainedTokenizerBase, folder:
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     settings = {name: value for name, value in read_json(file).items() if name not in OF_THIS_LOADING}
-    settings["processor_class"] = door.processor_name
+    settings["processor_class"] = stock.processor_name
     settings["padding_side"] = tokenizer.padding_side  # save_pretrained leaves it out: batches would be padded right
-    if named := door.named_tokens(tokenizer):
+    if named := stock.named_tokens(tokenizer):
         settings["extra_special_tokens"] = named
     # transformers 4 would add token_type_ids, which LLaVA's generate refuses
     settings["model_input_names"] = ["input_ids", "attention_mask"]
@@ -234,8 +234,8 @@ def check_processor(config: RunConfig, exported: ExportedProcessor, folder: Path
     square = exported.layout.tiling(side, side)
     enlarged = min(square.rows, square.columns) > 1  # by torchvision, which rounds otherwise
     _compare(stock, exported, template, folder, CONVERSATIONS, [(side, side)] * 2, math.inf if enlarged else TOLERANCE)
-    if exported.door.has_pillow:
-        exact = exported.door.load_processor(folder)
+    if exported.stock.has_pillow:
+        exact = exported.stock.load_processor(folder)
         shapes = [(round(width * side), round(height * side)) for width, height in SHAPES]
         for shape in shapes:
             _compare(exact, exported, template, folder, CONVERSATIONS[:1], [shape])
@@ -257,7 +257,7 @@ def _compare(
     for turns, document in documents_of(template, conversations, sizes):
         shown = pictures[: len(document.tilings)]
         tiles = torch.cat([transform.cut(*pair) for pair in zip(shown, document.tilings, strict=True)])
-        needed = exported.door.inputs(transform.normalise(tiles), document.tilings)
+        needed = exported.stock.inputs(transform.normalise(tiles), document.tilings)
         begin = next(t for t, label in enumerate(document.labels) if label != IGNORE) + 1
         cases = [(turns[:1], document.input_ids[:begin])] + ([] if plain else [(turns, document.input_ids)])
         for said, trained in cases:

@@ -15,8 +15,8 @@ from torch import nn
 
 from mmtrain.base.errors import UserError
 from mmtrain.exporting.tensors import TensorSource, in_memory
-from mmtrain.pretrained.doors import WHAT_WORKS
 from mmtrain.pretrained.timm_forms import BEHIND_THE_BLOCKS, CLIP, DINOV2, SIGLIP, StockModel, form_of
+from mmtrain.stock.stock_class import WHAT_WORKS
 
 # What features may come from: each computes what its stock counterpart does, or in eval mode nothing.
 KNOWN_MODULES = {

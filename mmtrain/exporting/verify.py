@@ -35,7 +35,6 @@ from mmtrain.data.stream.images import decode_image
 from mmtrain.data.stream.packs import Pack, PackedBatch, Processor, make_batch
 from mmtrain.demo.data import make_demo_data
 from mmtrain.evaluation.held_out import evaluated_samples
-from mmtrain.exporting.doors import StockClass
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.projector_file import run_tensors
 from mmtrain.model.language import quiet
@@ -43,6 +42,7 @@ from mmtrain.model.lora import merge_adapters
 from mmtrain.model.stage import Stage, build_stage
 from mmtrain.plan.plan import StagePlan
 from mmtrain.pretrained.shapes import llm_shape
+from mmtrain.stock.stock_class import ExportedClass
 
 BOUND = 1e-4  # of a logit, or of the largest logit where that is above 1
 PROMPTS = 3
@@ -107,7 +107,7 @@ def compare_logits(
     return Comparison(samples, tokens, difference, largest, agreeing, new_rows / tokens), model
 
 
-def _stock_model(stock: StockClass, folder: Path) -> PreTrainedModel:
+def _stock_model(stock: ExportedClass, folder: Path) -> PreTrainedModel:
     with quiet():
         model, report = stock.model_class.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=None, local_files_only=True, output_loading_info=True
@@ -189,7 +189,7 @@ def batch_fault(folder: Path, model: PreTrainedModel, samples: Sequence[Sample],
     return None
 
 
-def _own_names(stock: StockClass, exported: Iterable[str]) -> set[str]:
+def _own_names(stock: ExportedClass, exported: Iterable[str]) -> set[str]:
     """Names of the LLM's decoder layers in a folder as global names."""
     return {name.replace(stock.decoder_names, "llm.", 1) for name in exported}
 

@@ -22,9 +22,7 @@ both read: version 5 itself saves CLIP and SigLIP without `vision_model.`, which
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import timm
 import torch
@@ -40,8 +38,8 @@ from mmtrain.pretrained.encoders import FAMILIES, family_of
 from mmtrain.pretrained.model_files import foreign_files, model_folder
 from mmtrain.pretrained.parts import encoder_config, encoder_tensors
 from mmtrain.pretrained.vision_files import is_timm_name, square
+from mmtrain.stock.stock_class import OUTER, ExportedEncoder
 
-OUTER = "vision_model."  # what comes before a CLIP or SigLIP tensor's name, depending on who saved it
 KEPT_SETTINGS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels"),
     *("image_size", "patch_size", "hidden_act", "layer_norm_eps", "projection_dim", "vision_use_head"),
@@ -50,20 +48,6 @@ KEPT_SETTINGS = (
     *("num_register_tokens", "attention_bias", "use_qk_norm", "norm_type"),  # the last three InternViT's, as are:
     *("use_absolute_position_embeddings", "use_mean_pooling"),
 )  # of a transformers configuration; the others are about training or about files
-
-
-@dataclass(frozen=True)
-class ExportedEncoder:
-    """What a folder says and holds of its vision encoder."""
-
-    config: dict  # `vision_config` of config.json, with its model_type
-    tensors: Mapping[str, TensorSource]  # by name on disk, without what the door puts before it
-    feature_layer: int  # `vision_feature_layer`; -1 is the last block's output, without the final norm
-    select_strategy: Literal["default", "full"]  # `vision_feature_select_strategy`: "default" drops the first token
-    image_size: int  # pixels a side
-    patch_size: int  # pixels a side
-    prefix_tokens: int  # `num_additional_image_tokens` of the processor: 1 with a class token, else 0
-    notes: tuple[str, ...]  # what was filled in and why that changes nothing, for the model card
 
 
 def encoder_for_export(config: RunConfig, trained: Mapping[str, torch.Tensor]) -> ExportedEncoder:
@@ -107,7 +91,7 @@ def wrapped_timm_encoder(config: RunConfig, trained: Mapping[str, torch.Tensor])
     """
     name = config.model.vision.name
     model = timm_model(name)
-    assert model is not None, f"{name} is none of timm's, which its door has refused"
+    assert model is not None, f"{name} is none of timm's, which its class has refused"
     state = with_trained(model, name, {full.removeprefix("vision."): tensor for full, tensor in trained.items()})
     content = {} if is_timm_name(name) else encoder_config(model_folder(name))
     architecture = content.get("architecture", name)

@@ -14,10 +14,10 @@ from transformers import pipeline
 from untrained_runs import compared, config_of, export, load_stock, make_checkpoint, make_tower, weights
 
 from mmtrain.base.errors import UserError
-from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.hf import refuse_loading_faults
 from mmtrain.exporting.tensors import INDEX
 from mmtrain.model.language import quiet
+from mmtrain.stock.exporters import stock_class
 
 TOWERS = {
     "siglip": ("vit_base_patch16_siglip_224", {}),
@@ -176,4 +176,4 @@ def test_the_code_in_the_model_card_runs_as_it_stands(checkpoint, tmp_path):
 
 def test_whatever_the_loader_raises_is_a_refusal_with_the_formats_that_work():
     with pytest.raises(UserError, match=r"LlavaForConditionalGeneration does not load this model: .*; --format safet"):
-        refuse_loading_faults(door_of_type("llava"), {"text_config": {"model_type": "none"}}, {})
+        refuse_loading_faults(stock_class("llava"), {"text_config": {"model_type": "none"}}, {})

@@ -16,13 +16,13 @@ from untrained_runs import compared, config_of, export, load_stock, make_checkpo
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
-from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.hf import refuse_loading_faults, refuse_unfit_family
 from mmtrain.exporting.language import language_for_export
 from mmtrain.exporting.tensors import in_memory
 from mmtrain.exporting.verify import read_samples
+from mmtrain.stock.exporters import stock_class
 
-LLAVA = door_of_type("llava")
+LLAVA = stock_class("llava")
 UNFIT = {
     "gemma2": ({}, "logits differ"),
     "cohere2": ({}, "logits differ"),

@@ -36,9 +36,9 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.data.stream.images import ImageTransform, decode_image
 from mmtrain.exporting.card import processor_notes
-from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.processor import check_processor, write_processor
 from mmtrain.pretrained.layouts import ONE_SQUARE
+from mmtrain.stock.exporters import stock_class
 
 
 @pytest.fixture(scope="module", params=STYLES)
@@ -300,7 +300,7 @@ def test_a_tokenizer_whose_special_tokens_cannot_be_switched_off_is_refused(tiny
     ByT5Tokenizer().save_pretrained(llm)
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match=r"\(ByT5Tokenizer\) adds special tokens .* --format safetensors or llava"):
-        write_processor(door_of_type("llava"), run_config(tiny, llm), Tower(), tmp_path / "out")
+        write_processor(stock_class("llava"), run_config(tiny, llm), Tower(), tmp_path / "out")
 
 
 def test_the_demo_export_loads_and_is_right(tmp_path):
@@ -332,7 +332,7 @@ def processor_for(tiny, tmp_path_factory):
 
     def make(transform: ImageTransform, backend: str):
         (folder / "preprocessor_config.json").write_text(
-            json.dumps(door_of_type("llava").image_settings(transform, ONE_SQUARE))
+            json.dumps(stock_class("llava").image_settings(transform, ONE_SQUARE))
         )
         processor = AutoProcessor.from_pretrained(folder, backend=backend)
         assert processor.image_processor.backend == backend

@@ -35,7 +35,7 @@ from mmtrain.pretrained.layouts import (
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.shapes import VisionShape, vision_shape
 from mmtrain.pretrained.tokenizer_files import text_fingerprint
-from mmtrain.pretrained.whole_models import completed
+from mmtrain.stock.pretrained import expand_pretrained
 
 LONGEST_TILE = 4_096  # pixels a side of --tile-size; the largest encoders take 1,540
 # A configuration says what these do.
@@ -170,7 +170,7 @@ def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
         form, layout = format_of_arguments(options, tars), _layout(options)
         missing = "" if layout.positions_per_tile or not layout.takes_images else _missing_positions(options)
         return Reading(options.tokenizer, options.template, form, layout, options.layout, missing)
-    config = completed(load_config(options.config, options.changes))
+    config = expand_pretrained(load_config(options.config, options.changes))
     data = config.data
     form = sample_format(data.format, data.caption_key, data.caption_prompt, tars, "SHARDS")
     layout, packs = image_layout(config), (data.pack_length, data.max_tiles_per_pack)

@@ -1,4 +1,4 @@
-"""The doors of a run, asked when it is planned: the class that computes what it trains, or what to change."""
+"""The exporter of a run, asked when it is planned: the stock class that computes what it trains, or what to change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from untrained_runs import make_tower
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.plan.planner import make_plan
-from mmtrain.pretrained.doors import LARGEST_GRID, MISPLACED
+from mmtrain.stock.idefics3 import Idefics3
 
 NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1")
 LORA = ["model.lora.r=4", "model.trainable=[projector, llm.layers.*.lora_*]"]
@@ -187,5 +187,7 @@ def places(side: int) -> torch.Tensor:
 
 
 def test_the_grids_that_idefics3s_class_places_wrongly_are_known():
-    wrong = {side for side in range(1, LARGEST_GRID + 1) if not torch.equal(places(side), torch.arange(side**2.0))}
-    assert {25, 29, 31, 41} <= wrong <= MISPLACED  # the first on every CPU, others by the width of its vectors
+    wrong = {
+        side for side in range(1, Idefics3.largest_grid + 1) if not torch.equal(places(side), torch.arange(side**2.0))
+    }
+    assert {25, 29, 31, 41} <= wrong <= Idefics3.misplaced  # the first on every CPU, others by the width of its vectors

@@ -1,4 +1,4 @@
-"""Each door: stock transformers loads the folder without a remark, and computes, reads and answers as mmtrain does."""
+"""Each stock class loads its folder without a remark, and computes, reads and answers as mmtrain does."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from mmtrain.config.model import LoraSection
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, load_tokenizer
 from mmtrain.data.stream.images import decode_image, image_transform
-from mmtrain.exporting.doors import door_of_type
 from mmtrain.exporting.hf import ExportedModel
 from mmtrain.exporting.verify import batch_fault
 from mmtrain.model.projector import read_projector
 from mmtrain.plan.planner import make_plan
 from mmtrain.pretrained.connectors import connector, connector_parameters, has_newline, image_layout
+from mmtrain.stock.exporters import stock_class
 
 MASKS_BESIDE_PICTURES = Version(transformers.__version__) >= Version("5.18")  # 5.17 shifts them by the pictures' tokens
 LAYS_ON_WHITE = Version(transformers.__version__) >= Version("5.21")  # what is transparent; before it drops alpha
@@ -62,7 +62,7 @@ MASKS = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": 
 MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>")
 NORMED = ("model.vision.final_norm=true", "model.vision.select_layer=-1", "data.image_fit=resize")
 CUT = "data.image_fit=null"
-DOORS = {  # encoder, keys, class
+CLASSES = {  # encoder, keys, class
     "aya": ("siglip", ("model.projector.type=shuffle_swiglu", "data.image_fit=resize"), "AyaVision"),
     "aya wide": (
         "clip",
@@ -154,9 +154,9 @@ def make(tiny, llm_with, encoders, tmp_path_factory) -> Callable[[str], Made]:
     """Makes a run, whose norms are no identities, and its folder; each once."""
 
     @functools.cache
-    def made(door: str) -> Made:
-        encoder, overrides, name = DOORS[door]
-        folder = tmp_path_factory.mktemp("door")
+    def made(kind: str) -> Made:
+        encoder, overrides, name = CLASSES[kind]
+        folder = tmp_path_factory.mktemp("kind")
         template, marks, *_ = STYLES["qwen2.5"]
         llm = llm_with(template, (*MARKS, *marks))
         config = config_of(tiny, f"model.llm.path={llm}", f"model.vision.name={encoders[encoder]}", *overrides)
@@ -175,7 +175,7 @@ def make(tiny, llm_with, encoders, tmp_path_factory) -> Callable[[str], Made]:
     return made
 
 
-@pytest.fixture(params=[door if door in DAILY else pytest.param(door, marks=pytest.mark.nightly) for door in DOORS])
+@pytest.fixture(params=[kind if kind in DAILY else pytest.param(kind, marks=pytest.mark.nightly) for kind in CLASSES])
 def made(request, make) -> Made:
     return make(request.param)
 
@@ -352,7 +352,7 @@ def test_chat_says_what_stock_transformers_says(made, tmp_path):
     processor, model = AutoProcessor.from_pretrained(made.folder), load_stock(made.folder)
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     if made.name != "PerceptionLM":  # chat resizes as training does, with Pillow
-        processor = door_of_type(model.config.model_type).load_processor(made.folder)
+        processor = stock_class(model.config.model_type).load_processor(made.folder)
     inputs = processor(text=text, images=[[Image.open(file) for file in pictures]], return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
     assert said == processor.decode(output, skip_special_tokens=True).strip()
@@ -456,7 +456,7 @@ def test_an_encoder_that_timm_would_load_from_elsewhere_or_far_too_large_is_refu
 
 
 @pytest.mark.parametrize(
-    ("door", "file", "changes"),
+    ("kind", "file", "changes"),
     [
         ("aya wide", "processor_config.json", {"img_size": 14}),
         ("aya wide", "processor_config.json", {"downsample_factor": 1}),
@@ -469,9 +469,9 @@ def test_an_encoder_that_timm_would_load_from_elsewhere_or_far_too_large_is_refu
     ],
 )
 def test_a_wrong_number_that_only_an_answer_tells_is_one_line_that_names_the_folder(
-    make, tmp_path, door, file, changes
+    make, tmp_path, kind, file, changes
 ):
-    folder = shutil.copytree(make(door).folder, tmp_path / "folder")
+    folder = shutil.copytree(make(kind).folder, tmp_path / "folder")
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
     with pytest.raises(UserError, match=f"^{folder} cannot be used "):
         generate(folder, Image.new("RGB", (28, 28), (200, 90, 30)), "What?", max_new_tokens=2)
@@ -484,11 +484,11 @@ def test_an_encoder_whose_rotary_frequencies_are_learnt_is_exported(make):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("form", ["hf", "peft"])
-def test_adapters_of_llm_and_encoder_leave_through_every_door(make, tmp_path, door, form):
-    made = make(door)
-    targets = ["llm.layers.*", *(["vision.*"] if "eva" not in door else [])]
+def test_adapters_of_llm_and_encoder_leave_through_every_stock_class(make, tmp_path, kind, form):
+    made = make(kind)
+    targets = ["llm.layers.*", *(["vision.*"] if "eva" not in kind else [])]
     changes = {"model.lora": LoraSection(r=3, alpha=5.0, targets=tuple(targets))}
     config = made.checkpoint.config.changed(changes)
     others = load_file(made.checkpoint.tensors_file)
@@ -509,7 +509,7 @@ def test_a_picture_that_idefics3_would_take_for_none_is_refused(make, encoders, 
         export(make_checkpoint(tmp_path / "run", config), tmp_path / "out")
 
 
-@pytest.mark.parametrize("door", ["internvl last", "perception", "idefics3 chat"])
+@pytest.mark.parametrize("kind", ["internvl last", "perception", "idefics3 chat"])
 @pytest.mark.parametrize(
     ("file", "changes"),
     [
@@ -519,8 +519,8 @@ def test_a_picture_that_idefics3_would_take_for_none_is_refused(make, encoders, 
         ("config.json", {"auto_map": {"AutoConfig": "ev.P", "AutoModel": "ev.P", "AutoVideoProcessor": "ev.P"}}),
     ],
 )
-def test_python_in_the_folder_is_not_run(make, tmp_path, monkeypatch, door, file, changes):
-    shutil.copytree(make(door).folder, tmp_path / "folder")
+def test_python_in_the_folder_is_not_run(make, tmp_path, monkeypatch, kind, file, changes):
+    shutil.copytree(make(kind).folder, tmp_path / "folder")
     path = tmp_path / "folder" / file
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
     (tmp_path / "folder" / "ev.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")

@@ -1,0 +1,83 @@
+"""AyaVision: pixel shuffle and SwiGLU; one tile without texts around it, or the tiles of a grid, each named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.limits import MAX_TILES
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.pretrained.connectors import reduction
+from mmtrain.pretrained.layouts import OVERVIEW_NAME, SQUARE, TILE_NAME, TILES, ImageLayout
+from mmtrain.pretrained.model_files import is_whole
+from mmtrain.stock.stock_class import ExportedEncoder, StockClass
+from mmtrain.stock.stock_folder import Keys, StockFolder, shown
+
+if TYPE_CHECKING:
+    from mmtrain.data.stream.images import ImageTransform
+
+_AROUND = {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"}  # AyaVisionProcessor's own
+_BEFORE_TILES = {"tile_token": TILE_NAME, "tile_global_token": OVERVIEW_NAME}
+_WIDEST = 1_000_000  # features inside the connector
+
+
+class AyaVision(StockClass):
+    """Aya Vision: N positions a tile exactly."""
+
+    name = "AyaVision"
+    model_type = "aya_vision"
+    connectors = ("shuffle_swiglu",)
+    layouts = (SQUARE, TILES)
+    image_processor = "GotOcr2ImageProcessor"
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        width = run.model.projector.width
+        return {
+            "downsample_factor": reduction(run.model.projector),
+            **({} if width is None else {"alignment_intermediate_size": width}),
+            "adapter_layer_norm_eps": 1e-6,
+            "vision_feature_layer": encoder.feature_layer,
+            "vision_feature_select_strategy": encoder.select_strategy,
+        }
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        names = (TILE_NAME, OVERVIEW_NAME) if run.model.vision.layout == TILES else ("", "")
+        return {
+            "image_token": IMAGE_MARK,
+            "img_patch_token": IMAGE_MARK,
+            "patch_size": encoder.patch_size,
+            "downsample_factor": reduction(run.model.projector),
+            "img_size": encoder.image_size,
+            **dict.fromkeys(("start_of_img_token", "end_of_img_token", "img_line_break_token"), ""),
+            **dict(zip(("tile_token", "tile_global_token"), names, strict=True)),
+        }
+
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+        """Its processor asks for tiles whatever the file says, of which there then may be one."""
+        most = layout.max_tiles if layout.name == TILES else 1
+        return {"crop_to_patches": layout.name == TILES, "min_patches": 1, "max_patches": most}
+
+    def read(self, folder: StockFolder) -> Keys:
+        most, fewest = (folder.images.get(key, default) for key, default in (("max_patches", 12), ("min_patches", 1)))
+        around, before = (
+            {key: folder.processor.get(key, text) for key, text in texts.items()} for texts in (_AROUND, _BEFORE_TILES)
+        )
+        fit, cut = folder.fit(), before == _BEFORE_TILES
+        keys: Keys = {"layout": TILES, "max_tiles": most, "image_fit": None} if cut else {"image_fit": fit}
+        if not cut:
+            folder.one_tile("max_patches", most, most == 1)
+        elif fit != "resize" or fewest != 1 or not is_whole(most, 1, MAX_TILES):
+            raise UserError(
+                f"its image processor has max_patches {shown(most)}, min_patches {shown(fewest)} and pictures made by "
+                f"{fit}; needed are up to {MAX_TILES} tiles, at least 1, resized"
+            )
+        folder.no_texts(around if cut else {**around, **before}, TILES if cut else SQUARE)
+        inner = folder.config.get("alignment_intermediate_size")
+        if inner is not None and not is_whole(inner, 2, _WIDEST):
+            raise UserError(f"config.json says alignment_intermediate_size {shown(inner)}, which no connector has")
+        return keys | {
+            "select_layer": folder.layer(-1, "full"),
+            "factor": self.factor(folder, "downsample_factor", folder.config.get("downsample_factor", 2)),
+            "width": inner,
+        }

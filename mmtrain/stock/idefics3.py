@@ -1,0 +1,87 @@
+"""Idefics3, and SmolVLM, which computes the same: pixel shuffle and one linear layer, a square between texts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.pretrained.connectors import image_layout, reduction
+from mmtrain.pretrained.layouts import IDEFICS3, ImageLayout
+from mmtrain.pretrained.tiling import Tiling
+from mmtrain.stock.stock_class import OUTER, WHAT_WORKS, ExportedEncoder, StockClass
+from mmtrain.stock.stock_folder import Keys, StockFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from mmtrain.data.stream.images import ImageTransform
+
+_log = logging.getLogger(__name__)
+
+
+class Idefics3(StockClass):
+    """Idefics3: one square between the texts of the layout `idefics3`. Its ViT is SigLIP's."""
+
+    name = "Idefics3"
+    model_type = "idefics3"
+    connectors = ("shuffle_linear",)
+    final_norm = True
+    layouts = (IDEFICS3,)
+    encoders = ("SiglipVisionModel",)
+    # torch.arange rounds by the width of a CPU's vectors, 1 to 16, so that these grids have some patches at another's
+    # position (`Idefics3VisionEmbeddings.forward`); it was looked at up to `largest_grid`.
+    largest_grid = 64
+    misplaced = frozenset({19, 25, 29, 31, 36, 37, 38, 40, 41, 43, 47, 49, 50, 54, 55, 58, 59, 61, 62})
+    also = ("smolvlm",)
+    own_encoders = ("idefics3_vision", "idefics3")  # the latter in files of transformers 4.46
+    encoder_names = "model.vision_model."
+    connector_names = "model.connector.modality_projection."
+    decoder_names = "model.text_model."
+    head_name = "lm_head.weight"
+    tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "idefics3_vision"}
+    image_token_key = "image_token_id"
+    image_processor = "Idefics3ImageProcessor"
+    more_tokens = ("<fake_token_around_image>", "<end_of_utterance>")
+
+    def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
+        if encoder.config["model_type"] != "siglip_vision_model":
+            raise UserError(
+                f"model.vision.name: {run.model.vision.name} becomes a {encoder.config['model_type']}, and the encoder "
+                f"of {self.class_name} is a SigLIP; {WHAT_WORKS}"
+            )
+        settings = {key: value for key, value in encoder.config.items() if not key.startswith(("vision_", "project"))}
+        tensors = {name.removeprefix(OUTER): source for name, source in encoder.tensors.items()}
+        kept = {name: source for name, source in tensors.items() if not name.startswith("head.")}
+        return replace(encoder, config={**settings, "model_type": "idefics3_vision"}, tensors=kept)
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {"scale_factor": reduction(run.model.projector)}
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {"image_seq_len": image_layout(run).positions_per_tile}
+
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+        """Its model takes a square of zeros for no image: one that is of the mean colour, if 8 bits can say that."""
+        if all((255 * channel).is_integer() for channel in transform.mean):
+            raise UserError(
+                f"an image of the colour {transform.mean} would be all zeros, which {self.class_name} takes for no "
+                f"image; {WHAT_WORKS}"
+            )
+        return {"do_image_splitting": False, "max_image_size": {"longest_edge": transform.image_size}}
+
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
+        return {"pixel_values": tiles[None]}
+
+    def read(self, folder: StockFolder) -> Keys:
+        folder.square("max_image_size", folder.images.get("max_image_size"))
+        if folder.images.get("do_image_splitting", True):
+            _log.info(
+                f"model.from: {folder.path}: its processor cuts images into tiles (do_image_splitting); mmtrain trains "
+                f"on one square of {folder.vision.image_size} pixels, and exports a processor that makes one"
+            )
+        return {"factor": self.factor(folder, "scale_factor", folder.config.get("scale_factor", 2))}

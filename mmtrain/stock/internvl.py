@@ -1,0 +1,78 @@
+"""InternVL: pixel shuffle, a norm and an MLP behind an InternViT; one tile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.pretrained.connectors import image_layout, reduction
+from mmtrain.pretrained.layouts import SQUARE, ImageLayout
+from mmtrain.pretrained.model_files import read_json
+from mmtrain.pretrained.shapes import vision_shape
+from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
+from mmtrain.stock.stock_folder import Keys, StockFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mmtrain.data.stream.images import ImageTransform
+
+
+class InternVL(StockClass):
+    """InternVL. Its config makes an InternViT of any encoder: another one's weights would be left out in silence.
+
+    A factor of 3 cannot be said in it: its class finds that 27 is no multiple of 1/3. The tokens around a tile may be
+    empty, and its processor then writes none.
+    """
+
+    name = "InternVL"
+    model_type = "internvl"
+    connectors = ("shuffle_mlp2x_gelu",)
+    factors = (2, 4)
+    encoders = (INTERN_VIT,)
+    tiny_encoder: ClassVar = {**StockClass.tiny_encoder, "model_type": "internvl_vision"}
+    image_token_key = "image_token_id"
+    image_processor = "GotOcr2ImageProcessor"
+    video_processor = "InternVLVideoProcessor"
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        # -1 is behind the last norm, which some InternViTs have; hidden states before it are counted from 0
+        layers = encoder.config["num_hidden_layers"]
+        return {
+            "image_seq_length": image_layout(run).positions_per_tile,
+            "downsample_ratio": 1 / reduction(run.model.projector),
+            "projector_hidden_act": "gelu",
+            "vision_feature_layer": layers if encoder.feature_layer == -1 else encoder.feature_layer,
+            "vision_feature_select_strategy": encoder.select_strategy,
+        }
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {"image_seq_length": image_layout(run).positions_per_tile}
+
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+        return {"crop_to_patches": False, "min_patches": 1, "max_patches": 1}
+
+    def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+        """Its processor looks for videos in texts: padding is in none."""
+        around = {"start_image_token": "", "end_image_token": ""}
+        return {**around, "context_image_token": IMAGE_MARK, "video_token": tokenizer.pad_token}
+
+    def read(self, folder: StockFolder) -> Keys:
+        most = folder.images.get("max_patches", 12)
+        folder.one_tile("max_patches", most, most == 1)
+        file = folder.folder / "tokenizer_config.json"
+        named = read_json(file) if file.is_file() else {}
+        more = named.get("extra_special_tokens")
+        named |= more if isinstance(more, dict) else {}
+        folder.no_texts({key: named.get(key) for key in ("start_image_token", "end_image_token")}, SQUARE)
+        ratio = folder.config.get("downsample_ratio", 0.5)
+        is_fraction = isinstance(ratio, float) and ratio > 0 and (1 / ratio).is_integer()
+        is_last = folder.config.get("vision_feature_layer", -1) == -1
+        has_norm = len(vision_shape(folder.path, -1, True).parameters) > len(folder.vision.parameters)
+        return {
+            "select_layer": folder.layer(-1, "default"),
+            "final_norm": is_last and has_norm,  # its class takes -1 for what the encoder returns
+            "factor": self.factor(folder, "downsample_ratio", int(1 / ratio) if is_fraction else ratio),
+            "image_fit": folder.fit(),
+        }

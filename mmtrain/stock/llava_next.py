@@ -1,0 +1,94 @@
+"""LlavaNext and LlavaOnevision: a tile of the whole and those of a grid, whose lines end with a trained newline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.pretrained.connectors import image_layout
+from mmtrain.pretrained.layouts import ANYRES, ANYRES_MAX_9, ImageLayout
+from mmtrain.pretrained.tiling import Tiling
+from mmtrain.stock.stock_class import INTERN_VIT, ExportedEncoder, StockClass
+from mmtrain.stock.stock_folder import BY_PARTS, Keys, StockFolder, shown
+
+if TYPE_CHECKING:
+    import torch
+
+    from mmtrain.data.stream.images import ImageTransform
+
+
+class LlavaNext(StockClass):
+    """LLaVA 1.6: any number of tiles."""
+
+    name = "LlavaNext"
+    model_type = "llava_next"
+    connectors = ("mlp2x_gelu",)
+    layouts = (ANYRES,)
+    not_encoders = (INTERN_VIT,)
+    image_processor = "LlavaNextImageProcessor"
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        pinpoints = [list(pair) for pair in image_layout(run).pinpoints]
+        settings = {"image_grid_pinpoints": pinpoints, "use_image_newline_parameter": True}
+        return {**super().config(run, encoder), **settings}
+
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+        """Nothing is left to crop; crop_size is what transformers 4 reads the tile's size from."""
+        square = {"height": transform.image_size, "width": transform.image_size}
+        pinpoints = [list(pair) for pair in layout.pinpoints]
+        return {"image_grid_pinpoints": pinpoints, "do_pad": True, "do_center_crop": True, "crop_size": square}
+
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
+        """Return tiles (images, most tiles, 3, S, S), zeros behind each image's last, and each (height, width)."""
+        import torch
+
+        of_images = tiles.split([tiling.tiles for tiling in tilings])
+        sizes = torch.tensor([(tiling.height, tiling.width) for tiling in tilings])
+        return {"pixel_values": torch.nn.utils.rnn.pad_sequence(of_images, batch_first=True), "image_sizes": sizes}
+
+    def read(self, folder: StockFolder) -> Keys:
+        return {"select_layer": folder.layer(-2, "default"), **folder.grids(ANYRES)}
+
+
+class LlavaOnevision(LlavaNext):
+    """LLaVA-OneVision: at most 9 tiles' positions; each of several images in a sample is one square."""
+
+    name = "LlavaOnevision"
+    model_type = "llava_onevision"
+    layouts = (ANYRES_MAX_9,)
+    image_processor = "LlavaOnevisionImageProcessor"
+    video_processor = "LlavaOnevisionVideoProcessor"
+    video_token = "<|video|>"
+    video_token_key = "video_token_index"
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {**super().config(run, encoder), "vision_aspect_ratio": ANYRES_MAX_9}
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {
+            "image_token": IMAGE_MARK,
+            "video_token": self.video_token,
+            "num_image_tokens": image_layout(run).positions_per_tile + encoder.prefix_tokens,
+            "vision_feature_select_strategy": encoder.select_strategy,
+            "vision_aspect_ratio": ANYRES_MAX_9,
+        }
+
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+        return {"image_grid_pinpoints": [list(pair) for pair in layout.pinpoints], "do_pad": True}
+
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
+        import torch
+
+        return {**super().inputs(tiles, tilings), "batch_num_images": torch.tensor([len(tilings)])}
+
+    def read(self, folder: StockFolder) -> Keys:
+        for settings in (folder.config, folder.processor):
+            if (ratio := settings.get("vision_aspect_ratio", ANYRES_MAX_9)) != ANYRES_MAX_9:
+                raise UserError(
+                    f"its files say vision_aspect_ratio {shown(ratio)}, and the positions of an image that mmtrain "
+                    f"takes are those of {ANYRES_MAX_9}: set that in the folder if it is meant, or {BY_PARTS}"
+                )
+        return {"select_layer": folder.layer(-1, "full"), **folder.grids(ANYRES_MAX_9)}

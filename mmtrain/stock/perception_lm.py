@@ -1,0 +1,86 @@
+"""PerceptionLM: an MLP, averaged over r x r patches, behind timm's own encoder by its own names; one tile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.pretrained.connectors import reduction
+from mmtrain.pretrained.layouts import ImageLayout
+from mmtrain.pretrained.tiling import Tiling
+from mmtrain.stock.stock_class import TIMM, WHAT_WORKS, ExportedEncoder, StockClass
+from mmtrain.stock.stock_folder import Keys, StockFolder, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from mmtrain.data.stream.images import ImageTransform
+
+
+class PerceptionLM(StockClass):
+    """PerceptionLM."""
+
+    name = "PerceptionLM"
+    model_type = "perception_lm"
+    connectors = ("mlp2x_gelu_pool", "mlp2x_gelu")
+    final_norm = True
+    encoders = (TIMM,)
+    own_encoders = ("timm_wrapper",)
+    encoder_names = "model.vision_tower."
+    connector_names = "model.multi_modal_projector."
+    decoder_names = "model.language_model."
+    head_name = "lm_head.weight"
+    tiny_encoder: ClassVar = {
+        "model_type": "timm_wrapper",
+        "architecture": "vit_tiny_patch16_224",
+        "model_args": {"img_size": 8, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1},
+    }
+    image_token_key = "image_token_id"
+    image_processor = "PerceptionLMImageProcessor"
+    has_pillow = False
+    video_processor = "PerceptionLMVideoProcessor"
+    video_token = "<|video|>"
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {
+            "vision_use_cls_token": bool(encoder.prefix_tokens),
+            "projector_pooling_ratio": reduction(run.model.projector),
+        }
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        return {"patch_size": encoder.patch_size, "pooling_ratio": reduction(run.model.projector)}
+
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+        if transform.interpolation not in ("bilinear", "bicubic"):
+            raise UserError(
+                f"the encoder's pictures are resized by the filter {transform.interpolation}, which torchvision, all "
+                f"that {self.processor_name} resizes with, does not have; {WHAT_WORKS}"
+            )
+        return {"vision_input_type": "one tile", "tile_size": transform.image_size, "max_num_tiles": 1}
+
+    def exact_pixels(self, transform: ImageTransform) -> str:
+        size, by = (transform.image_size, transform.image_size), transform.interpolation.upper()
+        white = 'Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture.convert("RGBA"))'
+        return f'picture = {white}.convert("RGB").resize({size}, Image.Resampling.{by})'
+
+    def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+        return {"image_token": IMAGE_MARK, "video_token": self.video_token}
+
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
+        return {"pixel_values": tiles[:, None]}
+
+    def read(self, folder: StockFolder) -> Keys:
+        tiles = folder.images.get("vision_input_type", "thumb+tile")
+        folder.one_tile("vision_input_type", tiles, tiles != "thumb+tile")
+        folder.square("tile_size", folder.images.get("tile_size", 448))
+        uses_class = folder.config.get("vision_use_cls_token", True)
+        if uses_class is not bool(folder.vision.prefix_tokens):
+            raise UserError(f"config.json says vision_use_cls_token {shown(uses_class)}, and its encoder is another")
+        ratio = folder.config.get("projector_pooling_ratio", 1)
+        factor = self.factor(folder, "projector_pooling_ratio", ratio)
+        return {"factor": factor, "type": "mlp2x_gelu" if factor is None else "mlp2x_gelu_pool"}

@@ -1,0 +1,69 @@
+"""`model.from`: expand a whole multimodal model's folder into the keys that everything below sees.
+
+config.json, the processor's files --StockFolder, StockClass.read--> model.vision.{select_layer, final_norm, layout,
+                     max_tiles, pinpoints}, model.projector.{type, factor, width}, data.image_fit
+
+This is the inverse of what an export writes. What these keys cannot say is refused by name: the stock class would
+compute, or its processor make, something else than mmtrain trains.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.pretrained.model_files import model_folder, read_json
+from mmtrain.stock.exporters import STOCK_CLASSES, exporter_for
+from mmtrain.stock.stock_folder import BY_PARTS, PARTS, StockFolder, shown
+
+_log = logging.getLogger(__name__)
+
+
+def expand_pretrained(config: RunConfig) -> RunConfig:
+    """Return the configuration with explicit keys in place of `model.from`; itself where that is not set.
+
+    Raises UserError for a folder that is no model of a class that mmtrain exports, for what of it mmtrain would compute
+    otherwise, and for a key that was given by hand and contradicts the folder.
+    """
+    path = getattr(config.model, "from")
+    if path is None:
+        return config
+    if not path:
+        raise UserError("model.from: is empty; give a model's folder, or null where its parts are given")
+    folder = model_folder(path)
+    content = read_json(folder / "config.json")
+    kind = content.get("model_type")
+    stock = next((stock for stock in STOCK_CLASSES if kind in list(stock.model_types)), None)
+    if stock is None:
+        known = ", ".join(name for stock in STOCK_CLASSES for name in stock.model_types)
+        raise UserError(f"model.from: {path} has model_type {shown(kind)}; needed is one of {known}")
+    try:
+        keys = {**dict.fromkeys(PARTS, path), **stock.keys(StockFolder(path, folder, content))}
+        if config.model.init_from is not None:
+            keys["model.projector.init_from"] = config.model.init_from  # which began with this one, or goes on from it
+        if contradicted := next((key for key in keys if _contradicts(config, key, keys[key])), None):
+            value = shown(config.value_at(tuple(contradicted.split("."))))
+            raise UserError(
+                f"{contradicted} is {value} in this configuration and {shown(keys[contradicted])} in that folder; "
+                f"leave it out, or {BY_PARTS}"
+            )
+        stored = content.get("dtype", content.get("torch_dtype"))
+        if "dtype" not in config.model.llm.model_fields_set:
+            if stored == "float32":
+                keys["model.llm.dtype"] = stored
+            elif stored == "float16":
+                _log.info(f"model.from: {path}: its float16 is rounded to bfloat16; model.llm.dtype=float32 keeps it")
+        config = config.changed({**keys, "model.from": None})
+        exporter_for(config)
+    except UserError as error:
+        raise UserError(f"model.from: {path}: {error}") from None
+    return config
+
+
+def _contradicts(config: RunConfig, key: str, value: Any) -> bool:
+    """Return whether a configuration gives a key, and another value."""
+    *above, name = key.split(".")
+    section = config.value_at(tuple(above))
+    return name in section.model_fields_set and getattr(section, name) != value

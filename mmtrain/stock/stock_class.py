@@ -1,0 +1,321 @@
+"""A stock class of transformers: which runs it computes, what its folder holds, what such a folder says.
+
+planner:  config, EncoderFacts --needs--> what a run would have to change, or nothing
+export:   run, ExportedEncoder --config, processor, image_settings, names--> the files of a folder
+          tiles of a sample's images --inputs--> what the stock model takes for them
+init:     StockFolder --read--> keys of model.vision, model.projector and data.image_fit
+
+One file a class. Names on disk are those of the class's published models; its loader is asked whether all find their
+place. Every processor must make of an image the tiles and positions of training, and write around them only what the
+image layout does. transformers is imported when an export or a chat first asks for its classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mmtrain.base.errors import UserError
+from mmtrain.config.schema import RunConfig
+from mmtrain.data.samples.records import IMAGE_MARK
+from mmtrain.pretrained.connectors import NEWLINE, image_layout, reduction
+from mmtrain.pretrained.families import global_name
+from mmtrain.pretrained.layouts import SQUARE, WITH_NEWLINES, ImageLayout
+from mmtrain.pretrained.shapes import llm_shape
+from mmtrain.pretrained.tiling import Tiling
+from mmtrain.pretrained.tokenizer_files import lacking_marks
+from mmtrain.stock.stock_folder import Keys, StockFolder, shown
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+    from mmtrain.data.stream.images import ImageTransform
+
+# What a refusal to export a whole model says of the formats that need less.
+WHAT_WORKS = (
+    "--format safetensors exports any projector, --format llava a linear or mlp2x_gelu one that was trained alone, on "
+    "features before the encoder's last norm"
+)
+TIMM = "timm"  # as a kind of encoder; the others are classes of transformers
+INTERN_VIT = "InternVLVisionModel"
+OUTER = "vision_model."  # what comes before a CLIP or SigLIP tensor's name, depending on who saved it
+
+
+@dataclass(frozen=True)
+class EncoderFacts:
+    """What a stock class asks of a run's encoder."""
+
+    kind: str  # "timm", or its class of transformers
+    model: str | None  # class of transformers that it is, or that a timm encoder becomes; None where it has none
+    unfit: str  # why it has none
+    prefix_tokens: int
+    side: int  # patches
+
+
+@dataclass(frozen=True)
+class ExportedEncoder:
+    """What a folder says and holds of its vision encoder."""
+
+    config: dict[str, Any]  # `vision_config` of config.json, with its model_type
+    tensors: Mapping[str, Any]  # TensorSource by name on disk, without what the class puts before it
+    feature_layer: int  # `vision_feature_layer`; -1 is the last block's output, without the final norm
+    select_strategy: Literal["default", "full"]  # `vision_feature_select_strategy`: "default" drops the first token
+    image_size: int  # pixels a side
+    patch_size: int  # pixels a side
+    prefix_tokens: int  # `num_additional_image_tokens` of the processor: 1 with a class token, else 0
+    notes: tuple[str, ...]  # what was filled in and why that changes nothing, for the model card
+
+
+class ExportedClass:
+    """A class of transformers that an export fills."""
+
+    config_class: type[PreTrainedConfig]
+    model_class: type[PreTrainedModel]
+    decoder_names: str  # what stands before the names of the LLM's decoder in its folder
+
+    @property
+    def class_name(self) -> str:
+        """Name of the model's class."""
+        return self.model_class.__name__
+
+    def language_name(self, name: str, base: str) -> str:
+        """Return the name on disk of an LLM's tensor, called `name` by the LLM's own class around `base`.
+
+        Raises UserError for a tensor that the class has no place for.
+        """
+        raise NotImplementedError
+
+    def inputs(self, tiles: torch.Tensor, tilings: Sequence[Tiling]) -> dict[str, torch.Tensor]:
+        """Return what the stock model takes for the images of one sample, whose tiles are (N, 3, S, S) float32."""
+        return {"pixel_values": tiles}
+
+
+class StockClass(ExportedClass):
+    """A multimodal class of transformers. What stands here is LLaVA's; another class says what it has otherwise."""
+
+    name: ClassVar[str]  # Llava has LlavaForConditionalGeneration, LlavaConfig and LlavaProcessor
+    model_type: ClassVar[str]  # in config.json
+
+    # ---- which runs it computes
+    connectors: ClassVar[tuple[str, ...]]  # values of model.projector.type
+    final_norm: ClassVar[bool] = False  # whether it takes features behind the encoder's last norm
+    layouts: ClassVar[tuple[str, ...]] = (SQUARE,)  # values of model.vision.layout
+    fits: ClassVar[tuple[str, ...]] = ("resize",)  # values of data.image_fit that its processor can make of one square
+    factors: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)  # values of model.projector.factor, 1 for none
+    encoders: ClassVar[tuple[str, ...]] = ()  # kinds that it takes; all where none is named
+    not_encoders: ClassVar[tuple[str, ...]] = ()  # kinds that it loads and cannot run
+    misplaced: ClassVar[frozenset[int]] = frozenset()  # patches a side that it places wrongly
+    largest_grid: ClassVar[int | None] = None  # patches a side up to which `misplaced` is known
+    also: ClassVar[tuple[str, ...]] = ()  # model_type of classes that compute the same; a run may begin with theirs
+    own_encoders: ClassVar[tuple[str, ...]] = ()  # model_type of encoders in its folders that no family here has
+
+    # ---- its folder
+    encoder_names: ClassVar[str] = "vision_tower."  # what stands before the names of the encoder's tensors
+    connector_names: ClassVar[str] = "multi_modal_projector."
+    newline_name: ClassVar[str] = "image_newline"
+    decoder_names = "language_model.model."  # of transformers 4 too; version 5 reads it
+    head_name: ClassVar[str] = "language_model.lm_head.weight"
+    # A small encoder of the class's own, for trials of the LLM beside it.
+    tiny_encoder: ClassVar[Mapping[str, Any]] = {
+        "model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "image_size": 8, "patch_size": 8,
+    }  # fmt: skip
+    image_token_key: ClassVar[str] = "image_token_index"  # in config.json
+    video_token_key: ClassVar[str] = "video_token_id"
+    image_processor: ClassVar[str] = "LlavaImageProcessor"
+    has_pillow: ClassVar[bool] = True  # whether its image processor can resize with Pillow, as training does
+    video_processor: ClassVar[str | None] = None  # that its processor cannot do without
+    video_token: ClassVar[str | None] = None  # that its processor counts; it must be neither padding nor in a text
+    more_tokens: ClassVar[tuple[str, ...]] = ()  # others that its processor adds to the tokenizer
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """model_type of folders that hold what it computes."""
+        return (self.model_type, *self.also)
+
+    @property
+    def class_name(self) -> str:
+        return f"{self.name}ForConditionalGeneration"
+
+    @property
+    def processor_name(self) -> str:
+        """Name of the processor's class."""
+        return f"{self.name}Processor"
+
+    @cached_property
+    def config_class(self) -> type[PreTrainedConfig]:  # type: ignore[override]
+        """Class of config.json."""
+        import transformers
+
+        return getattr(transformers, f"{self.name}Config")
+
+    @cached_property
+    def model_class(self) -> type[PreTrainedModel]:  # type: ignore[override]
+        """Class of the model."""
+        import transformers
+
+        return getattr(transformers, self.class_name)
+
+    def needs(self, config: RunConfig, encoder: EncoderFacts) -> Iterator[str]:
+        """Yield what a run with one of its connectors would have to change, and why."""
+        vision, factor = config.model.vision, reduction(config.model.projector)
+        if vision.final_norm != self.final_norm:
+            where = "behind" if self.final_norm else "before"
+            yield f"model.vision.final_norm={str(self.final_norm).lower()} (its features come from {where} that norm)"
+        if vision.layout not in self.layouts:
+            yield f"model.vision.layout={' or '.join(self.layouts)} (which is what its processor writes)"
+        if lacking := lacking_marks(config.model, self.layouts[0]):
+            yield f"another model.llm.path (the tokenizer of {config.model.llm.path} has no {' and '.join(lacking)})"
+        if not vision.cuts_images and config.data.image_fit not in self.fits:
+            fits = " or ".join(self.fits)
+            yield f"data.image_fit={fits} (its processor does not make {config.data.image_fit})"
+        if factor not in self.factors:
+            factors = " or ".join(map(str, self.factors))
+            yield f"model.projector.factor={factors} (it cannot compute with {factor})"
+        if unfit := self._unfit_encoder(vision.name, encoder):
+            yield f"another model.vision.name ({unfit})"
+
+    def _unfit_encoder(self, name: str, encoder: EncoderFacts) -> str:
+        """Return why the class does not compute with the encoder `name`; "" where it does."""
+        kind = TIMM if encoder.kind == TIMM and TIMM in self.encoders else encoder.model
+        if encoder.prefix_tokens > 1:
+            before = f"{name} has {encoder.prefix_tokens} tokens before its patches"
+            return f"{before}, and it takes all but a class token for patches"
+        if kind is None:
+            return f"{name} {encoder.unfit}, which no stock encoder has"
+        if self.encoders and kind not in self.encoders:
+            return f"its encoder is {' or '.join(self.encoders)}, and {name} is or becomes {kind}"
+        if kind in self.not_encoders:
+            return f"its class divides image_size, which is a list in the config of {kind}"
+        if self.largest_grid and (encoder.side > self.largest_grid or encoder.side in self.misplaced):
+            return f"{name} has {encoder.side} x {encoder.side} patches, which its class puts in wrong places"
+        return ""
+
+    def language_name(self, name: str, base: str) -> str:
+        if not global_name(name).startswith("llm.head."):
+            return self.decoder_names + name.removeprefix(base + ".")
+        if not name.endswith(".weight"):
+            raise UserError(f"the LLM's head has a bias ({name}), and {self.class_name}'s has none; {WHAT_WORKS}")
+        return self.head_name
+
+    def connector_name(self, name: str) -> str:
+        """Return the name on disk of one of the connector's tensors, by our module's name."""
+        return self.newline_name if name == NEWLINE else self.connector_names + name
+
+    def adapt_encoder(self, run: RunConfig, encoder: ExportedEncoder) -> ExportedEncoder:
+        """Return the encoder in the class's own names and settings; raises UserError for one it does not take."""
+        return encoder
+
+    def config(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        """Return the class's own keys of config.json."""
+        return {
+            "image_seq_length": image_layout(run).positions_per_tile,
+            "projector_hidden_act": "gelu",
+            "multimodal_projector_bias": True,
+            "vision_feature_layer": encoder.feature_layer,
+            "vision_feature_select_strategy": encoder.select_strategy,
+        }
+
+    def processor(self, run: RunConfig, encoder: ExportedEncoder) -> dict[str, Any]:
+        """Return the class's own keys of processor_config.json."""
+        return {
+            "image_token": IMAGE_MARK,
+            "patch_size": encoder.patch_size,
+            "num_additional_image_tokens": encoder.prefix_tokens,
+            "vision_feature_select_strategy": encoder.select_strategy,
+        }
+
+    def image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+        """Return the content of preprocessor_config.json."""
+        from PIL import Image
+
+        return {
+            "image_processor_type": self.image_processor,
+            "processor_class": self.processor_name,
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": {"height": transform.image_size, "width": transform.image_size},
+            "resample": int(Image.Resampling[transform.interpolation.upper()]),
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(transform.mean),
+            "image_std": list(transform.std),
+            **self.own_image_settings(transform, layout),
+        }
+
+    def own_image_settings(self, transform: ImageTransform, layout: ImageLayout) -> dict[str, Any]:
+        """Return what is the class's own in preprocessor_config.json.
+
+        LLaVA's class serves every fit: it pads to a square of int(255 x mean) first, then resizes, then crops. Nothing
+        is left to crop but for center_crop; crop_size is what other software reads the encoder's size from.
+        """
+        square = {"height": transform.image_size, "width": transform.image_size}
+        size = {"shortest_edge": transform.image_size} if transform.fit == "center_crop" else square
+        return {"do_pad": transform.fit == "pad", "size": size, "do_center_crop": True, "crop_size": square}
+
+    def video_settings(self, transform: ImageTransform) -> dict[str, Any] | None:
+        """Return the content of video_preprocessor_config.json, for a processor that is made of three parts."""
+        if self.video_processor is None:
+            return None
+        size = {"height": transform.image_size, "width": transform.image_size}
+        return {"video_processor_type": self.video_processor, "processor_class": self.processor_name, "size": size}
+
+    def exact_pixels(self, transform: ImageTransform) -> str:
+        """Return a line of Python after which `processor` makes of `picture` the pixels of training, to the bit.
+
+        AutoProcessor would hand `backend="pil"` to the tokenizer too, which then makes no masks of answers.
+        """
+        return 'processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")'
+
+    def load_processor(self, folder: Path, name: str | None = None) -> ProcessorMixin:
+        """Load a folder's processor, which resizes as training does if it can; `name`: of another class than its own.
+
+        Not AutoProcessor's: where files name no class, that passes trust_remote_code on to none of a processor's parts.
+        """
+        import transformers
+
+        stock = getattr(transformers, name or self.processor_name)
+        processor = stock.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if self.has_pillow:
+            processor.image_processor = transformers.AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, backend="pil"
+            )
+        return processor
+
+    def named_tokens(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+        """Return names by which the processor asks its tokenizer for tokens."""
+        return {}
+
+    def keys(self, folder: StockFolder) -> Keys:
+        """Return the keys of model.vision and model.projector, and data.image_fit, that a folder stands for.
+
+        Raises UserError for what mmtrain does not compute, or does not make of an image, as the folder says.
+        """
+        llm = llm_shape(folder.path)
+        folder.check()
+        keys: Keys = {"final_norm": self.final_norm, "layout": self.layouts[0], "factor": None, "width": None}
+        keys |= {"select_layer": -1, "type": self.connectors[0], "image_fit": "resize"}
+        keys |= {"max_tiles": None, "pinpoints": None, **self.read(folder)}
+        if keys["layout"] in WITH_NEWLINES and not any(n in folder.tensors for n in (NEWLINE, f"model.{NEWLINE}")):
+            raise UserError(f"its weights hold no {NEWLINE}, which ends lines; download the folder again")
+        if keys["width"] == llm.hidden_size:
+            keys["width"] = None
+        section = dict.fromkeys(("type", "factor", "width"), "model.projector") | {"image_fit": "data"}
+        return {f"{section.get(key, 'model.vision')}.{key}": value for key, value in keys.items()}
+
+    def read(self, folder: StockFolder) -> Keys:
+        """Return the keys, by their last name, that a folder says otherwise than `keys` begins with."""
+        raise NotImplementedError
+
+    def factor(self, folder: StockFolder, key: str, value: Any) -> int | None:
+        """Return model.projector.factor; None for 1, which a second connector of the class has."""
+        known = [factor for factor in self.factors if factor > 1 or len(self.connectors) > 1]
+        if type(value) is not int or value not in known:
+            listed = ", ".join(map(str, known))
+            raise UserError(f"config.json says {key} {shown(folder.config.get(key))}; factors that work are {listed}")
+        return None if value == 1 else value

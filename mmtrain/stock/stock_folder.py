@@ -1,0 +1,158 @@
+"""The folder of a whole multimodal model, as its stock class reads it: what its files say, or why mmtrain cannot."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
+from mmtrain.config.limits import MAX_GRID_SIDE, MAX_GRIDS
+from mmtrain.pretrained.connectors import refuse_other_settings
+from mmtrain.pretrained.layouts import ANYRES, ANYRES_MAX_9, default_pinpoints
+from mmtrain.pretrained.model_files import Shape, is_whole, read_json, tensor_shapes
+from mmtrain.pretrained.shapes import VisionShape, vision_shape
+from mmtrain.pretrained.vision_files import image_settings, preprocessing
+
+Keys = dict[str, Any]
+PARTS = ("model.llm.path", "model.vision.name", "model.projector.init_from")
+BY_PARTS = f"give the model by its parts instead, in {', '.join(PARTS)}"
+_CONNECTOR = re.compile(r"(?:model\.)?(?:multi_modal_projector|connector\.modality_projection)\.")
+_GRIDS_SIDE = {ANYRES: 336, ANYRES_MAX_9: 384}  # pixels of a tile of the classes' own pinpoints
+
+
+@dataclass(frozen=True)
+class StockFolder:
+    """A folder, and its readers; each raises UserError for what mmtrain does not compute as the folder says."""
+
+    path: str
+    folder: Path
+    config: dict[str, Any]  # config.json
+
+    def check(self) -> None:
+        """Refuse a folder whose weights hold no connector, and settings and pixels that mmtrain has otherwise."""
+        refuse_other_settings(self.config, "config.json")
+        if not any(_CONNECTOR.match(name) for name in self.tensors):
+            raise UserError(f"its weights hold no connector ({_CONNECTOR.pattern}); download the folder again")
+        for key in ("do_resize", "do_rescale", "do_normalize"):
+            if self.images.get(key, True) is not True:
+                raise UserError(f"its image processor has {key} {shown(self.images[key])}, and mmtrain does so")
+        factor = self.images.get("rescale_factor", 1 / 255)
+        if not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-4:
+            raise UserError(f"its image processor has rescale_factor {shown(factor)}; needed is 1/255")
+
+    @cached_property
+    def tensors(self) -> dict[str, Shape]:
+        """Shapes of its tensors by their names on disk."""
+        return tensor_shapes(self.folder) or {}
+
+    @cached_property
+    def vision(self) -> VisionShape:
+        """Its encoder with all blocks."""
+        return vision_shape(self.path, -1)
+
+    @cached_property
+    def images(self) -> dict[str, Any]:
+        """Settings of its image processor."""
+        preprocessing(self.folder)  # which has an error for its absence
+        return image_settings(self.folder)[1] or {}
+
+    @cached_property
+    def processor(self) -> dict[str, Any]:
+        """processor_config.json."""
+        file = self.folder / "processor_config.json"
+        return read_json(file) if file.is_file() else {}
+
+    def one_tile(self, key: str, value: Any, is_one: bool) -> None:
+        """Refuse a processor that cuts images into tiles."""
+        if not is_one:
+            raise UserError(
+                f"its image processor cuts an image into tiles ({key} {shown(value)}), and mmtrain trains on one "
+                f"square: change that in the folder if one is meant, or {BY_PARTS}"
+            )
+
+    def no_texts(self, texts: dict[str, Any], layout: str) -> None:
+        """Refuse a processor that writes texts around images which the layout does not have."""
+        if written := {key: text for key, text in texts.items() if text}:
+            key, text = next(iter(written.items()))
+            raise UserError(
+                f"its processor writes {shown(text)} ({key}) beside an image, and the layout {layout} does "
+                f"not; set that to an empty text in the folder if none is meant, or {BY_PARTS}"
+            )
+
+    def square(self, key: str, sides: Any) -> None:
+        """Refuse pictures of another size than the encoder's."""
+        pixels = list(sides.values()) if isinstance(sides, dict) else [sides]
+        if not pixels or any(side != self.vision.image_size for side in pixels):
+            raise UserError(
+                f"its image processor has {key} {shown(sides)}, and the encoder takes {self.vision.image_size} pixels "
+                "a side; correct the one that is wrong"
+            )
+
+    def grids(self, layout: str) -> Keys:
+        """Return the keys of an image layout of grids."""
+        self.fit()
+        own = default_pinpoints(layout, _GRIDS_SIDE[layout])
+        trained, processed = (settings.get("image_grid_pinpoints") for settings in (self.config, self.images))
+        trained, processed = (own if pairs is None else pairs for pairs in (trained, processed))
+        side = self.vision.image_size
+        if not _are_grids(trained, side):
+            raise UserError(
+                f"config.json says image_grid_pinpoints {shown(trained)}; needed are up to {MAX_GRIDS} pairs of height "
+                f"and width, multiples of {side}, the side of its encoder's square in pixels"
+            )
+        if not isinstance(processed, list | tuple) or _lists(trained) != _lists(processed):
+            raise UserError(
+                f"its image processor has image_grid_pinpoints {shown(processed)} and config.json {shown(trained)}; "
+                "correct the one that is wrong"
+            )
+        return {"pinpoints": tuple((height, width) for height, width in trained), "image_fit": None}
+
+    def layer(self, default: int, strategy: str) -> int:
+        """Return model.vision.select_layer; folders count hidden states from 0, the embeddings."""
+        layer, depth = self.config.get("vision_feature_layer", default), self.vision.blocks_run
+        if not is_whole(layer, -depth, depth) or layer == 0:
+            raise UserError(
+                f"config.json says vision_feature_layer {shown(layer)}; mmtrain takes the output of one block, 1 to "
+                f"{depth} or -{depth} to -1"
+            )
+        selected = self.config.get("vision_feature_select_strategy", strategy)
+        if selected != (needed := "default" if self.vision.prefix_tokens else "full"):
+            wrong = "a class token would be a patch" if self.vision.prefix_tokens else "a patch would be dropped"
+            raise UserError(f"config.json says vision_feature_select_strategy {shown(selected)}, not {needed}: {wrong}")
+        return layer if layer < 0 else layer - depth - 1
+
+    def fit(self) -> str:
+        """Return data.image_fit, of the processors of CLIP, SigLIP and Llava."""
+        size, crops = self.images.get("size"), self.images.get("do_center_crop", "crop_size" in self.images)
+        if crops:
+            self.square("crop_size", self.images.get("crop_size"))
+        is_edge = not isinstance(size, dict) or "shortest_edge" in size
+        self.square("size", size)
+        if self.images.get("do_pad"):
+            return "pad"
+        if is_edge and not crops:
+            raise UserError(f"its image processor has size {shown(size)} and no do_center_crop: images are not squares")
+        return "center_crop" if is_edge else "resize"
+
+
+def shown(value: Any) -> str:
+    """Return a value of a folder's file as a message shows it."""
+    return "null" if value is None else shortened(repr(value))
+
+
+def _are_grids(value: Any, side: int) -> bool:
+    """Return whether a value is a list of pairs of multiples of `side` pixels."""
+    return (
+        isinstance(value, list | tuple)
+        and 0 < len(value) <= MAX_GRIDS
+        and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
+        and all(is_whole(pixels, side, MAX_GRID_SIDE) and pixels % side == 0 for pair in value for pixels in pair)
+    )
+
+
+def _lists(pairs: Any) -> list[Any]:
+    return [list(pair) if isinstance(pair, tuple) else pair for pair in pairs]
