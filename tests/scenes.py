@@ -30,7 +30,7 @@ from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit
 from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.engine.process_groups import join_process_group, replica_group
-from mmtrain.engine.streamed import streamed_layers
+from mmtrain.engine.stages import streamed_layers
 from mmtrain.model.projector import make_projector
 from mmtrain.model.stage import build_stage
 from mmtrain.model.streaming import StreamedLayers

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mmtrain.base.collectives import of_all_ranks
 from mmtrain.config.schema import RunConfig
 from mmtrain.engine.process_groups import replica_group
-from mmtrain.engine.streamed import streamed_layers
+from mmtrain.engine.stages import streamed_layers
 from mmtrain.model.language import load_slice
 from mmtrain.model.stage import DTYPES
 from mmtrain.model.streaming import StreamedLayer, StreamedLayers

@@ -16,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from mmtrain.base.collectives import of_all_ranks
 from mmtrain.base.errors import UserError
+from mmtrain.checkpoint.begin import find_beginning
 from mmtrain.checkpoint.step_folder import StepFolder
+from mmtrain.config.schema import RunConfig
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -51,11 +53,12 @@ def load(start: StepFolder, names: Collection[str]) -> tuple[dict[str, torch.Ten
     return weights, {name: tensor for name, tensor in mine.items() if "/" in name}
 
 
-def load_weights(beginning: StepFolder | None, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Of this rank's trained `names` the weights that another run's checkpoint has; a collective of every rank.
+def load_init_from(config: RunConfig, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return those of this rank's trained `names` that the checkpoint `model.init_from` has, on the CPU. Collective.
 
-    Rank 0 alone gives it, and reads.
+    Rank 0 alone reads.
     """
+    beginning = find_beginning(config) if dist.get_rank() == 0 else None
     wanted = of_all_ranks(sorted(names))
     return _shared({} if beginning is None else _opened(beginning.tensors_file), wanted)
 

@@ -120,6 +120,12 @@ class FrozenPipelineEngine:
         self._dtype = next(iter(self.stages.values())).dtype
         self._begin_step()
 
+    @property
+    def learns(self) -> bool:
+        """Whether any rank has a parameter that trains with a learning rate above 0."""
+        names = [name for rank in self.plan.ranks for name in rank.trainable_names]
+        return any(group.lr > 0 and group.parameters for group in parameter_groups(self.run_config.optimizer, names))
+
     # ---- resuming
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:

@@ -6,21 +6,38 @@ from dataclasses import asdict
 
 from mmtrain.checkpoint.write import Checkpointer
 from mmtrain.config.schema import EvalSection
+from mmtrain.data.stream.loader import PackedBatches
+from mmtrain.engine.engine import FrozenPipelineEngine
 from mmtrain.evaluation.answers import Answer, write_answers
 from mmtrain.evaluation.console import Console
 from mmtrain.evaluation.evaluator import Evaluator, Scores
+from mmtrain.evaluation.held_out import HeldOut
+from mmtrain.processes.failures import RankProgress
 from mmtrain.training.records import Records
+
+
+def read_held_out(packed: PackedBatches) -> HeldOut:
+    """Read the held-out samples of a run, before its weights are loaded: what is wrong with them shows early."""
+    return HeldOut(packed)
 
 
 class Evaluations:
     """The evaluations of a run; every rank calls the same methods in the same order."""
 
     def __init__(
-        self, section: EvalSection, evaluator: Evaluator, records: Records, console: Console, saver: Checkpointer
+        self,
+        section: EvalSection,
+        engine: FrozenPipelineEngine,
+        held_out: HeldOut | None,
+        progress: RankProgress,
+        records: Records,
+        console: Console,
+        saver: Checkpointer,
     ) -> None:
-        self._section, self._evaluator = section, evaluator
+        """Agree with all ranks on what to evaluate; `held_out` is None on the ranks that read no data."""
+        self._section, self._evaluator = section, Evaluator(engine, held_out, progress, console.evaluating)
         self._records, self._console, self._saver = records, console, saver
-        console.line(evaluator.extent.summary)
+        console.line(self._evaluator.extent.summary)
 
     def make(self, step: int) -> bool:
         """Evaluate after `step` updates, before the first one with answers; False if the run is to stop.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -13,37 +12,21 @@ import torch.distributed as dist
 from mmtrain.base.collectives import of_all_ranks, on_rank_0
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import show_logs
-from mmtrain.checkpoint.begin import find_beginning
 from mmtrain.checkpoint.choose import Start
-from mmtrain.checkpoint.load import differences, load, load_weights
+from mmtrain.checkpoint.load import differences, load, load_init_from
 from mmtrain.checkpoint.run_folder import AUDIT, BAD_STEPS, describe_run, go_back
 from mmtrain.checkpoint.write import Checkpointer, Saved, run_state
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.stream.account import ReadAccount
 from mmtrain.data.stream.loader import PackedBatches
-from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.audit import RankAudit, check_replicas, model_fingerprint, settings_fingerprint, write_audit
 from mmtrain.engine.engine import FrozenPipelineEngine
-from mmtrain.engine.process_groups import backend_name, join_process_group, replica_group
-from mmtrain.engine.streamed import streamed_layers
-from mmtrain.engine.trace import TRACE, TracedStep, Tracer
-from mmtrain.engine.utilization import Utilization, peak_flops
+from mmtrain.engine.process_groups import join_process_group, replica_group
+from mmtrain.engine.stages import build_stages, refuse_short_device_memory
 from mmtrain.evaluation.console import Console
-from mmtrain.evaluation.evaluator import Evaluator
-from mmtrain.evaluation.held_out import HeldOut
-from mmtrain.model.flash import say_ways
-from mmtrain.model.stage import build_stage
-from mmtrain.plan.calibration import cpu_device, gpu_device
-from mmtrain.plan.instructions import Instruction
 from mmtrain.plan.plan import Plan
-from mmtrain.plan.rates import parameter_groups
-from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
-from mmtrain.pretrained.connectors import connector, connector_parameters, has_newline
-from mmtrain.pretrained.shapes import matches
 from mmtrain.processes.rank import Rank
-from mmtrain.training.evaluations import Evaluations
-from mmtrain.training.records import Records
-from mmtrain.training.trackers import Trackers
+from mmtrain.training.evaluations import Evaluations, read_held_out
+from mmtrain.training.recorder import Recorder
 
 
 def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, trace_steps: int = 0) -> str | None:
@@ -63,7 +46,7 @@ def main(config: RunConfig, plan: Plan, rank: Rank, start: Start | None = None, 
         show_logs(run.console.line)
     run.take_up_checkpoint()
     run.open_records(trace_steps)
-    with run.trackers:
+    with run.recorder.trackers:
         with run.saver:
             run.begin_steps()
             steps = run.make_steps()
@@ -108,13 +91,13 @@ class _Run:
         """
         config, rank, plan = self.config, self.rank, self.plan
         self.packed: PackedBatches | None = None
-        self.held_out: HeldOut | None = None
+        self.held_out = None
         if self.mine.pipeline == 0:
             rank.progress.at(self.first_step, "opening the data")
             self.packed = PackedBatches(config, replica=self.mine.data, replicas=plan.data, first_step=self.first_step)
             if config.eval.is_on:
                 rank.progress.at(self.first_step, "reading the held-out samples")
-                self.held_out = HeldOut(self.packed)
+                self.held_out = read_held_out(self.packed)
         rank.progress.at(self.first_step, "comparing the data with the other ranks")
         seen = of_all_ranks(self.packed and (self.packed.catalog.fingerprint, self.packed.max_steps))
         readers = [other.rank for other in plan.ranks if other.pipeline == 0]
@@ -136,22 +119,21 @@ class _Run:
         config, rank, plan = self.config, self.rank, self.plan
         rank.progress.at(self.first_step, "loading weights")
         self.console.line(f"loading weights on {plan.pipeline * plan.data} ranks")
-        to_build = config if self.start is None else _without_init_from(config)
-        timeout = config.parallel.timeout_seconds
-        streamed = streamed_layers(plan, rank.rank, self.device, self.readers, timeout)
-        places = {"device": self.device, "streamed": streamed}
-        self.stages = {stage.stage: build_stage(to_build, stage, **places) for stage in self.mine.stages}
+        resumes = self.start is not None
+        self.stages = build_stages(config, plan, rank.rank, self.device, self.readers, resumes=resumes)
         rank.progress.at(self.first_step, "building the engine")
-        self._refuse_short_memory()  # the engine warms up, and would run out of memory without a word on why
+        # Before the engine warms up: it would run out of memory without a word on why.
+        refuse_short_device_memory(self.mine, self.device)
         self.engine = FrozenPipelineEngine(
             *(config, plan, self.stages, self._before_instruction),
             first_step=self.first_step,
             bad_steps_file=rank.folder / BAD_STEPS,
         )
         if self.start is None and config.model.init_from is not None:
-            beginning = find_beginning(config) if rank.rank == 0 else None
-            self.engine.load_trained({**self.engine.trainable, **load_weights(beginning, self.engine.trainable)}, {})
-        self._refuse_short_memory()  # master weights, communicators and libraries' workspaces are there now
+            weights = load_init_from(config, self.engine.trainable)
+            self.engine.load_trained({**self.engine.trainable, **weights}, {})
+        # Again, now that master weights, communicators and libraries' workspaces are there.
+        refuse_short_device_memory(self.mine, self.device)
         self.audit = RankAudit(self.mine, self.stages, self.engine.optimizer, self.engine.trainable)
         starts = of_all_ranks(self.audit.start())
         check_replicas(starts)
@@ -165,17 +147,10 @@ class _Run:
             "branched_from": None if self.start is None else self.start.branched_from,
         }
 
-    def _before_instruction(self, step: int, instruction: Instruction) -> None:
+    def _before_instruction(self, step: int, instruction: object) -> None:
         self.rank.progress.at(step, instruction)
         if self.rank.stop.asked:
             self.engine.request(stop=True)
-
-    def _refuse_short_memory(self) -> None:
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            used = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
-            name = f"{self.device} ({torch.cuda.get_device_name(self.device)})"
-            refuse_short_memory(self.mine, name, GpuMemory(total, free, *used))
 
     def take_up_checkpoint(self) -> None:
         """Where the run goes on: known to be the same one, the trained tensors as they were; only then cut records."""
@@ -199,36 +174,21 @@ class _Run:
             describe_run(self.rank.folder, self.configured, self.plan)
 
     def open_records(self, trace_steps: int) -> None:
-        """Everything that writes down what the steps do."""
+        """Open everything that writes down what the steps do, and what saves and evaluates."""
         config, rank, console = self.config, self.rank, self.console
-        on_gpu = self.device.type == "cuda"
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
-        device = gpu_device(torch.cuda.get_device_name()) if on_gpu else cpu_device(config, local_ranks)
-        trackers = config.run.report_to if rank.rank == 0 else ()
-        self.trackers = Trackers(trackers, rank.folder, config, self.first_step, console.line)
-        self.records = Records(rank.folder if rank.rank == 0 else None, config, self.trackers.take, console.line)
-        about = {"versions": self.about["versions"], "device": device.name, "ranks": rank.world_size}
-        self.records.write("begin", step=self.first_step, backend=backend_name(self.device), **about)
-        self.account: ReadAccount | None = None
-        self.batches: Generator[PackedBatch] | None = None
+        self.recorder = Recorder(
+            config, rank, self.engine, console, self.first_step, self.about["versions"], trace_steps
+        )
+        self.records = self.recorder.records
         if self.packed is not None:
-            left_out = [] if self.held_out is None else self.held_out.faults
-            self.account = ReadAccount(config, self.packed, self.readers, rank.folder, left_out, self.counts)
-            self.batches = self.account.watch(iter(self.packed))
+            self.recorder.open_account(config, self.packed, self.readers, self.held_out, self.counts)
         saved_step = self.first_step if self.start is not None and self.start.is_own else None
         self.saver = Checkpointer(rank.folder, config.checkpoint, self.mine.data == 0, self._report, saved_step)
         self.evaluations: Evaluations | None = None
         if config.eval.is_on:
-            evaluator = Evaluator(self.engine, self.held_out, rank.progress, console.evaluating)
-            self.evaluations = Evaluations(config.eval, evaluator, self.records, console, self.saver)
-        self.utilization = Utilization(config, peak_flops(config, device) if rank.rank == 0 else None)
-        self.tracer = Tracer(rank.folder / TRACE, self.plan, trace_steps) if trace_steps else None
-        ways = on_rank_0({way for stage in self.stages.values() for way in stage.attention})
-        if ways is not None:
-            records, lines = say_ways(ways)
-            self.records.write("attention", step=self.first_step, ways=records)
-            for line in lines:
-                console.line(line)
+            self.evaluations = Evaluations(
+                config.eval, self.engine, self.held_out, rank.progress, self.records, console, self.saver
+            )
 
     def _report(self, saved: Saved) -> None:
         self.records.write(**saved.record())
@@ -266,7 +226,11 @@ class _Run:
                 return step
             if saver.time_is_up:
                 engine.request(save=True)
-            self.make_step(step)
+            start = time.perf_counter()
+            result = engine.train_step(self.recorder.batches)
+            self.audit.check_versions()
+            self.loss = result.loss
+            self.recorder.step(result, time.perf_counter() - start)
             done = step + 1
             if engine.requested_stop and done < max_steps:
                 return done
@@ -276,31 +240,14 @@ class _Run:
             saver.poll()
         return max_steps
 
-    def make_step(self, step: int) -> None:
-        """Make one step and record it."""
-        start = time.perf_counter()
-        result = self.engine.train_step(self.batches)
-        self.audit.check_versions()
-        seconds = time.perf_counter() - start
-        if self.tracer is not None:
-            clock = self.engine.clock
-            self.tracer.add(lambda: TracedStep(step, clock.seconds, clock.intervals()))
-        self.loss = result.loss
-        self.records.step(result, seconds, self.utilization.add(result))
-        self.console.step(step, result.loss, result.tokens / seconds, note=result.no_update or "")
-        if self.account is not None:
-            for record in self.account.end_step(step, result.samples, result.quarantined):
-                self.records.write(**record)
-        if self.tracer is not None and self.tracer.is_complete:
-            self._write_trace()
-
     def save(self, step: int) -> None:
         """Begin to save the state after `step` updates."""
         if step == self.saver.saved:  # for another reason, or it is where this run came from
             return
         self.rank.progress.at(step, "saving")
         engine = self.engine
-        counts = None if self.account is None else self.account.state_dict()
+        account = self.recorder.account
+        counts = None if account is None else account.state_dict()
         now = {"loss": self.loss, "bad_steps": engine.bad_steps, "data": {"fingerprint": self.data, "counts": counts}}
         trained = self.audit.notes(engine.saw_gradient)
         self.saver.save(step, engine.trainable, engine.optimizer_state(), trained, self.about | now)
@@ -309,40 +256,24 @@ class _Run:
 
     def prove(self) -> None:
         """Close the account of the data, and prove that only what should train did."""
-        if self.account is not None:
-            for record in self.account.finish(self.max_steps):
-                self.records.write(**record)
+        self.recorder.close_account(self.max_steps)
         self.rank.progress.at(self.max_steps, "auditing")
         records = on_rank_0(self.audit.finish(self.engine.saw_gradient))
         if records is not None:
             file = self.rank.folder / AUDIT
-            names = [name for rank in self.plan.ranks for name in rank.trainable_names]
-            groups = parameter_groups(self.config.optimizer, names)
-            learns = any(group.lr > 0 and group.parameters for group in groups)
-            found = write_audit(file, self.plan, records, learns=learns)
+            found = write_audit(file, self.plan, records, learns=self.engine.learns)
             self.console.line(f"audit passed: {found} ({file})")
 
     def leave(self, message: str | None = None) -> str | None:
         """Close everything, together with all ranks; returns the message."""
-        if self.tracer is not None:
-            self._write_trace()
-        if (summary := self.utilization.summary()) is not None:
-            self.console.line(summary)
-        if self.batches is not None:
-            self.batches.close()
-        self.records.close()
-        dist.barrier()
-        dist.destroy_process_group()
-        self.trackers.close()  # which may take longer than the other ranks would wait
+        self.recorder.close(_leave_job)
         self.console.close()
         return message
 
-    def _write_trace(self) -> None:
-        """Write the steps that are recorded, if there are any not yet written, together with all ranks."""
-        self.rank.progress.at(self.engine.step_index, "writing the trace")
-        said = self.tracer.finish()
-        if said is not None:
-            self.console.line(said)
+
+def _leave_job() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def use_algorithms(deterministic: bool) -> None:
@@ -355,11 +286,3 @@ def use_algorithms(deterministic: bool) -> None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when it starts
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(deterministic)
-
-
-def _without_init_from(config: RunConfig) -> RunConfig:
-    """For a run that goes on: what its projector began with need not be there any more, unless part of it is frozen."""
-    parameters = connector_parameters(connector(config.model.projector, 1, 2, has_newline(config)))
-    if not all(matches(parameter.name, config.model.trainable) for parameter in parameters):
-        return config
-    return config.changed({"model.projector.init_from": None})

@@ -1,0 +1,65 @@
+"""Build the stages of a rank as its plan says, with the source of its streamed layers; see whether its GPU has room."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from mmtrain.config.schema import RunConfig
+from mmtrain.engine.process_groups import shard_group
+from mmtrain.model.quantised_source import QuantisedSource
+from mmtrain.model.stage import Stage, build_stage
+from mmtrain.model.streaming import StreamedLayers
+from mmtrain.model.weight_sources import HostSource, PeerSource
+from mmtrain.plan.plan import Plan, RankPlan
+from mmtrain.plan.refusals import GpuMemory, refuse_short_memory
+from mmtrain.pretrained.connectors import connector, connector_parameters, has_newline
+from mmtrain.pretrained.shapes import matches
+
+
+def streamed_layers(
+    plan: Plan, rank: int, device: torch.device, replicas: dist.ProcessGroup | None, timeout_seconds: int
+) -> StreamedLayers | None:
+    """Return where a rank's streamed layers come from; None where no rank of the plan has any. Collective.
+
+    `replicas`: ranks with the same stages, for objects on the host; None with one replica.
+    """
+    if plan.streaming is None:
+        return None
+    source = plan.streaming.source
+    if source == "host":
+        return StreamedLayers(HostSource(device, replicas))
+    if source == "peers":
+        return StreamedLayers(PeerSource(shard_group(plan, rank, device, timeout_seconds), device))
+    return StreamedLayers(QuantisedSource(source, device))
+
+
+def build_stages(
+    config: RunConfig,
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    replicas: dist.ProcessGroup | None,
+    *,
+    resumes: bool,
+) -> dict[int, Stage]:
+    """Return a rank's stages by number, their weights loaded. Collective; `replicas` as `streamed_layers` has it.
+
+    A run that `resumes` needs the file that its projector began with only where part of the projector is frozen.
+    """
+    streamed = streamed_layers(plan, rank, device, replicas, config.parallel.timeout_seconds)
+    if resumes and config.model.vision is not None:
+        parameters = connector_parameters(connector(config.model.projector, 1, 2, has_newline(config)))
+        if all(matches(parameter.name, config.model.trainable) for parameter in parameters):
+            config = config.changed({"model.projector.init_from": None})
+    stages = plan.ranks[rank].stages
+    return {stage.stage: build_stage(config, stage, device=device, streamed=streamed) for stage in stages}
+
+
+def refuse_short_device_memory(rank: RankPlan, device: torch.device) -> None:
+    """Raise UserError where a GPU has less memory left than the plan still needs on it."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        used = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        name = f"{device} ({torch.cuda.get_device_name(device)})"
+        refuse_short_memory(rank, name, GpuMemory(total, free, *used))
