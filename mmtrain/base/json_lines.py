@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json
@@ -92,6 +92,15 @@ def without_nan(value: Any) -> Any:
     return value
 
 
+def whole_lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file of records, in bounded memory; one that is still being written has no end yet.
+
+    Of a line that is longer than any record the last part is yielded, which is no JSON object.
+    """
+    lines = iter(functools.partial(stream.readline, MAX_JSON_BYTES), b"")
+    return (line for line in lines if line.endswith(b"\n"))
+
+
 def recorded(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
     """The records of these kinds (none named: of all) in a file of JSON lines; none where there is no file.
 
@@ -99,8 +108,8 @@ def recorded(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
     """
     if not file.is_file():
         return
-    with file.open("rb") as lines:
-        for line in iter(functools.partial(lines.readline, MAX_JSON_BYTES), b""):
+    with file.open("rb") as stream:
+        for line in whole_lines(stream):
             if kinds and not any(f'"{kind}"'.encode() in line for kind in kinds):
                 continue  # parsing all lines of a long run takes seconds
             record = parse_line(line)

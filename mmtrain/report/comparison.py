@@ -1,29 +1,28 @@
-"""Several runs on one page: the same curves together, the scores side by side, the keys in which they differ."""
+"""Several runs on one page: their curves together, scores side by side, and the keys in which they differ."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mmtrain.report.curves import MOST_POINTS
+from mmtrain.base.progress import clock
 from mmtrain.report.elements import (
     LONG,
     SHOWN_MEANS,
-    LineChart,
+    Chart,
     Section,
     Series,
     Unit,
     counted,
-    duration,
     listed,
     number,
     percent,
     table,
 )
 from mmtrain.report.headline import headline, status
-from mmtrain.report.records import RunRecord, read_run
+from mmtrain.report.records import MAX_POINTS, RunRecord, read_run
 
-CURVES: tuple[tuple[str, str, str, Unit, bool], ...] = (  # of a run, title, what y is, its unit, may be logarithmic
+CURVES: tuple[tuple[str, str, str, Unit, bool], ...] = (  # name, title, y axis, its unit, offers a logarithmic axis
     ("loss", "Training loss", "nats per supervised token", "number", True),
     ("eval_loss", "Loss on held-out samples", "nats per supervised token", "number", True),
     ("eval_exact_match", "Exact answers on held-out samples", "share", "share", False),
@@ -34,84 +33,56 @@ CURVES: tuple[tuple[str, str, str, Unit, bool], ...] = (  # of a run, title, wha
 
 
 def compared(folders: Sequence[Path]) -> tuple[str, str, tuple[Section, ...]]:
-    """Title, a sentence and the sections of a page of these runs; raises UserError for what is no run."""
-    runs = [read_run(folder, MOST_POINTS // len(folders)) for folder in folders]
-    names = _names(runs)
-    return (
-        listed(names),
-        f"{len(runs)} runs side by side.",
-        (_results(runs, names), _curves(runs, names), _keys(runs, names)),
-    )
-
-
-def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """Names of the folders; of equal ones with the folder above, or a number."""
-    names = [run.name for run in runs]
+    """Return title, a sentence and sections of a page of these runs; raises UserError for a folder that is no run."""
+    records = [read_run(folder) for folder in folders]
+    names = [run.name for run in records]
     if len(set(names)) < len(names):
-        names = [f"{run.folder.resolve().parent.name}/{run.name}" for run in runs]
-    return [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
+        names = [f"{run.folder.resolve().parent.name}/{run.name}" for run in records]
+    runs = {name if names.count(name) == 1 else f"{name} ({i + 1})": records[i] for i, name in enumerate(names)}
+    return listed(runs), f"{len(runs)} runs side by side.", (_results(runs), _curves(runs), _keys(runs))
 
 
-def _results(runs: Sequence[RunRecord], names: Sequence[str]) -> Section:
-    columns = (
-        "run",
-        ">steps",
-        ">loss at the end",
-        ">held-out loss",
-        ">exact answers",
-        ">right tokens",
-        ">control: exact",
-        ">tokens a second",
-        ">time",
+def _results(runs: Mapping[str, RunRecord]) -> Section:
+    scored = ("loss at the end", "held-out loss", "exact answers", "right tokens", "control: exact", "tokens a second")
+    rows, answers = [], []
+    for name, run in runs.items():
+        ends, speed = run.curves["loss"].means(10), run.curves["tokens_per_second"].means(1)
+        scores = run.evaluations[-1] if run.evaluations else None
+        losses = number(ends[-1].y if ends else None), number(scores.loss if scores else None)
+        shares = percent(scores.exact_match if scores else None), percent(scores.token_accuracy if scores else None)
+        exact, rate = percent(run.control.exact_match if run.control else None), number(speed[0].y if speed else None)
+        rows.append((name, run.steps_done, *losses, *shares, exact, rate, clock(run.seconds)))
+        findings = headline(run)
+        answers.append((name, status(run), *(finding.answer for finding in findings)))
+    tables = (
+        table("Scores", ("run", ">steps", *(f">{column}" for column in scored), ">time"), rows),
+        table("What each run says", ("run", "status", *(finding.question for finding in findings)), answers),
     )
-    rows, findings = [], []
-    for name, run in zip(names, runs, strict=True):
-        scores, control = run.last_evaluation, run.control
-        ends, speed = run.curve("loss").means(10), run.curve("tokens_per_second").means(1)
-        rows.append(
-            (
-                name,
-                run.steps_done,
-                number(ends[-1].y if ends else None),
-                number(scores.loss if scores else None),
-                percent(scores.exact_match if scores else None),
-                percent(scores.token_accuracy if scores else None),
-                percent(control.exact_match if control else None),
-                number(speed[0].y if speed else None),
-                duration(run.seconds),
-            )
-        )
-        findings.append((name, status(run), *(finding.answer for finding in headline(run))))
-    questions = tuple(finding.question for finding in headline(runs[0]))
-    says = ("The loss at the end is the mean of the last tenth of the steps; scores are of the last evaluation.",)
-    tables = (table("Scores", columns, rows), table("What each run says", ("run", "status", *questions), findings))
-    return Section("results", "Side by side", says, tables=tables)
+    says = "The loss at the end is the mean of the last tenth of the steps; scores are of the last evaluation."
+    return Section("results", "Side by side", (says,), tables=tables)
 
 
-def _curves(runs: Sequence[RunRecord], names: Sequence[str]) -> Section:
+def _curves(runs: Mapping[str, RunRecord]) -> Section:
     charts = []
     for key, title, y_name, unit, log in CURVES:
         series = []
-        for place, (name, run) in enumerate(zip(names, runs, strict=True)):
-            curve = run.curve(key)
-            points = tuple(curve.means(SHOWN_MEANS) if curve.count >= LONG else curve.points())
-            if points:
+        for place, (name, run) in enumerate(runs.items()):
+            curve = run.curves[key]
+            if len(curve):
+                points = curve.means(SHOWN_MEANS) if len(curve) >= LONG else curve.points(MAX_POINTS // len(runs))
                 series.append(Series(name, points, colour=place, dash=place % 3))
         if series:
-            ends = listed(f"{one.name} ends at {number(one.points[-1].y)}" for one in series)
-            charts.append(LineChart(key, title, f"{title}: {ends}.", tuple(series), y_name, y_unit=unit, log=log))
+            charts.append(Chart(key, title, series, y_name, y_unit=unit, log=log))
     says = f"A curve of {LONG} points or more is shown by the means of about {SHOWN_MEANS} stretches."
-    if not charts:
-        says = "No step of these runs is recorded yet."
-    return Section("curves", "Curves", (says,), tuple(charts))
+    return Section("curves", "Curves", (says if charts else "No step of these runs is recorded yet.",), charts)
 
 
-def _keys(runs: Sequence[RunRecord], names: Sequence[str]) -> Section:
-    keys = sorted({key for run in runs for key in run.config})
-    differ = [key for key in keys if key != "run.name" and len({run.config.get(key) for run in runs}) > 1]
+def _keys(runs: Mapping[str, RunRecord]) -> Section:
     title = "Differences of their configurations"
-    if not differ:
+    keys = sorted({key for run in runs.values() for key in run.config} - {"run.name"})
+    values = {key: [run.config.get(key, "-") for run in runs.values()] for key in keys}
+    rows = [(key, *of_runs) for key, of_runs in values.items() if len(set(of_runs)) > 1]
+    if not rows:
         return Section("keys", title, ("They agree in every key but run.name.",))
-    rows = [(key, *(run.config.get(key, "-") for run in runs)) for key in differ]
-    says = f"They differ in {counted(len(differ), 'key')} of {len(keys)}, run.name left out."
-    return Section("keys", title, (says,), tables=(table(title, ("key", *names), rows),))
+    says = f"They differ in {counted(len(rows), 'key')} of {len(keys)}, run.name left out."
+    return Section("keys", title, (says,), tables=(table(title, ("key", *runs), rows),))

@@ -1,4 +1,4 @@
-"""What a page is made of: sections of sentences, charts, tables and questions. How they look is the template's."""
+"""What a page is made of: sections of sentences, charts, tables and questions. The template says how they look."""
 
 from __future__ import annotations
 
@@ -8,118 +8,80 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from mmtrain.base.printing import shortened
-from mmtrain.report.curves import Curve, Point
+from mmtrain.report.records import Curve, Point
 
-LONG = 60  # points from which on a line is shown with its means
+LONG = 60  # a curve of more points is drawn with its means
 SHOWN_MEANS = 80
-NOT_YET = "No step is recorded yet."
 SHOWN_RANKS, SHOWN_NAMES = 64, 12  # in a table, in a cell
-LONGEST_CELL = 1000  # characters
-DIGITS = 6  # of the numbers of charts and of the tables behind them
+MAX_ROWS, MAX_CELL = 500, 1000  # of a table, characters of a cell
+DIGITS = 6  # of the numbers in charts
+NOT_YET = "No step is recorded yet."
+NOT_EVALUATED = "No evaluation is recorded: eval.shards or eval.fraction holds samples out."
 
 Cell = str | int | float | None
-Look = Literal["line", "faint", "dots", "triangles", "squares", "diamonds"]
+Look = Literal["line", "faint", "dots", "triangles", "squares", "diamonds", "bar"]
 Tone = Literal["good", "bad", "mixed", "plain"]
 Unit = Literal["number", "share", "seconds", "steps"]
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one name; `derived` ones are not in the table. `colour` is a place in the palette."""
+    """Points of a line chart, or one value a row of a bar chart; `derived` ones are left out of the table."""
 
     name: str
-    points: tuple[Point, ...]
+    points: Sequence[Point] | Sequence[float]
     look: Look = "line"
-    colour: int = 0
+    colour: int = 0  # index of the palette
     dash: int = 0
+    stack: str = ""  # bars of one stack
     derived: bool = False
 
 
 @dataclass(frozen=True)
-class LineChart:
-    """Curves over steps or time; `about` says in a sentence what one sees, for who does not see it."""
-
-    id: str
-    title: str
-    about: str
-    series: tuple[Series, ...]
-    y_name: str
-    x_name: str = "step"
-    x_unit: Unit = "steps"
-    y_unit: Unit = "number"
-    log: bool = False  # may be switched to a logarithmic axis
-    kind: Literal["lines"] = "lines"
-
-    def data(self) -> dict[str, Any]:
-        """For page.js, numbers with six digits."""
-        series = [asdict(one) | {"points": [(short(x), short(y)) for x, y in one.points]} for one in self.series]
-        return asdict(self) | {"series": series}
-
-
-@dataclass(frozen=True)
 class Table:
-    """Rows of text and numbers; a column whose name begins with > is set to the right."""
+    """Rows of text; the name of a right-aligned column begins with >."""
 
     caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
     folded: bool = False
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A value for each row of a bar chart; bars of one `stack` stand on each other."""
-
-    name: str
-    values: tuple[float, ...]
-    stack: str = ""
-    colour: int = 0
-
-
-@dataclass(frozen=True)
-class BarChart:
-    """Horizontal bars, a row a category; the table `behind` them may say more."""
+class Chart:
+    """Curves over steps or time; with named `rows` horizontal bars, and the table `behind` them."""
 
     id: str
     title: str
-    about: str
-    rows: tuple[str, ...]
-    bars: tuple[Bar, ...]
-    x_name: str
-    behind: Table
-    x_unit: Unit = "number"
-    kind: Literal["bars"] = "bars"
-
-    def data(self) -> dict[str, Any]:
-        """For page.js, numbers with six digits."""
-        bars = [asdict(bar) | {"values": list(map(short, bar.values))} for bar in self.bars]
-        content = asdict(self) | {"bars": bars}
-        del content["behind"]
-        return content
-
-
-Chart = LineChart | BarChart
+    series: Sequence[Series]
+    y_name: str  # of the values, which bars show along x
+    y_unit: Unit = "number"
+    x_name: str = "step"
+    x_unit: Unit = "steps"
+    log: bool = False  # offers a logarithmic axis
+    rows: Sequence[str] = ()
+    behind: Table | None = None
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A JPEG as a data URI; None: there is none, for which `why` says the reason."""
+    """A JPEG as a data URI; without a source `why` says what is wrong with it."""
 
     source: str | None
-    width: int
-    height: int
+    width: int = 0
+    height: int = 0
     why: str = ""
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """A held-out question and its answers: (when, text, whether it is right)."""
 
     key: str
     question: str
     truth: str
-    answers: tuple[tuple[str, str, bool], ...]
-    pictures: tuple[Picture, ...]
+    answers: Sequence[tuple[str, str, bool]]
+    pictures: Sequence[Picture]
 
 
 @dataclass(frozen=True)
@@ -128,15 +90,15 @@ class Section:
 
     id: str
     title: str
-    says: tuple[str, ...] = ()
-    charts: tuple[Chart, ...] = ()
-    tables: tuple[Table, ...] = ()
-    questions: tuple[Asked, ...] = ()
+    says: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+    questions: Sequence[Question] = ()
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One answer of the headline; `tone` colours it, and stands beside it in words."""
+    """One answer of the headline; `tone` colours it."""
 
     question: str
     answer: str
@@ -144,19 +106,36 @@ class Finding:
     tone: Tone = "plain"
 
 
-def short(value: float) -> float | None:
-    """The same with six significant digits; None, a gap, for what is not finite."""
-    rounded = float(f"{value:.{DIGITS}g}")
-    return rounded if math.isfinite(rounded) else None
+def chart_data(chart: Chart) -> dict[str, Any]:
+    """Return the chart as JSON values for page.js, without the table behind it."""
+    return {name: _rounded(value) for name, value in asdict(chart).items() if name != "behind"}
 
 
-def lines_of(name: str, curve: Curve, colour: int = 0) -> tuple[Series, ...]:
-    """A curve as it is; a long one faint, with its means above it."""
-    points = tuple(curve.points())
+def _rounded(value: Any) -> Any:
+    """Round floats to DIGITS; what is not finite becomes None, a gap."""
+    if isinstance(value, float):
+        rounded = float(f"{value:.{DIGITS}g}")
+        return rounded if math.isfinite(rounded) else None
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    return list(map(_rounded, value)) if isinstance(value, list | tuple) else value
+
+
+def lines_of(name: str, curve: Curve, colour: int = 0) -> list[Series]:
+    """Return a curve as it is, a long one faint below its means."""
+    points = curve.points()
     if len(points) < LONG:
-        return (Series(name, points, colour=colour),) if points else ()
-    means = Series(f"{name}, mean", tuple(curve.means(SHOWN_MEANS)), colour=colour, derived=True)
-    return Series(name, points, "faint", colour), means
+        return [Series(name, points, colour=colour)] if points else []
+    means = Series(f"{name}, mean", curve.means(SHOWN_MEANS), colour=colour, derived=True)
+    return [Series(name, points, "faint", colour), means]
+
+
+def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, folded: bool = False) -> Table:
+    """Make a table of at most MAX_ROWS rows; its caption says how many there are."""
+    cells = [[shortened(c, MAX_CELL) if isinstance(c, str) else number(c) for c in row] for row in rows]
+    if len(cells) > MAX_ROWS:
+        caption += f", the first {MAX_ROWS} of {len(cells):,} rows"
+    return Table(caption, columns, cells[:MAX_ROWS], folded)
 
 
 def percent(share: float | None) -> str:
@@ -165,26 +144,12 @@ def percent(share: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """With four significant digits, whole numbers whole."""
+    """`2,001`, `0.1235`: four significant digits, whole numbers whole."""
     if value is None:
         return "-"
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
-
-
-def duration(seconds: float | None) -> str:
-    """`2 h 05 min`, `1 min 11 s`, `3.4 s`."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    if seconds < 10:
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
@@ -196,11 +161,3 @@ def listed(names: Iterable[str]) -> str:
     """`a, b and c`."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, folded: bool = False) -> Table:
-    """Cells as text; numbers as `number` shows them."""
-    shown = (
-        tuple(shortened(cell, LONGEST_CELL) if isinstance(cell, str) else number(cell) for cell in row) for row in rows
-    )
-    return Table(caption, tuple(columns), tuple(shown), folded)

@@ -1,8 +1,8 @@
 "use strict";
-// Draws the charts that the page's JSON describes, makes the tables behind them, and asks for a newer page where there
-// is a server. Text of the data only ever becomes text: textContent here, labels of an SVG in ECharts.
+// Draws the charts that the page's JSON describes and makes the tables behind them. Text of the data only ever becomes
+// text: textContent here, labels of an SVG in ECharts.
 (() => {
-  const { tag, charts } = JSON.parse(document.getElementById("data").textContent);
+  const charts = JSON.parse(document.getElementById("data").textContent);
   const MARKS = { line: "circle", faint: "circle", dots: "circle", triangles: "triangle", squares: "rect", diamonds: "diamond" };
   const SIGNS = { line: "●", faint: "●", dots: "●", triangles: "▲", squares: "■", diamonds: "◆" };
   const DASHES = ["solid", "dashed", "dotted"];
@@ -72,11 +72,11 @@
   function barsOption(chart) {
     return {
       ...frame(),
-      tooltip: { trigger: "axis", axisPointer: { type: "shadow" }, ...tip(chart.x_unit) },
-      xAxis: axis(chart.x_unit, chart.x_name, { type: "value", nameGap: 28, ...(chart.x_unit === "share" ? { max: 1 } : {}) }),
+      tooltip: { trigger: "axis", axisPointer: { type: "shadow" }, ...tip(chart.y_unit) },
+      xAxis: axis(chart.y_unit, chart.y_name, { type: "value", nameGap: 28, ...(chart.y_unit === "share" ? { max: 1 } : {}) }),
       yAxis: axis("", "", { type: "category", data: chart.rows, inverse: true, axisLabel: { color: style("--soft"), fontSize: 12 }, splitLine: { show: false } }),
-      series: chart.bars.map(bar => ({
-        name: bar.name, type: "bar", stack: bar.stack || undefined, data: bar.values, barMaxWidth: bar.stack === "planned" ? 14 : 22,
+      series: chart.series.map(bar => ({
+        name: bar.name, type: "bar", stack: bar.stack || undefined, data: bar.points, barMaxWidth: bar.stack === "planned" ? 14 : 22,
         itemStyle: { color: colour(bar.colour), borderColor: style("--page"), borderWidth: 1 },
       })),
     };
@@ -85,20 +85,20 @@
   function draw(entry) {
     const { chart, plot, log } = entry;
     if (!entry.instance) {
-      if (chart.kind === "bars") plot.style.height = `${Math.max(10, 5 + 3.2 * chart.rows.length)}rem`;
+      if (chart.rows.length) plot.style.height = `${Math.max(10, 5 + 3.2 * chart.rows.length)}rem`;
       entry.instance = echarts.init(plot, null, { renderer: "svg" });
       new ResizeObserver(() => entry.instance.resize()).observe(plot);
     }
-    entry.instance.setOption(chart.kind === "bars" ? barsOption(chart) : linesOption(chart, log), true);
+    entry.instance.setOption(chart.rows.length ? barsOption(chart) : linesOption(chart, log), true);
     for (const name of entry.hidden) entry.instance.dispatchAction({ type: "legendUnSelect", name });
   }
 
   // ---- what is shown
 
   function toggles(entry, place) {
-    const { chart } = entry, all = chart.kind === "bars" ? chart.bars : chart.series;
-    if (all.length > 1) {
-      for (const one of all) {
+    const { chart } = entry;
+    if (chart.series.length > 1) {
+      for (const one of chart.series) {
         const button = node("button", "", { type: "button" });
         const sign = node("span", `${SIGNS[one.look] || "■"} `);
         sign.setAttribute("aria-hidden", "true");
@@ -153,35 +153,7 @@
     draw(entry);
     drawn.push(entry);
     const details = figure.querySelector("details");
-    if (chart.kind === "lines") details.addEventListener("toggle", () => { if (details.open) makeTable(chart, details.querySelector(".scroll")); });
+    if (!chart.rows.length) details.addEventListener("toggle", () => { if (details.open) makeTable(chart, details.querySelector(".scroll")); });
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach(draw));
-
-  // ---- a page that is watched
-
-  const SEEN = "mmtrain-report";
-  async function ask(said) {
-    try {
-      const answer = await fetch("/", { headers: { "If-None-Match": tag }, cache: "no-store" });
-      if (answer.status === 200) {
-        const open = [...document.querySelectorAll("details[open]")].map(details => details.id);
-        sessionStorage.setItem(SEEN, JSON.stringify({ open, top: scrollY }));
-        location.reload();
-        return;
-      }
-      said.textContent = answer.status === 304 ? "This page follows the run."
-        : `This page is not made any more: ${(await answer.text()).trim()}`;
-      setTimeout(() => ask(said), 1000);
-    } catch {
-      said.textContent = "The server of this page has ended: reload it when mmtrain report --watch runs again.";
-    }
-  }
-  if (tag) {
-    const { open, top } = JSON.parse(sessionStorage.getItem(SEEN) || '{"open": [], "top": 0}');
-    sessionStorage.removeItem(SEEN);
-    for (const id of open) document.getElementById(id)?.setAttribute("open", "");
-    history.scrollRestoration = "manual";
-    if (top) scrollTo({ top, behavior: "instant" });
-    ask(document.getElementById("watch"));
-  }
 })();

@@ -1,9 +1,9 @@
-"""A page: one HTML file that needs no network, in which no text of a run becomes markup or script.
+"""A run's page: one HTML file that needs no network, in which no text of a run becomes markup or script.
 
 sections --page.html.jinja, which escapes--> HTML, with echarts, page.css and page.js inside
-charts --JSON that cannot end its element--> page.js, which makes text of text
+charts --JSON that cannot end its element--> page.js, which sets text as text
 
-A Content-Security-Policy lets only these scripts and styles run, by their hashes, and nothing be fetched.
+A Content-Security-Policy lets only these scripts and styles run, by their hashes, and lets the page fetch nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,29 +24,26 @@ import mmtrain
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
 from mmtrain.report.comparison import compared
-from mmtrain.report.elements import Finding, Section
-from mmtrain.report.fitting import HALVINGS, cut, with_pictures
+from mmtrain.report.elements import Finding, Section, chart_data
 from mmtrain.report.headline import headline, status
 from mmtrain.report.records import read_run
 from mmtrain.report.sections import sections
 
 HERE = Path(__file__).parent
-MOST_RUNS = 8
-MOST_BYTES = 2_000_000
+MAX_RUNS = 8
+MAX_BYTES = 2_000_000
+LEFT_OUT = "This section is left out: with it the page would be larger than 2 MB."
 
 
-def make_page(folders: Sequence[Path], *, tag: str | None = None) -> str:
-    """The page of a run, or of several side by side; with a `tag` it asks its server for a newer one.
-
-    Raises UserError for what is no run.
-    """
-    if len(folders) == 1:
-        run = read_run(folders[0])
-        return _fitted(run.name, status(run), headline(run), sections(run), tag)
-    if len(folders) > MOST_RUNS:
-        raise UserError(f"{len(folders)} runs: at most {MOST_RUNS} fit on a page; give fewer")
-    title, says, parts = compared(folders)
-    return _fitted(title, says, (), parts, tag)
+def make_page(folders: Sequence[Path]) -> str:
+    """Return the page of a run, or of several side by side; raises UserError for a folder that is no run."""
+    if len(folders) > MAX_RUNS:
+        raise UserError(f"{len(folders)} runs are given, and a page has room for at most {MAX_RUNS}. Give fewer.")
+    if len(folders) > 1:
+        title, says, parts = compared(folders)
+        return _fitted(title, says, (), parts)
+    run = read_run(folders[0])
+    return _fitted(run.name, status(run), headline(run), sections(run))
 
 
 def write_page(folders: Sequence[Path], file: Path) -> Path:
@@ -54,24 +52,23 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
     try:
         write_whole(file, page)
     except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}; --out FILE says where it goes") from error
+        raise UserError(f"{file} cannot be written: {error.strerror}. --out FILE chooses another place.") from error
     return file
 
 
-def _fitted(title: str, says: str, findings: Sequence[Finding], parts: Sequence[Section], tag: str | None) -> str:
-    """The page of these sections, cut until it is at most MOST_BYTES; pictures get what is left."""
-    for halvings in range(HALVINGS + 1):
-        smaller = [cut(part, halvings) for part in parts]
-        page = _render(title, says, findings, [with_pictures(part, 0) for part in smaller], tag)
-        left = MOST_BYTES - len(page.encode())
-        if left >= 0:
-            break
-    if not any(picture.source for part in smaller for asked in part.questions for picture in asked.pictures):
-        return page
-    return _render(title, says, findings, [with_pictures(part, left) for part in smaller], tag)
+def _fitted(title: str, says: str, findings: Sequence[Finding], parts: Sequence[Section]) -> str:
+    """Render the page; while it is larger than MAX_BYTES its largest section is left out."""
+    parts = list(parts)
+    for _ in parts:
+        page = _render(title, says, findings, parts)
+        if len(page.encode()) <= MAX_BYTES:
+            return page
+        largest = max(parts, key=lambda part: len(json.dumps(asdict(part))))
+        parts[parts.index(largest)] = Section(largest.id, largest.title, (LEFT_OUT,))
+    return _render(title, says, findings, parts)
 
 
-def _render(title: str, says: str, findings: Sequence[Finding], parts: Sequence[Section], tag: str | None) -> str:
+def _render(title: str, says: str, findings: Sequence[Finding], parts: Sequence[Section]) -> str:
     scripts = _asset("echarts/echarts.common.min.js"), _asset("page.js")
     style = _asset("page.css")
     policy = {
@@ -79,11 +76,9 @@ def _render(title: str, says: str, findings: Sequence[Finding], parts: Sequence[
         "script-src": " ".join(map(_hash, scripts)),
         "style-src": _hash(style),
         "img-src": "data:",
-        "connect-src": "'none'" if tag is None else "'self'",
         "base-uri": "'none'",
         "form-action": "'none'",
     }
-    charts = {chart.id: chart.data() for section in parts for chart in section.charts}
     return _template().render(
         title=title,
         says=says,
@@ -92,7 +87,7 @@ def _render(title: str, says: str, findings: Sequence[Finding], parts: Sequence[
         scripts=scripts,
         style=style,
         policy="; ".join(f"{key} {value}" for key, value in policy.items()),
-        data=_inside_script({"tag": tag, "charts": charts}),
+        data=_inside_script({chart.id: chart_data(chart) for section in parts for chart in section.charts}),
         version=mmtrain.__version__,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
@@ -117,6 +112,6 @@ def _hash(content: str) -> str:
 
 
 def _inside_script(value: Any) -> str:
-    """JSON without any character that means something to HTML: no text can end the element that holds it."""
+    """JSON without the characters of HTML, so that no text can end the element that holds it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

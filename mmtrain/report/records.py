@@ -1,127 +1,321 @@
-"""What a run's folder says of it, as one plain value. Its files may be a stranger's.
+"""A run's folder read into one plain value, for its page. Its files may be a stranger's.
 
-metrics.jsonl, quarantine.jsonl, bad_steps.jsonl, discarded.jsonl, answers.jsonl --a line at a time--> lines.py
-config.yaml, plan.json, audit.json ------------------------------------------------> RunRecord
+metrics.jsonl, quarantine.jsonl, bad_steps.jsonl, discarded.jsonl, answers.jsonl --line by line-->
+config.yaml, plan.json, audit.json -------------------------------------------------> RunRecord
 
-Memory does not grow with the run: curves keep extremes, lists their first entries and how many there were.
+Each record is checked where it enters: a line without the fields below is left out and counted. All text passes
+`shown`, the one place where it becomes safe to show. Memory grows by 16 bytes a value of a curve; lists keep their
+first entries and the number of all.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import harmless
+from mmtrain.base.json_lines import whole_lines
+from mmtrain.base.printing import first_few, harmless, shortened
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, read_limited
 from mmtrain.checkpoint.run_folder import ANSWERS, AUDIT, BAD_STEPS, CONFIG, DISCARDED, METRICS, PLAN, QUARANTINE
 from mmtrain.config.disclosed import disclosed
 from mmtrain.config.strict_yaml import read_yaml
-from mmtrain.report.curves import MOST_POINTS, Curve
-from mmtrain.report.lines import (
-    Answer,
-    Audit,
-    BadStep,
-    Begin,
-    Checkpoint,
-    CheckpointFailed,
-    Discarded,
-    End,
-    Epoch,
-    Evaluation,
-    Line,
-    Lost,
-    Plan,
-    Quarantined,
-    Resume,
-    Train,
-    shown,
-)
-from mmtrain.report.parts import Event, Question, RankTime
 
-LISTED = 50  # of each kind of what can be many
-MOST_KEYS = 1000  # of a configuration
-MOST_QUESTIONS = 100
-LONGEST_LINE = MAX_JSON_BYTES
+LISTED = 50  # entries kept of each list
+MAX_QUESTIONS = 100
+MAX_CHARACTERS = 2000
+MAX_RANKS = 4096
+MAX_POINTS = 2000  # of a curve in a chart
+LARGEST = 1e30  # a larger number comes from a damaged record, and would make sums infinite
 T = TypeVar("T")
+
+
+def shown(text: str) -> str:
+    """Text without terminal escapes, logins or arguments of programs, at most MAX_CHARACTERS long."""
+    return shortened(disclosed(text), MAX_CHARACTERS)
+
+
+Text = Annotated[str, AfterValidator(shown)]
+Number = float  # "nan" and "inf" in the file are numbers, too: a bad step has them
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Measure = Annotated[float, Field(ge=0, le=1e30)]  # seconds, bytes
+PerRank = Annotated[list[Measure], Field(max_length=MAX_RANKS)]
+
+
+class _Metric(BaseModel):
+    step: Count
+    time: Annotated[float, Field(ge=0, le=1e11)]  # Unix seconds
+
+
+class Train(_Metric):
+    """One step, counted from 0."""
+
+    kind: Literal["train"]
+    loss: Number | None
+    grad_norm: Number
+    lr: Number
+    lr_groups: dict[Text, Number] = {}  # only with optimizer.groups
+    samples: Count
+    images: Count
+    tiles: Count
+    tokens: Count
+    supervised_tokens: Count
+    quarantined: Count
+    no_update: Text | None
+    seconds: Measure
+    tokens_per_second: Number
+    idle_fraction: PerRank
+    compute_seconds: PerRank
+    communication_seconds: PerRank
+    data_seconds: PerRank
+    fetching_seconds: PerRank
+    peak_memory_bytes: PerRank
+    model_flops_utilization: Number | None
+
+
+class Evaluation(_Metric):
+    """Scores on held-out samples after `step` updates; `eval_permuted` is the control."""
+
+    kind: Literal["eval", "eval_permuted"]
+    loss: Number | None
+    token_accuracy: Share | None
+    exact_match: Share | None
+    answers: Count
+    samples: Count
+    seconds: Measure
+    permuted_samples: Count = 0  # only of the control
+
+
+class Begin(_Metric):
+    kind: Literal["begin"]
+    device: Text
+    versions: dict[Text, Text]
+
+
+class Epoch(_Metric):
+    """What became of the samples of an epoch."""
+
+    kind: Literal["epoch"]
+    epoch: Count
+    complete: bool
+    packs: Count
+    read: Count
+    trained: Count
+    quarantined: Count
+    overlong: Count
+
+
+class Other(_Metric):
+    """A record that is an event, or is not shown."""
+
+    kind: Literal["resume", "end", "checkpoint_failed", "attention", "checkpoint"]
+    error: Text = ""  # only of a failed checkpoint
+
+
+Metric = Annotated[Train | Evaluation | Begin | Epoch | Other, Field(discriminator="kind")]
+
+
+class Quarantined(BaseModel):
+    """A sample that could not be used; without a step it was left out from the start."""
+
+    step: Count | None
+    key: Text
+    shard: Text
+    reason: Text
+    detail: Text
+
+
+class BadStep(BaseModel):
+    """A step without an update, because of NaN or infinity."""
+
+    step: Count
+    ranks: list[Count]
+    parameters: list[Text]
+
+
+class Discarded(BaseModel):
+    """A record behind the checkpoint that the run went back to."""
+
+    back_to_step: Count
+    record: Annotated[Train | Any, Field(union_mode="left_to_right")]
+
+
+class Answer(BaseModel):
+    """A held-out question that the model answered after `step` updates; `pictures` are checked when they are read."""
+
+    step: Count
+    key: Text
+    question: Text
+    given: Text
+    truth: Text
+    right: bool
+    pictures: Annotated[list[str], Field(max_length=64)]
+
+
+class Stage(BaseModel):
+    """What a rank holds of the pipeline."""
+
+    encoder: tuple[Count, Count] | None
+    layers: list[Text]
+
+
+class RankPlan(BaseModel):
+    """A process, as planned; bytes are those of its fullest moment."""
+
+    rank: Count
+    data: Count
+    stages: list[Stage]
+    trainable: Count
+    optimizer: Text
+    reason: Text
+    weight_bytes: Count
+    optimizer_bytes: Count
+    activation_bytes: Count
+    workspace_bytes: Count
+    total_bytes: Count
+    idle_share: Share
+
+
+class Plan(BaseModel):
+    """plan.json: who holds, trains and runs what."""
+
+    llm: Text
+    vision: Text | None
+    trainable: list[Text]
+    pipeline: Count
+    data: Count
+    microbatches_per_step: Count
+    packs_per_microbatch: Count
+    pack_length: Count
+    memory_limit_bytes: Count | None
+    step_seconds: Measure | None
+    idle_share: Share
+    ranks: Annotated[list[RankPlan], Field(min_length=1, max_length=MAX_RANKS)]
+
+
+class Audit(BaseModel):
+    """audit.json: the proof that what should train did, and nothing else."""
+
+    passed: bool
+    failures: list[Text]
+    ranks: list[Any]
+
+
+# ---- the run
+
+
+class Point(NamedTuple):
+    """One value of a curve."""
+
+    x: float
+    y: float
+
+
+class Curve:
+    """Points in the order of their x, 16 bytes each; a chart gets the extremes of each stretch."""
+
+    def __init__(self) -> None:
+        self._x, self._y = array("d"), array("d")
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def add(self, x: float, y: float | None) -> None:
+        """Add a point, unless y is None, NaN or absurdly large."""
+        if y is not None and abs(y) <= LARGEST and abs(x) <= LARGEST:
+            self._x.append(x)
+            self._y.append(y)
+
+    def points(self, limit: int = MAX_POINTS) -> list[Point]:
+        """Return all points or, beyond the limit, the lowest and the highest of each of limit / 2 stretches."""
+        if len(self) <= limit:
+            return list(map(Point, self._x, self._y))
+        points = []
+        for stretch in self._stretches(limit // 2):
+            places = {min(stretch, key=self._y.__getitem__), max(stretch, key=self._y.__getitem__)}
+            points += [Point(self._x[place], self._y[place]) for place in sorted(places)]
+        return points
+
+    def means(self, count: int) -> list[Point]:
+        """Return the mean of each of `count` stretches, at its middle; fewer where there are fewer points."""
+        return [
+            Point(*(sum(axis[stretch.start : stretch.stop]) / len(stretch) for axis in (self._x, self._y)))
+            for stretch in self._stretches(count)
+        ]
+
+    def _stretches(self, count: int) -> Iterator[range]:
+        """Split the places of all points into `count` ranges of nearly equal length, none of them empty."""
+        size = max(1, math.ceil(len(self) / count))
+        return (range(first, min(first + size, len(self))) for first in range(0, len(self), size))
+
+
+@dataclass
+class Event:
+    """Something that happened after `step` updates; `at` is in seconds from the run's begin, None: not recorded."""
+
+    kind: str  # begin, resume, checkpoint failed, bad step, no update, quarantine, end
+    step: int
+    at: float | None
+    text: str = ""
 
 
 @dataclass
 class RunRecord:
-    """What is known of a run; what its folder does not say is None or empty."""
+    """What a run's folder records; what it lacks is None or empty."""
 
     name: str
     folder: Path
-    most_points: int = MOST_POINTS
-    config: dict[str, str] = field(default_factory=dict)  # key -> value, on one line
+    config: dict[str, str] = field(default_factory=dict)  # dotted key -> value as text
     plan: Plan | None = None
     audit: Audit | None = None
-    begins: list[Begin] = field(default_factory=list)
-    resumes: list[Resume] = field(default_factory=list)
-    end: End | None = None
-    last_step: Train | None = None
+    begin: Begin | None = None  # of the latest process
+    final_step: int | None = None
     steps: int = 0  # recorded
-    curves: dict[str, Curve] = field(default_factory=dict)  # of steps, by name
-    rates: dict[str, Curve] = field(default_factory=dict)  # of groups, by their patterns
-    first_evaluation: Evaluation | None = None
-    last_evaluation: Evaluation | None = None
+    steps_done: int = 0  # updates after which the records end
+    curves: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))  # over steps
+    rates: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))  # of optimizer.groups
+    evaluations: list[Evaluation] = field(default_factory=list)
     control: Evaluation | None = None
-    ranks: list[RankTime] = field(default_factory=list)
-    timed_steps: int = 0
-    seconds: float = 0.0  # that steps and evaluations took
+    times: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))  # seconds by rank
+    timed_steps: int = 0  # all but the first of each process, which pays for warm-up
+    peaks: dict[int, float] = field(default_factory=dict)  # bytes of memory, by rank
+    seconds: float = 0.0  # of steps and evaluations
     totals: Counter[str] = field(default_factory=Counter)  # samples, images, tiles, tokens, quarantined, ...
     epochs: list[Epoch] = field(default_factory=list)
-    quarantined: list[Quarantined] = field(default_factory=list)  # the first
+    quarantined: list[Quarantined] = field(default_factory=list)  # the first ones
     reasons: Counter[str] = field(default_factory=Counter)  # of quarantine
-    bad_steps: list[BadStep] = field(default_factory=list)  # the first
     discarded: Counter[int] = field(default_factory=Counter)  # steps made twice, by the step gone back to
-    lost_work: Curve = field(default_factory=Curve)  # (seconds from the begin, step) of those
-    progress: Curve = field(default_factory=Curve)  # (seconds from the begin, steps done)
-    lasted: float = 0.0  # seconds from the begin to the last record
-    starts: list[float] = field(default_factory=list)  # of processes after the first, in seconds from the begin
-    begun: float | None = None  # Unix seconds; None: the records have no times, and `progress` adds up seconds
-    events: list[Event] = field(default_factory=list)  # the first of each kind
-    counts: Counter[str] = field(default_factory=Counter)  # of what is listed in part
-    questions: list[Question] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # with the files themselves
-
-    @property
-    def max_steps(self) -> int | None:
-        """Steps that it is to make, if the folder says so."""
-        configured = self.config.get("train.max_steps", "")
-        return int(configured) if configured.isdecimal() else None if self.end is None else self.end.step
-
-    @property
-    def is_evaluated(self) -> bool:
-        """Whether its configuration holds samples out."""
-        return any(self.config.get(key, "null") != "null" for key in ("eval.shards", "eval.fraction"))
-
-    @property
-    def steps_done(self) -> int:
-        """Updates after which the records end."""
-        return 0 if self.last_step is None else self.last_step.step + 1
-
-    def curve(self, name: str) -> Curve:
-        """The curve of this name, empty where nothing was recorded."""
-        return self.curves.get(name, Curve())
+    lost_work: Curve = field(default_factory=Curve)  # discarded steps over seconds from the begin
+    progress: Curve = field(default_factory=Curve)  # steps over seconds from the begin
+    begun: float | None = None  # Unix seconds of the first record
+    elapsed: float = 0.0  # seconds from the begin to the last record
+    restarts: list[float] = field(default_factory=list)  # seconds from the begin
+    events: list[Event] = field(default_factory=list)  # the first ones of each kind
+    counts: Counter[str] = field(default_factory=Counter)  # of all events, by kind
+    questions: list[tuple[Answer | None, Answer | None]] = field(default_factory=list)  # before and after training
+    problems: list[str] = field(default_factory=list)  # with the files
 
 
-def read_run(folder: Path, most_points: int = MOST_POINTS) -> RunRecord:
-    """Read the records of a run, which may be under way; raises UserError where there is none."""
+def read_run(folder: Path) -> RunRecord:
+    """Read the records of a run, which may be under way; raises UserError for a folder that is none."""
     if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder}: no run, which has a {CONFIG}; needed is run.dir/run.name of one")
-    run = RunRecord(harmless(folder.resolve().name), folder, most_points)
-    _read_config(run)
-    run.plan = _read_whole(run, PLAN, Plan)
-    run.audit = _read_whole(run, AUDIT, Audit)
+        raise UserError(f"{folder} has no {CONFIG}, so it is no run. Give the folder run.dir/run.name of a run.")
+    run = RunRecord(harmless(folder.resolve().name), folder)
+    try:
+        run.config = dict(_flat("", disclosed(read_yaml(inside(folder, CONFIG)))))
+    except UserError as error:
+        run.problems.append(shown(str(error)))
+    run.plan = _read_json(run, PLAN, Plan)
+    run.audit = _read_json(run, AUDIT, Audit)
     _read_metrics(run)
     _read_faults(run)
     _read_answers(run)
@@ -133,24 +327,15 @@ def read_run(folder: Path, most_points: int = MOST_POINTS) -> RunRecord:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file of a run's folder; raises UserError for a link out of it, whose content is nobody's to show."""
+    """Return the path of a file of a run's folder; raises UserError for a link to somewhere else."""
     folder = folder.resolve()
     try:
         file = (folder / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{name}: cannot be read ({error})") from error
+        raise UserError(f"{name} cannot be read: {error}") from error
     if not file.is_relative_to(folder):
-        raise UserError(f"{name}: a link out of the run's folder, which is not followed; put the file itself there")
+        raise UserError(f"{name} is a link out of the run's folder, which is not followed. Put the file itself there")
     return file
-
-
-def _read_config(run: RunRecord) -> None:
-    try:
-        content = read_yaml(inside(run.folder, CONFIG))
-    except UserError as error:
-        run.problems.append(shown(str(error)))
-        return
-    run.config = dict(itertools.islice(_flat("", disclosed(content)), MOST_KEYS))
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -159,10 +344,11 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             yield from _flat(f"{prefix}.{key}" if prefix else key, inner)
     elif prefix:
-        yield harmless(prefix), harmless(value if isinstance(value, str) else json.dumps(value, default=str))
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        yield shortened(prefix), shortened(text, MAX_CHARACTERS)
 
 
-def _read_whole(run: RunRecord, name: str, kind: type[T]) -> T | None:
+def _read_json(run: RunRecord, name: str, kind: type[T]) -> T | None:
     try:
         file = inside(run.folder, name)
         return TypeAdapter(kind).validate_json(read_limited(file, MAX_JSON_BYTES, f"the {name} of a run"))
@@ -176,24 +362,24 @@ def _read_whole(run: RunRecord, name: str, kind: type[T]) -> T | None:
 
 
 def _read_lines(run: RunRecord, name: str, kind: Any) -> Iterator[Any]:
-    """Valid lines of a file, if there is one; how many others there are goes into `problems`."""
+    """Yield the valid records of a file, if there is one; `problems` says how many others are left out."""
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
-    wrong, first = 0, ""
+    left_out, first = 0, ""
     try:
         with open_file(inside(run.folder, name)) as stream:
-            while line := stream.readline(LONGEST_LINE):
+            for line in whole_lines(stream):
                 try:
                     yield adapter.validate_json(line)
                 except ValidationError as error:
-                    if line.endswith(b"\n"):  # else it is being written
-                        wrong += 1
-                        first = first or _first_problem(error)
+                    left_out += 1
+                    first = first or _first_problem(error)
     except FileNotFoundError:
         return
     except (OSError, UserError) as error:
         run.problems.append(shown(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"))
-    if wrong:
-        run.problems.append(f"{name}: {wrong:,} {'lines are' if wrong > 1 else 'line is'} not understood ({first})")
+    if left_out:
+        lines = "lines are" if left_out > 1 else "line is"
+        run.problems.append(f"{name}: {left_out:,} {lines} left out, not being records ({first})")
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -206,173 +392,106 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _read_metrics(run: RunRecord) -> None:
-    clock = _Clock(run)
-    warm_up = True  # the first step of a process pays for it
-    for line in _read_lines(run, METRICS, Line):
-        clock.see(line)
-        match line:
-            case Train():
-                _add_step(run, line, clock, counts=not warm_up)
-                warm_up = False
-            case Evaluation(kind="eval"):
-                _add_evaluation(run, line)
-            case Evaluation():
-                run.control = line
-            case Epoch():
-                _list(run, run.epochs, line, "epochs")
-            case Begin() | Resume():
-                warm_up = True
-                if clock.now is not None and run.steps and len(run.starts) < LISTED:
-                    run.starts.append(clock.now)
-                if isinstance(line, Begin):
-                    _list(run, run.begins, line, "begins")
-                else:
-                    _list(run, run.resumes, line, "resumes")
-                if line.kind == "resume" or not line.step:
-                    _add_event(run, Event(line.kind, line.step, clock.now))
-            case CheckpointFailed():
-                _add_event(run, Event("checkpoint not saved", line.step, clock.now, line.error))
-            case Checkpoint():
-                run.counts["checkpoints"] += 1
-            case End():
-                run.end = line
-                _add_event(run, Event("end", line.step, clock.now))
-
-
-class _Clock:
-    """Seconds from a run's begin: by the lines' times or, where the first ones have none, by what steps took."""
-
-    def __init__(self, run: RunRecord) -> None:
-        self._run = run
-        self._is_first = True
-        self.now: float | None = 0.0
-
-    def see(self, line: Line) -> None:
-        run, took = self._run, 0.0
-        if isinstance(line, Train | Evaluation):
-            took = line.seconds or 0.0
-            run.seconds += took
-        if self._is_first and line.time is not None:
-            run.begun = max(0.0, line.time - took)
-        self._is_first = False
+    is_first_step = True
+    for record in _read_lines(run, METRICS, Metric):
         if run.begun is None:
-            self.now = run.seconds
-        else:
-            self.now = None if line.time is None else max(0.0, line.time - run.begun)
-        run.lasted = max(run.lasted, self.now or 0.0)
+            run.begun = record.time
+        now = max(0.0, record.time - run.begun)
+        run.elapsed = max(run.elapsed, now)
+        match record:
+            case Train():
+                _add_step(run, record, now)
+                if not is_first_step:
+                    _add_times(run, record)
+                is_first_step = False
+            case Evaluation():
+                _add_evaluation(run, record)
+            case Epoch():
+                run.epochs.append(record)
+            case Begin():
+                is_first_step, run.begin = True, record
+                if not record.step:
+                    _add_event(run, Event("begin", 0, now))
+                if run.steps:
+                    run.restarts.append(now)
+            case Other(kind="resume" | "end" | "checkpoint_failed"):
+                _add_event(run, Event(record.kind.replace("_", " "), record.step, now, record.error))
+                run.final_step = record.step if record.kind == "end" else run.final_step
 
 
-def _add_step(run: RunRecord, line: Train, clock: _Clock, *, counts: bool) -> None:
+def _add_step(run: RunRecord, record: Train, now: float) -> None:
     run.steps += 1
-    run.last_step = line
-    done = line.step + 1
-    for name in ("loss", "grad_norm", "lr", "tokens_per_second", "pack_fill", "model_flops_utilization"):
-        _curve(run, run.curves, name).add(done, getattr(line, name))
-    for patterns, rate in line.lr_groups.items():
-        if patterns in run.rates or len(run.rates) < LISTED:
-            _curve(run, run.rates, patterns).add(done, rate)
-    if clock.now is not None:
-        run.progress.add(clock.now, done)
-    run.totals.update({name: getattr(line, name) for name in ("samples", "images", "tokens", "supervised_tokens")})
-    run.totals["tiles"] += line.images if line.tiles is None else line.tiles
-    run.totals["quarantined"] += line.quarantined
-    if line.no_update is not None:
-        _add_event(run, Event("no update", done, clock.now, line.no_update))
-    if line.quarantined:
-        _add_quarantine(run, done, clock.now, line.quarantined)
-    _add_times(run, line, counts=counts)
+    run.steps_done = done = record.step + 1
+    run.seconds += record.seconds
+    run.progress.add(now, done)
+    for name in ("loss", "grad_norm", "lr", "tokens_per_second", "model_flops_utilization"):
+        run.curves[name].add(done, getattr(record, name))
+    for pattern, rate in record.lr_groups.items():
+        run.rates[pattern].add(done, rate)
+    for name in ("samples", "images", "tiles", "tokens", "supervised_tokens", "quarantined"):
+        run.totals[name] += getattr(record, name)
+    if record.no_update is not None:
+        _add_event(run, Event("no update", done, now, record.no_update))
+    if record.quarantined:
+        _add_event(run, Event("quarantine", done, now, f"samples: {record.quarantined:,}"))
+    for rank, peak in enumerate(record.peak_memory_bytes):
+        run.peaks[rank] = max(peak, run.peaks.get(rank, 0.0))
 
 
-def _add_times(run: RunRecord, line: Train, *, counts: bool) -> None:
-    """What each rank did; the first step of a process, which pays for warm-up, counts only if it is the only one."""
-    size = len(line.peak_memory_bytes)
-    run.ranks += [RankTime() for _ in range(len(run.ranks), size)]
-    for rank, peak in zip(run.ranks, line.peak_memory_bytes, strict=False):
-        rank.peak_bytes = max(rank.peak_bytes, peak if math.isfinite(peak) else 0.0)
-    if not counts and run.steps > 1:
-        return
-    if run.timed_steps == 1 and run.steps == 2:  # the first, which is not the only one
-        run.ranks = [RankTime(peak_bytes=rank.peak_bytes) for rank in run.ranks]
-        run.timed_steps = 0
+def _add_times(run: RunRecord, record: Train) -> None:
     run.timed_steps += 1
-    fetching_seconds = line.fetching_seconds or [0.0] * len(line.compute_seconds)
-    busy_with = (line.compute_seconds, line.communication_seconds, line.data_seconds, fetching_seconds)
-    measured = zip(*busy_with, line.idle_fraction, strict=False)
-    for rank, (compute, communication, data, fetching, idle) in zip(run.ranks, measured, strict=False):
-        busy = compute + communication + data + fetching
-        if math.isfinite(busy) and 0 <= idle < 1:
-            rank.compute += compute
-            rank.communication += communication
-            rank.data += data
-            rank.fetching += fetching
-            rank.idle += busy * idle / (1 - idle)
+    seconds = {"compute": record.compute_seconds, "communication": record.communication_seconds}
+    seconds |= {"data": record.data_seconds, "fetching": record.fetching_seconds}
+    for rank, (idle, *busy) in enumerate(zip(record.idle_fraction, *seconds.values(), strict=False)):
+        for kind, spent in zip(seconds, busy, strict=True):
+            run.times[kind][rank] += spent
+        run.times["idle"][rank] += sum(busy) * idle / (1 - idle) if idle < 1 else 0.0
 
 
-def _add_evaluation(run: RunRecord, line: Evaluation) -> None:
-    run.first_evaluation = run.first_evaluation or line
-    run.last_evaluation = line
+def _add_evaluation(run: RunRecord, record: Evaluation) -> None:
+    run.seconds += record.seconds
+    if record.kind == "eval_permuted":
+        run.control = record
+        return
+    run.evaluations.append(record)
     for name in ("loss", "exact_match", "token_accuracy"):
-        _curve(run, run.curves, f"eval_{name}").add(line.step, getattr(line, name))
+        run.curves[f"eval_{name}"].add(record.step, getattr(record, name))
 
 
 # ---- other records
 
 
 def _read_faults(run: RunRecord) -> None:
-    for fault in _read_lines(run, QUARANTINE, Quarantined):
-        _list(run, run.quarantined, fault, "quarantined")
-        if fault.reason in run.reasons or len(run.reasons) < LISTED:
-            run.reasons[fault.reason] += 1
+    for sample in _read_lines(run, QUARANTINE, Quarantined):
+        if len(run.quarantined) < LISTED:
+            run.quarantined.append(sample)
+        run.reasons[sample.reason] += 1
+    not_updated = {event.step: event for event in run.events if event.kind == "no update"}
     for bad in _read_lines(run, BAD_STEPS, BadStep):
-        _list(run, run.bad_steps, bad, "bad_steps")
-        if not any(event.kind == "no update" and event.step == bad.step + 1 for event in run.events):
-            _add_event(run, Event("bad step", bad.step + 1, None, "the run ended with it"))
+        where = f"rank {first_few(list(map(str, bad.ranks)), 4)}, {first_few(bad.parameters, 3) or 'no gradient'}"
+        text = f"NaN or infinity on {where}; {BAD_STEPS} has its samples"
+        if bad.step + 1 in not_updated:
+            not_updated[bad.step + 1].text = text
+        else:
+            _add_event(run, Event("bad step", bad.step + 1, None, f"the run ended with it: {text}"))
     for lost in _read_lines(run, DISCARDED, Discarded):
-        record = lost.record
-        if lost.file != METRICS or not isinstance(record, Lost) or record.kind != "train":
-            continue
-        if lost.back_to_step in run.discarded or len(run.discarded) < LISTED:
+        if isinstance(lost.record, Train):
             run.discarded[lost.back_to_step] += 1
-        if record.time is not None and run.begun is not None:
-            run.lost_work.add(record.time - run.begun, record.step + 1)
+            run.lost_work.add(lost.record.time - (run.begun or 0.0), lost.record.step + 1)
 
 
 def _read_answers(run: RunRecord) -> None:
-    by_question: dict[tuple[str, str], tuple[Answer, Answer]] = {}
+    questions: dict[tuple[str, str], tuple[Answer, Answer]] = {}
     for answer in _read_lines(run, ANSWERS, Answer):
         question = answer.key, answer.question
-        if question in by_question or len(by_question) < MOST_QUESTIONS:
-            first, _ = by_question.setdefault(question, (answer, answer))
-            by_question[question] = first, answer
-    for first, last in by_question.values():
-        run.questions.append(Question(None if first.step else first, last if last.step else None))
+        if question in questions or len(questions) < MAX_QUESTIONS:
+            first, _ = questions.get(question, (answer, answer))
+            questions[question] = first, answer
+    for first, last in questions.values():
+        run.questions.append((None if first.step else first, last if last.step else None))
 
 
 def _add_event(run: RunRecord, event: Event) -> None:
     run.counts[event.kind] += 1
     if run.counts[event.kind] <= LISTED:
         run.events.append(event)
-
-
-def _add_quarantine(run: RunRecord, step: int, at: float | None, samples: int) -> None:
-    """One event for a stretch of consecutive steps."""
-    for place in reversed(range(len(run.events))):
-        event = run.events[place]
-        if event.kind == "quarantine":
-            if event.last == step - 1:
-                run.events[place] = replace(event, last=step, samples=event.samples + samples)
-                return
-            break
-    _add_event(run, Event("quarantine", step, at, last=step, samples=samples))
-
-
-def _curve(run: RunRecord, curves: dict[str, Curve], name: str) -> Curve:
-    if name not in curves:
-        curves[name] = Curve(run.most_points)
-    return curves[name]
-
-
-def _list(run: RunRecord, known: list[T], new: T, name: str) -> None:
-    run.counts[name] += 1
-    if len(known) < LISTED:
-        known.append(new)

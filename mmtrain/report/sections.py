@@ -1,16 +1,29 @@
-"""The sections of one run's page, each from its RunRecord; one without data says which key, or what, would give it."""
+"""The sections of one run's page, each made from its RunRecord; one without data says what would give it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import io
+import math
+import re
+import warnings
+from pathlib import Path
 
-from mmtrain.base.printing import first_few
-from mmtrain.report.curves import Curve
+from PIL import Image
+
+from mmtrain.base.errors import UserError
+from mmtrain.base.printing import bytes_text, first_few
+from mmtrain.base.progress import clock
+from mmtrain.base.small_files import read_limited
 from mmtrain.report.elements import (
+    NOT_EVALUATED,
     NOT_YET,
     SHOWN_NAMES,
     SHOWN_RANKS,
-    LineChart,
+    Chart,
+    Look,
+    Picture,
+    Question,
     Section,
     Series,
     counted,
@@ -20,146 +33,268 @@ from mmtrain.report.elements import (
     percent,
     table,
 )
-from mmtrain.report.faults import faults, samples
 from mmtrain.report.headline import audit_sentence, data_source, models
-from mmtrain.report.lines import Evaluation, RankPlan
-from mmtrain.report.machine import memory, rank_times
-from mmtrain.report.pictures import shown_questions
-from mmtrain.report.records import RunRecord
+from mmtrain.report.records import LISTED, MAX_POINTS, Curve, Evaluation, Point, RankPlan, RunRecord, inside
 
-WORDS = (
-    ("sample", "one conversation with its images"),
-    ("tile", "a square of pixels that the encoder sees at once: an image is one, or several"),
-    ("pack", "a token sequence of fixed length, which holds samples one after another"),
-    ("micro-batch", "what one pipeline forward handles: one or several packs"),
-    ("step", "one optimizer step, a global number that no layout changes"),
-    ("front", "connector, embedding and, unless it is in slices, encoder, on stage 0; of a text run the embedding"),
-    ("slice", "whole blocks of the frozen encoder, which a rank runs ahead of need in time in which it would wait"),
-    ("layer", "the front, a decoder layer or the head"),
-    ("stage", "a position in the pipeline, whose contents run as one call"),
-    ("rank", "one process, which holds one or several stages"),
-    ("NoOp", "the optimizer of a rank that holds nothing trainable: it has nothing to do at a step"),
-    ("nats", "the unit of the loss, by natural logarithms: 0 where every supervised token is certain"),
-    ("right tokens", "the share of supervised tokens that are the likeliest one after the true ones before them"),
-    ("exact answers", "the share of answers of which every token, end mark included, is right in that sense"),
-    ("control", "an evaluation whose images are permuted among the questions: what it scores needs no looking"),
-    ("quarantined", "a sample that could not be read or used; it is left out, and the run goes on"),
-)
+PICTURE_PATH = re.compile(r"answers/[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.jpg")
+MAX_PICTURE_BYTES, MAX_PICTURE_SIDE = 300_000, 1024
+MAX_PICTURES_BYTES = 600_000  # of all pictures of a page, as text
+# kinds of a rank's time, and their colours
+TIMES = {"compute": 0, "communication": 1, "data": 4, "fetching": 3, "idle": 6}
+PARTS = {"weights": 0, "optimizer": 3, "activations": 2, "workspace": 4}  # of planned memory, and their colours
+LOOKS: dict[str, tuple[int, Look]] = {  # colour and mark of an event on the time axis
+    "begin": (2, "dots"),
+    "resume": (2, "triangles"),
+    "no update": (1, "diamonds"),
+    "bad step": (1, "diamonds"),
+    "quarantine": (3, "squares"),
+    "checkpoint failed": (4, "squares"),
+    "end": (2, "dots"),
+}
 
 
-def sections(run: RunRecord) -> tuple[Section, ...]:
-    """All of them, in the order of the page."""
-    makers = (trained, learning, evaluations, answers, rank_times, memory, samples, faults, configuration, words)
-    return tuple(make(run) for make in makers)
+def sections(run: RunRecord) -> list[Section]:
+    """All sections, in the order of the page."""
+    makers = (trained, learning, evaluations, answers, rank_times, memory, samples, faults, configuration)
+    return [make(run) for make in makers]
 
 
 def trained(run: RunRecord) -> Section:
     """The plan, the data, what trains, the audit."""
-    plan, says = run.plan, [f"Trained on {data_source(run)}."]
+    title, plan = "What was trained", run.plan
+    data, audit = f"Trained on {data_source(run)}.", audit_sentence(run)
     if plan is None:
-        return Section(
-            "trained", "What was trained", (*says, "There is no plan.json that could be read.", audit_sentence(run))
-        )
-    packs = counted(plan.packs_per_microbatch, "pack")
-    says += [
+        return Section("trained", title, (data, "There is no plan.json that could be read.", audit))
+    says = (
+        data,
         f"{models(run)}; {first_few(plan.trainable, SHOWN_NAMES)} trains, all else is frozen.",
         f"Pipeline {plan.pipeline} x data {plan.data}: {counted(len(plan.ranks), 'rank')}; per step and replica "
-        f"{counted(plan.microbatches_per_step, 'micro-batch', 'micro-batches')} of {packs} of "
-        f"{counted(plan.pack_length, 'token')}.",
-        audit_sentence(run),
-    ]
+        f"{counted(plan.microbatches_per_step, 'micro-batch', 'micro-batches')} of "
+        f"{counted(plan.packs_per_microbatch, 'pack')} of {counted(plan.pack_length, 'token')}.",
+        audit,
+    )
     rows = [
-        (
-            str(rank.rank),
-            "; ".join([*_slice(rank), *(first_few(_ranges(stage.layers), SHOWN_NAMES) for stage in rank.stages)]),
-            rank.trainable,
-            rank.optimizer,
-            rank.reason,
-        )
+        (str(rank.rank), "; ".join(_holdings(rank)), rank.trainable, rank.optimizer, rank.reason)
         for rank in plan.ranks[:SHOWN_RANKS]
     ]
     held = table("Who holds and trains what", (">rank", "layers", ">trainable", "optimizer", "why"), rows)
-    return Section("trained", "What was trained", tuple(says), tables=(held,))
+    return Section("trained", title, says, tables=(held,))
 
 
 def learning(run: RunRecord) -> Section:
     """Loss, rates, gradient norm, speed."""
+    title, loss = "Loss and speed", run.curves["loss"]
     if not run.steps:
-        return Section("learning", "Loss and speed", (NOT_YET,))
-    loss, speed, norm = run.curve("loss"), run.curve("tokens_per_second"), run.curve("grad_norm")
-    held_out = Series("held-out samples", tuple(run.curve("eval_loss").points()), "dots", 1)
-    shown = (*lines_of("training", loss), *((held_out,) if held_out.points else ()))
-    rates = [Series(name, tuple(curve.points()), colour=i % 8, dash=i // 8) for i, (name, curve) in _rates(run)]
+        return Section("learning", title, (NOT_YET,))
+    losses = lines_of("training", loss)
+    if held_out := run.curves["eval_loss"].points():
+        losses.append(Series("held-out samples", held_out, "dots", 1))
+    curves = {("what is in no group" if run.rates else "lr"): run.curves["lr"], **run.rates}
+    rates = [
+        Series(name, curve.points(), colour=place % 8, dash=place // 8)
+        for place, (name, curve) in enumerate(curves.items())
+        if len(curve)
+    ]
     charts = (
-        LineChart("loss", "Loss", _from_to("Loss", shown), shown, "nats per supervised token", log=True),
-        LineChart("rates", "Learning rates", _from_to("The rate", rates), tuple(rates), "learning rate"),
-        _one_line("norm", "Gradient norm", norm, "L2, before clipping", log=True),
-        _one_line("speed", "Tokens a second", speed, "tokens a second, without padding"),
+        Chart("loss", "Loss", losses, "nats per supervised token", log=True),
+        Chart("rates", "Learning rates", rates, "learning rate"),
+        _one_curve("norm", "Gradient norm", run.curves["grad_norm"], "L2, before clipping", log=True),
+        _one_curve("speed", "Tokens a second", run.curves["tokens_per_second"], "tokens a second, without padding"),
     )
-    says = [] if loss.is_whole else [f"Of {loss.count:,} steps each stretch's lowest and highest value is shown."]
-    if (left_out := run.steps - loss.count) > 0:
+    says = []
+    if len(loss) > MAX_POINTS:
+        says.append(f"Of {len(loss):,} steps each stretch's lowest and highest value is shown.")
+    if (left_out := run.steps - len(loss)) > 0:
         says.append(f"{counted(left_out, 'step')} had no finite loss: see “Faults and resumes”.")
-    utilization = run.curve("model_flops_utilization").means(1)
-    if utilization:
+    if utilization := run.curves["model_flops_utilization"].means(1):
         says.append(f"{percent(utilization[0].y)} of the devices' arithmetic went into what any training must compute.")
-    return Section("learning", "Loss and speed", tuple(says), tuple(chart for chart in charts if chart.series))
+    return Section("learning", title, says, [chart for chart in charts if chart.series])
 
 
 def evaluations(run: RunRecord) -> Section:
     """Scores over the steps, and the control."""
-    title = "Evaluations and control"
-    last, control = run.last_evaluation, run.control
-    if last is None:
-        why = "Nothing is held out: set eval.shards, or eval.fraction."
-        return Section("evaluations", title, ("No evaluation is recorded yet." if run.is_evaluated else why,))
+    title, control = "Evaluations and control", run.control
+    if not run.evaluations:
+        return Section("evaluations", title, (NOT_EVALUATED,))
     curves = {"exact answers": "eval_exact_match", "right tokens": "eval_token_accuracy"}
-    shown = [Series(name, tuple(run.curve(key).points()), colour=i) for i, (name, key) in enumerate(curves.items())]
-    rows = [] if run.first_evaluation in (None, last) else [_score_row("first", run.first_evaluation)]
-    rows.append(_score_row("last", last))
-    says = [
-        "An answer is exact if each of its tokens, end mark included, is the likeliest one after the true ones before "
-        "it."
-    ]
-    if control is None:
-        says.append(
-            "There is no control: eval.permuted_control=true evaluates at the end with images permuted among the "
-            "questions, for runs with images."
-        )
-    else:
+    series = [Series(name, run.curves[key].points(), colour=place) for place, (name, key) in enumerate(curves.items())]
+    says = ["An answer is exact if each of its tokens, end mark included, is the likeliest after the true ones before."]
+    rows = [_score_row("first", run.evaluations[0])] if len(run.evaluations) > 1 else []
+    rows.append(_score_row("last", run.evaluations[-1]))
+    if control is not None:
         rows.append(_score_row("control, images permuted", control))
         says.append(
             f"In the control {control.permuted_samples:,} of {control.samples:,} samples got another sample's images: "
             "what it scores needs no looking."
         )
     columns = ("evaluation", ">step", ">loss", ">exact answers", ">right tokens", ">answers", ">samples")
-    charts = (
-        LineChart(
-            "scores", "Scores on held-out samples", _from_to("The share", shown), tuple(shown), "share", y_unit="share"
-        ),
-    )
-    return Section("evaluations", title, tuple(says), charts, (table("Scores", columns, rows),))
+    chart = Chart("scores", "Scores on held-out samples", series, "share", y_unit="share")
+    return Section("evaluations", title, says, (chart,), (table("Scores", columns, rows),))
 
 
 def answers(run: RunRecord) -> Section:
-    """Held-out questions with pictures, before and after."""
+    """Held-out questions with pictures, answered before and after training."""
     title = "Questions and answers"
     if not run.questions:
-        if run.config.get("eval.show_answers") == "0":
-            why = "eval.show_answers is 0: set it to a number of held-out questions to be answered."
-        elif run.last_evaluation is None:
-            why = "Nothing was asked: eval.shards or eval.fraction, and eval.show_answers, give questions."
-        else:
-            why = "There is no answers.jsonl: questions are answered before the first step and after the last."
-        return Section("answers", title, (why,))
-    after = [question.after for question in run.questions if question.after is not None]
-    before = [question.before for question in run.questions if question.before is not None]
-    counts = [
-        f"{sum(answer.right for answer in given)} of {len(given)} right {when}"
-        for when, given in (("before training", before), ("after it", after))
-        if given
-    ]
+        why = "Nothing was asked. Set eval.show_answers, and eval.shards or eval.fraction, to have held-out questions "
+        return Section("answers", title, (f"{why}answered before the first step and after the last.",))
+    times = {"before training": [before for before, _ in run.questions if before is not None]}
+    times["after training"] = [after for _, after in run.questions if after is not None]
+    counts = [f"{sum(a.right for a in asked)} of {len(asked)} right {when}" for when, asked in times.items() if asked]
     says = f"Held-out questions, answered one token at a time: {listed(counts)}. One is right if all its tokens are."
-    return Section("answers", title, (says,), questions=shown_questions(run))
+    room, questions = MAX_PICTURES_BYTES, []
+    for pair in run.questions:
+        pictures = []
+        asked = pair[1] or pair[0]
+        for name in asked.pictures:
+            picture = read_picture(run.folder, name)
+            if len(picture.source or "") > room:
+                picture = Picture(None, why="left out, so that the page stays small")
+            room -= len(picture.source or "")
+            pictures.append(picture)
+        given = [(when, a.given, a.right) for when, a in zip(times, pair, strict=True) if a is not None]
+        questions.append(Question(asked.key, asked.question, asked.truth, given, pictures))
+    return Section("answers", title, (says,), questions=questions)
+
+
+def read_picture(folder: Path, name: str) -> Picture:
+    """Read a picture of the run's folder; its name in answers.jsonl may be any text."""
+    try:
+        if not PICTURE_PATH.fullmatch(name):
+            raise ValueError(name)
+        content = read_limited(inside(folder, name), MAX_PICTURE_BYTES, "a small JPEG")
+        with warnings.catch_warnings(), Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
+            warnings.simplefilter("ignore")
+            width, height = image.size
+        if max(width, height) > MAX_PICTURE_SIDE:
+            raise ValueError(name)
+    except (UserError, OSError, ValueError, Image.DecompressionBombError):
+        return Picture(None, why="not a small JPEG in the run's folder")
+    return Picture(f"data:image/jpeg;base64,{base64.b64encode(content).decode()}", width, height)
+
+
+def rank_times(run: RunRecord) -> Section:
+    """Where each rank's time went, beside the plan."""
+    title, plan, times = "Where the time went", run.plan, run.times
+    totals = {rank: sum(times[kind][rank] for kind in TIMES) for rank in sorted(times["idle"])[:SHOWN_RANKS]}
+    ranks = [rank for rank, total in totals.items() if total]
+    if not ranks:
+        return Section("ranks", title, (NOT_YET if not run.steps else "Only first steps of processes are recorded.",))
+    shares = {kind: [times[kind][rank] / totals[rank] for rank in ranks] for kind in TIMES}
+    idle = sum(times["idle"][rank] for rank in ranks) / sum(totals.values())
+    says = [
+        f"Over {counted(run.timed_steps, 'step')}, without the first of each process, which pays for warm-up, the "
+        f"ranks were idle {percent(idle)} of the time{f'; planned were {percent(plan.idle_share)}' if plan else ''}.",
+        "Idle is waiting for other ranks; data is waiting for samples. The optimizer's time is in none of them.",
+    ]
+    if plan and plan.step_seconds is None:
+        says.append("The plan's costs are assumed, from FLOPs and bytes; mmtrain calibrate measures them.")
+    if any(shares["fetching"]):
+        says.append("Fetching is waiting for weights of layers that are not kept on the device.")
+    else:
+        del shares["fetching"]
+    series = [Series(kind, of_ranks, "bar", TIMES[kind], stack="measured") for kind, of_ranks in shares.items()]
+    planned = {rank.rank: rank for rank in plan.ranks} if plan else {}
+    if planned.keys() >= set(ranks):
+        idle_shares = [planned[rank].idle_share for rank in ranks]
+        busy_shares = [1 - share for share in idle_shares]
+        series.append(Series("planned: busy", busy_shares, "bar", 5, stack="planned"))
+        series.append(Series("planned: idle", idle_shares, "bar", 6, stack="planned"))
+    rows = []
+    for place, rank in enumerate(ranks):
+        seconds = [times[kind][rank] / run.timed_steps for kind in shares]
+        planned_share = planned[rank].idle_share if rank in planned else None
+        rows.append((str(rank), *seconds, percent(shares["idle"][place]), percent(planned_share)))
+    columns = (">rank", *(f">{kind}, s" for kind in shares), ">idle", ">planned")
+    chart = Chart(
+        id="ranks",
+        title="Shares of the time, by rank",
+        series=series,
+        y_name="share of the time",
+        y_unit="share",
+        rows=[f"rank {rank}" for rank in ranks],
+        behind=table("Seconds a step and the share of the time idle, by rank", columns, rows),
+    )
+    return Section("ranks", title, says, (chart,))
+
+
+def memory(run: RunRecord) -> Section:
+    """Bytes of each rank, planned and measured."""
+    title = "Memory"
+    if run.plan is None:
+        return Section("memory", title, ("There is no plan.json that could be read.",))
+    planned = run.plan.ranks[:SHOWN_RANKS]
+    measured = [run.peaks.get(rank.rank, 0.0) for rank in planned]
+    largest = max(*measured, *(rank.total_bytes for rank in planned))
+    unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+    of_parts = [[r.weight_bytes, r.optimizer_bytes, r.activation_bytes, r.workspace_bytes] for r in planned]
+    bars = []
+    for sizes, (part, colour) in zip(zip(*of_parts, strict=True), PARTS.items(), strict=True):
+        bars.append(Series(f"planned: {part}", [size / unit for size in sizes], "bar", colour, stack="planned"))
+    limit = run.plan.memory_limit_bytes
+    says = ["Planned is the fullest moment of each rank."]
+    says.append("No limit was set." if limit is None else f"The limit is {bytes_text(limit)} a rank.")
+    if any(measured):
+        bars.append(Series("measured", [peak / unit for peak in measured], "bar", 1, stack="measured"))
+        on_device = "on a GPU what torch has allocated, on a CPU what the whole process holds, with its libraries"
+        says.append(f"Measured is the highest of all steps: {on_device}.")
+    rows = []
+    for rank, sizes, peak in zip(planned, of_parts, measured, strict=True):
+        cells = [number(size / unit) for size in (*sizes, rank.total_bytes)]
+        rows.append((str(rank.rank), *cells, number(peak / unit) if peak else "-"))
+    columns = (">rank", *(f">{part}" for part in PARTS), ">planned", ">measured")
+    chart = Chart(
+        id="memory",
+        title="Memory, by rank",
+        rows=[f"rank {rank.rank}" for rank in planned],
+        series=bars,
+        y_name=name,
+        behind=table(f"Memory in {name}, by rank", columns, rows),
+    )
+    return Section("memory", title, says, (chart,))
+
+
+def samples(run: RunRecord) -> Section:
+    """Samples read, trained on, quarantined and too long."""
+    if not run.steps and not run.reasons:
+        return Section("samples", "Samples", (NOT_YET,))
+    trained_on = f"{counted(run.totals['samples'], 'sample')} in {counted(run.steps, 'step')} were trained on"
+    says, tables = [f"{trained_on}; {run.totals['quarantined']:,} that were read left a gap."], []
+    if run.epochs:
+        columns = ("epoch", "complete", ">packs", ">read", ">trained on", ">quarantined", ">too long")
+        rows = [
+            (str(e.epoch), "yes" if e.complete else "no", e.packs, e.read, e.trained, e.quarantined, e.overlong)
+            for e in run.epochs
+        ]
+        tables.append(table("Epochs: read = trained on + quarantined + too long", columns, rows))
+        says.append("In an epoch that is not complete, samples that are too long are not counted.")
+    if run.quarantined:
+        tables.append(table("Quarantined, by reason", ("reason", ">samples"), run.reasons.most_common()))
+        rows = [
+            ("from the start" if q.step is None else str(q.step + 1), q.key, q.reason, q.detail, q.shard)
+            for q in run.quarantined
+        ]
+        caption = f"Quarantined samples, the first {len(rows)} of {run.reasons.total():,}"
+        tables.append(table(caption, (">step", "sample", "reason", "what was found", "shard"), rows, folded=True))
+    return Section("samples", "Samples", says, tables=tables)
+
+
+def faults(run: RunRecord) -> Section:
+    """Events in their order."""
+    says, tables = [], []
+    if run.discarded:
+        again = [f"{counted(n, 'step')} when it went back to step {step:,}" for step, n in run.discarded.items()]
+        says.append(f"Made and discarded: {listed(again)}.")
+    says += [f"{problem}." for problem in run.problems]
+    if all(event.kind in ("begin", "end") for event in run.events):
+        says.append("No resume, no bad step, no quarantined sample and no failed checkpoint is recorded.")
+    if run.events:
+        rows = [(clock(event.at), event.step, event.kind, event.text) for event in run.events]
+        tables.append(
+            table(f"What happened, at most the first {LISTED} of each kind", (">time", ">step", "what", "more"), rows)
+        )
+    charts = (_timeline(run),) if len(run.progress) else ()
+    return Section("faults", "Faults and resumes", says, charts, tables)
 
 
 def configuration(run: RunRecord) -> Section:
@@ -167,65 +302,41 @@ def configuration(run: RunRecord) -> Section:
     tables = []
     if run.config:
         tables.append(table("config.yaml", ("key", "value"), run.config.items(), folded=True))
-    if run.begins and run.begins[-1].versions:
-        tables.append(table("Versions", ("library", "version"), run.begins[-1].versions.items(), folded=True))
+    if run.begin is not None:
+        tables.append(table("Versions", ("library", "version"), run.begin.versions.items(), folded=True))
     says = () if run.config else ("config.yaml could not be read.",)
-    return Section("configuration", "Configuration", says, tables=tuple(tables))
-
-
-def words(run: RunRecord) -> Section:
-    """What the page's words mean, whatever the run."""
-    return Section("words", "Words", tables=(table("What the words mean", ("word", "meaning"), WORDS, folded=True),))
+    return Section("configuration", "Configuration", says, tables=tables)
 
 
 # ---- parts
 
 
-def _slice(rank: RankPlan) -> list[str]:
-    """What it holds of an encoder in slices, if anything."""
-    held = [stage.encoder for stage in rank.stages if stage.encoder is not None]
-    return [_numbers("encoder block", first, last - 1) for first, last in held[:1] if last > first]
+def _holdings(rank: RankPlan) -> list[str]:
+    """`encoder blocks 0-1`, `front to llm.layers.7`: what a rank holds, one text a stage."""
+    slices = [stage.encoder for stage in rank.stages if stage.encoder is not None]
+    texts = [f"encoder blocks {first}-{last - 1}" for first, last in slices[:1] if last > first]
+    layers = [stage.layers for stage in rank.stages if stage.layers]
+    return texts + [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names in layers]
 
 
-def _ranges(layers: Sequence[str]) -> list[str]:
-    """`llm.layers.0`, `llm.layers.1`, ... as `layers 0-1`."""
-    numbers = [int(tail) for layer in layers if (tail := layer.removeprefix("llm.layers.")).isdecimal()]
-    others = [layer for layer in layers if not layer.removeprefix("llm.layers.").isdecimal()]
-    if not numbers:
-        return others
-    first, last = min(numbers), max(numbers)
-    held = _numbers("layer", first, last)
-    return [*(name for name in others if name != "head"), held, *(name for name in others if name == "head")]
-
-
-def _numbers(what: str, first: int, last: int) -> str:
-    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
-
-
-def _rates(run: RunRecord) -> list[tuple[int, tuple[str, Curve]]]:
-    main = {("lr" if not run.rates else "what is in no group"): run.curve("lr")}
-    return list(enumerate((name, curve) for name, curve in (main | run.rates).items() if curve.count))
-
-
-def _one_line(id: str, title: str, curve: Curve, y_name: str, *, log: bool = False) -> LineChart:
-    shown = lines_of(title.lower(), curve)
-    return LineChart(id, title, _from_to(title, shown), shown, y_name, log=log)
-
-
-def _from_to(what: str, series: Sequence[Series]) -> str:
-    """What a chart shows, in a sentence."""
-    said = []
-    for one in series:
-        if one.points and not one.derived:
-            (first_x, first), (last_x, last) = one.points[0], one.points[-1]
-            said.append(
-                f"{one.name} from {number(first)} at step {first_x:,.0f} to {number(last)} at step {last_x:,.0f}"
-            )
-    return f"{what}: {'; '.join(said)}." if said else f"{what}: nothing is recorded."
+def _one_curve(id: str, title: str, curve: Curve, y_name: str, *, log: bool = False) -> Chart:
+    return Chart(id, title, lines_of(title.lower(), curve), y_name, log=log)
 
 
 def _score_row(name: str, scores: Evaluation) -> tuple:
-    return (
-        *(name, scores.step, number(scores.loss), percent(scores.exact_match), percent(scores.token_accuracy)),
-        *(scores.answers, scores.samples),
-    )
+    shares = percent(scores.exact_match), percent(scores.token_accuracy)
+    return name, scores.step, number(scores.loss), *shares, scores.answers, scores.samples
+
+
+def _timeline(run: RunRecord) -> Chart:
+    gaps = [Point(at, math.nan) for at in run.restarts]  # no line over a pause
+    made = sorted([*run.progress.points(), *gaps], key=lambda point: point.x)
+    series = [Series("steps made", made)]
+    if len(run.lost_work):
+        series.append(Series("made, discarded after a fault", run.lost_work.points(), "dots", 6))
+    for kind, (colour, look) in LOOKS.items():
+        points = [Point(e.at, e.step) for e in run.events if e.kind == kind and e.at is not None]
+        if points:
+            series.append(Series(kind, points, look, colour))
+    time = "time since the run began"
+    return Chart("timeline", "Steps over time", series, "steps made", "steps", x_name=time, x_unit="seconds")

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rank_runs import train
 
 from mmtrain.__main__ import main
 from mmtrain.base.printing import printable
-from mmtrain.report.page import MOST_BYTES
+from mmtrain.report.page import MAX_BYTES
 
 Axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="the test extra is not installed").Axe
 sync_api = pytest.importorskip("playwright.sync_api", reason="the test extra's playwright is not installed")
@@ -109,16 +108,15 @@ def made(*runs: Path, out: Path | None = None) -> Path:
 
 @dataclass
 class Life:
-    """A run that was killed, and went on while its page was watched."""
+    """A run that was killed and went on."""
 
     folder: Path
     killed: Path  # a copy of its folder before it went on
     ended: Command
-    watched: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def life(tiny, browser, tmp_path_factory) -> Life:
+def life(tiny, tmp_path_factory) -> Life:
     """Two replicas, damaged pictures, SIGKILL between two checkpoints, then the rest; report.html cannot be written."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(tiny / "shards", folder / "shards")
@@ -138,42 +136,11 @@ def life(tiny, browser, tmp_path_factory) -> Life:
     shutil.copytree(run, killed)
     (run / "report.html").mkdir()
     (run / "report.html" / "in the way").touch()
-    watched = {}
-    with running(["-m", "mmtrain", "report", run, "--watch"], folder) as server:
-        wait_for(lambda: "http://" in server.stdout, 30, "the server")
-        watched["address"] = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout)[0]
-        page = browser.new_page(viewport={"width": 800, "height": 600})
-        page.goto(watched["address"])
-        watched["before"] = page.locator("#status").inner_text()
-        page.locator("#table-loss summary").click()
-        page.evaluate("scrollTo({top: 700, behavior: 'instant'})")
-        with running(command, folder) as ended:
-            ended.wait(200)
-        page.locator("#status", has_text="Finished").wait_for(timeout=120_000)
-        watched["loss"] = page.locator("#table-loss tbody tr").count()
-        watched["top"] = page.evaluate("scrollY")
-        watched["answers"] = [ask(watched["address"], *request) for request in REQUESTS]
-        server.process.send_signal(2)
-        watched["code"] = server.wait(10)
-        page.close()
+    with running(command, folder) as ended:
+        ended.wait(200)
     shutil.rmtree(run / "report.html")
     made(run)
-    return Life(run, killed, ended, watched)
-
-
-REQUESTS = [  # method, path, Host, status
-    *(("GET", "/", "", 200), ("GET", "/", "localhost", 200), ("GET", "/", "evil.example", 403)),
-    *(("GET", "/", "127.0.0.1:1", 403), ("GET", "/../config.yaml", "", 404), ("GET", "/config.yaml", "", 404)),
-    *(("POST", "/", "", 501), ("PUT", "/", "", 501), ("HEAD", "/", "", 501)),
-]
-
-
-def ask(address: str, method: str, path: str, host: str, _: int) -> int:
-    port = int(address.strip("/").rpartition(":")[2])
-    connection = HTTPConnection("127.0.0.1", port, timeout=10)
-    name = host if ":" in host or host == "evil.example" else f"{host or '127.0.0.1'}:{port}"
-    connection.request(method, path, headers={"Host": name})
-    return connection.getresponse().status
+    return Life(run, killed, ended)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +164,7 @@ def other(tiny, tmp_path_factory) -> Path:
 )
 def test_it_opens_without_errors_or_requests_fits_the_screen_and_keeps_nobody_out(life, show, width, scheme):
     file = life.folder / "report.html"
-    assert file.stat().st_size < MOST_BYTES
+    assert file.stat().st_size < MAX_BYTES
     opened = show(file, width, scheme)
     opened.unfold()
     if width == 390:
@@ -253,10 +220,12 @@ def test_no_text_of_a_run_becomes_markup_or_script(life, show, tmp_path):
     for name in ("plan.json", "audit.json"):
         (folder / name).write_text(json.dumps(poison(json.loads((folder / name).read_text()))))
     groups = {f"llm.* {HOSTILE}": 1e-3, HOSTILE: 2e-3}
+    last = lines(folder, "metrics.jsonl", "train")[-1]
     with (folder / "metrics.jsonl").open("a") as file:
         for step in range(STEPS, STEPS + 3):
-            file.write(json.dumps({"kind": "train", "step": step, "lr_groups": groups, "no_update": HOSTILE}) + "\n")
-        file.write(json.dumps({"kind": "checkpoint_failed", "step": 3, "error": HOSTILE}) + "\n")
+            file.write(json.dumps({**last, "step": step, "lr_groups": groups, "no_update": HOSTILE}) + "\n")
+        failed = {"kind": "checkpoint_failed", "step": 3, "time": last["time"], "error": HOSTILE}
+        file.write(json.dumps(failed) + "\n")
     (folder / "bad_steps.jsonl").write_text(json.dumps({"step": 3, "parameters": [HOSTILE], "ranks": [0]}) + "\n")
     config = json.dumps({"run": {"name": HOSTILE}, HOSTILE: HOSTILE, "data": {"shards": [HOSTILE]}})
     (folder / "config.yaml").write_text(config)
@@ -404,21 +373,10 @@ def test_several_runs_share_their_charts_and_say_where_their_configurations_diff
     assert "seed" not in " ".join(differing)
 
 
-# ---- made by the launcher, and watched
+# ---- made by the launcher
 
 
 def test_a_page_that_cannot_be_written_is_one_line_and_no_failure(life):
     assert life.ended.process.returncode == 0 and "results: " in life.ended.stdout
     said = [line for line in life.ended.stderr.splitlines() if "page" in line]
     assert len(said) == 1 and "was not made" in said[0] and "report.html" in said[0]
-
-
-def test_a_watched_page_follows_the_run_and_stays_where_it_was(life):
-    watched = life.watched
-    assert "No end is recorded" in watched["before"]
-    assert watched["loss"] >= STEPS and watched["top"] == pytest.approx(700, abs=2)
-    assert watched["code"] == 130
-
-
-def test_the_server_answers_nobody_else_and_nothing_else(life):
-    assert life.watched["answers"] == [status for *_, status in REQUESTS]
