@@ -5,15 +5,12 @@ themselves are only read. What is done for each:
 
     no index                         the tar is read once, each sample judged
     no lengths for this tokenizer    only files with texts are read; lengths for other tokenizers stay
-    of version 1                     its pictures are read too, for their sizes as EXIF turns them; all else stays
-    from before GIF, BMP and TIFF    the tar is read once where it holds some; all must have the checksums that they had
     all there                        nothing
     stale (the tar has another size) or damaged: an error. An index's checksums are the only record of what the tar
     should be, so it is replaced with --rebuild only, which believes the tar as it is now.
 
-Training does all but the third by itself; doing it before saves time on the training machine. An index of version 1
-serves it as it is, unless the run cuts images into tiles: then it does the third, too. Lengths are the same for the
-layouts square, anyres and anyres_max_9; of tiles they depend on a tile's size and how many there may be.
+Training does it by itself; doing it before saves time on the training machine. Lengths are the same for the layouts
+square, anyres and anyres_max_9; of tiles they depend on a tile's size and how many there may be.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from mmtrain.data.inspection.survey import survey
 from mmtrain.data.samples.records import reason_lines
 from mmtrain.data.shards.detection import refuse_useless_shards
 from mmtrain.data.shards.index import read_columns
-from mmtrain.data.shards.indexing import TURNED, build_indexes, unready_shards
+from mmtrain.data.shards.indexing import build_indexes, unready_shards
 from mmtrain.data.shards.shard_list import find_shards
 from mmtrain.demo.data import make_demo_shards
 from mmtrain.processes.pool import usable_cores
@@ -65,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     tokenizer, template, layout, form = reading.tokenizer, reading.template, reading.layout, reading.form
     fingerprint = reading.fingerprint
     assert tokenizer is not None and template is not None and fingerprint is not None  # an option or --config says them
-    todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint, oldest=TURNED)
+    todo: Sequence[Path] = tars if options.rebuild else unready_shards(tars, fingerprint)
     if len(todo) < len(tars):
         tell(f"{len(tars) - len(todo):,} of {len(tars):,} shards are ready: left as they are")
     if todo:

@@ -97,8 +97,6 @@ class DataSection(Section):
     """how an image becomes the encoder's one square. pad (LLaVA-1.5): whole, on the mean colour; resize: whole,
     stretched; center_crop: its middle (CLIP); null: pad, and nothing where model.vision.layout cuts images into tiles,
     by a rule of its own"""
-    ignore_exif: Kept[bool] = False
-    """true: pictures stay as they are stored; false: they are turned as their EXIF orientation says"""
     max_image_pixels: Kept[PositiveInt] = MAX_IMAGE_PIXELS
     """a sample with a larger image is quarantined, judged by the header; WebP: half"""
     shuffle_shards: Kept[PositiveInt] = 8
@@ -289,11 +287,6 @@ class RunConfig(Section):
                 f"data.image_fit: {self.data.image_fit} is how an image becomes one square, and model.vision.layout "
                 f"{layout} cuts it into tiles; leave it out (data.image_fit=null takes it out of a file's), or set "
                 "model.vision.layout=square"
-            )
-        if self.data.ignore_exif:
-            raise wrong_together(
-                f"data.ignore_exif: with model.vision.layout {layout} the sizes of images count, which are those that "
-                "EXIF turns them to; leave it out, or set model.vision.layout=square"
             )
         return self
 

@@ -34,7 +34,7 @@ from transformers import AutoImageProcessor, AutoProcessor, {model}
 folder = "."  # this folder
 processor = AutoProcessor.from_pretrained(folder)
 model = {model}.from_pretrained(folder, dtype="auto")
-picture = {opened}
+picture = ImageOps.exif_transpose(Image.open("picture.png"))
 {exact}  # resizes as training did
 {prompt}
 inputs = processor(images=picture, text=prompt, return_tensors="pt").to(model.device, model.dtype)
@@ -49,10 +49,6 @@ from transformers import {model}
 base = {model}.from_pretrained({opened}, dtype="auto")
 model = PeftModel.from_pretrained(base, ".")  # this folder
 ```"""
-OPENED = {
-    False: 'ImageOps.exif_transpose(Image.open("picture.png"))',
-    True: 'Image.open("picture.png")',
-}  # by ignore_exif
 CHAT = """\
 question = [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]
 prompt = processor.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)"""
@@ -79,7 +75,6 @@ def write_card(
     front |= {"base_model": bases} if bases else {}
     loading = LOADING.format(
         model=stock.class_name,
-        opened=OPENED[processor.ignore_exif],
         exact=stock.exact_pixels(processor.transform),
         prompt=CAPTION if about.template == "plain" else CHAT,
     )
@@ -284,11 +279,7 @@ def processor_notes(processor: ExportedProcessor) -> list[str]:
             f"Training resizes pictures by Pillow's {transform.interpolation} filter, as the code above does; "
             "torchvision, the default, does not have it."
         )
-    turned = (
-        "Training takes pictures as they are stored (`data.ignore_exif`): `load_image` would turn some by EXIF."
-        if processor.ignore_exif
-        else "Training turns pictures by their EXIF orientation, as the code above does; `Image.open` alone does not."
-    )
+    turned = "Training turns pictures by their EXIF orientation, as the code above does; `Image.open` alone does not."
     colour = (
         "Training lays transparent pixels on white, as processors do from transformers 5.21 on; `load_image` and "
         '`convert("RGB")` drop transparency. Of 16-bit pictures training keeps the upper 8 bits, where Pillow clips '

@@ -71,7 +71,6 @@ class ExportedProcessor:
     template: Template
     transform: ImageTransform
     left_out: dict[str, Any]  # of the LLM's generation_config.json
-    ignore_exif: bool
     stock: StockClass
 
 
@@ -121,7 +120,6 @@ def write_processor(stock: StockClass, config: RunConfig, encoder: ExportedEncod
         template,
         transform,
         left_out,
-        config.data.ignore_exif,
         stock,
     )
 

@@ -10,7 +10,7 @@ from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import template_name
 from mmtrain.data.samples.formats import format_argument
 from mmtrain.data.shards.detection import AUTO, refuse_useless_shards
-from mmtrain.data.shards.indexing import ensure_indexes, oldest_version, unready_shards
+from mmtrain.data.shards.indexing import ensure_indexes, unready_shards
 from mmtrain.data.shards.shard_list import refuse_empty_shards, refuse_unfinished_shards
 from mmtrain.data.stream.catalog import data_sets, evaluated_set, shards_by_form
 from mmtrain.demo.data import make_demo_data
@@ -70,7 +70,7 @@ def check_data(config: RunConfig, others_wait: bool) -> RunConfig:
     by_form = shards_by_form(found.values())
     texts = {form: text_fingerprint(folder, template, layout.texts, form.wording) for form in by_form}
     for form, shards in by_form.items() if others_wait else ():
-        missing = unready_shards(shards, texts[form], seconds, oldest_version(layout))
+        missing = unready_shards(shards, texts[form], seconds)
         if sum(path.stat().st_size for path in missing) > INDEXED_WHILE_OTHERS_WAIT:
             raise UserError(
                 f"{len(missing):,} of {len(shards):,} shards have no index for this tokenizer and template yet, and "

@@ -92,8 +92,7 @@ class Records:
 
         A picture is called after what it shows: the same one is there once, and none is ever taken for another.
         """
-        data = self._config.data
-        picture = decode_image(image, data.max_image_pixels, data.ignore_exif)
+        picture = decode_image(image, self._config.data.max_image_pixels)
         picture.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
         content = io.BytesIO()
         picture.save(content, "JPEG", quality=85)

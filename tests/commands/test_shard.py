@@ -112,7 +112,7 @@ def test_dataset_json_counts_what_is_there(folder, capsys):
     tars = sorted((folder / "out").glob("*.tar"))
     digests = [hashlib.sha256(tar.read_bytes()).hexdigest() for tar in tars]
     assert {key: value for key, value in counts.items() if key not in ("shards", "options")} == {
-        "format_version": 2,
+        "format_version": 1,
         "records": 20,
         "samples": 19,
         "images": images,

@@ -11,7 +11,6 @@ length slightly below a multiple of that wastes most of a step.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +29,6 @@ from mmtrain.data.stream.image_totals import positions_and_tiles
 from mmtrain.data.stream.order import UNUSABLE, Capacity, SampleSet, plan_epoch
 from mmtrain.pretrained.layouts import ONE_SQUARE, ImageLayout
 
-_log = logging.getLogger(__name__)
 TAIL = 0.99  # what is above this quantile shares one bin, so that a few giants do not squeeze all others into one
 NEARBY = 8  # lengths are near if they differ by at most an eighth
 LARGEST_STEP = 64  # tokens between the lengths that are tried
@@ -91,15 +89,13 @@ def survey(
     images: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
     shard_sizes: list[int] = []
-    tar_bytes = old = outdated = 0
+    tar_bytes = 0
     reasons: Counter[str] = Counter()
     taken: list[np.ndarray] = []
     texts: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
     for tar in tars:
         index = read_columns(tar)
         tar_bytes += index.tar_bytes
-        old += index.sideways is None
-        outdated += index.is_outdated
         shard_sizes.append(len(index.keys))
         images.append(np.diff(index.first_image))
         sizes.append(index.image_sizes[index.image_sizes.any(axis=1)])
@@ -111,14 +107,6 @@ def survey(
             )
         reasons.update(reason for reason, _ in faults.values())
         texts.add((tuple(index.texts), tuple(index.faults)))
-    if old:
-        shown = f"the sizes of their images are as stored, not as EXIF turns them; bring them up to date: {MAKE} SHARDS"
-        _log.info(f"indexes of version 1: {old:,}; {shown}")
-    if outdated:
-        mend = f"bring them up to date: {MAKE} SHARDS"
-        _log.info(
-            f"indexes from before GIF, BMP and TIFF files were images: {outdated:,}, which are not counted; {mend}"
-        )
     if fingerprint is None and len(texts) == 1 and list(map(len, only := texts.pop())) == [1, 1]:
         fingerprint = only[0][0]
     of_samples, of_images = np.concatenate(images).astype(np.int32), np.concatenate(taken)

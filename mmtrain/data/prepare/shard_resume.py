@@ -131,7 +131,7 @@ class UnfinishedRun:
         if not tar.is_file() or tar.stat().st_size != shard.bytes:
             return False
         try:
-            _, texts = indexed_texts(tar)
+            texts = indexed_texts(tar)
         except UserError:
             return False
         return fingerprint is None or fingerprint in texts

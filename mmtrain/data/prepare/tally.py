@@ -64,7 +64,7 @@ def write_summary(out: Path, run: dict, tally: Tally) -> None:
     """Write dataset.json into the folder of finished shards; `run` says what made them. Raises OSError."""
     shards = tally.shards
     content = {
-        "format_version": 2,
+        "format_version": 1,
         "records": tally.total,
         "samples": tally.samples,
         "images": sum(shard.images for shard in shards),

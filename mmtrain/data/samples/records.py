@@ -331,14 +331,14 @@ def _png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
         at += 8 + length + 4
 
 
-def image_size(content: bytes) -> tuple[int, int, bool]:
-    """Width and height of an image file once it is turned, and whether turning exchanges them; of any size.
+def image_size(content: bytes) -> tuple[int, int]:
+    """Width and height of an image file of any size, after turning by EXIF.
 
     Its header alone is read. Raises Rejected for what is no image.
     """
     with open_image(content, sys.maxsize) as image:
         width, height = image.size
-        return (height, width, True) if orientation(image, content) >= 5 else (width, height, False)
+        return (height, width) if orientation(image, content) >= 5 else (width, height)
 
 
 def orientation(image: Image.Image, content: bytes) -> int:

@@ -104,7 +104,7 @@ def refuse_useless_shards(
 
     `fingerprint` says with which tokenizer and template. Raises what `indexed_texts` raises.
     """
-    useless = [shard for shard in shards if not indexed_texts(shard, retry_seconds)[1].get(fingerprint)]
+    useless = [shard for shard in shards if not indexed_texts(shard, retry_seconds).get(fingerprint)]
     if not useless:
         return
     reasons: Counter[str] = Counter()

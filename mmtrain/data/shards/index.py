@@ -7,14 +7,12 @@ samples can be trained on), bytes (of the second line) and crc32 (of the first l
 second is the content, JSON in columns; flat ones run over all members, or images, of one sample after the other:
 
     {"keys": [...], "members": {"counts": [of each sample], "suffix": [...], "offset": [...], "size": [...], "crc32":
-     [...]}, "images": {"counts": [...], "width": [...], "height": [...], "sideways": [[place, image], ...]},
+     [...]}, "images": {"counts": [...], "width": [...], "height": [...]},
      "faults": {reading: [[place, reason, detail], ...]}, "texts": {fingerprint: {"tokens": [...], "faults": [...]}}}
 
-A place is a sample's number in its shard, from 0. Sizes are those after turning by EXIF; `sideways` lists the images of
-which that exchanges width and height. Faults whatever the tokenizer are by the format in which samples were read
-(SampleFormat.reading: "llava", "caption", ...), those of a sample's files in each of them. The bytes are a function of
-the content. Earlier versions: 2 has in its first line the fingerprints alone, and its images are members whose names
-end in jpg, jpeg, png or webp; 1 besides has sizes as stored, no `sideways`, and a list of faults, LLaVA's.
+A place is a sample's number in its shard, from 0. Image sizes are those after turning by EXIF. Faults that do not
+depend on the tokenizer are listed by the format in which samples were read (SampleFormat.reading: "llava", "caption",
+...); each format lists those of a sample's files. The bytes are a function of the content.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -32,19 +30,17 @@ from pydantic import BaseModel, Field, InstanceOf, Strict, ValidationError
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import compact_json
-from mmtrain.base.printing import harmless
-from mmtrain.data.samples.formats import LLAVA, TEXT_SUFFIXES, text_suffix
+from mmtrain.base.printing import harmless, shortened
+from mmtrain.data.samples.formats import TEXT_SUFFIXES, text_suffix
 from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, Rejected
 from mmtrain.data.samples.sample import Sample, image_number
 from mmtrain.data.shards.index_file import MEND, read_lines, write_lines
 from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
 
 FORMAT = "mmtrain shard index"
-VERSION = 3
-OUTDATED = 0  # stands for the version of one that must be made again: members of its tar are images only now
-_IMAGES_BEFORE_3 = ("jpg", "jpeg", "png", "webp")
+VERSION = 1
 
-UNKNOWN_SIZE = (0, 0, False)  # of an image whose header does not tell: width, height, whether it lies sideways
+UNKNOWN_SIZE = (0, 0)  # width and height of an image whose header does not tell
 
 Checked = TypeVar("Checked", bound=BaseModel)
 Faults = dict[int, tuple[str, str]]  # place -> a code of records.REASONS, detail
@@ -89,15 +85,12 @@ class ShardIndex:
     image_sizes: list[tuple[tuple[int, int], ...]]  # (width, height) of a sample's images, 0 where not known
     faults: dict[str, Faults]  # by SampleFormat.reading, at least one; unusable whatever the tokenizer
     texts: dict[str, TextLengths] = field(default_factory=dict)  # by text_fingerprint
-    sideways: list[tuple[int, int]] | None = field(default_factory=list)  # (place, image); None: not known, version 1
-    is_outdated: bool = False  # members are images that were none when it was written: its images and faults are wrong
 
-    def add(self, key: str, members: Iterable[Member], images: Sequence[tuple[int, int, bool]]) -> None:
-        """Append a sample; `images`: what `records.image_size` says of each, or UNKNOWN_SIZE."""
-        self.sideways += [(len(self.keys), number) for number, (*_, lies) in enumerate(images) if lies]
+    def add(self, key: str, members: Iterable[Member], image_sizes: Iterable[tuple[int, int]]) -> None:
+        """Append a sample."""
         self.keys.append(key)
         self.members.append(tuple(members))
-        self.image_sizes.append(tuple((width, height) for width, height, _ in images))
+        self.image_sizes.append(tuple(image_sizes))
 
 
 @dataclass(eq=False)
@@ -113,22 +106,17 @@ class IndexColumns:
     crc32: np.ndarray  # (members,) uint32
     first_image: np.ndarray  # (samples + 1,) int64
     image_sizes: np.ndarray  # (images, 2) int64 width and height
-    sideways: np.ndarray | None  # (N, 2) int64 place and image, as in ShardIndex
     faults: dict[str, Faults]
     texts: dict[str, TextLengths]
-    is_outdated: bool
 
 
 def read_columns(tar: Path, retry_seconds: float = RETRY_SECONDS) -> IndexColumns:
     """The index of a shard, as arrays; reads that fail for a reason that may pass are tried again for `retry_seconds`.
 
-    Raises MissingIndex, and UserError for one that is damaged, that another version wrote, or that is stale: of a tar
-    of another size than this one.
+    Raises MissingIndex, and UserError for an index that is damaged, has another version, or was made for a tar of
+    another size.
     """
-    return _parsed(tar, *_read(tar, retry_seconds))
-
-
-def _parsed(tar: Path, path: Path, header: _Header, content: bytes) -> IndexColumns:
+    path, header, content = _read(tar, retry_seconds)
     try:
         return _from_columns(header, json.loads(content))
     except (ValueError, RecursionError) as error:
@@ -146,26 +134,20 @@ def read_index(tar: Path) -> ShardIndex:
         image_sizes=_split(list(map(tuple, columns.image_sizes.tolist())), columns.first_image),
         faults=columns.faults,
         texts=columns.texts,
-        sideways=None if columns.sideways is None else list(map(tuple, columns.sideways.tolist())),
-        is_outdated=columns.is_outdated,
     )
 
 
-def indexed_texts(tar: Path, retry_seconds: float = RETRY_SECONDS) -> tuple[int, dict[str, int]]:
-    """Version of a shard's index, or OUTDATED, and how many samples can be trained on, by text fingerprint.
+def indexed_texts(tar: Path, retry_seconds: float = RETRY_SECONDS) -> dict[str, int]:
+    """How many samples of a shard can be trained on, by text fingerprint.
 
-    Its bytes are checked, but of this version's one line only is parsed. Raises what `read_columns` raises.
+    The bytes of its index are checked, but its first line alone is parsed. Raises what `read_columns` raises.
     """
-    path, header, content = _read(tar, retry_seconds)
-    if header.version == VERSION:
-        return VERSION, header.texts
-    columns = _parsed(tar, path, header, content)
-    return OUTDATED if columns.is_outdated else header.version, _usable(columns.texts)
+    _, header, _ = _read(tar, retry_seconds)
+    return header.texts
 
 
 def write_index(tar: Path, index: ShardIndex) -> None:
     """Write a shard's index, which has its name only when it is complete; raises UserError if the disk refuses it."""
-    assert index.sideways is not None and not index.is_outdated, "of an earlier version"
     content = compact_json(_to_columns(index))
     header = {
         "format": FORMAT,
@@ -185,18 +167,16 @@ def _read(tar: Path, retry_seconds: float) -> tuple[Path, _Header, bytes]:
     first, _, rest = lines.partition(b"\n")
     try:
         header = json.loads(first)
-        if header["format"] != FORMAT or header["version"] not in _KINDS:
-            raise UserError(
-                f"{path}: {header['format']}, version {header['version']}, is no {FORMAT} of version 1 to {VERSION}; "
-                f"another release of mmtrain wrote it, or it is damaged. Make it again: {MEND} {tar}"
-            )
+        if header["format"] == FORMAT and header["version"] != VERSION:
+            version = shortened(repr(header["version"]))
+            raise UserError(f"{path} has version {version}, this mmtrain reads {VERSION}. Make it again: {MEND} {tar}")
         crc32 = header.pop("crc32")
         whole = rest[:-1]
         if rest[-1:] != b"\n" or len(whole) != header["bytes"] or _crc32(header, whole) != crc32:
             raise _corrupt(path, tar, "its checksum does not fit its bytes")
         if first != compact_json({**header, "crc32": crc32}):
             raise _corrupt(path, tar, "its first line is not as it was written")
-        checked = _of_kind(_KINDS[header["version"]][0], header)
+        checked = _of_kind(_Header, header)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise _corrupt(path, tar, f"{type(error).__name__}: {error}") from None
     if tar_bytes != checked.tar_bytes:
@@ -233,7 +213,6 @@ def _to_columns(index: ShardIndex) -> dict:
             "counts": list(map(len, index.image_sizes)),
             "width": widths,
             "height": heights,
-            "sideways": index.sideways,
         },
         "faults": {reading: _fault_rows(faults) for reading, faults in sorted(index.faults.items())},
         "texts": {
@@ -251,14 +230,10 @@ _FaultRow = Annotated[tuple[int, Literal[tuple(REASONS)], InstanceOf[str]], Stri
 
 
 class _Header(BaseModel, strict=True):
-    version: int
+    format: Literal["mmtrain shard index"]
     tar_bytes: _Bytes
     samples: _Count
     texts: dict[str, int]
-
-
-class _HeaderBefore3(_Header):
-    texts: list[str]
 
 
 class _Members(BaseModel, strict=True):
@@ -269,14 +244,10 @@ class _Members(BaseModel, strict=True):
     crc32: list[Annotated[int, Field(ge=0, lt=2**32)]]
 
 
-class _Images1(BaseModel, strict=True):
+class _Images(BaseModel, strict=True):
     counts: list[_Count]
     width: list[_Count]
     height: list[_Count]
-
-
-class _Images2(_Images1):
-    sideways: list[Annotated[tuple[_Count, _Count], Strict(False)]]
 
 
 class _Texts(BaseModel, strict=True):
@@ -284,20 +255,12 @@ class _Texts(BaseModel, strict=True):
     faults: list[_FaultRow]
 
 
-class _Content1(BaseModel, strict=True):
+class _Content(BaseModel, strict=True):
     keys: list[_Name]
     members: _Members
-    images: _Images1
-    faults: list[_FaultRow]
-    texts: dict[str, _Texts]
-
-
-class _Content(_Content1):
-    images: _Images2
+    images: _Images
     faults: Annotated[dict[_Name, list[_FaultRow]], Field(min_length=1)]
-
-
-_KINDS = {1: (_HeaderBefore3, _Content1), 2: (_HeaderBefore3, _Content), VERSION: (_Header, _Content)}
+    texts: dict[str, _Texts]
 
 
 def _of_kind(kind: type[Checked], value: object) -> Checked:
@@ -311,7 +274,7 @@ def _of_kind(kind: type[Checked], value: object) -> Checked:
 
 def _from_columns(header: _Header, value: object) -> IndexColumns:
     """The arrays of an index, checked: who makes one up gives it a right checksum. Raises ValueError naming a field."""
-    content = _of_kind(_KINDS[header.version][1], value)
+    content = _of_kind(_Content, value)
     members, images, texts = content.members, content.images, content.texts
     total, samples = len(members.suffix), header.samples
     lengths = {"keys": (content.keys, samples), "members.counts": (members.counts, samples)}
@@ -323,8 +286,6 @@ def _from_columns(header: _Header, value: object) -> IndexColumns:
             raise ValueError(f"{name}: has {len(column):,} elements, {needed:,} are needed")
     if sorted(header.texts) != sorted(texts):
         raise ValueError("texts: are others than the first line says")
-    faults = {LLAVA.reading: content.faults} if header.version == 1 else content.faults
-    first_image = _firsts("images", images.counts, len(images.width))
     columns = IndexColumns(
         tar_bytes=header.tar_bytes,
         keys=content.keys,
@@ -333,17 +294,15 @@ def _from_columns(header: _Header, value: object) -> IndexColumns:
         offset=np.array(members.offset, np.int64),
         size=np.array(members.size, np.int64),
         crc32=np.array(members.crc32, np.uint32),
-        first_image=first_image,
+        first_image=_firsts("images", images.counts, len(images.width)),
         image_sizes=np.array([images.width, images.height], np.int64).T,
-        sideways=None if header.version == 1 else _sideways(images.sideways, first_image),
-        faults={reading: _faults(f"faults.{reading}", rows, samples) for reading, rows in faults.items()},
+        faults={reading: _faults(f"faults.{reading}", rows, samples) for reading, rows in content.faults.items()},
         texts={
             name: TextLengths(text.tokens, _faults(f"texts.{name}.faults", text.faults, samples))
             for name, text in texts.items()
         },
-        is_outdated=header.version < VERSION and any(map(_is_image_only_now, set(members.suffix))),
     )
-    if header.version == VERSION and header.texts != _usable(columns.texts):
+    if header.texts != _usable(columns.texts):
         raise ValueError("texts: the first line counts other samples")
     for name, last in (("size", columns.size), ("offset", columns.offset + columns.size)):
         if (last > columns.tar_bytes).any():
@@ -359,17 +318,6 @@ def _firsts(name: str, counts: list[int], total: int) -> np.ndarray:
     return firsts
 
 
-def _sideways(rows: list[tuple[int, int]], first_image: np.ndarray) -> np.ndarray:
-    counts = dict(enumerate(np.diff(first_image).tolist()))
-    if any(image >= counts.get(place, 0) for place, image in rows) or sorted(set(rows)) != rows:
-        raise ValueError("images.sideways: holds an image twice, or one of no sample")
-    return np.array(rows, np.int64).reshape(-1, 2)
-
-
-def _is_image_only_now(suffix: str) -> bool:
-    return image_number(suffix) is not None and suffix.rpartition(".")[2] not in _IMAGES_BEFORE_3
-
-
 def _faults(name: str, rows: list[_FaultRow], samples: int) -> Faults:
     faults = {place: (reason, detail) for place, reason, detail in rows}
     if len(faults) < len(rows) or not all(0 <= place < samples for place in faults):
@@ -379,8 +327,7 @@ def _faults(name: str, rows: list[_FaultRow], samples: int) -> Faults:
 
 def _refuse_large(columns: IndexColumns) -> None:
     """Raise ValueError for a member too large to be read into memory whose sample is not marked as unusable."""
-    large = (columns.size > min(MAX_RECORD_BYTES, MAX_IMAGE_BYTES)) & (not columns.is_outdated)  # else it knew fewer
-    for at in np.flatnonzero(large).tolist():
+    for at in np.flatnonzero(columns.size > min(MAX_RECORD_BYTES, MAX_IMAGE_BYTES)).tolist():
         suffix, size = columns.suffix[at], int(columns.size[at])
         is_text = suffix in TEXT_SUFFIXES
         limit = MAX_RECORD_BYTES if is_text else MAX_IMAGE_BYTES if image_number(suffix) is not None else size

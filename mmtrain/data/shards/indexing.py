@@ -3,8 +3,6 @@
 tar without index --headers, contents, in one sequential read--> offset, size, CRC32 of every file
                   --neighbours of one key: samples, judged; TextCounter--> index with text lengths
 tar whose index lacks this format, tokenizer and template --members that hold the texts--> the same index, with them
-tar whose index is of version 1 --images at their offsets--> the same index of this version, sizes as they are turned
-tar with members that became images since its index was written --as without index--> the same checksums, or an error
 
 Tars are only read. What an index holds is a function of the tar, the formats, the tokenizers and the templates, not of
 the workers.
@@ -35,7 +33,6 @@ from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, Reje
 from mmtrain.data.samples.sample import Sample, image_number, image_suffixes, read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import (
-    OUTDATED,
     UNKNOWN_SIZE,
     Faults,
     Member,
@@ -45,7 +42,7 @@ from mmtrain.data.shards.index import (
     read_index,
     write_index,
 )
-from mmtrain.data.shards.index_file import MEND, MissingIndex
+from mmtrain.data.shards.index_file import MissingIndex
 from mmtrain.data.shards.retry import RETRY_SECONDS, UnreadableError
 from mmtrain.pretrained.layouts import ONE_SQUARE, ImageLayout
 from mmtrain.pretrained.model_files import model_folder
@@ -57,7 +54,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 FAILURES_SHOWN = 5
-TURNED = 2  # the version from which on sizes are those that EXIF turns images to
 _OF_FILES = ("duplicate_member", "image_names", "undecodable_image", "too_many_pixels", "too_much_work")
 _CHUNK = 1 << 20  # bytes
 
@@ -76,42 +72,28 @@ def ensure_indexes(
     """Make or complete the indexes that a run with this tokenizer, template, layout and format of samples needs.
 
     `workers` is the number of processes, None one for each core that this process may use. A `stream` that is a
-    terminal gets a progress bar. One of an earlier version serves as it is, unless members of its tar are images only
-    now, or the layout asks for sizes that it lacks (`oldest_version`); it is brought up to date if it is completed.
-    Raises UserError for indexes that are stale or damaged: they are never replaced unasked, for their checksums are the
-    only record of what the tars should hold.
+    terminal gets a progress bar. Raises UserError for indexes that are stale or damaged: they are never replaced
+    unasked, for their checksums are the only record of what the tars should hold.
     """
     fingerprint = text_fingerprint(model_folder(tokenizer_path), template, layout.texts, form.wording)
-    missing = unready_shards(tars, fingerprint, retry_seconds, oldest_version(layout))
+    missing = unready_shards(tars, fingerprint, retry_seconds)
     if missing:
         _log.info(f"indexing {len(missing):,} of {len(tars):,} shards (once; the indexes are kept beside them)")
         text = tokenizer_path, template, layout, form
         build_indexes(missing, *text, workers=workers or usable_cores(), stream=stream)
 
 
-def oldest_version(layout: ImageLayout) -> int:
-    """The first version of an index that knows enough of images for a layout."""
-    return TURNED if layout.is_sized else 1
+def unready_shards(tars: Sequence[Path], fingerprint: str, retry_seconds: float = RETRY_SECONDS) -> list[Path]:
+    """Return the shards without an index that holds lengths under this fingerprint.
 
-
-def unready_shards(
-    tars: Sequence[Path], fingerprint: str, retry_seconds: float = RETRY_SECONDS, oldest: int = 1
-) -> list[Path]:
-    """Those without an index, of version `oldest` at least, that holds lengths under this fingerprint.
-
-    Says once of how many images are read again. Raises UserError naming the indexes that are stale or damaged, or the
-    first that the storage fails to give.
+    Raises UserError naming the indexes that are stale or damaged, or the first that the storage fails to give.
     """
     missing: list[Path] = []
-    old = outdated = 0
     failures: list[UserError] = []
     for tar in tars:
         try:
-            version, texts = indexed_texts(tar, retry_seconds)
-            if version < oldest or fingerprint not in texts:
+            if fingerprint not in indexed_texts(tar, retry_seconds):
                 missing.append(tar)
-                old += OUTDATED < version < TURNED
-                outdated += version == OUTDATED
         except MissingIndex:
             missing.append(tar)
         except UnreadableError:
@@ -119,10 +101,6 @@ def unready_shards(
         except UserError as error:
             failures.append(error)
     _raise_all(failures, len(tars))
-    if old:
-        _log.info(f"indexes of version 1: {old:,}; their shards' images are read for the sizes that EXIF turns them to")
-    if outdated:
-        _log.info(f"indexes from before GIF, BMP and TIFF files were images: {outdated:,}; their shards are read again")
     return missing
 
 
@@ -137,7 +115,7 @@ def build_indexes(
     rebuild: bool = False,
     stream: TextIO | None = None,
 ) -> None:
-    """Give each tar an index of this version with text lengths under this tokenizer, template, layout and format.
+    """Give each tar an index with text lengths under this tokenizer, template, layout and format.
 
     An index that is there is completed; with `rebuild` it is made anew from the tar, without other formats and the
     lengths of other tokenizers. Raises UserError, after all others are done, for shards that cannot be indexed. Time: a
@@ -166,11 +144,10 @@ def build_indexes(
 def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance) -> UserError | None:
     """Index one shard; what it cannot be indexed for is a value, so that the other shards go on."""
     try:
-        before = None
+        index = None
         with contextlib.suppress(MissingIndex):
-            before = None if rebuild else read_index(tar)
-        index = before
-        if index is None or index.is_outdated:
+            index = None if rebuild else read_index(tar)
+        if index is None:
             lengths = TextLengths([])
 
             def measure(sample: Sample | None) -> None:
@@ -178,19 +155,10 @@ def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance)
                 advance(1)
 
             index = scan_shard(tar, measure, count.form)
-            if before is not None and (index.keys, index.members) != (before.keys, before.members):
-                raise UserError(
-                    f"{tar}: is not what was indexed: files have other checksums, or are others. Copy it again; if it "
-                    f"is right as it is: {MEND} {tar}"
-                )
+        elif count.fingerprint in index.texts:  # another process was faster
+            return None
         else:
-            known = index.texts.get(count.fingerprint)
-            if index.sideways is None:
-                index = measure_images(tar, index)
-            elif known is not None:  # another process was faster
-                return None
-            lengths = known or measure_texts(tar, index, count, advance)
-            advance(0 if known is None else len(index.keys))
+            lengths = measure_texts(tar, index, count, advance)
         index.texts[count.fingerprint] = lengths
         if rebuild:
             write_index(tar, index)
@@ -199,32 +167,6 @@ def _index_shard(count: TextCounter, rebuild: bool, tar: Path, advance: Advance)
     except UserError as error:
         return error
     return None
-
-
-def measure_images(tar: Path, index: ShardIndex) -> ShardIndex:
-    """The same index, of version 1, with sizes as images are turned.
-
-    The size of a member that is not what was indexed stays: whoever reads it will see that it is damaged.
-    """
-    measured = replace(index, keys=[], members=[], image_sizes=[], sideways=[])
-    try:
-        with tar.open("rb") as stream:
-            for key, members, sizes in zip(index.keys, index.members, index.image_sizes, strict=True):
-                images = {image_number(member.suffix): member for member in members}
-                found = [_turned_size(stream, images.get(number), size) for number, size in enumerate(sizes)]
-                measured.add(key, members, found)
-    except OSError as error:
-        raise UserError(f"{tar}: cannot be read ({error.strerror})") from error
-    return measured
-
-
-def _turned_size(stream: BinaryIO, member: Member | None, size: tuple[int, int]) -> tuple[int, int, bool]:
-    if member is not None and member.size <= MAX_IMAGE_BYTES and size != UNKNOWN_SIZE[:2]:
-        content = os.pread(stream.fileno(), member.size, member.offset)
-        if zlib.crc32(content) == member.crc32:
-            with contextlib.suppress(Rejected):
-                return image_size(content)
-    return (*size, False)
 
 
 def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, advance: Advance) -> TextLengths:
@@ -298,7 +240,7 @@ def write_merged(tar: Path, index: ShardIndex) -> None:
         lock(stream)
         with contextlib.suppress(UserError):  # none yet, or one that this one replaces
             written = read_index(tar)
-            if (written.keys, written.members) == (index.keys, index.members) and not written.is_outdated:
+            if (written.keys, written.members) == (index.keys, index.members):
                 index.texts = {**written.texts, **index.texts}
                 index.faults = {**written.faults, **index.faults}
         write_index(tar, index)
@@ -310,7 +252,7 @@ class _File(NamedTuple):
     key: str
     member: Member
     text: bytes = b""
-    image_size: tuple[int, int, bool] = UNKNOWN_SIZE
+    image_size: tuple[int, int] = UNKNOWN_SIZE
     fault: tuple[str, str] | None = None
 
 
@@ -382,8 +324,8 @@ def _add_sample(index: ShardIndex, tar: Path, key: str, files: list[_File], form
         for file in files:
             if file.fault is not None:
                 raise Rejected(*file.fault)
-        in_order, shown = [file.member for file in files], tuple(size[:2] for size in sizes)
-        sample = _without_images(tar, key, in_order, shown, form, lambda member: members[member.suffix].text)
+        in_order = [file.member for file in files]
+        sample = _without_images(tar, key, in_order, sizes, form, lambda member: members[member.suffix].text)
     except Rejected as error:
         index.faults[form.reading][place] = (error.reason, error.detail)
     index.add(key, (file.member for file in files), sizes)

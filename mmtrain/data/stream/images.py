@@ -48,15 +48,13 @@ class ImageTransform:
     fit: Fit = "pad"  # of an image that is not cut into tiles
     max_pixels: int = MAX_IMAGE_PIXELS  # of an image that `decode` takes
 
-    def decode(
-        self, content: bytes, tiling: Tiling = ONE_TILE, ignore_exif: bool = False, is_control: bool = False
-    ) -> torch.Tensor:
+    def decode(self, content: bytes, tiling: Tiling = ONE_TILE, is_control: bool = False) -> torch.Tensor:
         """An image file's bytes as (tiles, 3, S, S) uint8, S = image_size; raises what `decode_image` and `cut` raise.
 
         Not normalised yet: that makes four times as many bytes, which need not travel between processes and devices.
         An image of another size than the tiling's is Rejected; where `is_control`, it is stretched to that size.
         """
-        image, wanted = decode_image(content, self.max_pixels, ignore_exif), (tiling.width, tiling.height)
+        image, wanted = decode_image(content, self.max_pixels), (tiling.width, tiling.height)
         if any(wanted) and image.size != wanted:
             if not is_control:
                 raise Rejected(
@@ -169,14 +167,14 @@ def as_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS, ignore_exif: bool = False) -> Image.Image:
+def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
     """Decode an image file's bytes to RGB, its first picture if there are several, turned as EXIF says.
 
     Raises Rejected for more pixels than allowed, before any of them is decoded, and for what Pillow cannot read to its
     end or what has no colours of a known range.
     """
     image = open_image(content, max_pixels)
-    turn = None if ignore_exif else TURNS.get(orientation(image, content))
+    turn = TURNS.get(orientation(image, content))
     try:
         image.load()
         if image.mode.startswith("I;16"):  # Pillow's own conversion cuts 65,535 off at 255: all white

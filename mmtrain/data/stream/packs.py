@@ -128,7 +128,7 @@ class Processor:
 
     def decode(self, content: bytes, tiling: Tiling, is_control: bool = False) -> torch.Tensor:
         """An image file's bytes as (tiles, 3, S, S) uint8; raises Rejected."""
-        return self.transform.decode(content, tiling, self.config.data.ignore_exif, is_control)
+        return self.transform.decode(content, tiling, is_control)
 
     def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
         """A micro-batch of packs, its tiles uint8, in `buffer` if there is one."""

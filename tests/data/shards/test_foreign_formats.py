@@ -214,7 +214,7 @@ def test_every_suffix_of_an_image_is_read_in_any_case_and_its_first_picture(tmp_
     more |= {"exif": exif} if kind in ("JPEG", "TIFF", "WEBP", "PNG") else {}
     Image.new("RGB", (9, 5), "red").save(stream, kind, **more)
     content = stream.getvalue()
-    width, height, _ = image_size(content)
+    width, height = image_size(content)
     decoded = decode_image(content)
     assert decoded.size == (width, height) == ((5, 9) if "exif" in more else (9, 5))
     assert decoded.getpixel((2, 2))[0] > 200 > 60 > decoded.getpixel((2, 2))[2]

@@ -211,20 +211,14 @@ def exif_of(orientation: int) -> Image.Exif:
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_a_picture_is_turned_by_its_exif_orientation_as_pillow_does_unless_that_is_ignored(file_format):
+def test_a_picture_is_turned_by_its_exif_orientation_as_pillow_does(file_format):
     for orientation in range(10):  # 0 and 9 mean nothing
         content = encode(noise_image(13, 7), file_format, exif=exif_of(orientation))
         expected = turned_by_pillow(content)
         assert np.array_equal(decode_image(content), expected), orientation
-        width, height, exchanged = image_size(content)
+        width, height = image_size(content)
         assert (height, width) == expected.shape[:2]
         assert np.array_equal(upright(Image.open(io.BytesIO(content))), expected)
-        if file_format != "TIFF":  # which Pillow turns whenever it opens one, as all versions of mmtrain have it
-            assert exchanged == (orientation in (5, 6, 7, 8))
-            assert np.array_equal(decode_image(content, ignore_exif=True), Image.open(io.BytesIO(content)))
-            assert TRANSFORM.decode(content, ignore_exif=True)[0].equal(
-                TRANSFORM.fitted(Image.open(io.BytesIO(content)))
-            )
 
 
 @pytest.mark.parametrize("place", [33, -12], ids=["before the pixels", "behind them"])
@@ -241,7 +235,7 @@ def test_a_png_is_turned_wherever_its_orientation_is_written(place):
         }.items():
             content = plain[:place] + png_chunk(kind, written) + plain[place:]
             assert np.array_equal(decode_image(content), turned_by_pillow(content)), (kind, orientation)
-            width, height, _ = image_size(content)
+            width, height = image_size(content)
             assert (height, width) == np.asarray(decode_image(content)).shape[:2]
             assert not np.array_equal(decode_image(content), decode_image(plain))
 

@@ -130,13 +130,12 @@ def test_on_cuda_all_but_position_ids_and_labels_is_there_and_nothing_else_chang
             assert getattr(moved, name) == value, name
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_a_run_turns_pictures_unless_it_ignores_exif(tiny, ignored):
+def test_a_run_turns_pictures_by_exif(tiny):
     exif, stream = Image.Exif(), io.BytesIO()
     exif[0x0112] = 3
     picture = Image.linear_gradient("L").convert("RGB")
     picture.save(stream, "PNG", exif=exif)
-    processor = Processor(load_config(tiny / "config.yaml", [f"data.ignore_exif={str(ignored).lower()}"]))
-    expected = processor.transform.fitted(picture if ignored else picture.rotate(180))
+    processor = Processor(load_config(tiny / "config.yaml"))
+    expected = processor.transform.fitted(picture.rotate(180))
     batch = processor.batch([Pack((document("a", 3, (stream.getvalue(),)),))])
     assert batch.tiles is not None and batch.tiles[0].equal(expected)
