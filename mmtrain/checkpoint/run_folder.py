@@ -32,10 +32,7 @@ DISCARDED = "discarded.jsonl"
 AUDIT = "audit.json"
 REPORT = "report.html"
 # What a start that fails may leave.
-BEFORE_THE_FIRST_STEP = (
-    *("log*.txt", QUARANTINE, REPORT, *map(leftovers, (CONFIG, PLAN, REPORT))),
-    *(leftovers(name).removeprefix(".") for name in (CONFIG, PLAN)),  # as earlier versions called them
-)
+BEFORE_THE_FIRST_STEP = ("log*.txt", QUARANTINE, REPORT, *map(leftovers, (CONFIG, PLAN, REPORT)))
 
 
 def run_folder(config: RunConfig) -> Path:

@@ -30,7 +30,7 @@ from typing_extensions import TypedDict  # as pydantic needs it before Python 3.
 
 from mmtrain.base.durable import flush, leftovers, lock, remove_folder, whole_folder
 from mmtrain.base.errors import UserError
-from mmtrain.base.printing import printable
+from mmtrain.base.printing import printable, shortened
 from mmtrain.base.small_files import MAX_JSON_BYTES, open_file, parse_json, read_limited
 from mmtrain.config.load import restore_config
 from mmtrain.config.schema import RunConfig
@@ -183,8 +183,8 @@ def why_damaged(path: Path) -> str | None:
         manifest = read_limited(path / MANIFEST, MAX_JSON_BYTES, "what mmtrain writes").decode()
         content = parse_json(manifest.encode())
         entries = content["files"]
-        if content["format"] > FORMAT:
-            return f"{MANIFEST} is of format {content['format']}: written by a later mmtrain, which can read it"
+        if content["format"] != FORMAT:
+            return f"{MANIFEST} has version {shortened(repr(content['format']))}, this mmtrain reads {FORMAT}"
         if manifest != _manifest(entries):
             return f"{MANIFEST} is damaged: its checksum is wrong"
         found = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {MANIFEST}
@@ -289,9 +289,8 @@ def find(path: Path) -> StepFolder:
 
 def remove_unfinished(run: Path) -> None:
     """Delete what killed saves have left."""
-    for pattern in (leftovers("step-*"), "step-*.tmp"):  # the second as earlier versions called it
-        for path in (run / CHECKPOINTS).glob(pattern):
-            shutil.rmtree(path)
+    for path in (run / CHECKPOINTS).glob(leftovers("step-*")):
+        shutil.rmtree(path)
 
 
 def remove(path: Path) -> None:

@@ -45,6 +45,7 @@ from mmtrain.checkpoint.step_folder import (
 from mmtrain.config.schema import CheckpointSection, RunConfig
 from mmtrain.plan.plan import Plan
 
+MAX_FAILURES = 3  # saves in a row that may fail, of a full disk for example, before the run ends
 PACKAGES = ("torch", "transformers", "timm", "deepspeed", "mmtrain")
 Tensors = Mapping[str, torch.Tensor]
 
@@ -151,13 +152,11 @@ class Checkpointer:
             text = json.dumps(without_nan(content), indent=1) + "\n"
             self._job = functools.partial(self._write, step, tensors, text)
             self._pending = self._executor.submit(self._job)
-        if not self.section.asynchronous:
-            self._wait()
 
     def finish(self) -> None:
         """Wait for the save that is being written, the last one; while it fails it is tried again.
 
-        Raises UserError on rank 0 after `max_failures` in a row.
+        Raises UserError on rank 0 after MAX_FAILURES in a row.
         """
         self._wait()
         while self._rank_0_says(self._failures > 0):
@@ -176,10 +175,8 @@ class Checkpointer:
             self._failures, self._job = 0, None  # which holds the copies
         else:
             self._failures += 1
-        if self._failures >= self.section.max_failures:
-            raise UserError(
-                f"{self._failures} save(s) in a row have failed (checkpoint.max_failures): {saved.error}. {self.kept()}"
-            )
+        if self._failures >= MAX_FAILURES:
+            raise UserError(f"{MAX_FAILURES} saves in a row have failed: {saved.error}. {self.kept()}")
 
     def _wait(self) -> None:
         """Wait until nothing is being written; with all ranks, which else would take rank 0 for dead on a slow disk."""

@@ -108,17 +108,6 @@ class LoraSection(Section):
     targets: Fixed[tuple[str, ...]] = Field(("llm.layers.*",), min_length=1, max_length=1000)
     """name patterns of the linear layers that get an adapter, e.g. llm.layers.* (all), llm.layers.*.self_attn,
     llm.layers.*.mlp, vision.*; adapters train where model.trainable names them: llm.layers.*.lora_*"""
-    dropout: Kept[Float] = Field(0.0, ge=0, lt=1)
-    """0 alone is possible: a layer that recomputes would draw another mask than the first time"""
-
-    @model_validator(mode="after")
-    def _draws_no_masks(self) -> Self:
-        if self.dropout:
-            raise wrong_together(
-                f"model.lora.dropout: {self.dropout:g}, and only 0 is exact: layers that recompute, and the last, "
-                "which runs for supervised tokens alone, would draw other masks than before; set it to 0"
-            )
-        return self
 
 
 # A field of this name is no attribute that a class can declare: it is a word of Python's.

@@ -36,9 +36,6 @@ class ParallelSection(Section):
     device_memory_gib: Free[Annotated[Float, Field(gt=0, le=1e6)] | None] = None
     """memory a rank may use, GiB, 6% of it for fragmentation; leave 2.5 GiB of a GPU to CUDA and NCCL; null: that of
     the GPUs here, less max(6%, 2.5 GiB), no limit without one"""
-    device_tflops: Free[Annotated[Float, Field(gt=0)] | None] = None
-    """what a rank's device can do at its best in the LLM's dtype, dense, in 1e12 FLOP/s (H100 SXM, bfloat16: 989); only
-    model_flops_utilization uses it; null: the matmul rate of a calibration, if there is one"""
     recompute_layers: Free[Literal["auto"] | LayerIndex | tuple[LayerIndex, ...]] = "auto"
     """decoder layers per rank whose activations are recomputed in backward: one number, one per pipeline rank, or auto
     (none if all fits in memory, else as few as needed); more than there are means all"""

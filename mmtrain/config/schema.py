@@ -240,10 +240,6 @@ class CheckpointSection(Section):
     """keep the newest so many checkpoints; null: all"""
     keep_best: Free[Literal["loss", "token_accuracy", "exact_match"] | None] = None
     """keep the checkpoint that is best by this score of the evaluations, too, and save at each"""
-    asynchronous: Free[bool] = True
-    """write in the background: a step waits only for a save before"""
-    max_failures: Free[PositiveInt] = 3
-    """saves in a row that may fail (a full disk, say) before the run stops"""
 
 
 class ExportSection(Section):

@@ -24,9 +24,7 @@ LISTED_RANKS = 4  # more would not fit into a line of the console
 
 
 def peak_flops(config: RunConfig, device: Device) -> float | None:
-    """FLOP/s that a rank's device could reach: `parallel.device_tflops`, else a calibration's matmul rate; or None."""
-    if config.parallel.device_tflops is not None:
-        return config.parallel.device_tflops * 1e12
+    """FLOP/s that a rank's device could reach: the matmul rate of a calibration, None where there is none."""
     calibration = find_calibration(config, models_of(config), device)
     return None if calibration is None else calibration.matmul_flops_per_second
 

@@ -186,7 +186,7 @@ class _TensorBoard:
     def write(self, record: Record) -> None:
         for name, value in numbers(record).items():
             if value is not None:
-                self._writer.add_scalar(name, value, record["step"], walltime=record.get("time"))
+                self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
         if record["kind"] == "answers":
             said = "\n\n".join(
                 "\n".join(f"{name:<9} {harmless(str(answer[name]))}" for name in ANSWERED)
@@ -270,7 +270,7 @@ class _Csv:
         if found := numbers(record):
             if self._row.get("step") != record["step"]:
                 self._end_row()
-            self._row |= found | {"step": record["step"], "time": record.get("time")}
+            self._row |= found | {"step": record["step"], "time": record["time"]}
         if record["kind"] == "train":
             self._end_row()
 

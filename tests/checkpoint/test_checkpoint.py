@@ -226,12 +226,6 @@ def test_saving_in_the_background_keeps_no_step_waiting_but_one_that_saves(tmp_p
     assert run.steps == [1, 2] and [record["step"] for record in run.records] == [1, 2]
 
 
-def test_without_asynchronous_a_save_has_ended_when_it_returns(tmp_path, one_rank):
-    run = Run(tmp_path, asynchronous=False)
-    run.saver.save(1, {"w": torch.zeros(1)}, {}, {}, STATE)
-    assert run.steps == [1]
-
-
 def test_the_newest_so_many_are_kept(tmp_path, one_rank):
     run = Run(tmp_path, keep_last=2)
     for step in range(1, 6):
@@ -330,41 +324,42 @@ def in_the_way(folder: Path) -> Path:
 
 
 def test_a_failed_save_is_reported_and_too_many_in_a_row_end_the_run(tmp_path, one_rank):
-    run = Run(tmp_path, max_failures=2)
+    run = Run(tmp_path)
     blocked = in_the_way(tmp_path)
-    run.save(1)
-    run.saver.poll()
+    for step in (1, 2):
+        run.save(step)
+        run.saver.poll()
     assert run.records[0]["kind"] == "checkpoint_failed" and run.records[0]["step"] == 1
     assert "checkpoints" in run.records[0]["error"]
-    run.save(2)
-    with pytest.raises(UserError, match=r"2 save\(s\) in a row have failed .*max_failures.*No checkpoint was saved"):
+    run.save(3)
+    with pytest.raises(UserError, match=r"^3 saves in a row have failed: .*No checkpoint was saved"):
         run.saver.poll()
     assert blocked.read_text() == ""
 
 
 def test_a_later_success_resets_the_count(tmp_path, one_rank):
-    run = Run(tmp_path, max_failures=2)
-    for step in range(1, 7):
-        if step % 2:
+    run = Run(tmp_path)
+    for step in range(1, 10):
+        if step % 3:
             in_the_way(tmp_path)
         else:
             (tmp_path / "checkpoints").unlink(missing_ok=True)
         run.save(step)
         run.saver.poll()
-        if step % 2 == 0:
+        if step % 3 == 0:
             assert newest(tmp_path)[0].step == step
             (tmp_path / "checkpoints").rename(tmp_path / f"whole-{step}")
     kinds = [record["kind"] for record in run.records]
-    assert kinds == ["checkpoint_failed", "checkpoint"] * 3
+    assert kinds == ["checkpoint_failed", "checkpoint_failed", "checkpoint"] * 3
 
 
 def test_the_last_save_is_tried_again_and_the_end_is_an_error_if_it_cannot_be_made(tmp_path, one_rank):
-    run = Run(tmp_path, max_failures=3)
+    run = Run(tmp_path)
     run.save(1)
     (tmp_path / "checkpoints").rename(tmp_path / "away")
     in_the_way(tmp_path)
     run.save(2)
-    with pytest.raises(UserError, match=r"3 save\(s\) in a row have failed .*checkpoints"):
+    with pytest.raises(UserError, match=r"3 saves in a row have failed: .*checkpoints"):
         run.saver.finish()
     assert [record["kind"] for record in run.records] == ["checkpoint", *["checkpoint_failed"] * 3]
 

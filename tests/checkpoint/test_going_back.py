@@ -128,7 +128,7 @@ def test_a_checkpoint_of_a_later_format_is_named_as_that(config, monkeypatch):
     monkeypatch.setattr(step_folder, "FORMAT", step_folder.FORMAT + 1)
     folder = make_run(config, steps=(2,))
     monkeypatch.undo()
-    with pytest.raises(UserError, match="written by a later mmtrain"):
+    with pytest.raises(UserError, match=r"manifest\.json has version 2, this mmtrain reads 1"):
         find_start(config)
     assert names(folder) == ["step-00000002"]
 

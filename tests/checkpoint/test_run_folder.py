@@ -43,7 +43,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_and_its_
     folder = prepare(tiny, tmp_path)
     for name in ("metrics.jsonl", "samples.jsonl", "quarantine.jsonl"):
         (folder / name).write_text('{"step": 0}\n{"step": 1}\n{"step"')
-    (folder / "checkpoints" / "step-00000003.tmp").mkdir(parents=True)
+    (folder / "checkpoints" / ".step-00000003.0123abcd.tmp").mkdir(parents=True)
     prepare(tiny, tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == [
         *("checkpoints", "config.yaml", "discarded.jsonl", "plan.json")
@@ -103,7 +103,7 @@ def test_what_a_start_that_failed_at_once_left_is_replaced(tiny, tmp_path):
     folder = prepare(tiny, tmp_path)
     for file in folder.iterdir():
         file.unlink()
-    for name in ("log.txt", "log-node1.txt", ".config.yaml.0123abcd.tmp", "plan.json.0123abcd.tmp"):
+    for name in ("log.txt", "log-node1.txt", ".config.yaml.0123abcd.tmp", ".plan.json.0123abcd.tmp"):
         (folder / name).write_text("from the failed start")
     prepare(tiny, tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "plan.json"]

@@ -64,7 +64,7 @@ def test_what_cannot_be_deleted_makes_no_save_a_failure(tmp_path, one_rank, monk
 
     monkeypatch.setattr(write_module, "remove", refuse)
     reported: list[Saved] = []
-    with Checkpointer(tmp_path, CheckpointSection(keep_last=1, max_failures=1), True, reported.append) as saver:
+    with Checkpointer(tmp_path, CheckpointSection(keep_last=1), True, reported.append) as saver:
         for step in (1, 2, 3):
             saver.save(step, WEIGHTS, {}, {}, run_state())
         saver.finish()

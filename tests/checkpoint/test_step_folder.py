@@ -373,7 +373,6 @@ def test_what_a_killed_save_left_is_overwritten_by_the_next_and_removed_by_the_n
     assert why_damaged(step_path(run, 9)) is None and not unfinished.exists()
     unfinished.mkdir()
     (unfinished / TENSORS).write_text("half")
-    (run / "checkpoints" / "step-00000012.tmp").mkdir()  # as earlier versions called it
     assert newest(run) == (StepFolder(step_path(run, 9)), {})
     remove_unfinished(run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [

@@ -19,7 +19,7 @@ from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.planner import make_plan
 
 LAYOUT = ("parallel.pipeline=2", "parallel.boundaries=[2, 4, 6]", "parallel.encoder_prefetch=1")
-RUN = (*LAYOUT, "train.max_steps=4", "parallel.threads_per_rank=1", "parallel.device_tflops=0.05")
+RUN = (*LAYOUT, "train.max_steps=4", "parallel.threads_per_rank=1")
 TRACED = [1, 2]
 
 
@@ -122,14 +122,14 @@ def test_each_steps_record_says_where_the_time_of_each_rank_went(run):
                 assert communication == pytest.approx(spent["communication"], abs=1e-5)
                 assert data == pytest.approx(spent["load"], abs=1e-5)
         assert len(line["peak_memory_bytes"]) == 2 and min(line["peak_memory_bytes"]) > 10e6
-        assert 0 < line["model_flops_utilization"] < 10  # of a rate that is stated, not measured
+        assert line["model_flops_utilization"] is None, "nothing is calibrated"
 
 
 def test_the_console_names_the_trace_and_the_idle_share(run):
     folder, printed = run
     assert f"trace of 2 steps: {folder / 'trace.json'}; it opens in ui.perfetto.dev" in printed.splitlines()
     (line,) = [line for line in printed.splitlines() if line.startswith("idle ")]
-    assert "% (rank 0: " in line and "%), utilisation " in line
+    assert "% (rank 0: " in line
 
 
 # ---- clocks and files by hand

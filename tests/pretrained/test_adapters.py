@@ -1,7 +1,6 @@
 """Which layers may have adapters, and what is said of those that may not; nothing is skipped."""
 
 import pytest
-from pydantic import ValidationError
 from transformers import CONFIG_MAPPING
 
 from mmtrain.base.errors import UserError
@@ -67,11 +66,6 @@ def test_what_can_have_no_adapter_is_refused_by_name(settings: dict, said: str) 
     with pytest.raises(UserError) as refused:
         make_plan(config_of(**settings))
     assert said in str(refused.value)
-
-
-def test_dropout_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValidationError, match=r"model\.lora\.dropout: 0\.05, and only 0 is exact"):
-        config_of(dropout=0.05)
 
 
 @pytest.mark.parametrize(

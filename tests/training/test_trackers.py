@@ -275,18 +275,6 @@ def test_a_run_that_fails_lets_its_trackers_end_and_a_loss_that_is_not_finite_is
     assert said == []
 
 
-def test_a_run_of_a_version_without_times_is_told_from_its_first_step(tiny, tmp_path):
-    earlier = Path(__file__).parents[1] / "checkpoint" / "earlier_run" / "run" / "metrics.jsonl"
-    shutil.copy(earlier, tmp_path)
-    said: list[str] = []
-    trackers.Trackers(("tensorboard", "csv"), tmp_path, load_config(tiny / "config.yaml"), 4, said.append).close()
-    losses = {record["step"]: record["loss"] for record in recorded(earlier, "train")}
-    assert scalars(tmp_path)["train/loss"] == pytest.approx(losses) and len(losses) == 4
-    table = pandas.read_csv(tmp_path / "metrics.csv").set_index("step")
-    assert table["train/loss"].dropna().to_dict() == losses and table["time"].isna().all()
-    assert said == []
-
-
 def test_libraries_that_hang_keep_no_rank_waiting_longer_than_the_others_wait_for_it(tiny, tmp_path, monkeypatch):
     ends = threading.Event()
 

@@ -40,8 +40,8 @@ class TimedCheckpointer(Checkpointer):
 
     def __init__(self, folder: Path, config: RunConfig, mode: str, contributes: bool, engine: FrozenPipelineEngine):
         folder.mkdir(exist_ok=True)
-        section = config.checkpoint.model_copy(update={"asynchronous": mode == "asynchronous"})
-        super().__init__(folder, section, contributes, self._note, None)
+        self._is_synchronous = mode == "synchronous"
+        super().__init__(folder, config.checkpoint, contributes, self._note, None)
         self.forget()
 
     def forget(self) -> None:
@@ -54,6 +54,8 @@ class TimedCheckpointer(Checkpointer):
     def save(self, *arguments: Any) -> None:
         began = time.perf_counter()
         super().save(*arguments)
+        if self._is_synchronous:
+            self._wait()
         self.blocked.append(time.perf_counter() - began)
 
     def wait(self) -> None:
