@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ranks import run_ranks
 
@@ -64,11 +64,20 @@ def _be_rank(config: RunConfig, plan: Plan, start: Start | None) -> str | None:
         return main(config, plan, me, start if rank == 0 else None)
 
 
-def train(file: Path, *overrides: str, resume: str | Path = AUTO, allow: Sequence[str] = ()) -> Run:
-    """Run to the end what `mmtrain train FILE OVERRIDES --resume RESUME --allow-change ALLOW` would."""
+def train(
+    file: Path,
+    *overrides: str,
+    resume: str | Path = AUTO,
+    allow: Sequence[str] = (),
+    prefetch: Literal["auto"] | int = "auto",
+) -> Run:
+    """Run to the end what `mmtrain train FILE OVERRIDES --resume RESUME --allow-change ALLOW` would.
+
+    Each step begins with `prefetch` micro-batches encoded.
+    """
     with contextlib.redirect_stdout(io.StringIO()) as said, logs_shown(say):
         config = with_formats(load_config(file, overrides))
-        plan, start = make_plan(config), find_start(config, str(resume), allow)
+        plan, start = make_plan(config, prefetch=prefetch), find_start(config, str(resume), allow)
         prepare_folder(config, plan, goes_on=start is not None)
     world = len(plan.ranks)
     stopped = run_ranks(world, _be_rank, config, plan, start, timeout=200, daemons=config.data.workers == 0)

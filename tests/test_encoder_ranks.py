@@ -48,7 +48,8 @@ def test_every_rank_that_is_named_holds_blocks_and_no_other(tiny, asked, pipelin
 
 @pytest.mark.parametrize("prefetched", [0, 5])
 def test_a_step_begins_with_as_many_features_as_was_asked_for(tiny, prefetched):
-    plan = plan_of(tiny, "parallel.encoder_ranks=[0,1,2]", f"parallel.encoder_prefetch={prefetched}")
+    config = load_config(tiny / "config.yaml", ["parallel.encoder_ranks=[0,1,2]"])
+    plan = make_plan(config, prefetch=prefetched)
     assert plan.encode_ahead == prefetched
 
 

@@ -25,7 +25,7 @@ SORTS = ("text", "images", "both")
 RUNS = {
     "the encoder is frozen and runs ahead": (
         ["run.seed=0"],
-        ["parallel.encoder_prefetch=2", "data.workers=1"],
+        ["data.workers=1"],
     ),
     "the encoder trains, and each rank has two stages": (
         [

@@ -23,9 +23,6 @@ class ParallelSection(Section):
     stages_per_rank: Free[Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_LAYERS)]] = "auto"
     """stages that a pipeline rank holds: 1 is 1F1B, more interleave, which idles less and sends more; auto: what the
     simulation favours within memory"""
-    encoder_prefetch: Free[Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_MICROBATCHES)]] = "auto"
-    """micro-batches whose images a frozen encoder has encoded before a step begins, in slots in which its ranks would
-    wait; auto: what the simulation favours; 0: none. It changes no result"""
     encoder_ranks: Free[
         Literal["auto", 0] | Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_LAYERS)], ...], Field(min_length=1)]
     ] = "auto"

@@ -23,13 +23,14 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from mmtrain.base.cache import cache_folder
 from mmtrain.base.durable import write_whole
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import shortened
 from mmtrain.base.small_files import parse_json, read_limited
 from mmtrain.config.keys import EntersCalibration, marked
 from mmtrain.config.schema import RunConfig
 from mmtrain.plan.costs import Models
 from mmtrain.processes.pool import usable_cores
 
-FORMAT = 3
+FORMAT = 1
 PACKAGES = ("mmtrain", "torch", "transformers", "timm")
 EXACTLY = ConfigDict(extra="forbid")  # a file has all fields and no others
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
@@ -222,8 +223,8 @@ def load_calibration(file: Path) -> Calibration:
     """Read a file that `Calibration.save` wrote; raises UserError, saying what is wrong, for anything else."""
     try:
         content = parse_json(read_limited(file, MAX_BYTES, "a calibration"))
-        if content.pop("format", None) != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
+        if (version := content.pop("format", None)) != FORMAT:
+            raise ValueError(f"it has version {shortened(repr(version))}, this mmtrain reads {FORMAT}")
         return TypeAdapter(Calibration).validate_python(content)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -27,7 +27,6 @@ BY_HAND: dict[str, Any] = {
     "parallel.stages_per_rank": "auto",
     "parallel.recompute_layers": "auto",
     "parallel.encoder_ranks": "auto",
-    "parallel.encoder_prefetch": "auto",
 }
 """What belongs to one layout, and the value with which the planner chooses it."""
 

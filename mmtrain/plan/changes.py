@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
@@ -19,10 +19,10 @@ from mmtrain.plan.workload import expected_image, typical_tiling
 from mmtrain.pretrained.layouts import ImageLayout
 
 
-def search_of(config: RunConfig, costs: StageCosts) -> Search:
+def search_of(config: RunConfig, costs: StageCosts, prefetch: Literal["auto"] | int = "auto") -> Search:
     """The search for a layout as the config asks for it."""
     ranks = config.parallel.encoder_ranks
-    return Search(costs, config.parallel.encoder_prefetch, (0,) if ranks == 0 else ranks)
+    return Search(costs, prefetch, (0,) if ranks == 0 else ranks)
 
 
 def image_positions(config: RunConfig, layout: ImageLayout) -> int:
@@ -76,7 +76,7 @@ class Trial:
         search = search_of(changed, costs)
         if parallel.boundaries is not None:
             return search.with_encodes(given_cut(changed, costs)) is not None
-        if parallel.encoder_prefetch not in ("auto", 0) or parallel.stages_per_rank not in ("auto", 1):
+        if parallel.stages_per_rank not in ("auto", 1):
             return bool(search.find(parallel.stages_per_rank))
         if search.encoder_ranks in ("auto", (0,)) and best_cut(costs) is not None:
             return True
@@ -97,7 +97,6 @@ def _left_to_the_planner(config: RunConfig) -> list[dict[str, Any]]:
             (parallel.streamed_layers != "auto", {**resident, "parallel.streamed_layers": "auto"}),
             (parallel.stages_per_rank not in ("auto", 1), {"parallel.stages_per_rank": 1, **cut}),
             (parallel.encoder_ranks != "auto", {"parallel.encoder_ranks": "auto"}),
-            (parallel.encoder_prefetch not in ("auto", 0), {"parallel.encoder_prefetch": "auto"}),
         )
         if by_hand
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
@@ -24,7 +25,6 @@ from mmtrain.plan.rates import check_groups, parameter_groups
 from mmtrain.plan.refusals import (
     check_encoder_ranks,
     check_layout,
-    check_prefetch,
     check_streaming,
     check_trainable,
     does_not_fit,
@@ -65,26 +65,31 @@ def check_run(config: RunConfig, models: Models) -> None:
     check_layout(config, models)
     check_trainable(config, models)
     check_groups(config, models)
-    check_prefetch(config, models)
     check_encoder_ranks(config, models)
     check_streaming(config, models)
     check_export_format(config, [p.name for p in models.parameters if matches(p.name, config.model.trainable)])
     refuse_missing_marks(config)
 
 
-def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device: Device | None = None) -> Plan:
+def make_plan(
+    config: RunConfig,
+    device_memory_bytes: int | None = None,
+    device: Device | None = None,
+    prefetch: Literal["auto"] | int = "auto",
+) -> Plan:
     """Plan a run from its config and its models' shapes; starts nothing, imports no torch.
 
     The memory limit of a rank is `parallel.device_memory_gib`, else what `device_memory_bytes`, all that its GPU has,
     leave to it, else none. `device` is what ranks compute on (None: this machine's CPU); a calibration on it gives the
-    plan its costs. Raises UserError for a config that no plan can satisfy; what then would fit is in the message.
+    plan its costs. `prefetch` is the number of micro-batches that a step begins with encoded, auto the fastest one. It
+    changes no result. Raises UserError for a config that no plan can satisfy; what then would fit is in the message.
     """
     models, limit = models_of(config), memory_limit(config, device_memory_bytes)
     check_run(config, models)
     costs = stage_costs(config, models, limit, device)
-    search, found = _searched(config, costs)
+    search, found = _searched(config, costs, prefetch)
     if config.parallel.streamed_layers == "auto":  # only where it is worth it
-        resident, without = _searched(config, costs.resident())
+        resident, without = _searched(config, costs.resident(), prefetch)
         if without and (not found or _seconds(without) * (1 - STREAMING_GAIN) <= _seconds(found)):
             search, found = resident, without
     if not found:
@@ -92,9 +97,9 @@ def make_plan(config: RunConfig, device_memory_bytes: int | None = None, device:
     return _plan(config, models, search, found, limit)
 
 
-def _searched(config: RunConfig, costs: StageCosts) -> tuple[Search, Sequence[Layout]]:
+def _searched(config: RunConfig, costs: StageCosts, prefetch: Literal["auto"] | int) -> tuple[Search, Sequence[Layout]]:
     """The search for a run, and what it has found: the best layout, or nothing."""
-    search = search_of(config, costs)
+    search = search_of(config, costs, prefetch)
     if least_step_seconds(costs) == math.inf:  # a search for what fits nowhere takes long
         return search, ()
     if config.parallel.boundaries is None:
@@ -182,7 +187,7 @@ def _on_rank_0(config: RunConfig, search: Search) -> Layout | None:
     """The best plan with the whole encoder on rank 0; None where none fits."""
     if config.parallel.encoder_ranks == "auto":
         return search.on_rank_0
-    alone, cut = Search(search.costs, config.parallel.encoder_prefetch), config.parallel.boundaries
+    alone, cut = Search(search.costs, search.prefetch), config.parallel.boundaries
     if cut is None:
         alone.find(config.parallel.stages_per_rank)
     else:

@@ -102,25 +102,6 @@ def _trained_of_encoder(config: RunConfig, models: Models) -> str | None:
     return next((p.name for p in models.vision.parameters if matches(p.name, config.model.trainable)), None)
 
 
-def check_prefetch(config: RunConfig, models: Models) -> None:
-    """Raises UserError for a prefetch of features though the encoder trains, or of more than a step has."""
-    count = config.parallel.encoder_prefetch
-    if count in ("auto", 0):
-        return
-    trained = _trained_of_encoder(config, models)
-    if trained is not None:
-        raise UserError(
-            f"parallel.encoder_prefetch: {count}, but {trained} trains: features of an encoder that trains cannot be "
-            "made before its update; use auto or 0"
-        )
-    microbatches = config.train.packs_per_step // (config.parallel.data * config.train.packs_per_microbatch)
-    if count > microbatches:
-        raise UserError(
-            f"parallel.encoder_prefetch: {count}, but a step of one replica has {microbatches} micro-batches: at most "
-            f"{microbatches}"
-        )
-
-
 def check_encoder_ranks(config: RunConfig, models: Models) -> None:
     """Raises UserError where the encoder trains, for ranks that are not there, and for more ranks than blocks."""
     ranks, pipeline = config.parallel.encoder_ranks, config.parallel.pipeline

@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     """What the ranks of one calibration run."""
 
     pipeline: int
-    layouts: tuple[tuple[int, tuple[int, ...] | int, int | str], ...]  # stages a rank, encoder_ranks, encoder_prefetch
+    layouts: tuple[tuple[int, tuple[int, ...] | int, int | str], ...]  # stages a rank, encoder_ranks, prefetch
     dtype: str = "float32"
     images: int = 3  # of a micro-batch
     projector: dict[str, Any] = SHUFFLED
@@ -91,9 +91,9 @@ def planned_and_measured(folder, shape):
     models, file = calibrated(folder, config)
     weights, result = {}, []
     for stages, encoder_ranks, prefetch in shape.layouts:
-        asked = {"stages_per_rank": stages, "encoder_ranks": encoder_ranks, "encoder_prefetch": prefetch}
-        asked |= {"calibration": str(file)}
-        runner = Runner(config.changed({f"parallel.{key}": value for key, value in asked.items()}), models, weights)
+        asked = {"stages_per_rank": stages, "encoder_ranks": encoder_ranks, "calibration": str(file)}
+        changed = config.changed({f"parallel.{key}": value for key, value in asked.items()})
+        runner = Runner(changed, models, weights, prefetch)
         mine = runner.plan.ranks[dist.get_rank()]
         ahead = [encodes and encodes.ahead for encodes in runner.plan.chain]
         walked = mine.activation_bytes + mine.workspace_bytes

@@ -35,12 +35,12 @@ def layout_of(pipeline, data):
     return f"parallel.pipeline={pipeline}", f"parallel.data={data}"
 
 
-def branch(run: Run, name: str, file, *overrides: str, cut: int) -> Run:
+def branch(run: Run, name: str, file, *overrides: str, cut: int, prefetch: int | str = "auto") -> Run:
     """Copy a run's folder, as it was left, and go on from its checkpoint after `cut` steps."""
     folder = run.folder.with_name(name)
     shutil.copytree(run.folder, folder)
     here = (f"run.dir={folder.parent}", f"run.name={name}")
-    return train(file, *overrides, *here, resume=folder / "checkpoints" / f"step-{cut:08d}")
+    return train(file, *overrides, *here, resume=folder / "checkpoints" / f"step-{cut:08d}", prefetch=prefetch)
 
 
 def steps(run: Run) -> list[dict[str, Any]]:
@@ -269,13 +269,10 @@ def test_prefetch_leaves_the_same_bits_and_records_resumed_or_not(tiny, tmp_path
     options = (*RUN, f"data.shards={damaged_shards}", "data.max_quarantine_rate=0.2", "data.pack_length=88")
     options += (*SAVED, f"checkpoint.every_steps={CUT}", f"run.dir={tmp_path}", *layout_of(2, 1))
     options += ("eval.fraction=0.1", "eval.every_steps=2", "eval.show_answers=0", "parallel.stages_per_rank=2")
-    at_once, prefetched = (
-        train(tiny / "config.yaml", *options, f"parallel.encoder_prefetch={n}", f"run.name=encoded-{n}") for n in (0, 3)
-    )
+    at_once, prefetched = (train(tiny / "config.yaml", *options, f"run.name=encoded-{n}", prefetch=n) for n in (0, 3))
     plan = json.loads((prefetched.folder / "plan.json").read_text())
     assert (plan["encode_ahead"], plan["stages_per_rank"]) == (3, 2)
-    options += ("parallel.encoder_prefetch=2",)
-    resumed = branch(prefetched, "resumed", tiny / "config.yaml", *options, cut=CUT)
+    resumed = branch(prefetched, "resumed", tiny / "config.yaml", *options, cut=CUT, prefetch=2)
     assert at_once.lines("quarantine.jsonl")[-1]["step"] is not None, "else nothing damaged was prefetched"
     for run in (prefetched, resumed):
         for name in ("quarantine.jsonl", "samples.jsonl"):
@@ -285,9 +282,9 @@ def test_prefetch_leaves_the_same_bits_and_records_resumed_or_not(tiny, tmp_path
         assert_bitwise(tensors(run, STEPS), tensors(at_once, STEPS))
 
 
-SLICED = ("parallel.encoder_ranks=[0,1]", "parallel.encoder_prefetch=4")  # a whole step ahead
-TAIL = ("parallel.encoder_ranks=[1]", "parallel.encoder_prefetch=1")
-ALONE = ("parallel.encoder_ranks=0",)
+SLICED = ("parallel.encoder_ranks=[0,1]",), 4  # a whole step ahead
+TAIL = ("parallel.encoder_ranks=[1]",), 1
+ALONE = ("parallel.encoder_ranks=0",), "auto"
 
 
 def held(run: Run) -> list[list[int] | None]:
@@ -312,7 +309,7 @@ def assert_alike(run: Run, other: Run) -> None:
 
 SAME = (  # a run that goes on, and how
     ("sliced", TAIL),
-    ("alone", HOST),
+    ("alone", (HOST, "auto")),
     pytest.param("sliced", ALONE, marks=pytest.mark.nightly),
     pytest.param("alone", SLICED, marks=pytest.mark.nightly),
 )
@@ -330,8 +327,8 @@ def by_slices(tiny, tmp_path_factory, make_tiny):
     """Options of a run, and what it leaves with the encoder on rank 0 and in slices."""
     options = over_damaged_data(tiny, tmp_path_factory.mktemp("slices"), make_tiny, 2)
     runs = {
-        name: train(tiny / "config.yaml", *options, *how, f"run.name={name}")
-        for name, how in (("alone", ALONE), ("sliced", SLICED))
+        name: train(tiny / "config.yaml", *options, *how, f"run.name={name}", prefetch=prefetch)
+        for name, (how, prefetch) in (("alone", ALONE), ("sliced", SLICED))
     }
     return options, runs
 
@@ -356,16 +353,16 @@ def test_slices_of_the_encoder_leave_the_same_bits_and_records(by_slices):
 @pytest.mark.parametrize(
     ("pipeline", "ways"),
     [
-        (3, [("[0,1,2]", "4"), ("[0,1,2]", "auto"), ("[1,2]", "1")]),
-        (4, [("[0,1,3]", "2"), ("[1,2,3]", "0")]),
+        (3, [("[0,1,2]", 4), ("[0,1,2]", "auto"), ("[1,2]", 1)]),
+        (4, [("[0,1,3]", 2), ("[1,2,3]", 0)]),
     ],
 )
 def test_three_slices_leave_the_same_bits_and_records(tiny, tmp_path, make_tiny, pipeline, ways):
     options = over_damaged_data(tiny, tmp_path, make_tiny, pipeline)
-    alone = train(tiny / "config.yaml", *options, *ALONE, "run.name=alone")
+    alone = train(tiny / "config.yaml", *options, *ALONE[0], "run.name=alone")
     for number, (ranks, ahead) in enumerate(ways):
-        how = (f"parallel.encoder_ranks={ranks}", f"parallel.encoder_prefetch={ahead}")
-        sliced = train(tiny / "config.yaml", *options, *how, f"run.name=sliced-{number}")
+        how = (f"parallel.encoder_ranks={ranks}", f"run.name=sliced-{number}")
+        sliced = train(tiny / "config.yaml", *options, *how, prefetch=ahead)
         holders = [rank for rank, blocks in enumerate(held(sliced)) if blocks and blocks[1] > blocks[0]]
         assert holders == json.loads(ranks)
         assert_slices_change_nothing(sliced, alone)
@@ -374,8 +371,9 @@ def test_three_slices_leave_the_same_bits_and_records(tiny, tmp_path, make_tiny,
 @pytest.mark.parametrize(("before", "how"), SAME)
 def test_a_run_goes_on_in_other_slices_as_if_it_had_never_stopped(tiny, by_slices, before, how):
     options, runs = by_slices
-    name = f"{before}-{len(how)}-{'prefetch' in how[-1]}"
-    again = branch(runs[before], name, tiny / "config.yaml", *options, *how, cut=CUT)
+    overrides, prefetch = how
+    name = f"{before}-{overrides[0].partition('.')[2].partition('=')[0]}-{prefetch}"
+    again = branch(runs[before], name, tiny / "config.yaml", *options, *overrides, cut=CUT, prefetch=prefetch)
     assert_alike(again, runs["alone"])
     assert [line["changed"] for line in again.lines("metrics.jsonl", "resume")] == [[]]
 
@@ -385,10 +383,9 @@ def test_a_run_goes_on_in_other_slices_as_if_it_had_never_stopped(tiny, by_slice
 @pytest.mark.parametrize("shape", [layout_of(2, 1), layout_of(3, 1), layout_of(2, 2)])
 def test_slices_that_are_further_ahead_than_the_run_goes_end_with_it(tiny, tmp_path, end, shape):
     options = (*RUN, *SAVED, *end, *shape, "train.packs_per_step=8", f"run.dir={tmp_path}")
-    ranks = "parallel.encoder_ranks=[0,1]"
     alone, sliced = (
-        train(tiny / "config.yaml", *options, *how, f"run.name={name}")
-        for name, how in (("alone", ALONE), ("sliced", (ranks, "parallel.encoder_prefetch=4")))
+        train(tiny / "config.yaml", *options, *how, f"run.name={name}", prefetch=prefetch)
+        for name, (how, prefetch) in (("alone", ALONE), ("sliced", SLICED))
     )
     length = len(alone.lines("metrics.jsonl", "train"))
     assert length == 1 or "epochs" in end[-1]
@@ -398,8 +395,7 @@ def test_slices_that_are_further_ahead_than_the_run_goes_end_with_it(tiny, tmp_p
     assert_bitwise(tensors(sliced, length), tensors(alone, length))
 
 
-AHEAD = 4  # micro-batches, a whole step
-IN_PRELUDE = re.compile(rf"(LOAD|ENCODE|\w+_FEATURES)\(stage \d, micro-batch [0-{AHEAD - 1}]\)")
+IN_PRELUDE = re.compile(r"(LOAD|ENCODE|\w+_FEATURES)\(stage \d, micro-batch [0-3]\)")
 IN_EVALUATION = re.compile(r"evaluation.*: ENCODE")  # while features of the next step wait
 HANG_TIMEOUT = 5  # seconds
 ATTEMPTS = 5  # at one moment, which a run may pass between two looks at it
@@ -452,9 +448,9 @@ def copy_run(folder: Path, place: Path) -> None:
 @pytest.mark.nightly
 def test_a_run_in_slices_of_which_a_rank_dies_at_any_moment_goes_on_as_if_none_had(tiny, tmp_path, make_tiny):
     options = over_damaged_data(tiny, tmp_path, make_tiny, 3)
-    alone = train(tiny / "config.yaml", *options, *ALONE, "run.name=alone")
+    alone = train(tiny / "config.yaml", *options, *ALONE[0], "run.name=alone")
     killed, before = Run(tmp_path / "killed", ""), tmp_path / "before"
-    how = ("parallel.encoder_ranks=[0,1,2]", f"parallel.encoder_prefetch={AHEAD}", "parallel.threads_per_rank=1")
+    how = ("parallel.encoder_ranks=[0,1,2]", "parallel.threads_per_rank=1")
     arguments = [str(tiny / "config.yaml"), *options, *how, "run.name=killed"]
     with tempfile.TemporaryDirectory(prefix="kill-") as scratch:  # its path must be short
         for number, (rank, who, at, first_step) in enumerate(FAULTS):

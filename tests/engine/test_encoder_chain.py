@@ -55,7 +55,7 @@ def train(config, slices, ahead, lead, warms_up=None):
     """Steps with evaluations in between; what each said, the gradients, summed over tokens, what was left and ran."""
     if not dist.is_initialized():
         join_process_group(torch.device("cpu"), 60)
-    plan = make_plan(config)
+    plan = make_plan(config, prefetch=0)
     if slices is not None:
         plan = with_slices(plan, slices, ahead, lead)
     mine = plan.ranks[dist.get_rank()]
@@ -127,7 +127,6 @@ def compare_with_rank_0(parts, pipeline, data, interleaved, slices, ahead, lead,
         parallel__data=data,
         parallel__boundaries=INTERLEAVED[pipeline] if interleaved else None,
         parallel__encoder_ranks=0,
-        parallel__encoder_prefetch=0,
         train__packs_per_step=LOCAL * data,
         train__max_steps=STEPS,
     )

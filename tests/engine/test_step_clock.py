@@ -137,7 +137,7 @@ def slowly(function):
 
 def train_with_a_slow_loader_and_a_slow_last_stage(config):
     join_process_group(torch.device("cpu"), 60)
-    plan = make_plan(config)
+    plan = make_plan(config, prefetch=0)
     mine = plan.ranks[dist.get_rank()]
     stages = {stage.stage: build_stage(config, stage) for stage in mine.stages}
     engine = FrozenPipelineEngine(config, plan, stages)
@@ -154,7 +154,7 @@ def train_with_a_slow_loader_and_a_slow_last_stage(config):
 
 
 def test_every_rank_tells_the_same_of_slow_ones(parts):
-    config = make_config(parts, parallel__pipeline=2, parallel__encoder_prefetch=0)
+    config = make_config(parts, parallel__pipeline=2)
     seen = run_ranks(2, train_with_a_slow_loader_and_a_slow_last_stage, config)
     for one, other in zip(*seen, strict=True):
         for a, b in zip(one, other, strict=True):

@@ -18,7 +18,7 @@ from mmtrain.engine.trace import Interval, TracedStep, Tracer, Work, refuse_unfi
 from mmtrain.plan.instructions import Instruction, Op
 from mmtrain.plan.planner import make_plan
 
-LAYOUT = ("parallel.pipeline=2", "parallel.boundaries=[2, 4, 6]", "parallel.encoder_prefetch=1")
+LAYOUT = ("parallel.pipeline=2", "parallel.boundaries=[2, 4, 6]")
 RUN = (*LAYOUT, "train.max_steps=4", "parallel.threads_per_rank=1")
 TRACED = [1, 2]
 

@@ -27,6 +27,7 @@ from mmtrain.plan.calibration import (
     load_calibration,
 )
 from mmtrain.plan.costs import run_costs
+from mmtrain.plan.plan import Plan
 from mmtrain.plan.planner import make_plan, models_of
 from mmtrain.plan.table import render
 from mmtrain.plan.timings import CPU, calibrated
@@ -53,12 +54,16 @@ run: {name: test}
 model:
   llm: {path: lmsys/vicuna-7b-v1.5}
   vision: {name: vit_large_patch14_clip_quickgelu_336.openai}
-parallel: {pipeline: 4, stages_per_rank: 1, encoder_prefetch: 0, encoder_ranks: 0}
+parallel: {pipeline: 4, stages_per_rank: 1, encoder_ranks: 0}
 data: {shards: none.tar}
 train: {packs_per_step: 16, max_steps: 1}
 """
     )
     return load_config(file, overrides)
+
+
+def plan_of(config: RunConfig, device: Device) -> Plan:
+    return make_plan(config, device=device, prefetch=0)
 
 
 def measures(forward: float, backward: float) -> LayerMeasures:
@@ -129,13 +134,13 @@ def test_a_file_for_another_run_is_refused_with_all_that_differs(tmp_path, cache
     file = made_up(config).save(tmp_path / "measured.json")
     changed = make_config(tmp_path, f"parallel.calibration={file}", "data.pack_length=1024")
     with pytest.raises(UserError) as error:
-        make_plan(changed, device=replace(DEVICE, threads=1))
+        plan_of(changed, device=replace(DEVICE, threads=1))
     message = str(error.value)
     assert f"{file} is not for this run" in message and "parallel.calibration=null" in message
     assert "pack_length: measured for 2048, this run has 1024" in message
     assert "threads: measured for 2, this run has 1" in message and "trainable" not in message
     named = make_config(tmp_path, f"parallel.calibration={file}")
-    assert make_plan(named, device=DEVICE).step_seconds is not None
+    assert plan_of(named, device=DEVICE).step_seconds is not None
 
 
 @pytest.mark.parametrize(
@@ -189,7 +194,7 @@ def test_a_calibration_in_which_nothing_takes_time_is_refused(config, tmp_path) 
     layers = {name: replace(layer, **amounts) for name, layer in found.layers.items()}
     file = replace(found, layers=layers, compute_seconds=0.0).save(tmp_path / "measured.json")
     with pytest.raises(UserError, match="no layer takes any time"):
-        make_plan(config.changed({"parallel.calibration": str(file)}), device=DEVICE)
+        plan_of(config.changed({"parallel.calibration": str(file)}), device=DEVICE)
 
 
 def test_what_is_said_to_fit_is_reckoned_with_the_calibration_that_was_named(config, tmp_path) -> None:
@@ -198,7 +203,7 @@ def test_what_is_said_to_fit_is_reckoned_with_the_calibration_that_was_named(con
     file = replace(found, layers={**found.layers, "encoder": encoder}).save(tmp_path / "measured.json")
     asked = {"calibration": str(file), "encoder_ranks": 0, "device_memory_gib": 40.0}
     with pytest.raises(UserError, match="This run does not fit") as refused:
-        make_plan(config.changed({f"parallel.{key}": value for key, value in asked.items()}), device=DEVICE)
+        plan_of(config.changed({f"parallel.{key}": value for key, value in asked.items()}), device=DEVICE)
     assert "parallel.encoder_ranks=auto" not in str(refused.value)
 
 
@@ -212,8 +217,8 @@ def test_a_pipe_or_a_device_is_refused_as_a_calibration_and_not_waited_for(tmp_p
 
 def test_what_cannot_be_read_in_the_cache_does_not_keep_a_run_from_being_planned(config, cache) -> None:
     file = made_up(config).save()
-    file.write_text(file.read_text().replace('"format": 3', '"format": 2'))
-    assert make_plan(config, device=DEVICE).costs == "assumed"
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    assert plan_of(config, device=DEVICE).costs == "assumed"
 
 
 def test_a_calibration_depends_on_the_keys_that_say_so_and_on_no_others(config) -> None:
@@ -253,8 +258,8 @@ def test_a_cpu_is_named_with_its_cores_and_shared_by_all_ranks(tmp_path) -> None
 
 def test_a_calibrated_plan_adds_up_what_was_measured(config, cache) -> None:
     made_up(config).save()
-    assert make_plan(config, device=replace(DEVICE, name="x")).step_seconds is None
-    plan = make_plan(config, device=DEVICE)
+    assert plan_of(config, device=replace(DEVICE, name="x")).step_seconds is None
+    plan = plan_of(config, device=DEVICE)
     assert plan.costs == "calibrated on Abacus 9000" and plan.boundaries == (7, 15, 23)
     seconds = plan.seconds
     assert seconds.encode == (4.5, 0.0, 0.0, 0.0) and seconds.end == 2.0
@@ -284,26 +289,26 @@ def test_slices_of_the_encoder_take_what_was_measured_of_stem_blocks_and_feature
 
 def test_what_a_calibrations_layout_could_not_tell_is_assumed(config, tmp_path, cache) -> None:
     replace(made_up(config), messages=None, features=None).save()
-    plan, assumed = make_plan(config, device=DEVICE), make_plan(config, device=replace(DEVICE, name="x"))
+    plan, assumed = plan_of(config, device=DEVICE), plan_of(config, device=replace(DEVICE, name="x"))
     assert plan.costs == "calibrated on Abacus 9000; messages assumed"
     assert plan.seconds.transfer == assumed.seconds.transfer > 0
     two = make_config(tmp_path, "parallel.data=2")
-    assumed_two = make_plan(two, device=replace(DEVICE, name="x"))
+    assumed_two = plan_of(two, device=replace(DEVICE, name="x"))
     made_up(two).save()
-    assert make_plan(two, device=DEVICE).seconds.end == 2.0 + assumed_two.seconds.end > 2.0
+    assert plan_of(two, device=DEVICE).seconds.end == 2.0 + assumed_two.seconds.end > 2.0
     replace(made_up(two), replicas=2).save()
-    assert make_plan(two, device=DEVICE).seconds.end == 2.0
+    assert plan_of(two, device=DEVICE).seconds.end == 2.0
 
 
 def test_the_last_layer_is_that_for_all_tokens_where_the_head_is_on_another_rank(config, tmp_path, cache) -> None:
     made_up(config).save()
-    plan = make_plan(make_config(tmp_path, "parallel.boundaries=[8, 16, 32]"), device=DEVICE)
+    plan = plan_of(make_config(tmp_path, "parallel.boundaries=[8, 16, 32]"), device=DEVICE)
     assert plan.seconds.forward[2:] == (0.125 + 16, 0.125 + 0.5)
 
 
 def test_measured_recomputation_is_what_a_recomputing_layer_takes(config, tmp_path, cache) -> None:
     made_up(config).save()
-    plan = make_plan(
+    plan = plan_of(
         make_config(tmp_path, "parallel.recompute_layers=2", "parallel.boundaries=[8, 16, 24]"), device=DEVICE
     )
     assert plan.seconds.backward[1] == 0.125 + 6 * 2 + 2 * 3
@@ -343,7 +348,7 @@ def test_a_plan_fetches_at_the_rate_that_was_measured_of_its_source_beside_compu
     for measured in ({source: slow, **others}, others):
         calibration = replace(made_up(config), fetches=measured)
         file = calibration.save(tmp_path / "measured.json")
-        plan = make_plan(config.changed({"parallel.calibration": str(file)}), device=DEVICE)
+        plan = plan_of(config.changed({"parallel.calibration": str(file)}), device=DEVICE)
         assert ("fetches assumed" in plan.costs) == (source not in measured)
         (forward,), (backward,) = plan.seconds.forward_waits, plan.seconds.backward_waits
         if source in measured:

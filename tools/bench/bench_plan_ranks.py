@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class Layout:
     boundaries: tuple[int, ...] | None = None  # None: the planner's choice
     stages_per_rank: int | str = 1
     recompute: tuple[int, ...] | int = 0
-    prefetch: str | int = 0
+    prefetch: Literal["auto"] | int = 0
     encoder_ranks: tuple[int, ...] | str | int = 0
     evaluates: bool = False  # whether evaluations of as many micro-batches as a step has are measured, too
 
@@ -110,7 +110,6 @@ def layout_config(settings: Settings, layout: Layout, folder: Path, calibration:
         "boundaries": layout.boundaries,
         "stages_per_rank": layout.stages_per_rank,
         "recompute_layers": layout.recompute,
-        "encoder_prefetch": layout.prefetch,
         "encoder_ranks": layout.encoder_ranks,
     }
     return RunConfig.model_validate(tree)
@@ -124,9 +123,11 @@ def without_prefetch(layout: Layout) -> Layout:
 class Runner:
     """One layout on this rank: its engine over weights that it shares with others."""
 
-    def __init__(self, config: RunConfig, models: Models, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, config: RunConfig, models: Models, weights: dict[str, torch.Tensor], prefetch: Literal["auto"] | int
+    ) -> None:
         self.config = config
-        self.plan = make_plan(config, device=cpu_device(config))
+        self.plan = make_plan(config, device=cpu_device(config), prefetch=prefetch)
         mine = self.plan.ranks[dist.get_rank()]
         self._stages = {stage.stage: _shared_stage(config, stage, weights) for stage in mine.stages}
         self.engine = FrozenPipelineEngine(config, self.plan, self._stages)
@@ -222,7 +223,8 @@ def measure(settings: Settings, folder: Path, rank: Rank) -> None:
     for layout in (*settings.layouts, *(x for pair in settings.pairs for x in (pair, without_prefetch(pair)))):
         rank.progress.at(0, layout.name)
         if layout.name not in runners:
-            runners[layout.name] = Runner(layout_config(settings, layout, folder, file), models, weights)
+            config = layout_config(settings, layout, folder, file)
+            runners[layout.name] = Runner(config, models, weights, layout.prefetch)
 
     calibrator.seconds = {}
     with ballast():
