@@ -23,6 +23,7 @@ FILE_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 MAX_EXTENSION_BYTES = 1 << 20  # of a pax header or a long name: they are read into memory
 
 _NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")  # as webdataset.tariterators.base_plus_ext, which imports torch
+_PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=\n]{1,1000})=")  # "LENGTH KEYWORD=", then the value and a line break
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ZEROS = bytes(1 << 16)
 
@@ -111,12 +112,12 @@ def _extensions(path: Path, offset: int, kind: bytes, content: bytes) -> dict[st
     records = {}
     at = 0
     while at < len(content) and content[at]:
-        record = re.match(rb"(\d{1,20}) ([^=]+)=", content[at:])
-        length = int(record[1]) if record else 0
-        if not record or length <= record.end() or content[at + length - 1 : at + length] != b"\n":
+        record = _PAX_RECORD.match(content, at)
+        end = at + int(record[1]) if record else 0
+        if not record or end <= record.end() or content[end - 1 : end] != b"\n":
             raise UserError(f"{path}: damaged pax header at byte {offset}; copy the file again")
-        records[record[2].decode("utf-8", "replace")] = content[at + record.end() : at + length - 1]
-        at += length
+        records[record[2].decode("utf-8", "replace")] = content[record.end() : end - 1]
+        at = end
     if any(name.startswith("GNU.sparse") for name in records):
         raise UserError(f"{path}: holds a sparse file at byte {offset}; write the tar without --sparse")
     known = {name: records[name] for name in ("path", "size") if name in records}
