@@ -56,7 +56,6 @@ from mmtrain.base.printing import say
 from mmtrain.base.progress import ProgressBar
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.config.templates import FILE, NAMES, template_argument, template_name
-from mmtrain.data.prepare.intake import Intake
 from mmtrain.data.prepare.shard_resume import (
     STATE,
     SUMMARY,
@@ -67,7 +66,7 @@ from mmtrain.data.prepare.shard_resume import (
 )
 from mmtrain.data.prepare.sharding import shard_pool
 from mmtrain.data.prepare.sources import Source, llava_source, open_sources, stored_images
-from mmtrain.data.prepare.tally import Tally, by_reason, write_summary
+from mmtrain.data.prepare.validate import ShardStats, Validator, by_reason
 from mmtrain.data.samples.formats import SampleFormat
 from mmtrain.data.samples.records import REASONS, ImageLimits, reason_lines
 from mmtrain.data.shards.detection import add_format_arguments
@@ -134,60 +133,59 @@ def run(options: argparse.Namespace) -> None:
     inputs = [_describe(source, options) for source in sources]
     run = {"options": _options_that_shape_the_bytes(options), "inputs": inputs}
     if (out / SUMMARY).is_file():
-        known = read_summary(out / SUMMARY)
-        refuse_another_run(out, run, known, out / SUMMARY)
+        summary = read_summary(out / SUMMARY)
+        refuse_another_run(out, run, summary, out / SUMMARY)
         (out / STATE).unlink(missing_ok=True)  # the run was killed between its last two acts
-        say(f"{out}: finished already, {len(known['shards']):,} shards, {known['samples']:,} samples")
+        say(f"{out}: finished already, {len(summary['shards']):,} shards, {summary['samples']:,} samples")
         return
     total = sum(source.records for source in sources)
     # 0.29 x 100 is 28.999999999999996: without the addition the 29th of 29% would stop the run.
     allowed = math.floor(options.max_reject_rate * total + 1e-6)
     keep = options.duplicate_ids == "keep"
-    intake = Intake(sources, images, options.samples_per_shard, options.shard_bytes, keep, allowed)
+    validator = Validator(sources, images, options.samples_per_shard, options.shard_bytes, keep, allowed)
     rejected_file = out / "rejected.jsonl"
     with contextlib.closing(UnfinishedRun(out, run, options.resume)) as unfinished:
         rejected_file.unlink(missing_ok=True)  # it is made again, from the first record on
         with JsonLines(rejected_file) as rejected:
-            tally = Tally(intake, rejected, total)
+            stats = ShardStats(validator, rejected, total)
             try:
-                _write_all(tally, options, unfinished)
-                if not tally.samples:
-                    seen = f"see {rejected_file}: {by_reason(tally.reasons)}" if tally.reasons else "there is none"
+                _write_all(stats, options, unfinished)
+                if not stats.samples:
+                    seen = f"see {rejected_file}: {by_reason(stats.reasons)}" if stats.reasons else "there is none"
                     raise UserError(f"no record became a sample; {seen}")
-                write_summary(out, run, tally)
+                stats.write_summary(out, run)
             except (UserError, OSError) as error:
-                raise _unfinished(error, tally, unfinished, rejected_file) from error
+                raise _unfinished(error, stats, unfinished, rejected_file) from error
         unfinished.end()
-    images_written = sum(shard.images for shard in tally.shards)
-    say(f"{out}: {len(tally.shards):,} shards, {tally.samples:,} samples, {images_written:,} images")
-    see = f", see {rejected_file}" if tally.reasons else ""
-    say(f"rejected: {tally.reasons.total():,}{see}", *reason_lines(tally.reasons))
+    say(f"{out}: {len(stats.shards):,} shards, {stats.samples:,} samples, {stats.images:,} images")
+    see = f", see {rejected_file}" if stats.reasons else ""
+    say(f"rejected: {stats.reasons.total():,}{see}", *reason_lines(stats.reasons))
     say(f"use it: {shlex.quote(f'data.shards={glob.escape(str(out))}/shard-*.tar')}")
 
 
 def _opened(path: Path, options: argparse.Namespace) -> list[Source]:
-    """The sources of a path, each counted; what they are is said."""
+    """Open and count the sources of a path, and say what they are."""
     if options.json:
         source = llava_source(path)
         say(f"{path}: {source.records:,} records")
         return [source]
     form = SampleFormat(options.format, options.caption_key, options.caption_prompt)
-    sources, found = open_sources(path, form, options.image_key)
+    sources, description = open_sources(path, form, options.image_key)
     files = f" in {len(sources):,} files" if len(sources) > 1 else ""
-    say(f"{path}: {found}: {sum(source.records for source in sources):,} records{files}")
+    say(f"{path}: {description}: {sum(source.records for source in sources):,} records{files}")
     return sources
 
 
-def _write_all(tally: Tally, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:
-    """Run every job and take its result."""
-    known = unfinished.finished
-    if known:
-        say(f"{options.out}: {len(known):,} shards are there already")
+def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: UnfinishedRun) -> None:
+    """Run every job and add its result to the stats."""
+    finished_before = unfinished.finished
+    if finished_before:
+        say(f"{options.out}: {len(finished_before):,} shards are there already")
     done = made = lost = 0  # records whose job is through; of them those of this run, and their lost ones
 
     def tick(through: int) -> None:
         ahead = max(through - made, 0)
-        progress.show(min(done + ahead, tally.total - 1), made - lost + ahead, f"{tally.reasons.total():,} rejected")
+        progress.show(min(done + ahead, stats.total - 1), made - lost + ahead, f"{stats.reasons.total():,} rejected")
 
     count = None
     if options.tokenizer is not None:
@@ -195,34 +193,36 @@ def _write_all(tally: Tally, options: argparse.Namespace, unfinished: Unfinished
 
         count = TextCounter(options.tokenizer, options.template)
     limits = ImageLimits(options.max_pixels, options.max_side)
-    stored = functools.partial(stored_images, tally.intake.sources)
+    stored = functools.partial(stored_images, stats.validator.sources)
     with (
-        shard_pool(tally.intake.images, stored, options.out, limits, count, options.workers, known) as run,
-        ProgressBar("records", tally.total, sys.stdout) as progress,
+        shard_pool(stats.validator.images, stored, options.out, limits, count, options.workers, finished_before) as run,
+        ProgressBar("records", stats.total, sys.stdout) as progress,
     ):
-        for job, finished in run(iter(tally.intake), tick):
-            tally.add(job, finished)
+        for job, finished in run(iter(stats.validator), tick):
+            stats.add(job, finished)
             unfinished.add(job.number, finished)
             done += job.end - job.first
-            if job.number not in known:
+            if job.number not in finished_before:
                 made += len(job.candidates)
                 lost += len(finished.rejected)
-        progress.show(done, made - lost, f"{tally.reasons.total():,} rejected")
+        progress.show(done, made - lost, f"{stats.reasons.total():,} rejected")
 
 
-def _unfinished(error: UserError | OSError, tally: Tally, unfinished: UnfinishedRun, rejected_file: Path) -> UserError:
-    """The error with what is left and how to go on from there."""
+def _unfinished(
+    error: UserError | OSError, stats: ShardStats, unfinished: UnfinishedRun, rejected_file: Path
+) -> UserError:
+    """Add to an error what is left in the folder and how to resume."""
     if isinstance(error, OSError):
         error = UserError(f"{error.filename or unfinished.out}: cannot be written ({error.strerror}). Free space")
-    listed = f"; {rejected_file} lists what was left out" if tally.reasons else ""
-    if tally.samples:
+    listed = f"; {rejected_file} lists what was left out" if stats.reasons else ""
+    if stats.samples:
         return UserError(f"{error}{listed}. {unfinished.out} is unfinished: go on with --resume, or delete it")
     unfinished.discard()  # another try needs no cleaning up
     return UserError(f"{error}{listed}")
 
 
 def _options_that_shape_the_bytes(options: argparse.Namespace) -> dict:
-    """Those of dataset.json; a run that goes on must have the same."""
+    """Return the options for dataset.json; a resumed run must have equal ones."""
     text = None if options.tokenizer is None else text_fingerprint(model_folder(options.tokenizer), options.template)
     return {
         **({} if options.json else {name: getattr(options, name) for name in ADAPTING}),

@@ -240,7 +240,7 @@ def test_every_bad_record_is_listed_with_its_reason_and_the_others_are_written(f
         "unread_media",
         *shard_command.NOT_OF_RECORDS,
     }
-    (folder / "a.json").write_text(json.dumps([good[0], *bad.values(), good[1]]))
+    (folder / "a.json").write_text("\n".join(map(json.dumps, [good[0], *bad.values(), good[1]])))
     assert shard(folder, "--max-reject-rate", "1", "--max-pixels", "1199") == 0
     lines = rejections(folder / "out")
     assert [(line["file"], line["record"], line["reason"]) for line in lines] == [

@@ -1,14 +1,14 @@
 """Parquet files, and the Arrow files of Hugging Face's datasets, read as data: nothing in them can name code that runs.
 
-file --columns that are asked for, some rows at a time, checked--> {"column": value, ...}, bytes as views of the file
+file --wanted columns, row by row, checked--> {"column": value, ...}, bytes as views of the file
 
-pyarrow reads both. datasets itself is not needed: what its folders say of features, beyond Arrow's own types, does not
-count.
+pyarrow reads both; datasets itself is not needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -16,43 +16,42 @@ from typing import TYPE_CHECKING, Any
 
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
+from mmtrain.data.samples.records import MAX_RECORD_BYTES
 
 if TYPE_CHECKING:
     import pyarrow
 
 SUFFIXES = (".parquet", ".arrow")
-_BATCH = 32  # rows; of a few hundred kilobytes each where they hold images
-_LONGEST_LIST = 10_000  # values; of turns, images
-_FILE_FORMAT = b"ARROW1"  # what Arrow's file format begins with; its streaming format, datasets' own, does not
+_FILE_FORMAT = b"ARROW1"  # begins Arrow's file format; the streaming format, which datasets writes, begins otherwise
 
 
 def arrow_columns(path: Path) -> list[str]:
-    """Names of a file's columns; raises UserError."""
+    """Return the names of a file's columns; raises UserError."""
     with _opened(path) as file:
         return _schema(file).names
 
 
 def count_rows(path: Path) -> int:
-    """How many rows a file says it has; raises UserError."""
+    """Return the number of rows that a file declares; raises UserError."""
     with _opened(path) as file:
         return file.metadata.num_rows if _is_parquet(path) else sum(batch.num_rows for batch in _arrow_batches(file))
 
 
 def arrow_rows(path: Path, wanted: Collection[str], first: int = 0) -> Iterator[dict[str, Any]]:
-    """The rows from `first` on, of those columns that are wanted: JSON types, and memoryview for bytes.
+    """Yield the rows from `first` on, of the wanted columns: JSON types, and memoryview for bytes.
 
-    Those before `first` are passed over. Memory is that of a few rows and, of parquet, of a page: 1,024 rows as pandas
-    writes it, at most 100 as datasets does. Raises UserError for a damaged file.
+    Rows are decoded one by one: a dictionary's value of 256 MB takes 9 kB of a file, however many rows repeat it.
+    Memory is that of a row and, of parquet, of a page: 1,024 rows as pandas writes it, at most 100 as datasets does.
+    Raises UserError for a damaged file, and for a row of more text than a record may have.
     """
     with _opened(path) as file:
         names = [name for name in _schema(file).names if name in wanted]
         if len(set(names)) < len(names):
             raise ValueError(f"columns of equal names: {', '.join(names)}")
-        for batch in _parquet_batches(file, names, first) if _is_parquet(path) else _arrow_parts(file, names, first):
-            batch.validate(full=True)
-            columns = [_values(column) for column in batch.columns]
-            for place in range(batch.num_rows):
-                yield {name: values[place] for name, values in zip(names, columns, strict=True)}
+        rows = _parquet_rows(file, names, first) if _is_parquet(path) else _ipc_rows(file, names, first)
+        for row in rows:
+            reader = _RowReader()
+            yield {name: reader.value(column[0]) for name, column in zip(names, row.columns, strict=True)}
 
 
 def _is_parquet(path: Path) -> bool:
@@ -61,7 +60,7 @@ def _is_parquet(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A ParquetFile, or a reader of Arrow's streaming or file format; what reading it raises becomes a UserError."""
+    """Open a ParquetFile, or a reader of Arrow's streaming or file format; its errors become UserError."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -82,7 +81,7 @@ def _opened(path: Path) -> Iterator[Any]:
             content.seek(0)
             with (pyarrow.ipc.open_file if is_file_format else pyarrow.ipc.open_stream)(content) as file:
                 yield file
-    # Besides pyarrow's errors Python's: for text that is none, JSON that is none, dates that Python has not.
+    # Python's own errors: text that is not UTF-8, damaged JSON, dates that Python does not have.
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({harmless(str(error))}); is the file complete?") from None
 
@@ -91,22 +90,23 @@ def _schema(file: Any) -> pyarrow.Schema:
     return file.schema_arrow if hasattr(file, "schema_arrow") else file.schema
 
 
-def _parquet_batches(file: Any, names: list[str], first: int) -> Iterator[pyarrow.RecordBatch]:
+def _parquet_rows(file: Any, names: list[str], first: int) -> Iterator[pyarrow.RecordBatch]:
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         if first < rows:
-            for batch in file.iter_batches(_BATCH, row_groups=[group], columns=names, use_threads=False):
-                yield batch.slice(min(first, batch.num_rows))
-                first -= min(first, batch.num_rows)
-        else:
-            first -= rows
+            batches = file.iter_batches(1, row_groups=[group], columns=names, use_threads=False)
+            yield from itertools.islice(batches, first, None)
+        first = max(first - rows, 0)
 
 
-def _arrow_parts(file: Any, names: list[str], first: int) -> Iterator[pyarrow.RecordBatch]:
+def _ipc_rows(file: Any, names: list[str], first: int) -> Iterator[pyarrow.RecordBatch]:
     for batch in _arrow_batches(file):
-        for start in range(first, batch.num_rows, _BATCH):
-            yield batch.select(names).slice(start, _BATCH)
-        first -= min(first, batch.num_rows)
+        if first < batch.num_rows:
+            columns = batch.select(names)
+            columns.validate(full=True)  # offsets of values may lead out of the file
+            for place in range(first, batch.num_rows):
+                yield columns.slice(place, 1)
+        first = max(first - batch.num_rows, 0)
 
 
 def _arrow_batches(file: Any) -> Iterator[pyarrow.RecordBatch]:
@@ -115,38 +115,41 @@ def _arrow_batches(file: Any) -> Iterator[pyarrow.RecordBatch]:
     return iter(file)
 
 
-def _values(column: pyarrow.Array) -> list[Any]:
-    is_plain = not (column.type.num_fields or _is_bytes(column.type) or _is_json(column.type))
-    return column.to_pylist() if is_plain else [_value(scalar) for scalar in column]
+class _RowReader:
+    """Converts the values of one row; raises ValueError for more text, or longer lists, than a record may have."""
 
+    def __init__(self) -> None:
+        self.left = MAX_RECORD_BYTES
 
-def _value(scalar: pyarrow.Scalar) -> Any:
-    """What `as_py` gives, but for bytes, which are not copied, for JSON, which is read, and for endless lists."""
-    import pyarrow
+    def value(self, scalar: pyarrow.Scalar) -> Any:
+        """Convert a value to JSON types; bytes are not copied."""
+        import pyarrow
 
-    if not scalar.is_valid:
-        return None
-    if _is_bytes(scalar.type):
-        return memoryview(scalar.as_buffer())
-    if _is_json(scalar.type):
-        return json.loads(scalar.as_py())
-    if isinstance(scalar, pyarrow.StructScalar):
-        return {name: _value(inner) for name, inner in scalar.items()}
-    if isinstance(scalar, pyarrow.ListScalar):  # also of large lists and those of a fixed size
-        if len(scalar.values) > _LONGEST_LIST:  # of nulls, a billion takes no place in a file
-            raise ValueError(f"a list of {len(scalar.values):,} values in a row")
-        return [_value(inner) for inner in scalar.values]
-    return scalar.as_py()
+        self._take(1)
+        if not scalar.is_valid:
+            return None
+        if isinstance(scalar, pyarrow.DictionaryScalar):
+            return self.value(scalar.value)
+        if isinstance(scalar, pyarrow.StructScalar):
+            return {name: self.value(inner) for name, inner in scalar.items()}
+        if isinstance(scalar, pyarrow.ListScalar):  # also of large lists and those of a fixed size
+            self._take(len(scalar.values))  # a billion nulls take no place in a file
+            return [self.value(inner) for inner in scalar.values]
+        if _is_bytes(scalar.type):
+            return memoryview(scalar.as_buffer())
+        if isinstance(scalar.type, pyarrow.JsonType):  # datasets' Json: values of one field are of several types
+            return json.loads(self.value(scalar.value))
+        if isinstance(scalar, pyarrow.StringScalar):
+            self._take(len(scalar.as_buffer()))
+        return scalar.as_py()
+
+    def _take(self, size: int) -> None:
+        self.left -= size
+        if self.left < 0:
+            raise ValueError(f"a row has more than {MAX_RECORD_BYTES:,} bytes of text, or values in lists")
 
 
 def _is_bytes(kind: pyarrow.DataType) -> bool:
     from pyarrow.types import is_binary, is_binary_view, is_fixed_size_binary, is_large_binary
 
     return is_binary(kind) or is_large_binary(kind) or is_fixed_size_binary(kind) or is_binary_view(kind)
-
-
-def _is_json(kind: pyarrow.DataType) -> bool:
-    """Whether it is what datasets' Json is stored as, where the values of one field are of several types."""
-    import pyarrow
-
-    return isinstance(kind, pyarrow.JsonType)

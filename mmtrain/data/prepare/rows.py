@@ -38,7 +38,7 @@ class Adapted:
     images: tuple[RowImage, ...]
 
     def named(self, key: str) -> Record:
-        """The record, in which images without a name have that of the sample."""
+        """Return the record with names for images that have none, made from the sample's key."""
         if all(image.name for image in self.images):
             return self.record
         several = len(self.images) > 1
@@ -56,12 +56,12 @@ class Adapter:
 
     @property
     def image_keys(self) -> tuple[str, ...]:
-        """Where the images may be: what stands under the first that a row has."""
+        """Keys where the images may be; the first that a row has counts."""
         return IMAGE_COLUMNS if self.image_key is None else (self.image_key,)
 
     @property
     def caption_keys(self) -> tuple[str, ...]:
-        """Where the caption may be, likewise."""
+        """Keys where the caption may be; the first that a row has counts."""
         return CAPTION_COLUMNS if self.form.caption_key is None else (self.form.caption_key,)
 
     @property
@@ -70,16 +70,16 @@ class Adapter:
         return frozenset({"id", *_CONVERSATION, *self.image_keys, *self.caption_keys})
 
     @property
-    def found(self) -> str:
-        """What rows are, for people."""
+    def description(self) -> str:
+        """What the rows are, for messages."""
         if self.form.name != "caption":
             return {"llava": "LLaVA's conversations", "sharegpt": "ShareGPT's messages"}[self.form.name]
         return f"captions (image: {self.image_key or 'none'}, caption: {self.form.caption_key or 'none'})"
 
     def settled(self, rows: Sequence[object]) -> Adapter:
-        """The same; of captions the first key alone under which any of these rows has one, likewise of their images.
+        """Return the adapter that reads captions, and their images, under one key: the first that any row uses.
 
-        A row that is empty there would else become a sample of another column: a title, a text found in the image.
+        A row that is empty there would otherwise become a sample of another column: a title, a text in the image.
         """
         if self.form.name != "caption":
             return self
@@ -91,7 +91,13 @@ class Adapter:
         return replace(self, image_key=image, form=replace(self.form, caption_key=caption))
 
     def adapt(self, row: object) -> Adapted:
-        """A row as a record; raises Rejected."""
+        """Turn a row into a record; raises Rejected."""
+        try:
+            return self._adapt(row)
+        except RecursionError:  # arrays in arrays: ijson reads any depth
+            raise Rejected("not_json", "its values are nested too deeply") from None
+
+    def _adapt(self, row: object) -> Adapted:
         if self.form.name != "caption":
             formats.refuse_unread_media(row)
         if self.as_it_is:
@@ -131,16 +137,16 @@ class Adapter:
         return read(conversation, images)
 
     def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
-        """The images of a row, in their order; raises Rejected."""
+        """Return the images of a row, in order; raises Rejected."""
         key = _first(row, self.image_keys)
-        found = None if key is None else _unpacked(row[key])
-        if found is None and self.form.name == "sharegpt":
-            found = list(_images_in_parts(row))
-        return tuple(map(_image, found if isinstance(found, list) else [] if found is None else [found]))
+        if key is None:
+            return tuple(map(_image, _images_in_parts(row))) if self.form.name == "sharegpt" else ()
+        images = _unpacked(row[key])
+        return tuple(map(_image, images if isinstance(images, list) else [images]))
 
 
 def _refuse_unread_images(row: object) -> None:
-    """Raise Rejected for a record of LLaVA's that names images, and none under `image`: it would be text alone."""
+    """Raise Rejected for a record that names images, but none under `image`: LLaVA's form would drop them."""
     if not isinstance(row, dict) or row.get("image") or not row.get("conversations"):
         return
     for key in IMAGE_COLUMNS:
@@ -151,7 +157,7 @@ def _refuse_unread_images(row: object) -> None:
 
 
 def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
-    """Images that stand in the messages themselves: {"type": "image", "image": "a.jpg"}."""
+    """Yield the images inside messages: {"type": "image", "image": "a.jpg"}."""
     key = _first(row, formats.CONVERSATION_KEYS)
     messages = None if key is None else _unpacked(row[key])
     for message in messages if isinstance(messages, list) else []:
@@ -167,7 +173,7 @@ def _one_or_all(names: list[str]) -> str | list[str]:
 
 
 def _image(value: object) -> RowImage:
-    """One of a row: a name, bytes, or both, as datasets' Image has them."""
+    """Read an image: a name, bytes, or both, as datasets' Image has them; raises Rejected."""
     fields = value if isinstance(value, dict) else {"path": value} if isinstance(value, str) else {"bytes": value}
     name, content = fields.get("path") or None, fields.get("bytes") or None
     is_sound = isinstance(name, str | None) and isinstance(content, memoryview | None)
@@ -177,7 +183,7 @@ def _image(value: object) -> RowImage:
 
 
 def _unpacked(value: object) -> object:
-    """A list that a table holds as the text of its JSON."""
+    """Parse a list that a table holds as JSON text; return other values as they are."""
     if isinstance(value, str) and value.startswith("["):
         try:
             return json.loads(value)
@@ -187,7 +193,7 @@ def _unpacked(value: object) -> object:
 
 
 def _first(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
-    """The first of the keys under which a row has anything."""
+    """Return the first of the keys under which a row has anything."""
     return next((key for key in keys if row.get(key)), None)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import first_few, harmless
 from mmtrain.base.small_files import MAX_JSON_BYTES, parse_json, read_limited
-from mmtrain.data.prepare import arrow_files, json_files, tables
+from mmtrain.data.prepare import arrow_files, text_files
 from mmtrain.data.prepare.rows import Adapted, Adapter
 from mmtrain.data.prepare.sharding import Candidate
 from mmtrain.data.samples.formats import LLAVA, SEEN, SampleFormat, best, candidates
@@ -24,7 +24,7 @@ from mmtrain.data.samples.records import Rejected
 from mmtrain.data.shards.detection import AUTO
 
 _JSON = (".json", ".jsonl", ".ndjson")
-_SUFFIXES = (*_JSON, *tables.SEPARATORS, *arrow_files.SUFFIXES)
+_SUFFIXES = (*_JSON, *text_files.SEPARATORS, *arrow_files.SUFFIXES)
 _URL = re.compile(r"(https?|s3|gs)://", re.IGNORECASE)
 _DOWNLOAD = (
     "mmtrain downloads nothing: `img2dataset --output_format webdataset` does, and data.shards reads what it writes"
@@ -52,14 +52,14 @@ class Source:
         """The rows from `first` on; raises UserError, when it gets there, for a damaged file."""
         if self.holds_bytes:
             return arrow_files.arrow_rows(self.path, self.adapter.columns, first)
-        if self.path.suffix.lower() in tables.SEPARATORS:
-            rows = tables.table_rows(self.path)
+        if self.path.suffix.lower() in text_files.SEPARATORS:
+            rows = text_files.table_rows(self.path)
         else:
-            rows = json_files.coco_captions(self.path) if self.is_coco else json_files.json_records(self.path)
+            rows = text_files.coco_captions(self.path) if self.is_coco else text_files.json_records(self.path)
         return itertools.islice(rows, first, None)
 
     def counted(self) -> Source:
-        """The same, with its number of records; raises UserError for a damaged file."""
+        """Return the source with its number of records; raises UserError for a damaged file."""
         records = arrow_files.count_rows(self.path) if self.holds_bytes else sum(1 for _ in self.rows())
         return replace(self, records=records)
 
@@ -67,39 +67,40 @@ class Source:
         """Names of its columns, or the keys of its first rows."""
         if self.holds_bytes:
             return arrow_files.arrow_columns(self.path)
-        if self.path.suffix.lower() in tables.SEPARATORS:
-            return tables.table_columns(self.path)
+        if self.path.suffix.lower() in text_files.SEPARATORS:
+            return text_files.table_columns(self.path)
         return list(dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row))
 
 
 def llava_source(path: Path) -> Source:
-    """A file of LLaVA's records; raises UserError."""
+    """Open a file of LLaVA's records; raises UserError."""
     return Source(path, path.name, Adapter(LLAVA, as_it_is=True)).counted()
 
 
 def open_sources(path: Path, form: SampleFormat, image_key: str | None) -> tuple[list[Source], str]:
-    """The files of rows that a path names, all read in one way, and which, for people.
+    """Return the files of rows that a path names, all read in one way, and a description of that way.
 
-    `form` may be called auto: then the first rows decide. Raises UserError where nothing can be read, or no way to read
-    it is seen.
+    A `form` named auto is chosen by the first rows. Raises UserError where nothing can be read, or no form fits.
     """
     files = _files(path)
-    is_coco = [_is_json(file) and json_files.holds_coco(file) for _, file in files]
-    any_way = Adapter(form, image_key)
-    sources = [Source(file, name, any_way, is_coco=coco) for (name, file), coco in zip(files, is_coco, strict=True)]
+    is_coco = [_is_json(file) and text_files.holds_coco(file) for _, file in files]
+    any_form = Adapter(form, image_key)
+    sources = [Source(file, name, any_form, is_coco=coco) for (name, file), coco in zip(files, is_coco, strict=True)]
     rows = itertools.islice(itertools.chain.from_iterable(source.rows() for source in sources), SEEN)
     rows = [_without_contents(row) for row in rows]
     if not rows:
         raise UserError(f"{path}: holds no record")
     as_it_is = all(map(_is_json, (file for _, file in files))) and image_key is None
     names = candidates(rows) if form.name == AUTO else (form.name,)
-    ways = [replace(any_way, form=replace(form, name=name), as_it_is=as_it_is and name == "llava") for name in names]
-    adapter = _fitting(path, rows, ways, sources[0].keys(rows))
-    return [replace(source, adapter=adapter).counted() for source in sources], adapter.found
+    adapters = [
+        replace(any_form, form=replace(form, name=name), as_it_is=as_it_is and name == "llava") for name in names
+    ]
+    adapter = _fitting(path, rows, adapters, sources[0].keys(rows))
+    return [replace(source, adapter=adapter).counted() for source in sources], adapter.description
 
 
 def place(sources: Sequence[Source], number: int) -> tuple[Source, int]:
-    """The source of a record, by its number over all of them, and its number in it."""
+    """Return the source of a record, by its number over all sources, and its number in that source."""
     for source in sources:
         if number < source.records:
             return source, number
@@ -108,7 +109,7 @@ def place(sources: Sequence[Source], number: int) -> tuple[Source, int]:
 
 
 def stored_images(sources: Sequence[Source], candidates: Iterable[Candidate]) -> Iterator[Sequence[memoryview | None]]:
-    """For each candidate, in their order, the bytes of its images that its row holds; None for one that is a file."""
+    """Yield for each candidate the bytes of its images that its row holds; None for one that is a file."""
     opened: Source | None = None
     rows: Iterator[object] = iter(())
     at = 0
@@ -119,56 +120,64 @@ def stored_images(sources: Sequence[Source], candidates: Iterable[Candidate]) ->
             continue
         if source is not opened:
             opened, rows, at = source, source.rows(row), row
-        found = next(itertools.islice(rows, row - at, None), None)
+        content = next(itertools.islice(rows, row - at, None), None)
         at = row + 1
-        images = source.adapter.images(found) if isinstance(found, dict) else ()
+        images = source.adapter.images(content) if isinstance(content, dict) else ()
         if len(images) != len(candidate.images):
             raise UserError(f"{source.path}: was changed while it was read; start again")
         yield [image.content for image in images]
 
 
-def _without_contents(value: object) -> object:
-    """The same with one byte for each image: a hundred images may not fit into memory."""
+def _without_contents(value: object, levels: int = 4) -> object:
+    """Replace each image of a row by one byte, as a hundred images may not fit into memory.
+
+    They are at most 4 levels deep: the row, a list, {"bytes", "path"}, the bytes.
+    """
     if isinstance(value, memoryview):
         return memoryview(b"?" if value.nbytes else b"")
-    if isinstance(value, dict):
-        return {key: _without_contents(inner) for key, inner in value.items()}
-    return [_without_contents(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, dict) and levels:
+        return {key: _without_contents(inner, levels - 1) for key, inner in value.items()}
+    if isinstance(value, list) and levels:
+        return [_without_contents(inner, levels - 1) for inner in value]
+    return value
 
 
-def _fitting(path: Path, rows: Sequence[object], ways: Sequence[Adapter], keys: list[str]) -> Adapter:
-    """The way that takes the rows, of several that take nearly all of them the first."""
-    for option, key in (("--image-key", ways[0].image_key), ("--caption-key", ways[0].form.caption_key)):
+def _fitting(path: Path, rows: Sequence[object], adapters: Sequence[Adapter], keys: list[str]) -> Adapter:
+    """Return the adapter that takes the rows; of several that take nearly all of them, the first."""
+    for option, key in (("--image-key", adapters[0].image_key), ("--caption-key", adapters[0].form.caption_key)):
         if key is not None and key not in keys:
             raise UserError(f"{path}: {option} {key}: nothing is called so; there is {_named(keys)}")
-    trials = [(way, *_tried(way, rows)) for way in (way.settled(rows) for way in ways)]
-    way, taken, _ = trials[best([len(taken) for _, taken, _ in trials], len(rows))]
-    if not taken and len(ways) > 1:
-        seen = "; ".join(f"as {way.form.name} {max(faults, key=len)[0]}" for way, _, faults in trials)
+    adapters = [adapter.settled(rows) for adapter in adapters]
+    trials = [_tried(adapter, rows) for adapter in adapters]
+    choice = best([len(adapted) for adapted, _ in trials], len(rows))
+    adapted, _ = trials[choice]
+    if not adapted and len(adapters) > 1:
+        faults = (max(faults, key=len)[0] for _, faults in trials)
+        seen = "; ".join(f"as {adapter.form.name} {fault}" for adapter, fault in zip(adapters, faults, strict=True))
         raise UserError(f"{path}: none of its first {len(rows):,} records is a sample: {seen}. {_remedy(path, keys)}")
-    names = (image.name for adapted in taken for image in adapted.images if image.content is None and image.name)
+    names = (image.name for record in adapted for image in record.images if image.content is None and image.name)
     if _URL.match(name := next(names, "")):
         raise UserError(f"{path}: its images are addresses ({harmless(name)}). {_DOWNLOAD}")
-    return way
+    return adapters[choice]
 
 
-def _tried(way: Adapter, rows: Sequence[object]) -> tuple[list[Adapted], list[list[str]]]:
-    """What becomes of rows, and the faults of the others: for each reason a list."""
-    taken: list[Adapted] = []
+def _tried(adapter: Adapter, rows: Sequence[object]) -> tuple[list[Adapted], list[list[str]]]:
+    """Return what rows become, and the faults of the others: a list for each reason."""
+    adapted: list[Adapted] = []
     faults: dict[str, list[str]] = {}
     for row in rows:
         try:
-            taken.append(way.adapt(row))
+            adapted.append(adapter.adapt(row))
         except Rejected as error:
             faults.setdefault(error.reason, []).append(str(error))
-    return taken, list(faults.values())
+    return adapted, list(faults.values())
 
 
 def _remedy(path: Path, keys: list[str]) -> str:
     if any("url" in key.lower() for key in keys) or any(_URL.match(key) for key in keys):
         return _DOWNLOAD
     of_table = ""
-    if path.suffix.lower() in tables.SEPARATORS:
+    if path.suffix.lower() in text_files.SEPARATORS:
         of_table = f"; the names of columns stand in the first line, which is {_named(keys)}"
     elif not _is_json(path):
         of_table = f"; its columns are {_named(keys)}"
@@ -184,13 +193,15 @@ def _is_json(path: Path) -> bool:
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
-    """The files of rows that a path names, in their order, each with its name; raises UserError."""
+    """Return the name and path of each file of rows that a path stands for, in order; raises UserError."""
     if not path.is_dir():
         if path.suffix.lower() == ".tar":
             raise UserError(f"{path}: is a shard already: data.shards={path} trains on it")
         if path.suffix.lower() not in _SUFFIXES:
-            known = ", ".join(_SUFFIXES)
-            raise UserError(f"{path}: its name must end in one of {known}; or name a folder of datasets' save_to_disk")
+            suffixes = ", ".join(_SUFFIXES)
+            raise UserError(
+                f"{path}: its name must end in one of {suffixes}; or name a folder of datasets' save_to_disk"
+            )
         return [(path.name, path)]
     if (path / "dataset_dict.json").is_file():
         splits = sorted(folder.parent.name for folder in path.glob("*/state.json"))
@@ -202,16 +213,16 @@ def _files(path: Path) -> list[tuple[str, Path]]:
         inner = sorted({str(file.parent) for file in path.glob("*/*.parquet")})
         seen = f"; {first_few(inner, 3)} has some" if inner else ""
         raise UserError(f"{path}: holds no *.parquet and no state.json of datasets' save_to_disk{seen}. Name files")
-    found = [match for name in names if (match := _SPLIT_FILE.fullmatch(name))]
-    splits = {match[1] or match[2]: f"{match[1]}-*.parquet" if match[1] else match[0] for match in found}
+    matches = [match for name in names if (match := _SPLIT_FILE.fullmatch(name))]
+    splits = {match[1] or match[2]: f"{match[1]}-*.parquet" if match[1] else match[0] for match in matches}
     if len(splits) > 1:
-        one = next((file for split, file in splits.items() if split.lower() == "train"), found[0][0])
-        raise UserError(f"{path}: holds splits ({', '.join(splits)}); name the files of one: --from {path}/{one}")
+        files = next((files for split, files in splits.items() if split.lower() == "train"), matches[0][0])
+        raise UserError(f"{path}: holds splits ({', '.join(splits)}); name the files of one: --from {path}/{files}")
     return [(f"{path.name}/{name}", path / name) for name in names]
 
 
 def _saved_files(folder: Path) -> list[str]:
-    """Names of the files of a folder that datasets' save_to_disk has written, as its state.json lists them."""
+    """Return the names of the files that datasets' save_to_disk lists in state.json."""
     state = folder / "state.json"
     with contextlib.suppress(ValueError, LookupError, TypeError):
         content = parse_json(read_limited(state, MAX_JSON_BYTES, "the state of a saved data set"))

@@ -1,202 +1,204 @@
-"""JSON files of records, read record by record: arrays, lines, and COCO's captions.
+"""Text files of records, read one record at a time: JSON arrays and lines, COCO's captions, CSV and TSV tables.
 
-JSON array or JSON lines, of any size --json_records--> any JSON values
+JSON array, or JSON lines --json_records--> any JSON values
 {"images": [...], "annotations": [...]} --coco_captions--> {"id", "image", "caption"} of each annotation
+column,column\\nvalue,value\\n... --table_rows--> {"column": "value", ...}
+
+Memory is that of one record. Every function raises UserError, when it gets there, for what it cannot read.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import csv
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import IO, BinaryIO
+
+import ijson
 
 from mmtrain.base.errors import UserError
+from mmtrain.base.printing import harmless
+from mmtrain.data.samples.records import MAX_RECORD_BYTES
 
-_CHUNK = 1 << 20  # characters
-_SPACE = re.compile(r"[ \t\r\n]*")  # JSON's own whitespace; str.isspace would take more
-_NUMBER_GOES_ON = re.compile(r"[-+.0-9eE]*")
-_DECODER = json.JSONDecoder()
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+MAX_COCO_BYTES = 1 << 30  # one list is skipped to reach the other; that of the captions of COCO 2017 has 60 MB
+
+MAX_DEPTH = 1000
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def json_records(path: Path) -> Iterator[object]:
-    """Each element of a JSON array, or each line of a JSON-lines file; which of the two, its first character says.
-
-    Elements are any JSON values. Memory is that of one record and a megabyte. Raises UserError, when it gets there, for
-    what is neither, with the line (JSON lines) or the number of records before it and the character (array).
-    """
-    with opened_text(path, "a LLaVA JSON or JSONL file") as stream:
-        first = _Window(stream).peek()
-        stream.seek(0)
-        if first == "[":
-            yield from _array_elements(stream, path)
-        elif first == "{":
-            yield from _lines(stream, path)
-        else:
-            seen = f"begins with {first!r}" if first else "is empty"
-            raise UserError(f"{path}: {seen}; needed is a JSON array of records, or JSON lines: one record a line")
+    """Yield each element of a JSON array, or each line of a JSON-lines file."""
+    needed = "a JSON array of records, or JSON lines: one record a line"
+    first = _first_character(path)
+    if first == "[":
+        yield from _elements(path, "item", MAX_RECORD_BYTES)
+    elif first == "{":
+        for number, line in _lines(path):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise UserError(
+                        f"{path}: line {number:,} is not valid JSON ({error}); needed is {needed}"
+                    ) from None
+    else:
+        seen = f"begins with {first!r}" if first else "is empty"
+        raise UserError(f"{path}: {seen}; needed is {needed}")
 
 
 def holds_coco(path: Path) -> bool:
-    """Whether a file is one object with `annotations` of images, as COCO's are."""
-    with contextlib.suppress(ValueError, RecursionError), opened_text(path, "a file") as stream:
-        if _Window(stream).peek() == "{":
-            stream.seek(0)
-            first = next((element for key, element in _members(_Window(stream)) if key == "annotations"), None)
-            return isinstance(first, dict) and "image_id" in first
-    return False
+    """Tell whether a JSON file is one object with `annotations` of images, as COCO's are."""
+    if _first_character(path) != "{":
+        return False
+    try:
+        annotation = next(_elements(path, "annotations.item", MAX_COCO_BYTES), None)
+    except UserError:  # JSON lines, for example
+        return False
+    return isinstance(annotation, dict) and "image_id" in annotation
 
 
 def coco_captions(path: Path) -> Iterator[object]:
-    """{"id", "image", "caption"} of each annotation of a COCO file, in their order; `image` may be None.
+    """Yield {"id", "image", "caption"} of each annotation of a COCO file; `image` may be None.
 
-    Memory is that of the images' names. Raises UserError for what is no whole JSON.
+    Memory is that of all images' names.
     """
     names = {}
-    for image in _coco_members(path, "images"):
+    for image in _elements(path, "images.item", MAX_COCO_BYTES):
         if isinstance(image, dict) and isinstance(image.get("id"), int | str):
             names[image["id"]] = image.get("file_name")
-    for annotation in _coco_members(path, "annotations"):
-        if not isinstance(annotation, dict):
+    for annotation in _elements(path, "annotations.item", MAX_COCO_BYTES):
+        if isinstance(annotation, dict):
+            image_id = annotation.get("image_id")
+            name = names.get(image_id) if isinstance(image_id, int | str) else None
+            yield {"id": annotation.get("id"), "image": name, "caption": annotation.get("caption")}
+        else:
             yield annotation
-            continue
-        of = annotation.get("image_id")
-        name = names.get(of) if isinstance(of, int | str) else None
-        yield {"id": annotation.get("id"), "image": name, "caption": annotation.get("caption")}
 
 
-def _coco_members(path: Path, wanted: str) -> Iterator[object]:
-    with opened_text(path, "a COCO file") as stream:
-        window = _Window(stream)
-        with _located(path, window):
-            yield from (element for key, element in _members(window) if key == wanted)
+def table_columns(path: Path) -> list[str]:
+    """Return the names in a table's first line."""
+    return next(_table_lines(path))
+
+
+def table_rows(path: Path) -> Iterator[object]:
+    """Yield each row as a dict of texts; as a list where its length is not that of the first line."""
+    lines = _table_lines(path)
+    columns = next(lines)
+    for row in lines:
+        yield dict(zip(columns, row, strict=True)) if len(row) == len(columns) else row
+
+
+def _table_lines(path: Path) -> Iterator[list[str]]:
+    """Yield the fields of each line that has any, the columns' names first."""
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    separator = SEPARATORS[path.suffix.lower()]
+    reader = csv.reader((line for _, line in _lines(path)), delimiter=separator, strict=True)
+    columns: list[str] = []
+    first = 1  # line that the current row begins in
+    try:
+        for row in reader:
+            if separator == "\t" and any("\t" in field and ("\n" in field or "\r" in field) for field in row):
+                raise UserError(
+                    f"{path}: line {first:,} has a field with a tab and a line break: most likely a quote has no end "
+                    'and took in the rows that follow. Double the quotes of that field (""), or save JSON lines'
+                )
+            if row and not columns:
+                columns = row = [name.strip() for name in row]
+                if len(set(columns)) < len(columns):
+                    raise UserError(f"{path}: its first line names a column twice: {harmless(', '.join(columns))}")
+            if row:
+                yield row
+            first = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path}: line {first:,} is not a row of a table ({error}). Quote fields that hold a separator, a quote or "
+            'a line break, and double the quotes in them ("")'
+        ) from None
+    if not columns:
+        raise UserError(f"{path}: is empty; needed is a table whose first line names its columns")
+
+
+class _BoundedReader:
+    """A file for ijson; raises ValueError for records that are too long or nested too deeply.
+
+    ijson holds a record in memory, and names of its levels: time grows with the square of the depth, to hours.
+    """
+
+    def __init__(self, stream: BinaryIO, limit: int) -> None:
+        self.stream = stream
+        self.limit = limit
+        self.record_taken()
+
+    def record_taken(self) -> None:
+        self.bytes_since_record = 0
+        self.depth = 0  # brackets in texts count, too
+
+    def read(self, size: int) -> bytes:
+        if self.bytes_since_record > self.limit:
+            raise ValueError(f"no record ends within {self.limit:,} bytes")
+        chunk = self.stream.read(size)
+        self.bytes_since_record += len(chunk)
+        for bracket in chunk.translate(None, _NO_BRACKETS):
+            self.depth += 1 if bracket in b"[{" else -1
+            if self.depth > MAX_DEPTH:
+                raise ValueError(f"a record has more than {MAX_DEPTH:,} open brackets")
+        return chunk
+
+
+def _elements(path: Path, prefix: str, limit: int) -> Iterator[object]:
+    """Yield the elements of the JSON array at ijson's `prefix`, none of which may end `limit` bytes after another."""
+    records = 0
+    with _opened(path, "rb") as stream:
+        if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            stream.seek(0)
+        reader = _BoundedReader(stream, limit)
+        try:
+            for element in ijson.items(reader, prefix, use_float=True):
+                yield element
+                records += 1
+                reader.record_taken()
+        except (ijson.JSONError, ValueError) as error:
+            reason = re.split(r"\n|\\n", str(error))[0].rpartition(": ")[2]  # yajl adds lines that show the place
+            raise UserError(
+                f"{path}: not valid JSON after {records:,} records ({reason}); is the file complete?"
+            ) from None
+
+
+def _first_character(path: Path) -> str:
+    """Return a text's first character that JSON does not take for white space; "" if there is none."""
+    with _opened(path, "r") as stream:
+        while text := stream.read(4096):
+            if text := text.lstrip(" \t\r\n"):
+                return text[0]
+    return ""
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the number, from 1, and the text of each line."""
+    with _opened(path, "r") as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(MAX_RECORD_BYTES + 1), ""), 1):
+            if len(line) > MAX_RECORD_BYTES:
+                raise UserError(f"{path}: line {number:,} is longer than {MAX_RECORD_BYTES:,} characters")
+            if "\0" in line:
+                raise UserError(f"{path}: line {number:,} has a null character; save the file as UTF-8")
+            yield number, line
 
 
 @contextlib.contextmanager
-def opened_text(path: Path, needed: str) -> Iterator[TextIO]:
-    """A file of UTF-8 text, with a byte order mark or without, its line ends as they are; raises UserError."""
+def _opened(path: Path, mode: str) -> Iterator[IO]:
+    """Open a file; as text, UTF-8 with or without a byte order mark, its line ends as they are."""
+    text = {} if "b" in mode else {"encoding": "utf-8-sig", "newline": ""}
     try:
-        if not path.is_file():
-            raise UserError(f"{path}: no such file; {needed} is needed")
-        with path.open(encoding="utf-8-sig", newline="") as stream:
+        if not path.is_file():  # opening a named pipe would wait for ever
+            raise UserError(f"{path}: no such file; a JSON, JSONL, CSV or TSV file is needed")
+        with path.open(mode, **text) as stream:
             yield stream
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text ({error.reason}); if it is compressed, unpack it") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def _lines(stream: TextIO, path: Path) -> Iterator[object]:
-    for number, line in enumerate(stream, 1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"{path}: line {number} is not valid JSON ({error}); needed is a JSON array of records, or JSON "
-                    "lines: one record a line"
-                ) from None
-
-
-def _array_elements(stream: TextIO, path: Path) -> Iterator[object]:
-    window = _Window(stream)
-    with _located(path, window):
-        yield from _elements(window)
-        if window.peek():
-            raise ValueError("something follows the array's end")
-
-
-@contextlib.contextmanager
-def _located(path: Path, window: _Window) -> Iterator[None]:
-    """Turn what a window raises into a UserError that says where."""
-    try:
-        yield
-    except UnicodeDecodeError:
-        raise
-    except (ValueError, RecursionError) as error:
-        seen = error.msg if isinstance(error, json.JSONDecodeError) else error
-        raise UserError(
-            f"{path}: not valid JSON after {window.records:,} records, at character {window.before + window.at:,} "
-            f"({seen}); is the file complete?"
-        ) from None
-
-
-def _members(window: _Window) -> Iterator[tuple[object, object]]:
-    """(key, element) for each element of the arrays in the object that comes next; other values are passed over."""
-    for key in _separated(window, "{", "}"):
-        if window.peek() != ":":
-            raise ValueError("expecting :")
-        window.at += 1
-        if window.peek() == "[":
-            yield from ((key, element) for element in _elements(window))
-        else:
-            window.value()
-
-
-def _elements(window: _Window) -> Iterator[object]:
-    """The elements of the array that comes next."""
-    for value in _separated(window, "[", "]"):
-        yield value
-        window.records += 1
-
-
-def _separated(window: _Window, begin: str, end: str) -> Iterator[object]:
-    """The values between two brackets; what follows each but a comma, the caller has taken. Raises ValueError."""
-    if window.peek() != begin:
-        raise ValueError(f"expecting {begin}")
-    window.at += 1
-    separator = end if window.peek() == end else ","
-    window.at += separator == end
-    while separator == ",":
-        yield window.value()
-        separator = window.peek()
-        if separator not in (end, ","):
-            raise ValueError(f"expecting , or {end}" if separator else "the array does not end")
-        window.at += 1
-
-
-class _Window:
-    """A moving part of a text file: `text[at:]` is what comes next."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.text = ""
-        self.at = 0
-        self.before = 0  # characters of the file that come before `text`
-        self.records = 0  # elements of arrays that were taken
-
-    def more(self) -> bool:
-        """Read on and forget what was used; doubling keeps the retries over one long record linear in its length."""
-        chunk = self.stream.read(max(_CHUNK, len(self.text) - self.at))
-        if not chunk:
-            return False
-        self.before += self.at
-        self.text = self.text[self.at :] + chunk
-        self.at = 0
-        return True
-
-    def peek(self) -> str:
-        """The next character that is no whitespace, "" at the file's end; it stays the next one."""
-        while True:
-            self.at = _SPACE.match(self.text, self.at).end()
-            if self.at < len(self.text):
-                return self.text[self.at]
-            if not self.more():
-                return ""
-
-    def value(self) -> object:
-        """The next JSON value."""
-        self.peek()
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self.text, self.at)
-            except ValueError:
-                if not self.more():  # what seemed broken may only have been cut off by the window's end
-                    raise
-                continue
-            # -1 before the window's end may be the beginning of -12, or of -1.5e3 cut off behind the point.
-            if _NUMBER_GOES_ON.match(self.text, end).end() < len(self.text) or not self.more():
-                self.at = end
-                return value

@@ -15,6 +15,7 @@ from pyarrow import parquet
 
 from mmtrain.__main__ import main
 from mmtrain.base.errors import UserError
+from mmtrain.data.prepare.rows import Adapter
 from mmtrain.data.prepare.sources import Source, llava_source, open_sources
 from mmtrain.data.samples import records
 from mmtrain.data.samples.formats import SampleFormat
@@ -71,8 +72,8 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
         ("a.csv", "", "is empty; needed is a table whose first line names its columns"),
         ("a.csv", "image,image,caption\na,b,c", "names a column twice"),
         ("a.csv", "image;caption\na.jpg;A.", r"--image-key and --caption-key .* first line, which is image;caption"),
-        ("a.csv", 'image,caption\na.jpg,"A" b\n', r"line 2 is none of a table .* quotes in it are doubled"),
-        ("a.csv", 'image,caption\na.jpg,"A\n', r"line 2 is none of a table"),
+        ("a.csv", 'image,caption\na.jpg,"A" b\n', r"line 2 is not a row of a table .* double the quotes in them"),
+        ("a.csv", 'image,caption\na.jpg,"A\n', r"line 2 is not a row of a table"),
         ("a.csv", "image,caption\na.jpg,A\0\n", "line 2 has a null character"),
         ("a.csv", "image,caption\na.jpg,ü\n".encode("latin-1"), "is not UTF-8 text"),
         ("a.csv", "image,caption\na.jpg,A\n".encode("utf-16"), "is not UTF-8 text"),
@@ -84,7 +85,7 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
         ("a.json", lines({"images": [], "dataset": "x"}), "as llava no_conversation: .*; as caption no_caption: "),
         ("a.jsonl.gz", "", "its name must end in one of .json, "),
         ("a.tar", "", "is a shard already: data.shards="),
-        ("a.json", '{"annotations": [{"image_id": 1, "caption": "x"}], "images": [', "after 1 records, at character"),
+        ("a.json", '{"annotations": [{"image_id": 1, "caption": "x"}], "images": [', "not valid JSON after 0 records"),
         ("a.json", lines({"annotations": [{"image_id": 1, "bbox": []}], "images": []}), "no_caption: nothing under"),
         ("a.parquet", b"PAR1" + bytes(50) + b"PAR1", "cannot be read .*is the file complete"),
         ("a.parquet", b"", "cannot be read"),
@@ -94,8 +95,12 @@ def test_the_first_rows_say_what_a_file_is(tmp_path, name, content, found):
         ("a.parquet", [{"image": GIF, "text": b"A."}], "non_text_value: the caption, under text, is bytes"),
         ("a.parquet", [{"image": GIF, "query": "x"}], "no_conversation: .* its columns are image, query"),
         ("a.json", lines({"image": "a.jpg", "query": "x"}), "no_conversation: .* its keys are image, query"),
-        ("a.tsv", 'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC"\nd.jpg\tD.\n', "line 3 .* tab and a line break"),
-        ("a.tsv", 'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC\n', "line 3 is none of a table"),
+        (
+            "a.tsv",
+            'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC"\nd.jpg\tD.\n',
+            "line 3 has a field with a tab and a line break",
+        ),
+        ("a.tsv", 'image\tcaption\na.jpg\tA.\nb.jpg\t"B\nc.jpg\tC\n', "line 3 is not a row of a table"),
     ],
 )
 def test_what_is_no_data_is_refused_with_what_was_seen_and_the_remedy(tmp_path, name, content, message):
@@ -233,6 +238,28 @@ def test_memory_is_that_of_a_few_rows(tmp_path, name):
     assert rows == 200 and peak < (40_000_000 if name == "a.parquet" else 1_000_000)
 
 
+def test_a_small_parquet_file_of_a_large_dictionary_value_does_not_fill_the_memory(tmp_path):
+    """A few kB hold one value of 84 MB that 64 rows repeat: 5 GB, were they read together."""
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), [bytes(80 << 20)])
+    table = pyarrow.table({"image": column, "caption": ["A."] * 64})
+    path = tmp_path / "a.parquet"
+    parquet.write_table(table, path, compression="zstd", dictionary_pagesize_limit=1 << 30, write_statistics=False)
+    del column, table
+    assert path.stat().st_size < 50_000
+    (source,) = [Source(path, path.name, Adapter(replace(AUTO, name="caption")))]
+    before = pyarrow.total_allocated_bytes()
+    row = next(source.rows())
+    assert row["image"].nbytes == 80 << 20 and pyarrow.total_allocated_bytes() - before < 400_000_000
+    with pytest.raises(Rejected, match="too_many_bytes"):
+        records.checked_image("a.png", row["image"])
+
+
+def test_records_nested_990_deep_are_rejected_alone(tmp_path):
+    deep = "[" * 990 + "]" * 990
+    (source,), _ = opened(tmp_path / "a.json", f'[{json.dumps({"conversations": TOLD})}, {deep}, {{"id": {deep}}}]')
+    assert [outcome(source, row) for row in source.rows()] == ["Yes.", "not_json", "not_json"]
+
+
 def test_hostile_rows_are_rejected_one_by_one(tmp_path, monkeypatch):
     """No image is decoded beyond its header's claim, no path leaves the folder, no value passes unchecked."""
     monkeypatch.setattr(records, "MAX_IMAGE_BYTES", 1000)
@@ -264,7 +291,10 @@ def test_hostile_rows_are_rejected_one_by_one(tmp_path, monkeypatch):
 def test_arrow_data_that_lies_of_its_lengths_is_refused(tmp_path):
     path = tmp_path / "a.arrow"
     nulls = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1 << 30], pyarrow.int32()), pyarrow.nulls(1 << 30))
-    for column, message in ((nulls, "a list of 1,073,741,824 values"), (None, "cannot be read")):
+    for column, message in (
+        (nulls, "a row has more than 16,777,216 bytes of text, or values in lists"),
+        (None, "cannot be read"),
+    ):
         table = pyarrow.table({"image": ["a.jpg"], "messages": nulls} if column else {"image": ["a.jpg", "b.jpg"]})
         with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table)

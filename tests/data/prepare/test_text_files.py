@@ -1,4 +1,4 @@
-"""json_files.py: JSON is read record by record, and what is neither an array nor lines is refused with its place."""
+"""text_files.py: JSON is read record by record, and what is neither an array nor lines is refused with its place."""
 
 import gzip
 import json
@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.prepare import json_files
-from mmtrain.data.prepare.json_files import json_records
+from mmtrain.data.prepare import text_files
+from mmtrain.data.prepare.text_files import coco_captions, json_records
 
 
 def record(answer="A cat.", **fields) -> dict:
@@ -31,22 +31,31 @@ MANY = [record(id=f"r{number}", answer="ü\u2028 \U0001f600" * (number % 50 + 1)
     ],
     ids=["array", "indented array", "array after a byte order mark", "lines", "lines from Windows, some empty"],
 )
-def test_json_arrays_and_json_lines_give_their_records_in_order(tmp_path, monkeypatch, text):
+def test_json_arrays_and_json_lines_give_their_records_in_order(tmp_path, text):
     path = tmp_path / "data.json"
     path.write_bytes(text.encode())
     assert list(json_records(path)) == MANY
-    monkeypatch.setattr(json_files, "_CHUNK", 37)  # every record crosses an end of the window
-    assert list(json_records(path)) == MANY
 
 
-@pytest.mark.parametrize("chunk", range(1, 12))
-def test_values_that_end_with_the_window_are_read_whole(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(json_files, "_CHUNK", chunk)
+def test_values_of_arrays_keep_their_types(tmp_path):
     path = tmp_path / "data.json"
-    path.write_text('[123, -4.5e6, "a\\u00e9\\n", true , null,{"a":[]} ]')
-    assert list(json_records(path)) == [123, -4500000.0, "aé\n", True, None, {"a": []}]
+    path.write_text('[123, -4.5e6, 2.0, "a\\u00e9\\n", true , null,{"a":[]} ]')
+    assert list(map(repr, json_records(path))) == ["123", "-4500000.0", "2.0", r"'aé\n'", "True", "None", "{'a': []}"]
     path.write_text(" [ ] ")
     assert list(json_records(path)) == []
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "coco.json"])
+def test_a_record_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(text_files, "MAX_COCO_BYTES", text_files.MAX_RECORD_BYTES)
+    begin = {"a.json": b'[1, ["', "a.jsonl": b'{"a": "', "coco.json": b'{"annotations": [{"image_id": "'}[name]
+    (tmp_path / name).write_bytes(begin + b"a" * (1 << 25))
+    tracemalloc.start()
+    with pytest.raises(UserError, match=r"no record ends within 16,777,216 bytes|line 1 is longer than 16,777,216"):
+        list(coco_captions(tmp_path / name) if name == "coco.json" else json_records(tmp_path / name))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 80_000_000
 
 
 def test_memory_is_that_of_a_window_and_not_of_the_file(tmp_path):
@@ -70,12 +79,15 @@ def test_memory_is_that_of_a_window_and_not_of_the_file(tmp_path):
         ('[{"id": "ü"}]'.encode("utf-16"), "is not UTF-8 text"),
         (b'{\n "images": []\n}', "line 1 is not valid JSON"),
         (b'{"id": 1}\n\n{"id": 2', "line 3 is not valid JSON"),
-        (b'[{"id": 1}, {"id": 2}', r"after 2 records, at character 21 \(the array does not end\)"),
-        (b'[{"id": 1}, {"id', r"after 1 records, at character 12 .*is the file complete"),
-        (b'[{"id": 1} {"id": 2}]', "after 1 records, at character 11 .*expecting , or ]"),
-        (b'[{"id": 1}]{"id": 2}', "something follows the array's end"),
-        (b"[" * 100_000, "not valid JSON after 0 records"),
+        (b'[{"id": 1}, {"id": 2}', r"not valid JSON after 2 records \(premature EOF\); is the file complete"),
+        (b'[{"id": 1}, {"id', r"not valid JSON after 1 records .*is the file complete"),
+        (b'[{"id": 1} {"id": 2}]', "after 1 records .*I expect ',' or ']'"),
+        (b'[{"id": 1}]{"id": 2}', "trailing garbage"),
+        (b'[{"id": NaN}]', "after 0 records .*invalid char"),
+        (b"[" + b"9" * 30 + b"]", "after 0 records .*integer overflow"),
+        (b"[" * 100_000, "not valid JSON after 0 records .a record has more than 1,000 open brackets"),
         (b"[1, \xff]", "is not UTF-8 text"),
+        (b"[1, " + b" " * 10_000 + b'"\xff"]', "after 1 records .invalid bytes in UTF8"),
     ],
 )
 def test_a_file_that_is_neither_is_refused(tmp_path, content, message):
@@ -88,5 +100,5 @@ def test_a_file_that_is_neither_is_refused(tmp_path, content, message):
 def test_a_missing_file_a_folder_and_a_pipe_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none.json", tmp_path, tmp_path / "pipe"):
-        with pytest.raises(UserError, match="no such file; a LLaVA JSON or JSONL file is needed"):
+        with pytest.raises(UserError, match="no such file; a JSON, JSONL, CSV or TSV file is needed"):
             list(json_records(path))

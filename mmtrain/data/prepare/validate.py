@@ -1,0 +1,193 @@
+"""Choose what goes into which shard before any image is read, and count what becomes of each record.
+
+rows of all sources --Validator: text checked, keys assigned--> candidates --N, or what fits a size--> ShardJob
+ShardJob, FinishedShard --ShardStats--> rejected.jsonl, and dataset.json at the end
+
+The jobs are a function of the sources (and, for shards of a size, of the image files' sizes): so any number of workers,
+and a run that was interrupted, make the same shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tarfile import BLOCKSIZE, RECORDSIZE
+
+from mmtrain.base.durable import write_whole
+from mmtrain.base.errors import UserError
+from mmtrain.base.json_lines import JsonLines
+from mmtrain.data.prepare.rows import Adapted, RowImage
+from mmtrain.data.prepare.shard_resume import SUMMARY
+from mmtrain.data.prepare.sharding import (
+    Candidate,
+    FinishedShard,
+    Rejection,
+    ShardJob,
+    WrittenShard,
+    sample_key,
+    tar_bytes,
+)
+from mmtrain.data.prepare.sources import Source, place
+from mmtrain.data.samples.records import Record, Rejected, record_json
+
+
+@dataclass(eq=False)
+class Validator:
+    """The jobs of all shards, in the files' order; `samples_per_shard` or `shard_bytes` says when one is full."""
+
+    sources: Sequence[Source]
+    images: Path | None  # their folder; None: no record has any
+    samples_per_shard: int | None  # candidates: records with sound text
+    shard_bytes: int | None  # of the tar, by the files' sizes before --max-side; a larger sample is alone in its tar
+    keep_duplicates: bool  # a repeated id gets a key of its own
+    allowed_rejections: int  # for the text; reading ends early, after more
+    keys: dict[str, int] = field(init=False, default_factory=dict)  # of candidates -> the record's number in all files
+    repeats: Counter[str] = field(init=False, default_factory=Counter)  # of a key, so far
+
+    def __iter__(self) -> Iterator[ShardJob]:
+        number = first = record = filled = text_rejections = 0
+        candidates: list[Candidate] = []
+        rejected: list[Rejection] = []
+        for source in self.sources:
+            end = record + source.records
+            for value in source.rows():
+                try:
+                    candidate, images = self._candidate(source.adapter.adapt(value), value, record)
+                except Rejected as error:
+                    rejected.append(Rejection(record, _identifier(value), error.reason, error.detail))
+                    text_rejections += 1
+                else:
+                    size = self._size(candidate, images)
+                    if candidates and filled + size > self._full:
+                        yield ShardJob(number, first, record, tuple(candidates), tuple(rejected))
+                        number, first, filled, candidates, rejected = number + 1, record, 0, [], []
+                    candidates.append(candidate)
+                    filled += size
+                record += 1
+                if text_rejections > self.allowed_rejections:
+                    yield ShardJob(number, first, record, tuple(candidates), tuple(rejected))
+                    return
+            if record != end:
+                raise UserError(f"{source.path}: was changed while it was read; start again")
+        if record > first:
+            yield ShardJob(number, first, record, tuple(candidates), tuple(rejected))
+
+    @property
+    def _full(self) -> int:
+        if self.shard_bytes is None:
+            return self.samples_per_shard
+        return self.shard_bytes // RECORDSIZE * RECORDSIZE - 2 * BLOCKSIZE  # the archive's end
+
+    def _size(self, candidate: Candidate, images: Sequence[RowImage]) -> int:
+        """Return what a candidate adds to its shard, in the limit's unit."""
+        if self.shard_bytes is None:
+            return 1
+        return tar_bytes([len(record_json(candidate.content)), *map(self._image_size, images)])
+
+    def _image_size(self, image: RowImage) -> int:
+        if image.content is not None:
+            return image.content.nbytes
+        if self.images is None or image.name is None:
+            return 0
+        try:
+            return (self.images / image.name).stat().st_size
+        except (OSError, ValueError):  # the job that reads it will say why
+            return 0
+
+    def _candidate(self, adapted: Adapted, value: object, number: int) -> tuple[Candidate, Sequence[RowImage]]:
+        key = self._key(adapted.record, number)
+        self.keys[key] = number
+        record = adapted.named(key)
+        return Candidate(number, _identifier(value), key, record.content, record.images), adapted.images
+
+    def _key(self, record: Record, number: int) -> str:
+        key = sample_key(f"record-{number:08d}" if record.id is None else record.id)
+        if key not in self.keys:
+            return key
+        if not self.keep_duplicates:
+            source, first = place(self.sources, self.keys[key])
+            raise Rejected("duplicate_id", f"record {first} of {source.name} has it too")
+        while True:
+            self.repeats[key] += 1
+            numbered = f"{key}-{self.repeats[key] + 1}"
+            if numbered not in self.keys:  # else it is an id of its own
+                return numbered
+
+
+def _identifier(value: object) -> str | int | None:
+    """Return a record's id as rejected.jsonl shows it."""
+    identifier = value.get("id") if isinstance(value, dict) else None
+    return identifier if isinstance(identifier, str | int) else None
+
+
+class ShardStats:
+    """Counts what became of the records, in their order, and writes a line to rejected.jsonl for each rejected one."""
+
+    def __init__(self, validator: Validator, rejected: JsonLines, total: int) -> None:
+        self.validator = validator
+        self.rejected = rejected
+        self.total = total
+        self.reasons: Counter[str] = Counter()
+        self.shards: list[WrittenShard] = []
+
+    @property
+    def samples(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+    @property
+    def images(self) -> int:
+        return sum(shard.images for shard in self.shards)
+
+    def add(self, job: ShardJob, finished: FinishedShard) -> None:
+        """Take a job's result; raises UserError once more records are bad than are allowed."""
+        for rejection in sorted(job.rejected + finished.rejected, key=lambda rejection: rejection.record):
+            self._reject(rejection)
+        self.shards.append(finished.shard)
+
+    def _reject(self, rejection: Rejection) -> None:
+        source, number = place(self.validator.sources, rejection.record)
+        self.rejected.write(
+            file=source.name, record=number, id=rejection.id, reason=rejection.reason, detail=rejection.detail
+        )
+        self.reasons[rejection.reason] += 1
+        allowed = self.validator.allowed_rejections
+        if self.reasons.total() > allowed:
+            hint = ""
+            if self.reasons.most_common(1)[0][0] == "duplicate_id":
+                hint = "; if equal ids stand over different conversations, --duplicate-ids keep"
+            raise UserError(
+                f"too many bad records: {self.reasons.total():,} of the first {rejection.record + 1:,} "
+                f"({by_reason(self.reasons)}), where {allowed:,} of {self.total:,} are allowed; the last is "
+                f"{rejection.reason}: {rejection.detail}. Mend them, or raise --max-reject-rate{hint}"
+            )
+
+    def write_summary(self, out: Path, run: dict) -> None:
+        """Write dataset.json into the folder of finished shards; `run` says what made them. Raises OSError."""
+        tokens = [shard.text_tokens for shard in self.shards]
+        digests = "".join(shard.sha256 for shard in self.shards)
+        content = {
+            "format_version": 2,
+            "records": self.total,
+            "samples": self.samples,
+            "images": self.images,
+            "image_pixels": sum(shard.image_pixels for shard in self.shards),
+            "text_tokens": None if None in tokens else sum(tokens),
+            "bytes": sum(shard.bytes for shard in self.shards),
+            "rejected": dict(sorted(self.reasons.items())),
+            **run,
+            "sha256": hashlib.sha256(digests.encode()).hexdigest(),
+            "shards": [asdict(shard) for shard in self.shards],
+        }
+        try:
+            write_whole(out / SUMMARY, json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(out / SUMMARY)) from error
+
+
+def by_reason(reasons: Counter[str]) -> str:
+    """Return how often each reason was given, the commonest first."""
+    return ", ".join(f"{count:,} {code}" for code, count in reasons.most_common())
