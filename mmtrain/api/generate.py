@@ -22,7 +22,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, shortened
 from mmtrain.checkpoint.step_folder import StepFolder, find, names_checkpoint
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.data.samples.records import IMAGE_MARK, Rejected
+from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.pretrained.families import check_family
 from mmtrain.pretrained.model_files import find_model_folder, foreign_files, is_whole, read_json, tensor_shapes
 from mmtrain.stock.exporters import STOCK_CLASSES, stock_class
@@ -330,5 +330,5 @@ def read_image(file: Path) -> Image.Image:
         return decode_image(file.expanduser().read_bytes())
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
-    except Rejected as error:
+    except BadSample as error:
         raise UserError(f"{file}: {error.detail}") from None

@@ -41,7 +41,7 @@ from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION
 from mmtrain.data.shards.index_file import MissingIndex, index_path
 from mmtrain.data.shards.indexing import ensure_indexes
 from mmtrain.data.shards.shard_list import find_shards
-from mmtrain.data.shards.verify import Damage, verify_shard
+from mmtrain.data.shards.verify import DamagedMember, verify_shard
 from mmtrain.data.stream.order import Capacity
 from mmtrain.demo.data import make_demo_shards
 from mmtrain.pretrained.layouts import TEXT_ALONE, ImageLayout
@@ -218,7 +218,7 @@ def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
             f"(the first is {without[0]}). Indexing takes a shard as it is now: mmtrain index "
             f"{without[0].parent} --tokenizer PATH --template NAME"
         )
-    damages: list[Damage] = []
+    damages: list[DamagedMember] = []
     samples = compared = done = 0
     started = time.monotonic()
 

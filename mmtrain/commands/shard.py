@@ -64,7 +64,7 @@ from mmtrain.data.prepare.shard_resume import (
     refuse_another_run,
     refuse_used_folder,
 )
-from mmtrain.data.prepare.sharding import shard_pool
+from mmtrain.data.prepare.sharding import ShardMaker, shard_pool
 from mmtrain.data.prepare.sources import Source, llava_source, open_sources, stored_images
 from mmtrain.data.prepare.validate import ShardStats, Validator, by_reason
 from mmtrain.data.samples.formats import SampleFormat
@@ -194,8 +194,9 @@ def _write_all(stats: ShardStats, options: argparse.Namespace, unfinished: Unfin
         count = TextCounter(options.tokenizer, options.template)
     limits = ImageLimits(options.max_pixels, options.max_side)
     stored = functools.partial(stored_images, stats.validator.sources)
+    maker = ShardMaker(stats.validator.images, stored, options.out, limits, count, finished_before)
     with (
-        shard_pool(stats.validator.images, stored, options.out, limits, count, options.workers, finished_before) as run,
+        shard_pool(maker, options.workers) as run,
         ProgressBar("records", stats.total, sys.stdout) as progress,
     ):
         for job, finished in run(iter(stats.validator), tick):

@@ -17,7 +17,7 @@ import numpy as np
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.samples.sample import IGNORE, Document, Fault
+from mmtrain.data.samples.sample import IGNORE, Document, QuarantinedSample
 from mmtrain.data.stream.catalog import Catalog, Reader, data_sets, evaluated_set, load_catalog
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import Capacity, pack_best_fit
@@ -60,7 +60,7 @@ class HeldOut:
         config = packed.config
         self.packed = packed
         self.capacity = packed.processor.capacity
-        self.faults: list[Fault] = []
+        self.faults: list[QuarantinedSample] = []
         with _naming_the_source(config):
             catalog, numbers = evaluated_samples(config, packed.catalog)
             numbers = numbers[: config.eval.max_samples]
@@ -99,13 +99,13 @@ class HeldOut:
         source = self.packed.processor
         found = catalog.faults.get(number) or source.read(reader, number)
         if self.packed.config.eval.fraction is None:
-            if isinstance(found, Fault):
+            if isinstance(found, QuarantinedSample):
                 raise UserError(f"{found.where}; mend it, or take its shard out of the list")
             return found
         if isinstance(found, Document) and self._fits(found):  # damage has to be expected of what is trained on
             for _, fault in source.batch([Pack((found,))]).faults:
                 found = fault
-        if isinstance(found, Fault):
+        if isinstance(found, QuarantinedSample):
             self.faults.append(found)
             return None
         return found

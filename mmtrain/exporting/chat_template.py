@@ -30,7 +30,7 @@ from transformers import AutoProcessor
 
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.chat import PROBE, ROLES, Turns
-from mmtrain.data.samples.records import IMAGE_MARK, Rejected
+from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate, Template, load_tokenizer, make_template
 from mmtrain.pretrained.layouts import ImageLayout
@@ -164,7 +164,7 @@ def documents_of(
     taken = []
     for turns in conversations:
         images = sum(text.count(IMAGE_MARK) for _, text in turns)
-        with contextlib.suppress(Rejected):
+        with contextlib.suppress(BadSample):
             sample = Sample("probe", "probe", turns, (b"",) * images, sizes=tuple(sizes[:images]))
             taken.append((turns, template(sample)))
     return taken

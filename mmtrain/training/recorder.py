@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mmtrain.base.collectives import on_rank_0
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.stream.account import ReadAccount
+from mmtrain.data.stream.account import SampleLog
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import PackedBatch
 from mmtrain.engine.engine import FrozenPipelineEngine
@@ -51,7 +51,7 @@ class Recorder:
         self.records = Records(rank.folder if rank.rank == 0 else None, config, self.trackers.take, console.line)
         about = {"versions": versions, "device": device.name, "ranks": rank.world_size}
         self.records.write("begin", step=first_step, backend=backend_name(engine.device), **about)
-        self.account: ReadAccount | None = None
+        self.account: SampleLog | None = None
         self.batches: Generator[PackedBatch] | None = None
         self._utilization = Utilization(config, peak_flops(config, device) if rank.rank == 0 else None)
         self._tracer = Tracer(rank.folder / TRACE, engine.plan, trace_steps) if trace_steps else None
@@ -72,7 +72,7 @@ class Recorder:
     ) -> None:
         """Open the account of the samples, on the ranks that read data; `counts` are those of a resumed run."""
         left_out = [] if held_out is None else held_out.faults
-        self.account = ReadAccount(config, packed, readers, self._rank.folder, left_out, counts)
+        self.account = SampleLog(config, packed, readers, self._rank.folder, left_out, counts)
         self.batches = self.account.watch(iter(packed))
 
     def step(self, result: StepResult, seconds: float) -> None:

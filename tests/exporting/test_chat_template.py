@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import PlainTemplate, make_template
 from mmtrain.exporting.chat_template import mark_answers
@@ -77,7 +77,7 @@ def trained_on(config: RunConfig, turns, image: int, tokens_per_image: int) -> t
     images = (b"",) * sum(text.count("<image>") for _, text in turns)
     try:
         document = template(Sample("k", "s.tar", tuple(turns), images))
-    except Rejected:
+    except BadSample:
         return None
     learnt = [False, *(label != IGNORE for label in document.labels[:-1])]
     return [image if token == IMAGE_POSITION else token for token in document.input_ids], learnt

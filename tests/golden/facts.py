@@ -30,7 +30,7 @@ from whole_models import save_whole
 import mmtrain
 from mmtrain.__main__ import main
 from mmtrain.commands.tiny import make_tiny_llm, make_tokenizer
-from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, Sample
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.packs import Processor
@@ -179,7 +179,7 @@ def tokens(folder: Path, case: str) -> dict[str, str]:
     for sample in conversations():
         try:
             document = template(sample)
-        except Rejected as error:
+        except BadSample as error:
             facts[sample.key] = f"rejected: {error.reason}"
             continue
         supervised = sum(label != IGNORE for label in document.labels)

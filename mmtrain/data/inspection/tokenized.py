@@ -17,8 +17,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
 from mmtrain.data.inspection.reading import Reading
-from mmtrain.data.samples.records import Rejected
-from mmtrain.data.samples.sample import IMAGE_POSITION, Document, Fault, Sample
+from mmtrain.data.samples.records import BadSample
+from mmtrain.data.samples.sample import IMAGE_POSITION, Document, QuarantinedSample, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import Member, read_index
 from mmtrain.data.stream.catalog import Catalog, DataSet, Reader
@@ -50,7 +50,7 @@ class TokenizedSample:
     image_sizes: tuple[tuple[int, int], ...]  # (width, height) in pixels
     turns: tuple[tuple[str, str], ...]
     rows: tuple[Row, ...]
-    fault: Fault | None
+    fault: QuarantinedSample | None
 
 
 def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[TokenizedSample]:
@@ -80,14 +80,14 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
         fault = catalog.faults.get(number)
         # Training reads no sample with a fault; here one is read for its turns, unless it might not fit into memory.
         sample = fault if fault is not None and fault.reason == "too_many_bytes" else reader.read(number)
-        if fault is None and isinstance(sample, Fault):
+        if fault is None and isinstance(sample, QuarantinedSample):
             fault = sample
         rows: tuple[Row, ...] = ()
         if fault is None:
             try:
                 rows = _rows(write(sample), sizes, reading.layout, tokenizer)
-            except Rejected as error:
-                fault = Fault(key, str(tar), members[0].offset, error.reason, error.detail)
+            except BadSample as error:
+                fault = QuarantinedSample(key, str(tar), members[0].offset, error.reason, error.detail)
         turns = sample.turns if isinstance(sample, Sample) else ()
         found.append(TokenizedSample(key, str(tar), members, sizes, turns, rows, fault))
     return found

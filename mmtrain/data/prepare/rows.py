@@ -14,7 +14,7 @@ from typing import Any
 
 from mmtrain.data.samples import formats
 from mmtrain.data.samples.formats import SampleFormat, caption_turns, llava_turns, sharegpt_turns
-from mmtrain.data.samples.records import IMAGE_SUFFIXES, Record, Rejected, parse_record
+from mmtrain.data.samples.records import IMAGE_SUFFIXES, BadSample, Record, parse_record
 
 IMAGE_COLUMNS = (*formats.IMAGE_KEYS, "filepath", "file_path", "file_name", "filename")
 CAPTION_COLUMNS = (*formats.CAPTION_KEYS, "title")
@@ -91,11 +91,11 @@ class Adapter:
         return replace(self, image_key=image, form=replace(self.form, caption_key=caption))
 
     def adapt(self, row: object) -> Adapted:
-        """Turn a row into a record; raises Rejected."""
+        """Turn a row into a record; raises BadSample."""
         try:
             return self._adapt(row)
         except RecursionError:  # arrays in arrays: ijson reads any depth
-            raise Rejected("not_json", "its values are nested too deeply") from None
+            raise BadSample("not_json", "its values are nested too deeply") from None
 
     def _adapt(self, row: object) -> Adapted:
         if self.form.name != "caption":
@@ -105,11 +105,11 @@ class Adapter:
             record = parse_record(row)
             return Adapted(record, tuple(map(RowImage, record.images)))
         if not isinstance(row, dict):
-            raise Rejected("not_an_object", f"a row of other columns than its table, or no object: {_short(row)}")
+            raise BadSample("not_an_object", f"a row of other columns than its table, or no object: {_short(row)}")
         images = self.images(row)
         identifier = row.get("id")
         if not (identifier is None or isinstance(identifier, str | int)):
-            raise Rejected("bad_id", f"id is {_short(identifier)}")
+            raise BadSample("bad_id", f"id is {_short(identifier)}")
         turns = self._turns(row, len(images))
         content: dict[str, Any] = {} if identifier is None else {"id": identifier}
         if images:
@@ -122,22 +122,22 @@ class Adapter:
             key = _first(row, self.caption_keys)
             if key is None:
                 seen = f"nothing under {' or '.join(self.caption_keys)}; its keys are {_keys(row)}"
-                raise Rejected("no_caption", seen)
+                raise BadSample("no_caption", seen)
             if not images:
                 seen = f"nothing under {' or '.join(self.image_keys)}; its keys are {_keys(row)}"
-                raise Rejected("image_count", f"a caption without an image: {seen}")
+                raise BadSample("image_count", f"a caption without an image: {seen}")
             if isinstance(row[key], memoryview):
-                raise Rejected("non_text_value", f"the caption, under {key}, is bytes, no text")
+                raise BadSample("non_text_value", f"the caption, under {key}, is bytes, no text")
             return caption_turns(row[key], images, self.form.caption_prompt)
         if _first(row, formats.CONVERSATION_KEYS) is None:
             seen = f"nothing under {' or '.join(formats.CONVERSATION_KEYS)}; its keys are {_keys(row)}"
-            raise Rejected("no_conversation", seen)
+            raise BadSample("no_conversation", seen)
         conversation = {key: _unpacked(row[key]) for key in row if key in _CONVERSATION}
         read = sharegpt_turns if self.form.name == "sharegpt" else llava_turns
         return read(conversation, images)
 
     def images(self, row: dict[str, Any]) -> tuple[RowImage, ...]:
-        """Return the images of a row, in order; raises Rejected."""
+        """Return the images of a row, in order; raises BadSample."""
         key = _first(row, self.image_keys)
         if key is None:
             return tuple(map(_image, _images_in_parts(row))) if self.form.name == "sharegpt" else ()
@@ -146,14 +146,14 @@ class Adapter:
 
 
 def _refuse_unread_images(row: object) -> None:
-    """Raise Rejected for a record that names images, but none under `image`: LLaVA's form would drop them."""
+    """Raise BadSample for a record that names images, but none under `image`: LLaVA's form would drop them."""
     if not isinstance(row, dict) or row.get("image") or not row.get("conversations"):
         return
     for key in IMAGE_COLUMNS:
         # Text alone may name the file that it comes from.
         if row.get(key) and ("image" in key or str(row[key]).lower().endswith(IMAGE_SUFFIXES)):
             seen = f"it names images under {key} and none under image, where LLaVA's are"
-            raise Rejected("image_count", f"{seen}; --from with --format sharegpt reads them")
+            raise BadSample("image_count", f"{seen}; --from with --format sharegpt reads them")
 
 
 def _images_in_parts(row: dict[str, Any]) -> Iterator[object]:
@@ -173,12 +173,12 @@ def _one_or_all(names: list[str]) -> str | list[str]:
 
 
 def _image(value: object) -> RowImage:
-    """Read an image: a name, bytes, or both, as datasets' Image has them; raises Rejected."""
+    """Read an image: a name, bytes, or both, as datasets' Image has them; raises BadSample."""
     fields = value if isinstance(value, dict) else {"path": value} if isinstance(value, str) else {"bytes": value}
     name, content = fields.get("path") or None, fields.get("bytes") or None
     is_sound = isinstance(name, str | None) and isinstance(content, memoryview | None)
     if not is_sound or (name is None and content is None) or len(name or "") > _LONGEST_NAME:
-        raise Rejected("bad_image_field", f"an image is {_short(value)}")
+        raise BadSample("bad_image_field", f"an image is {_short(value)}")
     return RowImage(name and name.removeprefix("file://"), content)
 
 

@@ -1,8 +1,8 @@
-"""What an unfinished run has done, so that another one goes on where it was stopped, by whatever.
+"""The state of an unfinished run, by which --resume continues it.
 
-unfinished.jsonl in the output folder: the run's description, then a line for each shard that is written, in order.
+unfinished.jsonl in the output folder: the run's description, then a line for each finished shard, in order.
 
-The folder is held while a run goes on: two would write over each other.
+A run locks the folder: two would write over each other.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from mmtrain.base.durable import UNFINISHED, held
 from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
-from mmtrain.data.prepare.sharding import FinishedShard, Rejection, WrittenShard
-from mmtrain.data.shards.index import indexed_texts
+from mmtrain.data.prepare.sharding import BadRecord, FinishedShard, WrittenShard
+from mmtrain.data.shards.index_file import index_path
 
 STATE = "unfinished.jsonl"
 SUMMARY = "dataset.json"
@@ -26,7 +26,7 @@ _OURS = re.compile(r"shard-\d{6,}\.tar(\.index)?|\.?(shard-\d{6,}\.tar(\.index)?
 
 
 def refuse_used_folder(out: Path, resume: bool) -> None:
-    """Raise UserError for an output folder that holds shards, unless they are an unfinished run's that is to go on."""
+    """Raise UserError for an output folder that holds shards, unless `resume` continues their run."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file; name a folder")
     used = sorted(path.name for name in ("*.tar", f"*.tar*{UNFINISHED}", SUMMARY) for path in out.glob(name))
@@ -40,19 +40,19 @@ def refuse_used_folder(out: Path, resume: bool) -> None:
 
 
 def read_summary(path: Path) -> dict:
-    """What a finished run says of itself; raises UserError for a file that this tool did not write."""
+    """Return the dataset.json of a finished run; raises UserError for a file that this tool did not write."""
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(known["inputs"], list) and isinstance(known["shards"], list) and "samples" in known:
-            return known
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(summary["inputs"], list) and isinstance(summary["shards"], list) and "samples" in summary:
+            return summary
     except (ValueError, KeyError, TypeError):
         pass
     raise UserError(f"{path}: is not of this tool, or damaged; choose a new folder, or delete this one")
 
 
-def refuse_another_run(out: Path, run: dict, known: dict, of: Path) -> None:
-    """Raise UserError unless `known`, which the file `of` says of an earlier run, is `run`."""
-    was, now = _settings(known), _settings(run)
+def refuse_another_run(out: Path, run: dict, earlier: dict, file: Path) -> None:
+    """Raise UserError unless `file` describes an `earlier` run with the options and inputs of `run`."""
+    was, now = _settings(earlier), _settings(run)
     differ = [
         f"{name} was {json.dumps(was.get(name))} and is {json.dumps(now.get(name))}"
         for name in {**now, **was}
@@ -60,7 +60,7 @@ def refuse_another_run(out: Path, run: dict, known: dict, of: Path) -> None:
     ]
     if differ:
         raise UserError(
-            f"--resume: {of} is of another run: {'; '.join(differ)}. Its shards and new ones would not make one data "
+            f"--resume: {file} is of another run: {'; '.join(differ)}. Its shards and new ones would not make one data "
             f"set: use the same options and files, or delete {out} and start again"
         )
 
@@ -70,13 +70,13 @@ def _settings(run: dict) -> dict:
 
 
 class UnfinishedRun:
-    """The state of the run that goes on in a folder."""
+    """The state of a folder's run, while it holds the folder's lock."""
 
     def __init__(self, out: Path, run: dict, resume: bool) -> None:
-        """Take the folder, and what an earlier run with the same description has left there.
+        """Lock the folder and take over the finished shards of an earlier run with an equal description.
 
-        `run` is {"options": {...}, "inputs": [...]}. Raises UserError if another run is at it, and if an earlier one
-        had another description.
+        `run` is {"options": {...}, "inputs": [...]}. Raises UserError if another run holds the folder, or if the
+        earlier one had another description.
         """
         self.out = out
         self.path = out / STATE
@@ -100,7 +100,7 @@ class UnfinishedRun:
             self._open = opened.pop_all()
 
     def _read(self, run: dict) -> bool:
-        """Take over what is finished; whether there is a description."""
+        """Take over the finished shards; return whether there is a description."""
         if not self.path.exists():
             return False
         lines, whole = [], 0
@@ -114,36 +114,30 @@ class UnfinishedRun:
         if not lines:
             return False
         refuse_another_run(self.out, run, lines[0], self.path)
-        fingerprint = run["options"]["text_fingerprint"]
         for line in lines[1:]:
             shard = FinishedShard(
                 line["first"],
                 line["end"],
                 WrittenShard(**line["written"]),
-                tuple(Rejection(*entry) for entry in line["rejected"]),
+                tuple(BadRecord(*entry) for entry in line["rejected"]),
             )
-            if self._is_whole(shard.shard, fingerprint):
+            if self._is_whole(shard.shard):
                 self.finished[line["shard"]] = shard
         return True
 
-    def _is_whole(self, shard: WrittenShard, fingerprint: str | None) -> bool:
+    def _is_whole(self, shard: WrittenShard) -> bool:
+        """Tell whether a shard's tar and index are there; the index is written after the tar, before the state."""
         tar = self.out / shard.file
-        if not tar.is_file() or tar.stat().st_size != shard.bytes:
-            return False
-        try:
-            texts = indexed_texts(tar)
-        except UserError:
-            return False
-        return fingerprint is None or fingerprint in texts
+        return tar.is_file() and tar.stat().st_size == shard.bytes and index_path(tar).is_file()
 
     def _remove_all_but_finished(self) -> None:
-        kept = {known.shard.file for known in self.finished.values()}
+        kept = {finished.shard.file for finished in self.finished.values()}
         for path in self.out.iterdir():
             if _OURS.fullmatch(path.name) and path.name.removesuffix(".index") not in kept:
                 path.unlink()
 
     def add(self, number: int, shard: FinishedShard) -> None:
-        """Note a shard that is written."""
+        """Record a finished shard."""
         if number not in self.finished:
             self.lines.write(
                 shard=number,
@@ -154,15 +148,15 @@ class UnfinishedRun:
             )
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Remove the state of a run that is complete."""
         self.path.unlink()
 
     def discard(self) -> None:
-        """Remove all shards: none of them is worth going on with."""
+        """Remove all shards and the state."""
         self.finished.clear()
         self._remove_all_but_finished()
         self.end()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         self._open.close()

@@ -1,19 +1,18 @@
 """Writing shards: webdataset tars of LLaVA-form samples with their index, byte for byte a function of the samples.
 
-ShardJob: records with sound text, names of their images --read and decode images--> (key, record, [(suffix, bytes)])
+ShardJob: records with sound text, names of their images --ShardMaker--> (key, record, [(suffix, bytes), ...])
 (key, record, [(suffix, bytes), ...]) --> KEY.json, then KEY.jpg, or KEY.0.jpg, KEY.1.jpg with several images
                                       --> the tar's index: offsets, sizes, checksums of the bytes as they are written
 
 Each shard is a job of its own, so that its bytes depend on neither the workers nor their number.
 
-A tar gets its name when it is complete and on the disk, so whatever stops the writer leaves no half shard that a glob
-of *.tar would find. Its index follows.
+A tar gets its name when it is complete and on the disk: a stopped writer leaves no half shard that *.tar would find.
+Its index follows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import re
@@ -29,8 +28,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.data.samples.formats import LLAVA
 from mmtrain.data.samples.records import (
     IMAGE_SUFFIXES,
+    BadSample,
     ImageLimits,
-    Rejected,
     checked_image,
     image_size,
     parse_turns,
@@ -78,7 +77,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Rejection:
+class BadRecord:
     """A record that becomes no sample."""
 
     record: int  # its number over all input files, from 0
@@ -95,7 +94,7 @@ class ShardJob:
     first: int  # record
     end: int  # the record behind the last
     candidates: tuple[Candidate, ...]
-    rejected: tuple[Rejection, ...]  # for their text
+    rejected: tuple[BadRecord, ...]  # for their text
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class FinishedShard:
     first: int  # record
     end: int  # the record behind the last
     shard: WrittenShard
-    rejected: tuple[Rejection, ...]
+    rejected: tuple[BadRecord, ...]
 
 
 StoredImages = Callable[[Sequence[Candidate]], Iterable[Sequence[memoryview | None]]]
@@ -113,10 +112,10 @@ KeyedSample = tuple[str, dict, Sequence[tuple[str, bytes]]]  # key, KEY.json's c
 
 
 def sample_key(identifier: str) -> str:
-    """The tar key of a record's id: the id itself where it is safe, else what is readable of it and a hash.
+    """Return the tar key of a record's id: the id itself where it is safe, else its readable part and a hash.
 
-    Safe are letters, digits, - and _, at most 80, the first a letter or digit. A function of the id alone (the hash is
-    12 digits of its SHA-256), so that keys do not depend on what else is in a data set; other ids get other keys.
+    Safe are letters, digits, - and _, at most 80, the first a letter or digit. The hash is 12 digits of the id's
+    SHA-256, so that a key depends on the id alone and different ids get different keys.
     """
     if _SAFE_KEY.fullmatch(identifier) and len(identifier) <= _LONGEST:
         return identifier
@@ -125,75 +124,66 @@ def sample_key(identifier: str) -> str:
 
 
 def tar_bytes(members: Iterable[int]) -> int:
-    """What files of these sizes take in a tar, each with its header; the archive's end is not counted."""
+    """Return the bytes that files of these sizes take in a tar, with their headers, without the archive's end."""
     return sum(tarfile.BLOCKSIZE + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE for size in members)
 
 
 def shard_name(number: int) -> str:
-    """File name of a data set's shard `number`, from 0."""
+    """Return the file name of a data set's shard `number`, from 0."""
     return f"shard-{number:06d}.tar"
 
 
-@contextlib.contextmanager
-def shard_pool(
-    images: Path | None,
-    stored: StoredImages,
-    out: Path,
-    limits: ImageLimits,
-    count: TextCounter | None,
-    workers: int,
-    finished: Mapping[int, FinishedShard],
-) -> Iterator[RunTasks[ShardJob, FinishedShard]]:
-    """Gives `run(jobs, tick)`, as `worker_pool` does: shards in the folder `out`; `tick` counts candidates.
+@dataclass(frozen=True)
+class ShardMaker:
+    """Makes the shards of a folder, each from its job."""
 
-    `images`: the folder that image names start from, absolute and without links, None where no record names any;
-    `stored`: the bytes of candidates' images that are none of its files;
-    `count`: None leaves text lengths to the first run. Jobs of `finished` (by number) ran before, are not done again;
-    raises UserError where one was of other records.
-    """
-    try:
-        with worker_pool(functools.partial(_make_shard, images, stored, out, limits, count, finished), workers) as run:
-            yield run
-    finally:
-        for file in out.glob(leftovers("shard-*")):  # of workers that were killed
-            file.unlink()
+    images: Path | None  # the folder that image names start from, absolute and without links; None: no record has any
+    stored: StoredImages  # the bytes of candidates' images that are not files of that folder
+    out: Path
+    limits: ImageLimits
+    count: TextCounter | None  # None leaves text lengths to the first run
+    finished: Mapping[int, FinishedShard]  # by job number: made by an earlier run
 
+    def __call__(self, job: ShardJob, advance: Advance) -> FinishedShard:
+        """Write a shard, unless it is finished; raises UserError where that one was made of other records."""
+        if (shard := self.finished.get(job.number)) is not None:
+            if (shard.first, shard.end) != (job.first, job.end):
+                raise UserError(
+                    f"{shard.shard.file} holds records {shard.first:,} to {shard.end - 1:,}, and would now hold "
+                    f"{job.first:,} to {job.end - 1:,}: images have changed in size since it was written. Delete "
+                    f"{self.out} and start again"
+                )
+            return shard
+        rejected: list[BadRecord] = []
+        samples = self._samples(job, rejected, advance)
+        written = write_shard(self.out / shard_name(job.number), samples, self.count)
+        return FinishedShard(job.first, job.end, written, tuple(rejected))
 
-def _make_shard(
-    images: Path | None,
-    stored: StoredImages,
-    out: Path,
-    limits: ImageLimits,
-    count: TextCounter | None,
-    finished: Mapping[int, FinishedShard],
-    job: ShardJob,
-    advance: Advance,
-) -> FinishedShard:
-    if (known := finished.get(job.number)) is not None:
-        if (known.first, known.end) != (job.first, job.end):
-            raise UserError(
-                f"{known.shard.file} holds records {known.first:,} to {known.end - 1:,}, and would now hold "
-                f"{job.first:,} to {job.end - 1:,}: images have changed in size since it was written. Delete {out} and "
-                "start again"
-            )
-        return known
-    rejected: list[Rejection] = []
-
-    def samples() -> Iterator[KeyedSample]:
-        for candidate, contents in zip(job.candidates, stored(job.candidates), strict=True):
+    def _samples(self, job: ShardJob, rejected: list[BadRecord], advance: Advance) -> Iterator[KeyedSample]:
+        for candidate, contents in zip(job.candidates, self.stored(job.candidates), strict=True):
             try:
                 files = [
-                    read_image(images, name, limits) if content is None else checked_image(name, content, limits)
+                    read_image(self.images, name, self.limits)
+                    if content is None
+                    else checked_image(name, content, self.limits)
                     for name, content in zip(candidate.images, contents, strict=True)
                 ]
-            except Rejected as error:
-                rejected.append(Rejection(candidate.record, candidate.id, error.reason, error.detail))
+            except BadSample as error:
+                rejected.append(BadRecord(candidate.record, candidate.id, error.reason, error.detail))
             else:
                 yield candidate.key, candidate.content, files
             advance(1)
 
-    shard = write_shard(out / shard_name(job.number), samples(), count)
-    return FinishedShard(job.first, job.end, shard, tuple(rejected))
+
+@contextlib.contextmanager
+def shard_pool(make: ShardMaker, workers: int) -> Iterator[RunTasks[ShardJob, FinishedShard]]:
+    """Give `run(jobs, tick)`, as `worker_pool` does; `tick` counts candidates."""
+    try:
+        with worker_pool(make, workers) as run:
+            yield run
+    finally:
+        for file in make.out.glob(leftovers("shard-*")):  # of workers that were killed
+            file.unlink()
 
 
 def write_shards(samples: Iterable[KeyedSample], folder: Path, samples_per_shard: int) -> list[WrittenShard]:
@@ -212,9 +202,9 @@ def write_shards(samples: Iterable[KeyedSample], folder: Path, samples_per_shard
 def write_shard(path: Path, samples: Iterable[KeyedSample], count: TextCounter | None = None) -> WrittenShard:
     """Write one tar (POSIX.1-2008 ustar; times, owners and modes fixed), which appears under `path` when complete.
 
-    Its index is written after it, with text lengths where there is a `count`. The records are sound: such that
-    `records.parse_record` takes them. Raises UserError if `path` exists, and if the disk does not take it; an exception
-    from `samples` passes through. In each case what was written of it is removed.
+    Its index is written after it, with text lengths where there is a `count`. `records.parse_record` has accepted the
+    records. Raises UserError if `path` exists or the disk is full; an exception from `samples` passes through. In each
+    case the unfinished tar is removed.
     """
     failures: list[OSError] = []  # of the samples: the disk is not to blame
     _refuse_existing(path)
@@ -278,7 +268,7 @@ class _Shard:
             members.append(self._member(key, suffix, content))
             try:
                 sizes.append(image_size(content))
-            except Rejected as error:
+            except BadSample as error:
                 sizes.append(UNKNOWN_SIZE)
                 self.faults.setdefault(place, (error.reason, f"{suffix}: {error.detail}"))
         index.add(key, members, sizes)

@@ -20,7 +20,7 @@ from mmtrain.data.prepare import arrow_files, text_files
 from mmtrain.data.prepare.rows import Adapted, Adapter
 from mmtrain.data.prepare.sharding import Candidate
 from mmtrain.data.samples.formats import LLAVA, SEEN, SampleFormat, best, candidates
-from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.records import BadSample
 from mmtrain.data.shards.detection import AUTO
 
 _JSON = (".json", ".jsonl", ".ndjson")
@@ -168,7 +168,7 @@ def _tried(adapter: Adapter, rows: Sequence[object]) -> tuple[list[Adapted], lis
     for row in rows:
         try:
             adapted.append(adapter.adapt(row))
-        except Rejected as error:
+        except BadSample as error:
             faults.setdefault(error.reason, []).append(str(error))
     return adapted, list(faults.values())
 

@@ -23,16 +23,16 @@ from mmtrain.base.json_lines import JsonLines
 from mmtrain.data.prepare.rows import Adapted, RowImage
 from mmtrain.data.prepare.shard_resume import SUMMARY
 from mmtrain.data.prepare.sharding import (
+    BadRecord,
     Candidate,
     FinishedShard,
-    Rejection,
     ShardJob,
     WrittenShard,
     sample_key,
     tar_bytes,
 )
 from mmtrain.data.prepare.sources import Source, place
-from mmtrain.data.samples.records import Record, Rejected, record_json
+from mmtrain.data.samples.records import BadSample, Record, record_json
 
 
 @dataclass(eq=False)
@@ -51,14 +51,14 @@ class Validator:
     def __iter__(self) -> Iterator[ShardJob]:
         number = first = record = filled = text_rejections = 0
         candidates: list[Candidate] = []
-        rejected: list[Rejection] = []
+        rejected: list[BadRecord] = []
         for source in self.sources:
             end = record + source.records
             for value in source.rows():
                 try:
                     candidate, images = self._candidate(source.adapter.adapt(value), value, record)
-                except Rejected as error:
-                    rejected.append(Rejection(record, _identifier(value), error.reason, error.detail))
+                except BadSample as error:
+                    rejected.append(BadRecord(record, _identifier(value), error.reason, error.detail))
                     text_rejections += 1
                 else:
                     size = self._size(candidate, images)
@@ -110,7 +110,7 @@ class Validator:
             return key
         if not self.keep_duplicates:
             source, first = place(self.sources, self.keys[key])
-            raise Rejected("duplicate_id", f"record {first} of {source.name} has it too")
+            raise BadSample("duplicate_id", f"record {first} of {source.name} has it too")
         while True:
             self.repeats[key] += 1
             numbered = f"{key}-{self.repeats[key] + 1}"
@@ -148,7 +148,7 @@ class ShardStats:
             self._reject(rejection)
         self.shards.append(finished.shard)
 
-    def _reject(self, rejection: Rejection) -> None:
+    def _reject(self, rejection: BadRecord) -> None:
         source, number = place(self.validator.sources, rejection.record)
         self.rejected.write(
             file=source.name, record=number, id=rejection.id, reason=rejection.reason, detail=rejection.detail
@@ -170,7 +170,7 @@ class ShardStats:
         tokens = [shard.text_tokens for shard in self.shards]
         digests = "".join(shard.sha256 for shard in self.shards)
         content = {
-            "format_version": 2,
+            "format_version": 1,
             "records": self.total,
             "samples": self.samples,
             "images": self.images,

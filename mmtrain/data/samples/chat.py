@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mmtrain.config.templates import NAMES, jinja_of, template_name
 from mmtrain.data.samples.bounded_jinja import BoundedTemplate
-from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.records import BadSample
 from mmtrain.pretrained.tokenizer_files import missing_chat_template
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}  # LLaVA's speakers, as chat templates call them
@@ -50,7 +50,7 @@ class ChatText:
         """Try the template on one question and answer, which shows how answers end.
 
         `end_marks`: texts of the special tokens that may end an answer; `template`: what `data.template` holds. Raises
-        UserError for a tokenizer without the chat template that it is to have, Rejected for a template from which the
+        UserError for a tokenizer without the chat template that it is to have, BadSample for a template from which the
         model could not learn to answer.
         """
         own = template == "chat"
@@ -62,7 +62,7 @@ class ChatText:
         try:
             self.template = BoundedTemplate(self.jinja)
         except jinja2.TemplateError as error:
-            raise Rejected("template", f"{self.name} fails: {error}") from error
+            raise BadSample("template", f"{self.name} fails: {error}") from error
         whole = self._render(PROBE)
         answer = PROBE[1][1]
         if answer not in whole:
@@ -83,7 +83,7 @@ class ChatText:
             )
 
     def write(self, turns: Turns) -> tuple[str, list[Span]]:
-        """The conversation's text and each answer's span in it; raises Rejected where the template does not hold it."""
+        """Return the text and the span of each answer; raises BadSample where the template does not hold a turn."""
         if turns[0][0] == "system" and self._other_role is not None:
             raise self.unfit(
                 f"writes a system turn as one of the {self._other_role}'s", "tells system, user and assistant apart"
@@ -117,22 +117,22 @@ class ChatText:
             given = []
         return text, spans
 
-    def unfit(self, fault: str, needed: str) -> Rejected:
+    def unfit(self, fault: str, needed: str) -> BadSample:
         """What to raise for a template that does `fault`, where one that does `needed` would do."""
-        return Rejected("template", f"{self.name} {fault}; needed is one that {needed}")
+        return BadSample("template", f"{self.name} {fault}; needed is one that {needed}")
 
     @functools.cached_property
     def _other_role(self) -> str | None:
         """The role that this template writes a system turn as, if it does not tell it from that one."""
         try:
             system = self._render((("system", "You see pictures."), *PROBE))
-        except Rejected:
+        except BadSample:
             return None
         for speaker in ("human", "gpt"):
             try:
                 if self._render(((speaker, "You see pictures."), *PROBE)) == system:
                     return ROLES[speaker]
-            except Rejected:  # it refuses turns that do not alternate, so it does tell them apart
+            except BadSample:  # it refuses turns that do not alternate, so it does tell them apart
                 continue
         return None
 
@@ -145,10 +145,10 @@ class ChatText:
                 **self.variables,
             )
         except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
-            raise Rejected("template", f"{self.name} fails: {error}") from error
+            raise BadSample("template", f"{self.name} fails: {error}") from error
 
     def _refuse_lost_text(self, given: Sequence[str], written: str) -> None:
-        """Raise Rejected unless the texts stand in `written`, in order."""
+        """Raise BadSample unless the texts stand in `written`, in order."""
         at = 0
         for text in given:
             found = written.find(text.strip(), at)
@@ -156,7 +156,7 @@ class ChatText:
                 raise self._loses(text.strip(), written)
             at = found + len(text.strip())
 
-    def _loses(self, given: str, written: str) -> Rejected:
+    def _loses(self, given: str, written: str) -> BadSample:
         return self.unfit(
             f"does not write a turn as it was given: {given[-80:]!r} became {written[-160:]!r}",
             "takes texts and leaves them whole",

@@ -9,7 +9,7 @@ whose texts each image has one <image> mark
     caption   KEY.txt, KEY.caption, or a key of KEY.json
 
 Where a conversation has images and no mark, the marks stand before its first question, as LLaVA writes them. What is
-no such sample is Rejected.
+no such sample is BadSample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmtrain.config.schema import SampleFormatName
 from mmtrain.data.samples.records import (
     IMAGE_MARK,
     IMAGE_SUFFIXES,
-    Rejected,
+    BadSample,
     judged_turns,
     parse_turns,
     refuse_wrong_image_count,
@@ -117,7 +117,7 @@ def text_suffix(reading: str, suffixes: Collection[str]) -> str:
 
 
 def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) -> Turns:
-    """The turns of a sample with so many images, from its members, bytes by lower-case suffix; raises Rejected."""
+    """The turns of a sample with so many images, from its members, bytes by lower-case suffix; raises BadSample."""
     record = None if form.name == "caption" else _record(members)
     others = sorted(set(members) - set(TEXT_SUFFIXES))
     try:
@@ -125,9 +125,9 @@ def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) 
             return caption_turns(_caption(members, form), images, form.caption_prompt)
         turns = sharegpt_turns(record, images) if form.name == "sharegpt" else llava_turns(record, images)
         if not images and any(map(_UNREAD_MEDIA.fullmatch, others)):
-            raise Rejected("image_count", "no image is read")
+            raise BadSample("image_count", "no image is read")
         return turns
-    except Rejected as error:
+    except BadSample as error:
         if error.reason != "image_count" or images:
             raise
         named = named_images(record)
@@ -135,47 +135,47 @@ def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) 
         if others:
             known = f"KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ... ({', '.join(IMAGE_SUFFIXES)})"
             detail += f"; KEY.{', KEY.'.join(others)[:200]} are not read as images, which are {known}"
-        raise Rejected("image_count", detail) from None
+        raise BadSample("image_count", detail) from None
 
 
 def llava_turns(record: object, images: int) -> Turns:
-    """The turns of a record of LLaVA's own form, which has so many images; raises Rejected."""
+    """The turns of a record of LLaVA's own form, which has so many images; raises BadSample."""
     turns = parse_turns(record)
     try:
         refuse_wrong_image_count(turns, images)
-    except Rejected as error:
+    except BadSample as error:
         if any(IMAGE_MARK in text for _, text in turns):
             raise
         mend = "data.format=sharegpt (--format sharegpt) puts marks where there are none"
-        raise Rejected(error.reason, f"{error.detail}; {mend}") from None
+        raise BadSample(error.reason, f"{error.detail}; {mend}") from None
     refuse_what_would_be_lost(record, turns, images)
     return turns
 
 
 def refuse_what_would_be_lost(record: object, turns: Sequence[tuple[str, str]], images: int) -> None:
-    """Raise Rejected for a record that names other images than its sample has, and no marks say which; or videos."""
+    """Raise BadSample for a record that names other images than its sample has, and no marks say which; or videos."""
     refuse_unread_media(record)
     named = named_images(record)
     if named not in (0, images) and not any(IMAGE_MARK in text for _, text in turns):
-        raise Rejected("image_count", f"its record names {named} images, and the sample has {images}")
+        raise BadSample("image_count", f"its record names {named} images, and the sample has {images}")
 
 
 def refuse_unread_media(record: object) -> None:
-    """Raise Rejected for a record that names videos or sound."""
+    """Raise BadSample for a record that names videos or sound."""
     fields = record if isinstance(record, dict) else {}
     unread = [key for key in UNREAD_KEYS if fields.get(key)]
     if unread:
-        raise Rejected("unread_media", f"it has {' and '.join(unread)}: {repr(fields[unread[0]])[:120]}")
+        raise BadSample("unread_media", f"it has {' and '.join(unread)}: {repr(fields[unread[0]])[:120]}")
 
 
 def sharegpt_turns(record: object, images: int) -> Turns:
-    """The turns of a record with messages of any usual form, which has so many images; raises Rejected."""
+    """The turns of a record with messages of any usual form, which has so many images; raises BadSample."""
     fields = record if isinstance(record, dict) else {}
     messages = next((fields[key] for key in CONVERSATION_KEYS if fields.get(key)), None)
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         seen = f"its keys are {', '.join(map(str, fields))}" if fields else f"it is {record!r}"
         needed = f"needed is a list of messages under {' or '.join(CONVERSATION_KEYS[:2])}"
-        raise Rejected("no_conversation", f"{needed}; {seen[:200]}")
+        raise BadSample("no_conversation", f"{needed}; {seen[:200]}")
     turns = [_turn(number, message) for number, message in enumerate(messages)]
     if (system := _system_beside(fields)) and turns[0][0] != "system":
         turns.insert(0, ("system", system))
@@ -186,14 +186,14 @@ def sharegpt_turns(record: object, images: int) -> Turns:
 def caption_turns(caption: object, images: int, prompt: str) -> Turns:
     """The question `prompt` about the images, and the caption, a text or the first of several, that answers it.
 
-    Raises Rejected for what is no text, an empty one, and one without an image.
+    Raises BadSample for what is no text, an empty one, and one without an image.
     """
     if isinstance(caption, list) and caption:
         caption = caption[0]
     if not isinstance(caption, str):
-        raise Rejected("non_text_value", f"the caption is {repr(caption)[:120]}")
+        raise BadSample("non_text_value", f"the caption is {repr(caption)[:120]}")
     if not images:
-        raise Rejected("image_count", "a caption without an image: the sample has no member KEY.jpg, KEY.png, ...")
+        raise BadSample("image_count", "a caption without an image: the sample has no member KEY.jpg, KEY.png, ...")
     answer = caption.replace(IMAGE_MARK, "").strip()
     return _with_marks([("human", prompt), ("gpt", answer)], images)
 
@@ -227,18 +227,18 @@ def json_record(members: Mapping[str, bytes]) -> object:
     """What KEY.json of a sample holds; None where there is none that can be read."""
     try:
         return _record(members)
-    except Rejected:
+    except BadSample:
         return None
 
 
 def _record(members: Mapping[str, bytes]) -> object:
     if "json" not in members:
-        raise Rejected("no_json", f"it has {', '.join(sorted(members))}")
+        raise BadSample("no_json", f"it has {', '.join(sorted(members))}")
     try:
         return json.loads(members["json"])
     except (ValueError, RecursionError) as error:
         more = "; one value is needed, no JSON lines" if str(error).startswith("Extra data") else ""
-        raise Rejected("not_json", f"{error}{more}") from None
+        raise BadSample("not_json", f"{error}{more}") from None
 
 
 def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
@@ -247,9 +247,9 @@ def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
         try:
             return members[suffix].decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise Rejected("not_json", f"{suffix}: {error}") from None
+            raise BadSample("not_json", f"{suffix}: {error}") from None
     if key is None and "json" not in members:
-        raise Rejected("no_caption", f"it has {', '.join(sorted(members))}")
+        raise BadSample("no_caption", f"it has {', '.join(sorted(members))}")
     record = _record(members)
     fields = record if isinstance(record, dict) else {}
     names = CAPTION_KEYS if key is None else (key,)
@@ -257,16 +257,16 @@ def _caption(members: Mapping[str, bytes], form: SampleFormat) -> object:
         if name in fields:
             return fields[name]
     seen = ", ".join(map(str, fields))[:200] or "none"
-    raise Rejected("no_caption", f"its json has no key {' or '.join(names)}; its keys are {seen}")
+    raise BadSample("no_caption", f"its json has no key {' or '.join(names)}; its keys are {seen}")
 
 
 def _turn(number: int, message: dict) -> tuple[str, str]:
     role = next((message[key] for key in ROLE_KEYS if key in message), None)
     speaker = SPEAKERS.get(role.lower()) if isinstance(role, str) else None
     if speaker is None or (speaker == "system" and number > 0):
-        raise Rejected("unknown_role", f"turn {number} is from {repr(role)[:120]}")
+        raise BadSample("unknown_role", f"turn {number} is from {repr(role)[:120]}")
     if speaker == "gpt" and (masks := _masks(message)):
-        raise Rejected("masked_answer", f"turn {number}, an answer, has {masks[0]}: {message[masks[0]]}")
+        raise BadSample("masked_answer", f"turn {number}, an answer, has {masks[0]}: {message[masks[0]]}")
     content = next((message[key] for key in CONTENT_KEYS if key in message), None)
     return speaker, _text(number, content)
 
@@ -282,7 +282,7 @@ def _text(number: int, content: object) -> str:
         is_image = kind in IMAGE_PARTS
         piece = IMAGE_MARK if is_image else fields.get("text") if kind in TEXT_PARTS else None
         if not isinstance(piece, str):
-            raise Rejected("non_text_value", f"turn {number} has the value {repr(part)[:120]}")
+            raise BadSample("non_text_value", f"turn {number} has the value {repr(part)[:120]}")
         text += "\n" + piece if place and (is_image or was_image) else piece
         was_image = is_image
     return text

@@ -4,7 +4,7 @@ any JSON value --parse_record--> Record: id, conversation, image names
 image name, folder --read_image--> suffix and bytes of a file that Pillow decodes to its end
 bytes of an image file --image_size, orientation--> how large it is, and how it is to be turned
 
-What passes here, `sample.read_sample` accepts. What does not is `Rejected`, with a reason code: data sets of hundreds
+What passes here, `sample.read_sample` accepts. What does not is `BadSample`, with a reason code: data sets of hundreds
 of thousands of records always hold some bad ones, and none of them may pass in silence or stop a run days later.
 """
 
@@ -111,7 +111,7 @@ def reason_lines(reasons: Counter[str]) -> list[str]:
     return table_lines((">", ""), rows) if reasons else []
 
 
-class Rejected(Exception):  # noqa: N818
+class BadSample(Exception):  # noqa: N818
     """A record, or a sample of a shard, that cannot be trained on: a code of REASONS and what was seen."""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -131,18 +131,18 @@ class Record:
 
 
 def parse_record(value: object) -> Record:
-    """Judge a record's text; raises Rejected. Image files are not looked at."""
+    """Judge a record's text; raises BadSample. Image files are not looked at."""
     if not isinstance(value, dict):
-        raise Rejected("not_an_object", _short(value))
+        raise BadSample("not_an_object", _short(value))
     try:
         size = len(record_json(value))
     except (ValueError, RecursionError) as error:
-        raise Rejected("not_json", str(error)) from None
+        raise BadSample("not_json", str(error)) from None
     if size > MAX_RECORD_BYTES:
-        raise Rejected("too_many_bytes", f"{size:,} bytes of JSON, where {MAX_RECORD_BYTES:,} are allowed")
+        raise BadSample("too_many_bytes", f"{size:,} bytes of JSON, where {MAX_RECORD_BYTES:,} are allowed")
     identifier = value.get("id")
     if not (identifier is None or (isinstance(identifier, str) and identifier) or type(identifier) is int):
-        raise Rejected("bad_id", f"id is {_short(identifier)}")
+        raise BadSample("bad_id", f"id is {_short(identifier)}")
     images = _image_names(value.get("image"))
     refuse_wrong_image_count(parse_turns(value), len(images))
     return Record(value, None if identifier is None else str(identifier), images)
@@ -156,7 +156,7 @@ def record_json(record: dict) -> bytes:
 def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
     """The turns (speaker, text) of a conversation: perhaps one from system, then human, gpt, human, gpt, ...
 
-    Raises Rejected for every other form, for more than MAX_TURNS or MAX_TEXT_BYTES, for an empty answer, and for text
+    Raises BadSample for every other form, for more than MAX_TURNS or MAX_TEXT_BYTES, for an empty answer, and for text
     that no Unicode encoding holds.
     """
     turns = record.get("conversations") if isinstance(record, dict) else None
@@ -164,57 +164,57 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
         seen = f"it is {_short(record)}"
         if isinstance(record, dict):
             seen = _short(turns) if "conversations" in record else f"its keys are {', '.join(map(str, record))[:200]}"
-        raise Rejected("no_conversation", f"needed is a list `conversations` of {{from, value}}; {seen}")
+        raise BadSample("no_conversation", f"needed is a list `conversations` of {{from, value}}; {seen}")
     _refuse_many(turns)
     for number, turn in enumerate(turns):
         speaker, text = turn.get("from"), turn.get("value")
         if speaker not in ROLES or (speaker == "system" and number > 0):
-            raise Rejected("unknown_role", f"turn {number} is from {_short(speaker)}")
+            raise BadSample("unknown_role", f"turn {number} is from {_short(speaker)}")
         if not isinstance(text, str):
-            raise Rejected("non_text_value", f"turn {number} has the value {_short(text)}")
+            raise BadSample("non_text_value", f"turn {number} has the value {_short(text)}")
     return judged_turns([(turn["from"], turn["value"]) for turn in turns])
 
 
 def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """The same turns (speaker of ROLES, text), where they are a conversation that can be trained on; else Rejected."""
+    """The same turns (speaker of ROLES, text), where they are a conversation that can be trained on; else BadSample."""
     _refuse_many(turns)
     text_bytes = 0
     for number, (_, text) in enumerate(turns):
         try:
             text_bytes += len(text.encode())
         except UnicodeEncodeError as error:
-            raise Rejected("not_json", f"turn {number}: {error}") from None
+            raise BadSample("not_json", f"turn {number}: {error}") from None
     if text_bytes > MAX_TEXT_BYTES:
-        raise Rejected("too_long", f"{text_bytes:,} bytes of text, where {MAX_TEXT_BYTES:,} are allowed")
+        raise BadSample("too_long", f"{text_bytes:,} bytes of text, where {MAX_TEXT_BYTES:,} are allowed")
     answers = [(number, text) for number, (speaker, text) in enumerate(turns) if speaker == "gpt"]
     if not answers:
-        raise Rejected("no_answer", f"{len(turns)} turns, none from gpt")
+        raise BadSample("no_answer", f"{len(turns)} turns, none from gpt")
     for number, text in answers:
         if not text.strip():
-            raise Rejected("no_answer", f"turn {number}, from gpt, is empty")
+            raise BadSample("no_answer", f"turn {number}, from gpt, is empty")
     speakers = [speaker for speaker, _ in turns]
     asked = speakers[speakers[0] == "system" :]
     if asked != ["human", "gpt"] * (len(asked) // 2):
-        raise Rejected("turn_order", f"turns are from {_short(', '.join(speakers))}")
+        raise BadSample("turn_order", f"turns are from {_short(', '.join(speakers))}")
     return tuple(turns)
 
 
 def _refuse_many(turns: Sequence[object]) -> None:
     if len(turns) > MAX_TURNS:
-        raise Rejected("too_long", f"{len(turns):,} turns, where {MAX_TURNS:,} are allowed")
+        raise BadSample("too_long", f"{len(turns):,} turns, where {MAX_TURNS:,} are allowed")
 
 
 def refuse_wrong_image_count(turns: Sequence[tuple[str, str]], images: int) -> None:
-    """Raise Rejected unless each image has one <image> mark."""
+    """Raise BadSample unless each image has one <image> mark."""
     marks = sum(text.count(IMAGE_MARK) for _, text in turns)
     if marks != images:
-        raise Rejected("image_count", f"{marks} {IMAGE_MARK} marks in the conversation, {images} images")
+        raise BadSample("image_count", f"{marks} {IMAGE_MARK} marks in the conversation, {images} images")
 
 
 def _image_names(field: object) -> tuple[str, ...]:
     names = [] if field is None else field if isinstance(field, list) else [field]
     if not all(isinstance(name, str) and name for name in names):
-        raise Rejected("bad_image_field", f"image is {_short(field)}")
+        raise BadSample("bad_image_field", f"image is {_short(field)}")
     return tuple(names)
 
 
@@ -230,30 +230,30 @@ def read_image(folder: Path | None, name: str, limits: ImageLimits = ImageLimits
     """The lower-case suffix and the bytes of an image file in `folder`, an absolute path without links; None: no file.
 
     The bytes are the file's, unless a side is longer than limits.max_side. The image is decoded, in memory, to see that
-    it can be; its size in bytes and pixels is judged before. Raises Rejected.
+    it can be; its size in bytes and pixels is judged before. Raises BadSample.
     """
     if folder is None:
-        raise Rejected("missing_image", f"{name}: no folder of images is named (--images)")
+        raise BadSample("missing_image", f"{name}: no folder of images is named (--images)")
     suffix = Path(name).suffix.lower().removeprefix(".")
     if suffix not in IMAGE_SUFFIXES:
-        raise Rejected("unsupported_image", f"{name}: the name must end in {', '.join(IMAGE_SUFFIXES)}")
+        raise BadSample("unsupported_image", f"{name}: the name must end in {', '.join(IMAGE_SUFFIXES)}")
     try:
         path = (folder / name).resolve()
         if not path.is_relative_to(folder):
-            raise Rejected("outside_images", f"{name}: leads to {path}")
+            raise BadSample("outside_images", f"{name}: leads to {path}")
         if not path.exists():
-            raise Rejected("missing_image", f"{name}: no such file in the images folder")
+            raise BadSample("missing_image", f"{name}: no such file in the images folder")
         if not path.is_file():  # reading a named pipe would wait for ever
-            raise Rejected("unreadable_image", f"{name}: is no regular file")
+            raise BadSample("unreadable_image", f"{name}: is no regular file")
         _refuse_large(name, path.stat().st_size)
         content = path.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null byte; RuntimeError: links in a circle
-        raise Rejected("unreadable_image", f"{name}: {error}") from None
+        raise BadSample("unreadable_image", f"{name}: {error}") from None
     return suffix, _sound(name, content, limits)
 
 
 def checked_image(name: str, content: memoryview, limits: ImageLimits = ImageLimits()) -> tuple[str, bytes]:
-    """The same of an image that stands in a row; its suffix says what it is, whatever its name is. Raises Rejected."""
+    """The same of an image that stands in a row; its suffix says what it is, whatever its name is. Raises BadSample."""
     _refuse_large(name, content.nbytes)
     sound = _sound(name, bytes(content), limits)
     with open_image(sound, sys.maxsize) as image:
@@ -262,18 +262,18 @@ def checked_image(name: str, content: memoryview, limits: ImageLimits = ImageLim
 
 def _refuse_large(name: str, size: int) -> None:
     if size > MAX_IMAGE_BYTES:
-        raise Rejected("too_many_bytes", f"{name}: {size:,} bytes, where {MAX_IMAGE_BYTES:,} are allowed")
+        raise BadSample("too_many_bytes", f"{name}: {size:,} bytes, where {MAX_IMAGE_BYTES:,} are allowed")
 
 
 def _sound(name: str, content: bytes, limits: ImageLimits) -> bytes:
     try:
         return _checked(content, limits)
-    except Rejected as error:
-        raise Rejected(error.reason, f"{name}: {error.detail}") from None
+    except BadSample as error:
+        raise BadSample(error.reason, f"{name}: {error.detail}") from None
 
 
 def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """A Pillow image whose header alone was read; raises Rejected for what is none and for more pixels than allowed.
+    """A Pillow image whose header alone was read; raises BadSample for what is none and for more pixels than allowed.
 
     WebP's pixels count WEBP_WEIGHT times: its limit is that much lower. A JPEG has MAX_SCANS, it and a PNG MAX_PARTS.
     """
@@ -284,22 +284,22 @@ def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Imag
             image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
     except UnidentifiedImageError:
         known = ", ".join(IMAGE_FORMATS)
-        raise Rejected("undecodable_image", f"{len(content):,} bytes that are none of {known}") from None
+        raise BadSample("undecodable_image", f"{len(content):,} bytes that are none of {known}") from None
     except Image.DecompressionBombError as error:
-        raise Rejected("too_many_pixels", str(error)) from None
+        raise BadSample("too_many_pixels", str(error)) from None
     except DECODE_ERRORS as error:
-        raise Rejected("undecodable_image", str(error)) from None
+        raise BadSample("undecodable_image", str(error)) from None
     allowed = max_pixels // WEBP_WEIGHT if image.format == "WEBP" else max_pixels
     if image.width * image.height > allowed:
         of_webp = " of WebP" if image.format == "WEBP" else ""
-        raise Rejected(
+        raise BadSample(
             "too_many_pixels", f"{image.width} x {image.height} pixels{of_webp}, where {allowed:,} are allowed"
         )
     return image
 
 
 def _refuse_much_work(content: bytes) -> None:
-    """Raise Rejected for a JPEG or PNG of more parts than allowed; Pillow spends time on each before any pixel."""
+    """Raise BadSample for a JPEG or PNG of more parts than allowed; Pillow spends time on each before any pixel."""
     parts: Iterable[bytes] = ()
     if content.startswith(b"\xff\xd8"):
         parts = _jpeg_markers(content)
@@ -307,9 +307,9 @@ def _refuse_much_work(content: bytes) -> None:
         parts = (kind for kind, *_ in _png_chunks(content) if kind not in (b"IDAT", b"fcTL", b"fdAT"))
     counts = Counter(itertools.islice(parts, MAX_PARTS + 1))
     if counts[b"\xff\xda"] > MAX_SCANS:
-        raise Rejected("too_much_work", f"a JPEG of more than {MAX_SCANS} scans")
+        raise BadSample("too_much_work", f"a JPEG of more than {MAX_SCANS} scans")
     if counts.total() > MAX_PARTS:
-        raise Rejected("too_much_work", f"more than {MAX_PARTS:,} chunks or segments beside its pixels")
+        raise BadSample("too_much_work", f"more than {MAX_PARTS:,} chunks or segments beside its pixels")
 
 
 def _jpeg_markers(content: bytes) -> Iterator[bytes]:
@@ -334,7 +334,7 @@ def _png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
 def image_size(content: bytes) -> tuple[int, int]:
     """Width and height of an image file of any size, after turning by EXIF.
 
-    Its header alone is read. Raises Rejected for what is no image.
+    Its header alone is read. Raises BadSample for what is no image.
     """
     with open_image(content, sys.maxsize) as image:
         width, height = image.size
@@ -383,7 +383,7 @@ def _without_pixels(content: bytes) -> bytes:
 
 
 def _checked(content: bytes, limits: ImageLimits) -> bytes:
-    """The bytes to store of an image that decodes to its end; raises Rejected."""
+    """The bytes to store of an image that decodes to its end; raises BadSample."""
     with open_image(content, limits.max_pixels) as image:
         try:
             if limits.max_side is not None and max(image.size) > limits.max_side:
@@ -393,7 +393,7 @@ def _checked(content: bytes, limits: ImageLimits) -> bytes:
             image.draft(None, (1, 1))
             image.load()
         except DECODE_ERRORS as error:
-            raise Rejected("undecodable_image", str(error)) from None
+            raise BadSample("undecodable_image", str(error)) from None
     return content
 
 

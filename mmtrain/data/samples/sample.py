@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from mmtrain.base.printing import harmless
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, conversation
-from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, Rejected
+from mmtrain.data.samples.records import IMAGE_MARK, IMAGE_SUFFIXES, BadSample
 from mmtrain.pretrained.tiling import Tiling
 
 IMAGE_POSITION = -200  # LLaVA's IMAGE_TOKEN_INDEX: input_ids hold it where an image feature goes
@@ -41,13 +41,13 @@ class Sample:
 def without_images(sample: Sample) -> Sample:
     """A sample's text alone: turns with <image> marks lose them, and the white space at their ends.
 
-    Raises Rejected for an answer that was nothing else.
+    Raises BadSample for an answer that was nothing else.
     """
     turns = tuple(
         (who, text.replace(IMAGE_MARK, "").strip() if IMAGE_MARK in text else text) for who, text in sample.turns
     )
     if any(who == "gpt" and not text for who, text in turns):
-        raise Rejected("no_answer", f"without its {IMAGE_MARK} marks an answer is empty")
+        raise BadSample("no_answer", f"without its {IMAGE_MARK} marks an answer is empty")
     return replace(sample, turns=turns, images=(), sizes=())
 
 
@@ -63,7 +63,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Fault:
+class QuarantinedSample:
     """A sample that cannot be trained on, and why: its line in quarantine.jsonl.
 
     `offset`, in bytes, is that of the damaged member's content in the shard, or of the sample's first one; `reason` is
@@ -92,7 +92,7 @@ def image_number(suffix: str) -> int | None:
 
 
 def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:
-    """Those of a sample's suffixes that are images, in the order of their <image> marks; raises Rejected.
+    """Those of a sample's suffixes that are images, in the order of their <image> marks; raises BadSample.
 
     One image is KEY.jpg (or another of IMAGE_SUFFIXES) or KEY.0.jpg, several KEY.0.jpg, KEY.1.jpg, ... without a gap.
     """
@@ -100,14 +100,14 @@ def image_suffixes(suffixes: Mapping[str, object] | list[str]) -> list[str]:
     if [number for number, _ in found] != list(range(len(found))) or (
         len(found) > 1 and not all(suffix[0].isdigit() for _, suffix in found)
     ):
-        raise Rejected("image_names", f"it has {', '.join(suffix for _, suffix in found)}")
+        raise BadSample("image_names", f"it has {', '.join(suffix for _, suffix in found)}")
     return [suffix for _, suffix in found]
 
 
 def read_sample(
     key: str, shard: str, members: Mapping[str, bytes], offset: int = 0, form: SampleFormat = LLAVA
 ) -> Sample:
-    """A sample of a format from a shard's members, bytes by lower-case suffix; raises Rejected.
+    """A sample of a format from a shard's members, bytes by lower-case suffix; raises BadSample.
 
     Members that are neither images nor texts of the format are not read.
     """

@@ -3,7 +3,7 @@
 Sample (turns, images) --template--> Document: input_ids (T,), labels (T,) shifted
 
 A template asks for the number and sizes of a sample's images and does not look at them, so text lengths are known
-without decoding (`TextCounter`). A sample that it cannot hold raises Rejected; a tokenizer or template that no sample
+without decoding (`TextCounter`). A sample that it cannot hold raises BadSample; a tokenizer or template that no sample
 could mend raises UserError.
 """
 
@@ -25,7 +25,7 @@ from mmtrain.base.printing import shortened
 from mmtrain.config.templates import FILE, template_name
 from mmtrain.data.samples.chat import PROBE, ChatText, Span, Turns, any_of
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
-from mmtrain.data.samples.records import IMAGE_MARK, Rejected
+from mmtrain.data.samples.records import IMAGE_MARK, BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample, without_images
 from mmtrain.pretrained.layouts import ONE_SQUARE, ImageLayout, marks_around
 from mmtrain.pretrained.model_files import foreign_files, model_folder, read_json
@@ -62,21 +62,21 @@ class PlainTemplate:
         self.image_id = self.encoder.convert_tokens_to_ids(IMAGE_MARK)
         try:
             self._images((layout.tiling(1, 1),))
-        except Rejected as error:
+        except BadSample as error:
             raise UserError(
                 f"data.template=plain: {error.detail}; put another tokenizer into the model's folder, or set "
                 "model.vision.layout=square"
             ) from error
 
     def __call__(self, sample: Sample) -> Document:
-        """Tokenize a sample; raises Rejected if it is not one question and one answer of mere text."""
+        """Tokenize a sample; raises BadSample if it is not one question and one answer of mere text."""
         *_, (_, caption) = sample.turns
         speakers = [speaker for speaker, _ in sample.turns if speaker != "system"]
         if speakers != ["human", "gpt"]:
             seen = f"{len(speakers) // 2} questions and answers"
-            raise Rejected("template", f"the plain template takes one question and one answer; it has {seen}")
+            raise BadSample("template", f"the plain template takes one question and one answer; it has {seen}")
         if IMAGE_MARK in caption:
-            raise Rejected("template", f"{IMAGE_MARK} in the caption; the plain template puts images before it")
+            raise BadSample("template", f"{IMAGE_MARK} in the caption; the plain template puts images before it")
         _refuse_special(self.special_texts, sample.turns[-1:], self.tokenizer.name_or_path)
         supervised = [*self._ids(caption), self.tokenizer.eos_token_id]
         tilings = tilings_of(sample, self.layout)
@@ -147,7 +147,7 @@ class ChatTemplate:
         try:
             self.chat = ChatText(self.tokenizer, self.tokenizer.convert_ids_to_tokens(sorted(self.end_marks)), template)
             self._tokens(PROBE, (layout.tiling(1, 1),))
-        except Rejected as error:
+        except BadSample as error:
             remedy = "mend it" if called == FILE else "put another tokenizer into the model's folder"
             if template == "chat":
                 remedy = "put another chat_template.jinja or tokenizer into the model's folder"
@@ -158,7 +158,7 @@ class ChatTemplate:
             ) from error
 
     def __call__(self, sample: Sample) -> Document:
-        """Tokenize a sample; raises Rejected for turns that cannot be written and masked faithfully."""
+        """Tokenize a sample; raises BadSample for turns that cannot be written and masked faithfully."""
         _refuse_special(self.special_texts, sample.turns, self.name)
         tilings = tilings_of(sample, self.layout)
         ids, supervised, runs = self._tokens(sample.turns, tilings)
@@ -220,13 +220,13 @@ def make_template(template: str, tokenizer: PreTrainedTokenizerBase, layout: Ima
 
 
 def tilings_of(sample: Sample, layout: ImageLayout) -> tuple[Tiling, ...]:
-    """What each of a sample's images becomes; raises Rejected for one that cannot be cut."""
+    """What each of a sample's images becomes; raises BadSample for one that cannot be cut."""
     images = len(sample.images)
     assert len(sample.sizes) == images or not layout.is_sized, f"{sample.where}: {images} images, sizes {sample.sizes}"
     try:
         return tuple(layout.tiling(*size, images) for size in sample.sizes or ((0, 0),) * images)
     except UnfitImage as error:
-        raise Rejected("unfit_shape", str(error)) from None
+        raise BadSample("unfit_shape", str(error)) from None
 
 
 def _text_and_runs(layout: ImageLayout, tilings: Sequence[Tiling]) -> tuple[str, list[int]]:
@@ -237,9 +237,9 @@ def _text_and_runs(layout: ImageLayout, tilings: Sequence[Tiling]) -> tuple[str,
 
 
 def _refuse_unread_marks(ids: Sequence[int], image_id: int, runs: Sequence[int], tokenizer: str) -> None:
-    """Raise Rejected where a text's tokens have not one <image> for each run of positions."""
+    """Raise BadSample where a text's tokens have not one <image> for each run of positions."""
     if (read := ids.count(image_id)) != len(runs):
-        raise Rejected(
+        raise BadSample(
             "template",
             f"{len(runs)} images or tiles, but the tokenizer of {tokenizer} reads {read} {IMAGE_MARK} tokens in their "
             f"text; {IMAGE_MARK} must be an added token with normalized: false and single_word: false",
@@ -264,10 +264,10 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _refuse_special(special_texts: re.Pattern[str], turns: Turns, tokenizer: str) -> None:
-    """Raise Rejected for a text that the tokenizer would read as marks."""
+    """Raise BadSample for a text that the tokenizer would read as marks."""
     for speaker, text in turns:
         if found := special_texts.search(text):
-            raise Rejected(
+            raise BadSample(
                 "template",
                 f"a turn from {speaker} holds {found[0]!r}, a special token of {tokenizer}: the LLM would read it as "
                 "the end of a turn or the like",
@@ -284,11 +284,11 @@ def _refuse_missing_marks(tokenizer: PreTrainedTokenizerBase, layout: ImageLayou
 def _wrapped(text: str, spans: list[Span], images: Sequence[str]) -> tuple[str, list[Span], list[Span]]:
     """The text with those of images for its <image> marks, the same spans in it, and where they stand.
 
-    Raises Rejected where there are more marks than images, or fewer.
+    Raises BadSample where there are more marks than images, or fewer.
     """
     marks = [found.start() for found in re.finditer(re.escape(IMAGE_MARK), text)]
     if len(marks) != len(images):
-        raise Rejected("template", f"{len(images)} images, for which the template writes {len(marks)} {IMAGE_MARK}")
+        raise BadSample("template", f"{len(images)} images, for which the template writes {len(marks)} {IMAGE_MARK}")
     if all(image == IMAGE_MARK for image in images):
         return text, spans, []
     grown = [0, *itertools.accumulate(len(image) - len(IMAGE_MARK) for image in images)]
@@ -358,7 +358,7 @@ class TextCounter:
         self.template = make_template(template, load_tokenizer(tokenizer_path), self.layout, sys.maxsize)
 
     def __call__(self, sample: Sample) -> int:
-        """Tokens without those of images; raises Rejected for a conversation that the template cannot hold."""
+        """Tokens without those of images; raises BadSample for a conversation that the template cannot hold."""
         input_ids = self.template(without_images(sample) if self.layout.strips else sample).input_ids
         return len(input_ids) - input_ids.count(IMAGE_POSITION)
 

@@ -1,9 +1,9 @@
-"""Tars read by their headers: which files they hold and where, with every damage an error.
+"""Read the headers of tars: which files they hold and where; any damage is an error.
 
 tar --headers, 512 bytes a member (POSIX.1-2008 ustar and pax, GNU long names)--> ArchiveFile: name, offset, size
 
 Python's tarfile, and so webdataset, takes a damaged header for the archive's end and drops the rest in silence. Nothing
-here imports webdataset, and nothing is ever extracted.
+is ever extracted.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ class ArchiveFile(NamedTuple):
 
 
 def sample_name(name: str) -> tuple[str, str] | None:
-    """Key and lower-case suffix of a file's name; None where webdataset drops the file from its samples.
+    """Return key and lower-case suffix of a file's name; None for a file that webdataset drops from its samples.
 
-    That is a name without a suffix or without anything before it, and some with a part that begins with two
-    underscores.
+    It drops names without a suffix, or without anything before it, or with a part that begins with two underscores.
     """
-    found = _NAME.fullmatch(name)
-    if found is None or found[1].endswith("/") or any(part.startswith("__") for part in name.split("/")):
+    match = _NAME.fullmatch(name)
+    if match is None or match[1].endswith("/") or any(part.startswith("__") for part in name.split("/")):
         return None
-    return found[1], found[2].lower()
+    return match[1], match[2].lower()
 
 
 def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
-    """Each regular file of the tar that `stream` reads, in order; folders and all contents are passed over.
+    """Yield each regular file of the tar that `stream` reads, in order; folders are skipped, contents not read.
 
     The stream may be moved between two files. Raises UserError naming the member and the offset: a damaged header, a
     truncated file, bytes behind the end of archive, compressed tars, links, devices, sparse files, and names that are
@@ -57,7 +56,7 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
     """
     end = stream.seek(0, 2)
     offset, last = 0, "the start"
-    extended: dict[str, bytes] = {}  # what the next header's file is called, and its size, where ustar has no room
+    extended: dict[str, bytes] = {}  # path and size of the next header's file, where ustar has no room for them
     while True:
         stream.seek(offset)
         block = stream.read(BLOCK)
@@ -96,7 +95,7 @@ def read_headers(path: Path, stream: BinaryIO) -> Iterator[ArchiveFile]:
 
 
 def _refuse_more(path: Path, stream: BinaryIO, offset: int, last: str) -> None:
-    """Behind the end of archive there are zeros only; anything else would be lost in silence."""
+    """Raise UserError for anything but zeros behind the end of archive: readers drop it in silence."""
     while rest := stream.read(len(_ZEROS)):
         if rest != _ZEROS[: len(rest)]:
             raise UserError(
@@ -106,7 +105,7 @@ def _refuse_more(path: Path, stream: BinaryIO, offset: int, last: str) -> None:
 
 
 def _extensions(path: Path, offset: int, kind: bytes, content: bytes) -> dict[str, bytes]:
-    """What a pax header or a GNU long name says about the next file."""
+    """Return path and size of the next file, as a pax header or a GNU long name gives them."""
     if kind in LONG_TYPES:
         return {"path": content.partition(b"\0")[0]} if kind == tarfile.GNUTYPE_LONGNAME else {}
     records = {}
@@ -120,10 +119,10 @@ def _extensions(path: Path, offset: int, kind: bytes, content: bytes) -> dict[st
         at = end
     if any(name.startswith("GNU.sparse") for name in records):
         raise UserError(f"{path}: holds a sparse file at byte {offset}; write the tar without --sparse")
-    known = {name: records[name] for name in ("path", "size") if name in records}
-    if known and kind == tarfile.XGLTYPE:
-        raise UserError(f"{path}: a global header at byte {offset} gives all files one {' and '.join(known)}")
-    return known
+    extensions = {name: records[name] for name in ("path", "size") if name in records}
+    if extensions and kind == tarfile.XGLTYPE:
+        raise UserError(f"{path}: a global header at byte {offset} gives all files one {' and '.join(extensions)}")
+    return extensions
 
 
 def _refuse_unsafe(path: Path, offset: int, name: str) -> None:
@@ -134,8 +133,8 @@ def _refuse_unsafe(path: Path, offset: int, name: str) -> None:
         "holds a control character": _CONTROL.search(name) is not None,
         "is not UTF-8": not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name),
     }
-    for fault, found in faults.items():
-        if found:
+    for fault, is_present in faults.items():
+        if is_present:
             raise UserError(
                 f"{path}: the name {name!r} at byte {offset} {fault}; rename the file and write the tar anew"
             )

@@ -28,7 +28,7 @@ from mmtrain.data.samples.formats import (
     json_record,
     text_suffix,
 )
-from mmtrain.data.samples.records import MAX_RECORD_BYTES, REASONS, Rejected
+from mmtrain.data.samples.records import MAX_RECORD_BYTES, REASONS, BadSample
 from mmtrain.data.samples.sample import read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import indexed_texts, read_columns
@@ -126,10 +126,10 @@ def refuse_useless_shards(
     )
 
 
-def _fault(members: _Members, form: SampleFormat) -> Rejected | None:
+def _fault(members: _Members, form: SampleFormat) -> BadSample | None:
     try:
         read_sample("", "", members, form=form)
-    except Rejected as error:
+    except BadSample as error:
         return error
     return None
 

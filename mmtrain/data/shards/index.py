@@ -32,7 +32,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import compact_json
 from mmtrain.base.printing import harmless, shortened
 from mmtrain.data.samples.formats import TEXT_SUFFIXES, text_suffix
-from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, Rejected
+from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, REASONS, BadSample
 from mmtrain.data.samples.sample import Sample, image_number
 from mmtrain.data.shards.index_file import MEND, read_lines, write_lines
 from mmtrain.data.shards.retry import RETRY_SECONDS, read_again
@@ -66,10 +66,10 @@ class TextLengths:
         """Append the length of the next sample, which may lack its images; None: it is unusable whatever the text."""
         try:
             self.tokens.append(0 if sample is None else count(sample))
-        except Rejected as error:
+        except BadSample as error:
             self.reject(error)
 
-    def reject(self, error: Rejected) -> None:
+    def reject(self, error: BadSample) -> None:
         """Append a sample whose text cannot be held."""
         self.faults[len(self.tokens)] = (error.reason, error.detail)
         self.tokens.append(0)

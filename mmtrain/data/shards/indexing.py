@@ -29,7 +29,7 @@ from mmtrain.base.durable import lock
 from mmtrain.base.errors import UserError
 from mmtrain.base.progress import ProgressBar
 from mmtrain.data.samples.formats import LLAVA, TEXT_SUFFIXES, SampleFormat, text_suffix
-from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, Rejected, image_size
+from mmtrain.data.samples.records import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, BadSample, image_size
 from mmtrain.data.samples.sample import Sample, image_number, image_suffixes, read_sample
 from mmtrain.data.shards.archive import read_headers, sample_name
 from mmtrain.data.shards.index import (
@@ -183,7 +183,7 @@ def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, advance: Adv
                 content = os.pread(stream.fileno(), member.size, member.offset)
                 if zlib.crc32(content) != member.crc32:
                     detail = f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}"
-                    raise Rejected("checksum", detail)
+                    raise BadSample("checksum", detail)
                 return content
 
             for place, members in enumerate(index.members):
@@ -191,7 +191,7 @@ def measure_texts(tar: Path, index: ShardIndex, count: TextCounter, advance: Adv
                 try:
                     if place not in faults:
                         sample = _without_images(tar, index.keys[place], members, sizes, count.form, read)
-                except Rejected as error:
+                except BadSample as error:
                     if known is None and error.reason != "checksum":
                         faults[place] = (error.reason, error.detail)
                         lengths.add(None, count)
@@ -224,12 +224,12 @@ def _without_images(
     form: SampleFormat,
     read: Callable[[Member], bytes],
 ) -> Sample:
-    """A sample, its images as empty bytes; of the others the member with its text is read. Raises Rejected."""
+    """A sample, its images as empty bytes; of the others the member with its text is read. Raises BadSample."""
     by_suffix = {member.suffix: member for member in members}
     contents = dict.fromkeys(by_suffix, b"")
     if (member := by_suffix.get(text_suffix(form.reading, by_suffix))) is not None:
         if member.size > MAX_RECORD_BYTES:
-            raise Rejected("too_many_bytes", f"{member.suffix}: {member.size:,} bytes; at most {MAX_RECORD_BYTES:,}")
+            raise BadSample("too_many_bytes", f"{member.suffix}: {member.size:,} bytes; at most {MAX_RECORD_BYTES:,}")
         contents[member.suffix] = read(member)
     return replace(read_sample(key, str(tar), contents, members[0].offset, form), sizes=sizes)
 
@@ -294,7 +294,7 @@ def _files(tar: Path, stream: BinaryIO) -> Iterator[_File]:
         elif is_image:
             try:
                 yield _File(key, member, image_size=image_size(content))
-            except Rejected as error:
+            except BadSample as error:
                 yield _File(key, member, fault=(error.reason, f"{suffix}: {error.detail}"))
         else:
             yield _File(key, member, text=content if is_text and file.size <= limit else b"")
@@ -319,14 +319,14 @@ def _add_sample(index: ShardIndex, tar: Path, key: str, files: list[_File], form
     try:
         if len(members) < len(files):
             twice = next(suffix for suffix in members if sum(file.member.suffix == suffix for file in files) > 1)
-            raise Rejected("duplicate_member", f"{twice} comes twice")
+            raise BadSample("duplicate_member", f"{twice} comes twice")
         sizes = tuple(members[suffix].image_size for suffix in image_suffixes(list(members)))
         for file in files:
             if file.fault is not None:
-                raise Rejected(*file.fault)
+                raise BadSample(*file.fault)
         in_order = [file.member for file in files]
         sample = _without_images(tar, key, in_order, sizes, form, lambda member: members[member.suffix].text)
-    except Rejected as error:
+    except BadSample as error:
         index.faults[form.reading][place] = (error.reason, error.detail)
     index.add(key, (file.member for file in files), sizes)
     return sample

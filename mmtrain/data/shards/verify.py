@@ -1,6 +1,6 @@
 """Shards compared with their indexes, byte for byte.
 
-tar, index --every member's CRC32; every header--> Damage: shard, key, offset, what is wrong
+tar, index --every member's CRC32; every header--> DamagedMember: shard, key, offset, what is wrong
 
 Not compared is what nothing reads: the filling between a member's end and the next header.
 """
@@ -21,7 +21,7 @@ from mmtrain.data.shards.index_file import MissingIndex
 _CHUNK = 1 << 20  # bytes
 
 
-class Damage(NamedTuple):
+class DamagedMember(NamedTuple):
     """What is wrong with a member; key and offset are None where it is the shard or its index as a whole."""
 
     shard: str
@@ -30,7 +30,7 @@ class Damage(NamedTuple):
     detail: str
 
 
-def verify_shard(tar: Path, report: Callable[[int], None] = lambda size: None) -> list[Damage]:
+def verify_shard(tar: Path, report: Callable[[int], None] = lambda size: None) -> list[DamagedMember]:
     """Read a shard once and list all that is not as it was indexed, in the tar's order; nothing where it is sound.
 
     `report` is told of each sample that went through, how many bytes it has. Memory is that of 1 MiB of content. Raises
@@ -41,7 +41,7 @@ def verify_shard(tar: Path, report: Callable[[int], None] = lambda size: None) -
     except MissingIndex:
         raise
     except UserError as error:  # damaged, or of a tar of another size
-        return [Damage(str(tar), None, None, str(error))]
+        return [DamagedMember(str(tar), None, None, str(error))]
     indexed = {
         member.offset: (key, member)
         for key, members in zip(index.keys, index.members, strict=True)
@@ -51,7 +51,7 @@ def verify_shard(tar: Path, report: Callable[[int], None] = lambda size: None) -
     try:
         file = os.open(tar, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        return [Damage(str(tar), None, None, f"{tar}: cannot be read ({error.strerror})")]
+        return [DamagedMember(str(tar), None, None, f"{tar}: cannot be read ({error.strerror})")]
     try:
         for members in index.members:
             for member in members:
@@ -63,7 +63,7 @@ def verify_shard(tar: Path, report: Callable[[int], None] = lambda size: None) -
     for offset, detail in _structure_faults(tar, indexed, index.tar_bytes):
         wrong.setdefault(offset, []).append(detail)
     key_at = {offset: key for offset, (key, _) in indexed.items()}
-    return [Damage(str(tar), key_at.get(offset), offset, "; ".join(wrong[offset])) for offset in sorted(wrong)]
+    return [DamagedMember(str(tar), key_at.get(offset), offset, "; ".join(wrong[offset])) for offset in sorted(wrong)]
 
 
 def _content_fault(file: int, member: Member) -> str | None:

@@ -23,7 +23,7 @@ from mmtrain.base.errors import UserError
 from mmtrain.base.json_lines import JsonLines
 from mmtrain.base.printing import harmless
 from mmtrain.config.schema import RunConfig
-from mmtrain.data.samples.sample import Fault
+from mmtrain.data.samples.sample import QuarantinedSample
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.data.stream.order import EpochPlan
 from mmtrain.data.stream.packs import PackedBatch
@@ -42,11 +42,11 @@ class _Taken:
     """What one replica's engine took since the last gathering."""
 
     keys: list[str] = field(default_factory=list)
-    faults: list[tuple[int, Fault]] = field(default_factory=list)  # epoch, fault
+    faults: list[tuple[int, QuarantinedSample]] = field(default_factory=list)  # epoch, fault
     trained: Counter[int] = field(default_factory=Counter)  # by epoch
 
 
-class ReadAccount:
+class SampleLog:
     """The account of one rank that reads data; the one of rank 0 writes. Construct and call it on all of these ranks.
 
     `group` holds them, in the order of the replicas; None where there is only one.
@@ -58,7 +58,7 @@ class ReadAccount:
         packed: PackedBatches,
         group: dist.ProcessGroup | None,
         folder: Path,
-        held_out: Sequence[Fault] = (),
+        held_out: Sequence[QuarantinedSample] = (),
         state: Mapping[str, Any] | None = None,
     ) -> None:
         """Write down what is unusable from the start; raises UserError if that is too much already.
@@ -205,7 +205,7 @@ class ReadAccount:
             _log.info(f"epoch {epoch} is complete: {read:,} samples read: {said}")
         return {"kind": "epoch", "epoch": epoch, "complete": complete, "packs": packs - begin, "read": read, **counts}
 
-    def _write_faults(self, faults: list[tuple[int | None, int, Fault]]) -> None:
+    def _write_faults(self, faults: list[tuple[int | None, int, QuarantinedSample]]) -> None:
         """Lines of quarantine.jsonl; a sample that is unusable from the start has no step."""
         if not self.writes or not faults:
             return
@@ -218,7 +218,7 @@ class ReadAccount:
         more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
         _log.warning(f"quarantined {what}{more}; see {self.quarantine_file}")
 
-    def _refuse_many(self, lost: int, read: int, latest: list[Fault]) -> None:
+    def _refuse_many(self, lost: int, read: int, latest: list[QuarantinedSample]) -> None:
         """Raise UserError if more samples are quarantined than allowed, `latest` among them."""
         rate = self.config.data.max_quarantine_rate
         least = min(FEWEST_READ, self.packed.order.epoch_plan(self._epoch).drawn)

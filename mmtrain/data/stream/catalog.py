@@ -2,7 +2,7 @@
 
 index files --Catalog--> per data set lengths (samples,), tiles (samples,): what `order` plans with
 global sample number --Catalog.find--> shard, members at their offsets
-                     --Reader: pread, CRC32 as it was indexed--> Sample, or the Fault that it is quarantined for
+                     --Reader: pread, CRC32 as it was indexed--> Sample, or QuarantinedSample: why it is not used
 
 A sample's length is its text tokens (from the index, for this tokenizer and template) and its images' tokens (known
 only here, where the vision encoder is).
@@ -29,8 +29,8 @@ import numpy as np
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import DataSection, RunConfig, SampleFormatName, Shards
 from mmtrain.data.samples.formats import LLAVA, SampleFormat, format_argument, text_suffix
-from mmtrain.data.samples.records import Rejected
-from mmtrain.data.samples.sample import Fault, Sample, image_number, read_sample, without_images
+from mmtrain.data.samples.records import BadSample
+from mmtrain.data.samples.sample import QuarantinedSample, Sample, image_number, read_sample, without_images
 from mmtrain.data.shards.detection import sample_format
 from mmtrain.data.shards.index import Member, read_columns
 from mmtrain.data.shards.index_file import MEND
@@ -146,7 +146,7 @@ class Catalog:
         self.firsts = [0]  # number of each shard's first sample
         self.held_out: list[int] = []
         """Numbers of the samples that are kept for evaluation."""
-        self.faults: dict[int, Fault] = {}
+        self.faults: dict[int, QuarantinedSample] = {}
         """By number, of the samples that can never be trained on: these are drawn, and never planned."""
         self.sample_sets: list[SampleSet] = []
         self._stored: list[_Stored] = []
@@ -197,7 +197,7 @@ class Catalog:
         for place in sorted(faults):
             lengths[place] = UNUSABLE
             offset = int(index.offset[index.first_member[place]])
-            self.faults[first + place] = Fault(
+            self.faults[first + place] = QuarantinedSample(
                 _full_key(one.name, index.keys[place]), str(shard), offset, *faults[place]
             )
         planned = lengths.copy()
@@ -291,7 +291,7 @@ class Reader:
         self.retry_seconds = retry_seconds
         self._files: OrderedDict[Path, int] = OrderedDict()
 
-    def read(self, number: int) -> Sample | Fault:
+    def read(self, number: int) -> Sample | QuarantinedSample:
         """The sample of a global number.
 
         Raises UserError for a shard that cannot be read for `retry_seconds`, and for one that its index is not of.
@@ -311,14 +311,14 @@ class Reader:
             if zlib.crc32(content) != member.crc32:
                 self._refuse_stale(place, member)
                 detail = f"{member.suffix}: {member.size:,} bytes whose CRC32 is not {member.crc32:08x}"
-                return Fault(place.key, str(place.shard), member.offset, "checksum", detail)
+                return QuarantinedSample(place.key, str(place.shard), member.offset, "checksum", detail)
             members[member.suffix] = content
         offset = place.members[0].offset
         try:
             sample = replace(read_sample(place.key, str(place.shard), members, offset, place.form), sizes=place.sizes)
             return without_images(sample) if strips else sample
-        except Rejected as error:
-            return Fault(place.key, str(place.shard), offset, error.reason, error.detail)
+        except BadSample as error:
+            return QuarantinedSample(place.key, str(place.shard), offset, error.reason, error.detail)
 
     def close(self) -> None:
         """Close the files that are open; the reader may be used again."""

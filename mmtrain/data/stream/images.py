@@ -22,7 +22,7 @@ from PIL import Image
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.limits import MAX_IMAGE_PIXELS
-from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, Rejected, open_image, orientation, stated_orientation
+from mmtrain.data.samples.records import DECODE_ERRORS, TURNS, BadSample, open_image, orientation, stated_orientation
 from mmtrain.data.shards.index_file import MEND
 from mmtrain.pretrained.model_files import model_folder
 from mmtrain.pretrained.parts import encoder_config, holds_parts
@@ -52,12 +52,12 @@ class ImageTransform:
         """An image file's bytes as (tiles, 3, S, S) uint8, S = image_size; raises what `decode_image` and `cut` raise.
 
         Not normalised yet: that makes four times as many bytes, which need not travel between processes and devices.
-        An image of another size than the tiling's is Rejected; where `is_control`, it is stretched to that size.
+        An image of another size than the tiling's is BadSample; where `is_control`, it is stretched to that size.
         """
         image, wanted = decode_image(content, self.max_pixels), (tiling.width, tiling.height)
         if any(wanted) and image.size != wanted:
             if not is_control:
-                raise Rejected(
+                raise BadSample(
                     "other_size",
                     f"{image.width} x {image.height} pixels, where its index says {wanted[0]} x {wanted[1]}; index its "
                     f"shard again: {MEND} SHARD",
@@ -99,7 +99,7 @@ class ImageTransform:
     def fitted(self, image: Image.Image) -> torch.Tensor:
         """Turn an image of any size and mode into (3, image_size, image_size) uint8.
 
-        Raises Rejected where a side is longer than MAX_SIDE, or would be once the other one is the encoder's.
+        Raises BadSample where a side is longer than MAX_SIDE, or would be once the other one is the encoder's.
         """
         scale = self.image_size / min(image.size) if self.fit == "center_crop" else 1
         refuse_threads(image, scale)
@@ -140,9 +140,9 @@ class ImageTransform:
 
 
 def refuse_threads(image: Image.Image, scale: float = 1) -> None:
-    """Raise Rejected for an image with a side longer than MAX_SIDE once it is `scale` times as large."""
+    """Raise BadSample for an image with a side longer than MAX_SIDE once it is `scale` times as large."""
     if max(image.size) * max(scale, 1) > MAX_SIDE:
-        raise Rejected(
+        raise BadSample(
             "too_many_pixels", f"{image.width} x {image.height} pixels, too long and thin: above {MAX_SIDE:,} a side"
         )
 
@@ -170,7 +170,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
     """Decode an image file's bytes to RGB, its first picture if there are several, turned as EXIF says.
 
-    Raises Rejected for more pixels than allowed, before any of them is decoded, and for what Pillow cannot read to its
+    Raises BadSample for more pixels than allowed, before any of them is decoded, and for what Pillow cannot read to its
     end or what has no colours of a known range.
     """
     image = open_image(content, max_pixels)
@@ -180,11 +180,11 @@ def decode_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Im
         if image.mode.startswith("I;16"):  # Pillow's own conversion cuts 65,535 off at 255: all white
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode in ("I", "F"):
-            raise Rejected("undecodable_image", f"32 bits a pixel (Pillow's mode {image.mode}) have no known range")
+            raise BadSample("undecodable_image", f"32 bits a pixel (Pillow's mode {image.mode}) have no known range")
         image = as_rgb(image)
         return image if turn is None else image.transpose(turn)
     except DECODE_ERRORS as error:
-        raise Rejected("undecodable_image", str(error)) from None
+        raise BadSample("undecodable_image", str(error)) from None
 
 
 def upright(image: Image.Image) -> Image.Image:

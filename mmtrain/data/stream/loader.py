@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.data.samples.records import REASONS
-from mmtrain.data.samples.sample import Document, Fault
+from mmtrain.data.samples.sample import Document, QuarantinedSample
 from mmtrain.data.stream.catalog import Reader, data_sets, load_catalog
 from mmtrain.data.stream.order import HELD_OUT, PackOrder, PlannedPack
 from mmtrain.data.stream.packs import Gap, Pack, PackedBatch, Processor
@@ -161,7 +161,9 @@ class PackedBatches:
         entries: list[Document | Gap] = []
         for number in pack.samples:
             found = self.processor.read(self.reader, number)
-            entries.append(Gap(found, int(self.catalog.lengths[number])) if isinstance(found, Fault) else found)
+            entries.append(
+                Gap(found, int(self.catalog.lengths[number])) if isinstance(found, QuarantinedSample) else found
+            )
         return Pack(tuple(entries), pack.epoch)
 
 

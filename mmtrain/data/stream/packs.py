@@ -19,8 +19,8 @@ from mmtrain.base.errors import UserError
 from mmtrain.config.schema import RunConfig
 from mmtrain.config.templates import template_name
 from mmtrain.data.samples.formats import format_argument
-from mmtrain.data.samples.records import Rejected
-from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Fault
+from mmtrain.data.samples.records import BadSample
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, QuarantinedSample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.stream.catalog import Reader
 from mmtrain.data.stream.images import ImageTransform, image_transform
@@ -35,7 +35,7 @@ from mmtrain.pretrained.tiling import Tiling
 class Gap:
     """A quarantined sample's place in its pack: the order of everything else stays as planned."""
 
-    fault: Fault
+    fault: QuarantinedSample
     length: int  # tokens, as planned
 
 
@@ -65,7 +65,7 @@ class PackedBatch:
     tokens: int = 0  # without padding and gaps
     epochs: tuple[int, ...] = ()  # (B,) of each pack
     samples_of_packs: tuple[int, ...] = ()  # (B,) trained on
-    faults: tuple[tuple[int, Fault], ...] = ()  # row and reason of each quarantined sample
+    faults: tuple[tuple[int, QuarantinedSample], ...] = ()  # row and reason of each quarantined sample
 
     @property
     def samples(self) -> int:
@@ -97,18 +97,18 @@ class Processor:
         self.padding_id = 0 if eos is None else eos  # any row of the embedding does: nothing looks at padding
         self.capacity = Capacity(config.data.pack_length, config.data.max_tiles_per_pack)
 
-    def read(self, reader: Reader, number: int) -> Document | Fault:
+    def read(self, reader: Reader, number: int) -> Document | QuarantinedSample:
         """The document of a sample; raises UserError where its length or number of images is not its index's."""
         sample = reader.read(number)
-        if isinstance(sample, Fault):
+        if isinstance(sample, QuarantinedSample):
             return sample
         if self.layout.is_sized and len(sample.sizes) != len(sample.images):
             seen = f"images: {len(sample.images)}, but the index of its shard has the sizes of {len(sample.sizes)}"
             raise UserError(f"{sample.where}: {seen}: it is not this shard's index; {self._again(reader, number)}")
         try:
             document = self.template(sample)
-        except Rejected as error:
-            return Fault(sample.key, sample.shard, sample.offset, error.reason, error.detail)
+        except BadSample as error:
+            return QuarantinedSample(sample.key, sample.shard, sample.offset, error.reason, error.detail)
         planned = int(reader.catalog.lengths[number])
         if len(document.input_ids) != planned:
             raise UserError(
@@ -127,7 +127,7 @@ class Processor:
         )
 
     def decode(self, content: bytes, tiling: Tiling, is_control: bool = False) -> torch.Tensor:
-        """An image file's bytes as (tiles, 3, S, S) uint8; raises Rejected."""
+        """An image file's bytes as (tiles, 3, S, S) uint8; raises BadSample."""
         return self.transform.decode(content, tiling, is_control)
 
     def batch(self, packs: list[Pack], buffer: torch.Tensor | None = None) -> PackedBatch:
@@ -146,7 +146,7 @@ def make_batch(
     decode: Callable[[bytes, Tiling, bool], torch.Tensor],
     buffer: torch.Tensor | None = None,
 ) -> PackedBatch:
-    """Turn B packs into one micro-batch; `decode` makes (tiles, 3, S, S) of an image file or raises Rejected.
+    """Turn B packs into one micro-batch; `decode` makes (tiles, 3, S, S) of an image file or raises BadSample.
 
     A document with such an image becomes a gap. `buffer`, (M, 3, S, S) with M at least the number of tiles, takes
     them as they are; without one they get memory of their own.
@@ -158,7 +158,7 @@ def make_batch(
     position_ids = np.empty(shape, np.int64)
     images = _Images(packs, buffer)
     keys: list[str] = []
-    faults: list[tuple[int, Fault]] = []
+    faults: list[tuple[int, QuarantinedSample]] = []
     samples_of_packs: list[int] = []
     tokens = 0
     for row, pack in enumerate(packs):
@@ -231,16 +231,18 @@ class _Images:
         self.count = 0
         self.tilings: list[Tiling] = []
 
-    def add(self, document: Document, decode: Callable[[bytes, Tiling, bool], torch.Tensor]) -> Fault | None:
+    def add(
+        self, document: Document, decode: Callable[[bytes, Tiling, bool], torch.Tensor]
+    ) -> QuarantinedSample | None:
         """Append the tiles of the document's images; if one cannot be decoded, none, and say why."""
         sample, before = document.sample, self.count
         for number, (content, tiling) in enumerate(zip(sample.images, document.tilings, strict=True)):
             try:
                 tiles = decode(content, tiling, document.is_control)
-            except Rejected as error:
+            except BadSample as error:
                 self.count = before
                 detail = f"image {number}: {error.detail}"
-                return Fault(sample.key, sample.shard, sample.offset, error.reason, detail)
+                return QuarantinedSample(sample.key, sample.shard, sample.offset, error.reason, detail)
             if self.pixels is None:
                 self.pixels = tiles.new_empty((self.most, *tiles.shape[1:]))
             self.pixels[self.count : self.count + len(tiles)] = tiles

@@ -21,7 +21,7 @@ from PIL import Image
 
 from mmtrain.base.errors import UserError
 from mmtrain.data.prepare.sharding import WrittenShard, sample_key, tar_bytes, write_shard, write_shards
-from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import Sample, read_sample
 from mmtrain.data.shards.index import read_index
 from mmtrain.data.shards.index_file import index_path
@@ -91,7 +91,7 @@ def test_an_index_says_what_a_scan_says_of_images_that_are_none(tmp_path):
 def test_text_lengths_and_what_a_template_cannot_hold_stand_in_the_index(tmp_path):
     def count(sample: Sample) -> int:
         if sample.key == "k3":
-            raise Rejected("template", "three images")
+            raise BadSample("template", "three images")
         return len(sample.turns[1][1]) + 1000 * len(sample.images)
 
     count.fingerprint = "abc"

@@ -19,7 +19,7 @@ from mmtrain.data.prepare.rows import Adapter
 from mmtrain.data.prepare.sources import Source, llava_source, open_sources
 from mmtrain.data.samples import records
 from mmtrain.data.samples.formats import SampleFormat
-from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.records import BadSample
 
 AUTO = SampleFormat("auto", caption_prompt="What?")
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
@@ -193,7 +193,7 @@ def outcome(source: Source, row: object) -> str:
     """The answer that a row becomes, or why it is none."""
     try:
         return source.adapter.adapt(row).record.content["conversations"][-1]["value"]
-    except Rejected as error:
+    except BadSample as error:
         return error.reason
 
 
@@ -216,7 +216,7 @@ def test_images_that_the_first_rows_lack_are_not_lost_later(tmp_path, more, form
     )
     assert said == "LLaVA's conversations"
     (*_, last) = source.rows()
-    with pytest.raises(Rejected, match=str(next(iter(more)))):
+    with pytest.raises(BadSample, match=str(next(iter(more)))):
         source.adapter.adapt(last)
     assert outcome(llava_source(tmp_path / "a.jsonl"), last) == outcome(source, last)
 
@@ -250,7 +250,7 @@ def test_a_small_parquet_file_of_a_large_dictionary_value_does_not_fill_the_memo
     before = pyarrow.total_allocated_bytes()
     row = next(source.rows())
     assert row["image"].nbytes == 80 << 20 and pyarrow.total_allocated_bytes() - before < 400_000_000
-    with pytest.raises(Rejected, match="too_many_bytes"):
+    with pytest.raises(BadSample, match="too_many_bytes"):
         records.checked_image("a.png", row["image"])
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmtrain.data.samples.formats import LLAVA, SampleFormat
-from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import read_sample
 
 SHAREGPT = SampleFormat("sharegpt")
@@ -115,7 +115,7 @@ def test_a_caption_is_found_where_it_stands():
     ],
 )  # fmt: skip
 def test_what_is_no_sample_says_what_was_seen(form, images, texts, reason, seen):
-    with pytest.raises(Rejected, match=seen) as caught:
+    with pytest.raises(BadSample, match=seen) as caught:
         read(form, images, **texts)
     assert caught.value.reason == reason
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import load_tokenizer, make_template
 from mmtrain.data.shards.index import read_index
@@ -210,5 +210,5 @@ def test_a_template_that_writes_a_mark_for_each_tile_of_two_images_is_no_match_f
     assert thrice != QWEN25
     template = make_template("chat", tokenizer, ImageLayout("tiles", 4, SIDE), 1000)
     turns = (("human", "<image><image> What?"), ("gpt", "a red circle"))
-    with pytest.raises(Rejected, match="template: 2 images, for which the template writes 6 <image>"):
+    with pytest.raises(BadSample, match="template: 2 images, for which the template writes 6 <image>"):
         template(Sample("a", "s", turns, (b"", b""), sizes=((2 * SIDE, SIDE),) * 2))

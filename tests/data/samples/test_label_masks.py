@@ -8,7 +8,7 @@ from chat_styles import QWEN25
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.pretrained.layouts import ImageLayout
@@ -208,7 +208,7 @@ def test_plain_is_the_tokens_and_labels_written_by_hand(make, expected):
 
 def test_a_template_that_refuses_system_turns_rejects_the_sample_in_its_own_words():
     template = ChatTemplate(mistral(), ImageLayout("square", 1), 1000)
-    with pytest.raises(Rejected, match=r"^template: the chat template of .* fails: Conversation roles must alternate"):
+    with pytest.raises(BadSample, match=r"^template: the chat template of .* fails: Conversation roles must alternate"):
         template(sample((("system", "See."), *IN_BOTH)))
 
 

@@ -22,8 +22,8 @@ from mmtrain.data.samples.records import (
     MAX_TEXT_BYTES,
     MAX_TURNS,
     REASONS,
+    BadSample,
     ImageLimits,
-    Rejected,
     image_size,
     open_image,
     parse_record,
@@ -97,7 +97,7 @@ BAD_TEXTS = [
 
 @pytest.mark.parametrize(("reason", "bad", "readable"), BAD_TEXTS)
 def test_bad_text_is_rejected_by_its_reason(reason, bad, readable):
-    with pytest.raises(Rejected) as caught:
+    with pytest.raises(BadSample) as caught:
         parse_record(bad)
     assert caught.value.reason == reason and caught.value.detail
     named = isinstance(bad, dict) and bad.get("image") is not None
@@ -105,7 +105,7 @@ def test_bad_text_is_rejected_by_its_reason(reason, bad, readable):
     if readable:
         read_sample("a1", "s.tar", members)
     else:
-        with pytest.raises(Rejected):
+        with pytest.raises(BadSample):
             read_sample("a1", "s.tar", members)
 
 
@@ -147,10 +147,10 @@ def test_what_passes_is_what_read_sample_accepts():
         damage(draw, content)
         try:
             parsed = parse_record(copy.deepcopy(content))
-        except Rejected as error:
+        except BadSample as error:
             outcomes[False] += 1
             if error.reason not in stricter:
-                with pytest.raises(Rejected):
+                with pytest.raises(BadSample):
                     read_sample("a1", "s.tar", members_of(content, [("png", b"x")] * images))
         else:
             outcomes[True] += 1
@@ -273,7 +273,7 @@ def test_bad_images_are_rejected_by_their_reason(folder, case):
     os.truncate(folder / "long.jpg", MAX_IMAGE_BYTES + 1)  # the rest are zeros, and take no room on the disk
     reasons, name = BAD_IMAGES[case]
     began = time.thread_time()
-    with pytest.raises(Rejected) as caught:
+    with pytest.raises(BadSample) as caught:
         read_image(folder, name)
     assert time.thread_time() - began < 1
     assert caught.value.reason in reasons.split()
@@ -328,7 +328,7 @@ def png_that_claims(side: int) -> bytes:
 def test_limits_are_the_largest_that_pass(folder, recwarn):
     (folder / "a.png").write_bytes(encoded("PNG", (30, 20)))
     assert read_image(folder, "a.png", ImageLimits(max_pixels=600))[0] == "png"
-    with pytest.raises(Rejected, match=r"too_many_pixels: a\.png: 30 x 20 pixels, where 599 are allowed"):
+    with pytest.raises(BadSample, match=r"too_many_pixels: a\.png: 30 x 20 pixels, where 599 are allowed"):
         read_image(folder, "a.png", ImageLimits(max_pixels=599))
     (folder / "padded.jpg").write_bytes(encoded("JPEG"))
     os.truncate(folder / "padded.jpg", MAX_IMAGE_BYTES)
@@ -368,7 +368,7 @@ def test_a_jpeg_is_judged_as_by_decoding_all_its_pixels(folder, mode, progressiv
         verdicts[sound] += 1
         try:
             assert read_image(folder, "a.jpg") == ("jpg", bytes(content)) and sound
-        except Rejected as error:
+        except BadSample as error:
             assert error.reason in ("undecodable_image", "too_many_pixels") and not sound
     assert min(verdicts.values()) > 20
 
@@ -436,7 +436,7 @@ def test_what_is_made_smaller_keeps_an_orientation_that_xmp_alone_has(folder, fi
 
 def test_a_damaged_image_is_rejected_whether_it_would_be_made_smaller_or_not(folder):
     (folder / "cut.jpg").write_bytes(jpeg_cut_off())
-    with pytest.raises(Rejected, match="undecodable_image"):
+    with pytest.raises(BadSample, match="undecodable_image"):
         read_image(folder, "cut.jpg", ImageLimits(max_side=8))
 
 

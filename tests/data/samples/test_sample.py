@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from mmtrain.data.samples.records import IMAGE_SUFFIXES, Rejected
+from mmtrain.data.samples.records import IMAGE_SUFFIXES, BadSample
 from mmtrain.data.samples.sample import Sample, image_number, image_suffixes, read_sample
 
 
@@ -12,7 +12,7 @@ def conversation(question: str = "<image>", answer: str = "A cat.") -> bytes:
 
 
 def reason_of(members: dict[str, bytes]) -> tuple[str, str]:
-    with pytest.raises(Rejected) as caught:
+    with pytest.raises(BadSample) as caught:
         read_sample("k7", "s.tar", members)
     return caught.value.reason, caught.value.detail
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
-from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.records import BadSample
 from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Sample
 from mmtrain.data.samples.templates import ChatTemplate, PlainTemplate
 from mmtrain.data.stream.loader import PackedBatches
@@ -105,7 +105,7 @@ def test_a_sample_that_the_plain_template_cannot_hold_is_rejected_in_words_witho
         (caption("see <image>"), "<image> in the caption"),
         (caption("the end </s> of it"), "a turn from gpt holds '</s>', a special token of"),
     ):
-        with pytest.raises(Rejected) as caught:
+        with pytest.raises(BadSample) as caught:
             template(sample)
         assert caught.value.reason == "template"
         assert caught.value.detail.startswith(detail)
@@ -417,9 +417,9 @@ def test_qwen_3_is_right_for_one_question_and_refused_where_it_drops_an_earlier_
     tokenizer = byte_level(QWEN3)
     template = ChatTemplate(tokenizer, ImageLayout("square", 1), 384)
     assert answers(tokenizer, template(talk("hi", "Yes."))) == ["<think>\n\n</think>\n\nYes.<|im_end|>"]
-    with pytest.raises(Rejected, match=r"^template: the chat template of models/some-llm rewrites earlier .*think"):
+    with pytest.raises(BadSample, match=r"^template: the chat template of models/some-llm rewrites earlier .*think"):
         template(talk("hi", "Yes.", "why?", "No."))
-    with pytest.raises(Rejected, match="does not write a turn as it was given: '<think>x</think>Yes"):
+    with pytest.raises(BadSample, match="does not write a turn as it was given: '<think>x</think>Yes"):
         template(talk("hi", "<think>x</think>Yes."))
 
 
@@ -430,7 +430,7 @@ def test_gpt_oss_learns_the_channel_it_writes_and_is_refused_where_the_end_mark_
     for answer in ("final", "return", "A circle."):
         learnt = f"<|channel|>final<|message|>{answer}<|return|>"
         assert answers(tokenizer, template(talk("hi", answer))) == [learnt]
-    with pytest.raises(Rejected, match=r"rewrites earlier turns once later ones follow \(.*return.* against .*end"):
+    with pytest.raises(BadSample, match=r"rewrites earlier turns once later ones follow \(.*return.* against .*end"):
         template(talk("hi", "a", "b", "c"))
 
 
@@ -449,12 +449,12 @@ def test_a_system_turn_takes_the_place_of_the_templates_own_and_is_not_learnt(by
 
 def test_a_system_turn_that_the_template_drops_or_takes_for_another_speakers_is_rejected(byte_level):
     deaf = "{% if messages[0]['role'] == 'system' %}{% set messages = messages[1:] %}{% endif %}" + CHATML
-    with pytest.raises(Rejected, match=r"does not write a turn as it was given: 'Be kind\.' became"):
+    with pytest.raises(BadSample, match=r"does not write a turn as it was given: 'Be kind\.' became"):
         ChatTemplate(byte_level(deaf, MARKS[CHATML]), ImageLayout("square", 1), 384)(
             with_system("Be kind.", "hi", "yes")
         )
     for template, role in ((VICUNA, "assistant"), (VICUNA.replace("== 'user'", "!= 'assistant'"), "user")):
-        with pytest.raises(Rejected, match=rf"writes a system turn as one of the {role}'s"):
+        with pytest.raises(BadSample, match=rf"writes a system turn as one of the {role}'s"):
             ChatTemplate(byte_level(template), ImageLayout("square", 1), 384)(with_system("Be kind.", "hi", "yes"))
 
 
@@ -470,7 +470,7 @@ def test_a_system_text_may_be_part_of_the_first_question_but_not_move_to_the_las
         byte_level(LLAMA2_SYSTEM.replace("loop.first", "loop.revindex <= 2")), ImageLayout("square", 1), 384
     )
     assert template(with_system("Be kind.", "hi", "yes")).input_ids
-    with pytest.raises(Rejected, match="rewrites earlier turns once later ones follow"):
+    with pytest.raises(BadSample, match="rewrites earlier turns once later ones follow"):
         template(with_system("Be kind.", "hi", "yes", "and", "no"))
 
 
@@ -564,14 +564,14 @@ def test_a_template_that_changes_a_text_is_refused_at_the_sample(byte_level):
     template = ChatTemplate(tokenizer, ImageLayout("square", 1), 384)
     assert answers(tokenizer, template(talk("hi", "yes"))) == ["yes<|im_end|>"]
     for sample in (talk("hi", "so bad"), talk("so bad", "hi")):
-        with pytest.raises(Rejected, match=r"as it was given: '.*bad.* became '.*good"):
+        with pytest.raises(BadSample, match=r"as it was given: '.*bad.* became '.*good"):
             template(sample)
 
 
 def test_a_template_that_fails_or_is_no_template_is_refused_in_its_own_words(byte_level):
     picky = "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + CHATML
     template = ChatTemplate(byte_level(picky, MARKS[CHATML]), ImageLayout("square", 1), 384)
-    with pytest.raises(Rejected, match=r"^template: the chat template of models/some-llm fails: one turn only$"):
+    with pytest.raises(BadSample, match=r"^template: the chat template of models/some-llm fails: one turn only$"):
         template(talk("a", "b", "c", "d"))
     with pytest.raises(UserError, match=r"data\.template=chat: the chat template of models/some-llm fails: "):
         ChatTemplate(byte_level("{% if %}"), ImageLayout("square", 1), 384)
@@ -585,7 +585,7 @@ def test_a_template_that_never_ends_is_refused_at_once_or_at_the_sample_on_which
         ChatTemplate(byte_level(endless + CHATML), ImageLayout("square", 1), 384)
     later = "{% if messages | length > 2 %}" + endless + "{% endif %}" + CHATML
     template = ChatTemplate(byte_level(later, MARKS[CHATML]), ImageLayout("square", 1), 384)
-    with pytest.raises(Rejected, match="fails: it loops or allocates without end"):
+    with pytest.raises(BadSample, match="fails: it loops or allocates without end"):
         template(talk("a", "b", "c", "d"))
 
 
@@ -596,7 +596,7 @@ def test_answers_that_nothing_separates_are_refused(byte_level):
     template = ChatTemplate(tokenizer, ImageLayout("square", 1), 384)
     assert answers(tokenizer, template(talk("a", "b", "c", "d"))) == ["b</s>", "d</s>"]
     for sample in (talk("a", "b", "", "d"), talk("", "b")):
-        with pytest.raises(Rejected, match="writes nothing before an answer"):
+        with pytest.raises(BadSample, match="writes nothing before an answer"):
             template(sample)
 
 
@@ -637,7 +637,7 @@ def test_an_image_token_of_the_tokenizers_own_is_used_and_needs_no_embedding(byt
 def test_an_image_token_that_is_not_found_in_the_text_is_refused(sentencepiece):
     tokenizer = sentencepiece(VICUNA)
     tokenizer.add_tokens(AddedToken("<image>", single_word=True, normalized=False))
-    with pytest.raises(Rejected, match=r"1 images or tiles, but .* reads 0 <image> tokens"):
+    with pytest.raises(BadSample, match=r"1 images or tiles, but .* reads 0 <image> tokens"):
         ChatTemplate(tokenizer, ImageLayout("square", 1), 700)(talk("so<image>what", "x", images=1))
 
 
@@ -658,7 +658,7 @@ def test_a_tokenizer_that_finds_no_image_token_at_all_is_refused_before_any_samp
     ],
 )
 def test_a_sample_that_would_be_read_as_other_turns_is_rejected(byte_level, sample, message):
-    with pytest.raises(Rejected, match=rf"^template: {message}"):
+    with pytest.raises(BadSample, match=rf"^template: {message}"):
         ChatTemplate(byte_level(CHATML), ImageLayout("square", 1), 384)(sample)
 
 

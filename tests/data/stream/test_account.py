@@ -9,7 +9,7 @@ import pytest
 from mmtrain.base.errors import UserError
 from mmtrain.config.load import load_config
 from mmtrain.data.shards.indexing import ensure_indexes
-from mmtrain.data.stream.account import CountError, ReadAccount
+from mmtrain.data.stream.account import CountError, SampleLog
 from mmtrain.data.stream.loader import PackedBatches
 from mmtrain.pretrained.layouts import ImageLayout
 
@@ -18,7 +18,7 @@ def open_account(tiny, folder, *overrides):
     options = ["data.workers=0", "train.packs_per_step=5", "data.ledger=true", *overrides]
     config = load_config(tiny / "config.yaml", options)
     packed = PackedBatches(config, 0, 1)
-    return packed, ReadAccount(config, packed, None, folder)
+    return packed, SampleLog(config, packed, None, folder)
 
 
 def run_steps(account, stream, steps):

@@ -18,7 +18,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.samples.records import IMAGE_FORMATS, Rejected, image_size
+from mmtrain.data.samples.records import IMAGE_FORMATS, BadSample, image_size
 from mmtrain.data.stream.images import ImageTransform, decode_image, image_transform, upright
 from mmtrain.pretrained.timm_models import timm_config
 
@@ -277,7 +277,7 @@ def test_a_large_exif_block_of_tags_that_overlap_takes_little_memory_and_time():
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_pixels_of_no_known_range_are_rejected(mode):
-    with pytest.raises(Rejected, match="undecodable_image: 32 bits a pixel") as caught:
+    with pytest.raises(BadSample, match="undecodable_image: 32 bits a pixel") as caught:
         TRANSFORM.decode(encode(Image.new(mode, (4, 4)), "TIFF"))
     assert caught.value.reason == "undecodable_image"
 
@@ -295,7 +295,7 @@ def test_decoding_gives_all_pixels_of_pillows_full_decode_and_the_first_picture_
 def test_a_cut_off_image_is_rejected(file_format):
     content = encode(noise_image(50, 50), file_format)
     for length in (0, 1, 10, 100, 700, len(content) * 3 // 4):
-        with pytest.raises(Rejected) as caught:
+        with pytest.raises(BadSample) as caught:
             TRANSFORM.decode(content[:length])
         assert caught.value.reason == "undecodable_image"
 
@@ -339,7 +339,7 @@ def test_a_header_that_claims_too_many_pixels_is_rejected_before_memory_is_taken
     transform = replace(TRANSFORM, max_pixels=90_000) if side == 301 else TRANSFORM
     content = with_size(file_format, side, side)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(Rejected) as caught:
+    with pytest.raises(BadSample) as caught:
         transform.decode(content)
     assert caught.value.reason == "too_many_pixels"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB; 60,000 squared are 14 GB
@@ -349,7 +349,7 @@ def test_webp_whose_decoder_takes_twice_the_memory_may_have_half_the_pixels():
     small = replace(TRANSFORM, max_pixels=2 * 90_000)
     noise = noise_image(300, 300)
     assert read(small, encode(noise, "WEBP")).shape == TRANSFORM(noise).shape
-    with pytest.raises(Rejected, match=r"300 x 301 pixels of WebP, where 90,000 are allowed"):
+    with pytest.raises(BadSample, match=r"300 x 301 pixels of WebP, where 90,000 are allowed"):
         small.decode(encode(noise_image(300, 301), "WEBP"))
     assert read(small, encode(noise_image(300, 301), "PNG")).shape == TRANSFORM(noise).shape
 
@@ -368,7 +368,7 @@ def test_a_png_chunk_that_swells_is_never_unpacked_whole(kind, head):
     image = encode(noise_image(8, 8), "PNG")
     content = image[:33] + png_chunk(kind, head + swelling) + image[33:]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(Rejected) as caught:
+    with pytest.raises(BadSample) as caught:
         TRANSFORM.decode(content)
     assert caught.value.reason == "undecodable_image"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
@@ -377,7 +377,7 @@ def test_a_png_chunk_that_swells_is_never_unpacked_whole(kind, head):
 @pytest.mark.parametrize("size", [(1, 31_000), (31_000, 1)])
 @pytest.mark.parametrize("fit", ["pad", "resize", "center_crop"])
 def test_a_thread_of_pixels_is_rejected_before_it_is_made_a_square(fit, size):
-    with pytest.raises(Rejected, match="too long and thin") as caught:
+    with pytest.raises(BadSample, match="too long and thin") as caught:
         replace(TRANSFORM, fit=fit).decode(encode(Image.new("L", size), "PNG"))
     assert caught.value.reason == "too_many_pixels"
 
@@ -385,7 +385,7 @@ def test_a_thread_of_pixels_is_rejected_before_it_is_made_a_square(fit, size):
 @pytest.mark.parametrize("size", [(3, 3_250), (3_250, 3)])
 def test_a_thread_that_center_crop_would_stretch_to_a_long_side_is_rejected(size):
     image = noise_image(*size)
-    with pytest.raises(Rejected, match="too long and thin"):
+    with pytest.raises(BadSample, match="too long and thin"):
         replace(TRANSFORM, fit="center_crop")(image)
     assert TRANSFORM(image).shape == (3, 28, 28)
 
@@ -419,7 +419,7 @@ def test_a_damaged_file_is_an_image_or_rejected_and_nothing_else(file_format):
     for _ in range(700):
         try:
             pixels = transform.decode(damaged(draw.choice(contents), draw))
-        except Rejected as error:
+        except BadSample as error:
             outcomes.add(error.reason)
         else:
             assert pixels.shape == (1, 3, 28, 28)
@@ -433,7 +433,7 @@ def test_a_tiff_tag_of_a_wrong_type_which_pillow_does_not_check_is_rejected():
     entries = range(start + 2, start + 2 + 12 * struct.unpack_from("<H", content, start)[0], 12)
     (rows,) = [entry for entry in entries if struct.unpack_from("<H", content, entry)[0] == 273]  # StripOffsets
     struct.pack_into("<HIf", content, rows + 2, 11, 1, 8.0)  # as a float
-    with pytest.raises(Rejected) as caught:
+    with pytest.raises(BadSample) as caught:
         TRANSFORM.decode(bytes(content))
     assert caught.value.reason == "undecodable_image"
 

@@ -5,8 +5,8 @@ import torch
 from PIL import Image
 
 from mmtrain.config.load import load_config
-from mmtrain.data.samples.records import Rejected
-from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, Fault, Sample
+from mmtrain.data.samples.records import BadSample
+from mmtrain.data.samples.sample import IGNORE, IMAGE_POSITION, Document, QuarantinedSample, Sample
 from mmtrain.data.stream.images import image_transform
 from mmtrain.data.stream.packs import Gap, Pack, Processor, make_batch, to_device
 from mmtrain.pretrained.tiling import Tiling
@@ -29,7 +29,7 @@ def document(key: str, length: int, images: tuple[bytes, ...] = ()) -> Document:
 
 
 def gap(length: int) -> Gap:
-    return Gap(Fault("lost", "s.tar", 1024, "checksum", "image 0"), length)
+    return Gap(QuarantinedSample("lost", "s.tar", 1024, "checksum", "image 0"), length)
 
 
 def batch_of(*packs: tuple[Document | Gap, ...], length: int = 10, decode=None):
@@ -106,7 +106,7 @@ def test_only_rejected_images_become_gaps():
         raise MemoryError
 
     def reject(content: bytes, tiling: Tiling, is_control: bool) -> torch.Tensor:
-        raise Rejected("too_many_pixels", "9 x 9")
+        raise BadSample("too_many_pixels", "9 x 9")
 
     assert batch_of((document("a", 4, (b"",)),), decode=reject).faults[0][1].detail == "image 0: 9 x 9"
     with pytest.raises(MemoryError):

@@ -9,7 +9,7 @@ import pytest
 from archives import conversation, picture, write_tar
 
 from mmtrain.base.errors import UserError
-from mmtrain.data.samples.sample import Fault, Sample
+from mmtrain.data.samples.sample import QuarantinedSample, Sample
 from mmtrain.data.shards.index import TextLengths, write_index
 from mmtrain.data.shards.index_file import index_path
 from mmtrain.data.shards.indexing import scan_shard
@@ -91,7 +91,7 @@ def test_a_damaged_member_is_a_fault_at_its_place_and_its_neighbours_are_sound(t
     before = [reader.read(number) for number in range(3)]
     offset = spoil(tar, "1.png")
     fault = reader.read(1)
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, QuarantinedSample)
     assert (fault.key, fault.shard, fault.offset, fault.reason) == ("1", str(tar), offset, "checksum")
     assert fault.detail.startswith(f"png: {len(picture(9, 9))} bytes whose CRC32 is not ")
     assert [reader.read(0), reader.read(2)] == [before[0], before[2]]

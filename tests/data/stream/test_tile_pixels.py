@@ -14,7 +14,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-from mmtrain.data.samples.records import Rejected
+from mmtrain.data.samples.records import BadSample
 from mmtrain.data.stream.images import ImageTransform, decode_image
 from mmtrain.pretrained.layouts import ImageLayout, default_pinpoints
 
@@ -130,5 +130,5 @@ def test_another_samples_image_is_stretched_to_the_size_that_its_own_has_and_no_
     assert torch.equal(
         TRANSFORM.decode(stored(noise(57, 31)), own, is_control=True), ours(layout, TRANSFORM, [noise(57, 31)])
     )
-    with pytest.raises(Rejected, match="40 x 90 pixels, where its index says 57 x 31"):
+    with pytest.raises(BadSample, match="40 x 90 pixels, where its index says 57 x 31"):
         TRANSFORM.decode(stored(others), own)
