@@ -75,48 +75,48 @@ EXIT_DAMAGED = 1
 
 
 class Report(NamedTuple):
-    """What the indexes tell of all shards together."""
+    """What the indexes say about all shards together."""
 
     survey: Survey
     layout: ImageLayout
     layout_name: str
-    fills: list[tuple[Fill, Fill]]  # of each pack length, and of the best near it
+    fills: list[tuple[Fill, Fill]]  # for each pack length: of it, and of the best length near it
     missing: str  # why there are no fills, and what would help; empty if there are
 
     @property
     def tokens_per_image(self) -> int | None:
-        """Of every image; None where that depends on its size, or is not known."""
+        """Tokens of every image; None where that depends on its size, or is not known."""
         if not self.layout.takes_images:
             return 0
         return None if self.layout.is_sized else self.layout.positions_per_tile or None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form."""
-        found = self.survey
-        by_images = sorted(Counter(found.images.tolist()).items())
+        survey = self.survey
+        by_images = sorted(Counter(survey.images.tolist()).items())
         return {
-            "shards": len(found.shard_sizes),
-            "bytes": found.bytes,
-            "samples": len(found.images),
-            "images": int(found.images.sum()),
+            "shards": len(survey.shard_sizes),
+            "bytes": survey.bytes,
+            "samples": len(survey.images),
+            "images": int(survey.images.sum()),
             "samples_by_images": {str(images): samples for images, samples in by_images},
-            "unusable": dict(found.reasons.most_common()),
-            "fingerprint": found.fingerprint,
-            "text_tokens": _distribution(found.text_tokens),
-            "image_width": _distribution(found.image_sizes[:, 0]),
-            "image_height": _distribution(found.image_sizes[:, 1]),
-            "image_longer_side": _distribution(found.longer_sides),
+            "unusable": dict(survey.reasons.most_common()),
+            "fingerprint": survey.fingerprint,
+            "text_tokens": _distribution(survey.text_tokens),
+            "image_width": _distribution(survey.image_sizes[:, 0]),
+            "image_height": _distribution(survey.image_sizes[:, 1]),
+            "image_longer_side": _distribution(survey.longer_sides),
             "layout": self.layout_name,
             "tokens_per_image": self.tokens_per_image,
-            "image_tiles": _distribution(found.taken[:, 1]),
-            "image_positions": _distribution(found.taken[:, 0]),
-            "expected": found.expected,
+            "image_tiles": _distribution(survey.taken[:, 1]),
+            "image_positions": _distribution(survey.taken[:, 0]),
+            "expected": survey.expected,
             "packing": [{**asdict(fill), "best": asdict(best)} for fill, best in self.fills],
         }
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what the options ask for and return the exit code; raises UserError."""
+    """Print the report that the options ask for and return the exit code; raises UserError."""
     stream = sys.stderr if options.json else sys.stdout
     make_demo_shards(options.shards, "SHARDS")
     tars = find_shards(options.shards)
@@ -316,7 +316,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--max-tiles-per-pack",
-        "--max-images-per-pack",  # as it was called before images could be several tiles
         type=positive(int),
         metavar="N",
         help="as the key in data (none, or --config's)",

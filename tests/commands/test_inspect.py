@@ -449,12 +449,13 @@ def test_a_layout_of_which_too_little_is_said_keeps_its_name(shapes, plain, caps
     assert (found["layout"], found["packing"], found["image_positions"]) == ("anyres", [], None)
 
 
-def test_the_former_name_of_the_most_tiles_still_works(shapes, plain, capsys):
+def test_packs_hold_at_most_the_tiles_that_are_asked_for(shapes, plain, capsys):
     packed = (*plain, "--tokens-per-image", 16, "--pack-length", 300)
-    new, former = (
-        run_json(capsys, shapes, *packed, flag, 1) for flag in ("--max-tiles-per-pack", "--max-images-per-pack")
+    (_, few), (_, any_number) = (
+        run_json(capsys, shapes, *packed, "--max-tiles-per-pack", 1),
+        run_json(capsys, shapes, *packed),
     )
-    assert new == former != run_json(capsys, shapes, *packed)
+    assert few["packing"][0]["packs"] > any_number["packing"][0]["packs"]
 
 
 def test_what_is_missing_for_fill_and_show_is_said(folder, plain, capsys):

@@ -1,4 +1,4 @@
-"""How a command is to read shards, as a run would: what its options say, or a run's configuration.
+"""Options of commands that read shards as a run would, one by one or by a run's configuration.
 
 options of `add_reading_arguments` --reading_of--> Reading: tokenizer, template, format, layout of images, pack length
 """
@@ -49,27 +49,27 @@ _BY_CONFIG = "or --config FILE"
 
 @dataclass(frozen=True)
 class Reading:
-    """What tells how the samples of shards become tokens."""
+    """How the samples of shards become tokens."""
 
-    tokenizer: str | None  # a model's folder or name; None: not said
+    tokenizer: str | None  # a model's folder or name; None: not known
     template: str | None
     form: SampleFormat
-    layout: ImageLayout  # with 0 positions a tile where these are not said
-    layout_name: str  # as asked for; `layout` is a square where the numbers of another are not said
-    missing_positions: str = ""  # what would tell how many positions an image takes; empty where that is known
-    pack_length: int | None = None  # as a configuration says it
+    layout: ImageLayout  # with 0 positions a tile where these are not known
+    layout_name: str  # as asked for; `layout` is a square where the numbers of another are not known
+    missing_positions: str = ""  # options that would give the positions of an image; empty where they are known
+    pack_length: int | None = None  # of a configuration
     max_tiles_per_pack: int | None = None
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the text lengths that it asks for; None without tokenizer."""
+        """Fingerprint of the text lengths in indexes; None without tokenizer."""
         if self.tokenizer is None or self.template is None:
             return None
         return text_fingerprint(model_folder(self.tokenizer), self.template, self.layout.texts, self.form.wording)
 
 
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a command that reads shards is told; `parse_reading_arguments` judges it, `reading_of` reads it."""
+    """Add the options, which `parse_reading_arguments` checks and `reading_of` reads."""
     parser.add_argument(
         "shards", nargs="+", metavar="SHARDS", help="tars: paths, folders, globs (*, ?), brace ranges ({00..99})"
     )
@@ -126,9 +126,9 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_reading_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line, in any order; it ends, as argparse does, for options that do not fit together.
+    """Parse a command line in any order; exits, as argparse does, for options that do not fit together.
 
-    `options.changes`: what is KEY=VALUE of it beside --config; shards are what is not.
+    Beside --config, `options.changes` holds the words KEY=VALUE, and `options.shards` the others.
     """
     options = parser.parse_intermixed_args(arguments)
     words, options.changes = options.shards, []
@@ -161,9 +161,9 @@ def _flag(name: str) -> str:
 
 
 def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
-    """What checked options say of these shards.
+    """Return how to read these shards, from checked options.
 
-    Raises UserError for a layout whose texts depend on a size that is not given, and what `load_config`, `image_layout`
+    Raises UserError for a layout whose texts depend on a size that is missing, and what `load_config`, `image_layout`
     and `sample_format` raise.
     """
     if options.config is None:
@@ -178,7 +178,7 @@ def reading_of(options: argparse.Namespace, tars: Sequence[Path]) -> Reading:
 
 
 def _missing_positions(options: argparse.Namespace) -> str:
-    """What would tell how many positions an image takes, which the options do not."""
+    """Return which options would give the positions of an image, as these do not."""
     if options.vision is not None:
         return (
             f"how many patches become one token is not known, and the connectors of --layout {options.layout} join "
@@ -212,7 +212,7 @@ def _layout(options: argparse.Namespace) -> ImageLayout:
 
 
 def _positions(options: argparse.Namespace, shape: VisionShape) -> int:
-    """Of a tile; 0 where the layout's connectors join patches, and it is not said how many."""
+    """Return the positions of a tile; 0 where the layout's connectors join patches and --factor is missing."""
     factor = options.factor or (0 if options.layout in JOINED else 1)
     side = math.isqrt(shape.patches_per_image)
     if factor and side % factor:

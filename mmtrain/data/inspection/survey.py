@@ -1,4 +1,4 @@
-"""What is in shards, told by their indexes alone.
+"""Summarise shards by their indexes alone.
 
 index files --survey--> Survey: counts; images and text tokens of each sample; size, tiles and positions of each image
 whole numbers --histogram--> edges and counts of bins of a round width
@@ -63,17 +63,17 @@ class Survey:
 
     @property
     def expected(self) -> dict[str, float]:
-        """Keys of the configuration that tell the planner what a typical sample of these is."""
-        found: dict[str, float] = {}
+        """Keys of the configuration that describe a typical sample to the planner."""
+        keys: dict[str, float] = {}
         if self.text_tokens is not None and len(self.text_tokens):
-            found["data.expected_text_tokens"] = max(1, round(float(self.text_tokens.mean())))
+            keys["data.expected_text_tokens"] = max(1, round(float(self.text_tokens.mean())))
         if self.is_sized and len(self.taken):
             positions, tiles = self.taken.mean(axis=0).tolist()
-            found |= {
+            keys |= {
                 "data.expected_image_tiles": round(tiles, 3),
                 "data.expected_image_positions": round(positions, 1),
             }
-        return found
+        return keys
 
 
 def survey(
@@ -81,10 +81,9 @@ def survey(
 ) -> Survey:
     """Read the index of every shard, as training does; raises what `read_columns` and `Catalog` raise.
 
-    `fingerprint` says under which tokenizer and template; None: under the one that all shards were indexed for, if it
-    is exactly one, read in this format. `layout`: what images become, with 0 positions a tile where that is not known;
-    of a run without encoder it decides what samples with images are. Price: each index is read twice, 2 ms for 1,000
-    samples; layouts of tiles take 40 us for each size of an image that no other had.
+    `fingerprint` names tokenizer and template; None: those that all shards were indexed for, if there is exactly one.
+    `layout`: what images become, with 0 positions a tile where that is not known. Cost: each index is read twice, 2 ms
+    for 1,000 samples; layouts of tiles take 40 us for each size of an image that no other had.
     """
     images: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
@@ -135,7 +134,7 @@ def survey(
 
 
 def histogram(values: np.ndarray, bins: int) -> tuple[list[int], list[int]]:
-    """Edges and counts: counts[i] of the values are at least edges[i] and less than edges[i + 1].
+    """Return edges and counts: counts[i] of the values are at least edges[i] and less than edges[i + 1].
 
     About `bins` bins, 1, 2 or 5 times a power of ten wide, and one more for what lies far above them. `values`: whole
     numbers, at least one.
@@ -150,7 +149,7 @@ def histogram(values: np.ndarray, bins: int) -> tuple[list[int], list[int]]:
 
 
 def quantile(values: np.ndarray, share: float) -> int:
-    """The smallest of these values that at least this share of them does not exceed."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     return int(np.quantile(values, share, method="inverted_cdf"))
 
 
@@ -175,9 +174,9 @@ def epoch_fill(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
 
 
 def nearby_lengths(pack_length: int) -> list[int]:
-    """Pack lengths that differ from this one by at most an eighth, it included.
+    """Return this pack length and others that differ by at most an eighth.
 
-    The others are multiples of about a 64th of it, of 64 tokens at most: 32 near 2048, 64 near 4096 and 8192.
+    The others are multiples of a step of about 1/64 of it, at most 64 tokens: 32 near 2048, 64 near 4096 and 8192.
     """
     step = max(SMALLEST_STEP, min(LARGEST_STEP, pack_length // 64 // SMALLEST_STEP * SMALLEST_STEP))
     reach = pack_length // NEARBY
@@ -186,9 +185,9 @@ def nearby_lengths(pack_length: int) -> list[int]:
 
 
 def best_nearby(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
-    """The pack length near `capacity.tokens` that fills best among those that skip no more samples; ties: the nearest.
+    """Return the pack length near `capacity.tokens` that fills best without skipping more samples; ties: the nearest.
 
-    Price: the lengths, at most 33 of them for the usual ones, are compared on 32,768 samples: 5 s of one core.
+    Cost: at most 33 lengths near the usual ones are compared on 32,768 samples, 5 s of one core.
     """
     lengths = np.concatenate([one.lengths for one in sets])
     overlong = (lengths > capacity.tokens).sum()
@@ -203,7 +202,7 @@ def best_nearby(sets: Sequence[SampleSet], capacity: Capacity) -> Fill:
 
 
 def _some(sets: Sequence[SampleSet]) -> list[SampleSet]:
-    """At most SEARCHED_SAMPLES of all samples, drawn evenly, as one shard of each set."""
+    """Draw at most SEARCHED_SAMPLES of all samples evenly, as one shard of each set."""
     sizes = [len(one.lengths) for one in sets]
     share = min(1.0, SEARCHED_SAMPLES / max(sum(sizes), 1))
     draw = np.random.RandomState(0)

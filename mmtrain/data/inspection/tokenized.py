@@ -1,4 +1,4 @@
-"""One sample as the model will see it, token by token.
+"""Show a sample as the model will see it, token by token.
 
 key --indexes--> every sample of this key --Reader--> Sample --template--> rows: position, token, its text, its label
 """
@@ -54,11 +54,10 @@ class TokenizedSample:
 
 
 def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[TokenizedSample]:
-    """Every sample of this key in indexed shards, in their order; each is read as training reads it.
+    """Return every sample of this key in indexed shards, in order, read as training reads it.
 
-    The reading has a tokenizer; of positions it need say nothing where samples have no images. Raises UserError for a
-    key that no shard has, for shards that cannot be read, and what `load_tokenizer` and the template raise for
-    tokenizers.
+    Raises UserError for a key that no shard has, for shards that cannot be read, for images whose positions are not
+    known, and what `load_tokenizer` and the template raise for tokenizers.
     """
     assert reading.tokenizer is not None and reading.template is not None and reading.fingerprint is not None
     places = _find(tars, key)
@@ -94,14 +93,14 @@ def tokenize_samples(tars: Sequence[Path], key: str, reading: Reading) -> list[T
 
 
 def _find(tars: Sequence[Path], key: str) -> list[tuple[Path, int]]:
-    """Shard and place of every sample of this key."""
+    """Return shard and place of every sample of this key."""
     places: list[tuple[Path, int]] = []
     like: list[str] = []
     for tar in tars:
         keys = read_index(tar).keys
-        places += [(tar, number) for number, one in enumerate(keys) if one == key]
+        places += [(tar, place) for place, sample_key in enumerate(keys) if sample_key == key]
         if len(like) < _KEYS_SHOWN:
-            like += itertools.islice((one for one in keys if key in one), _KEYS_SHOWN - len(like))
+            like += itertools.islice((sample_key for sample_key in keys if key in sample_key), _KEYS_SHOWN - len(like))
     if places:
         return places
     hint = f"keys that hold this text: {', '.join(map(harmless, like))}"
@@ -126,7 +125,7 @@ def _rows(
 
 
 def _runs(document: Document, sizes: Sequence[tuple[int, int]], layout: ImageLayout) -> Iterator[tuple[str, int]]:
-    """What each run of positions shows, and how many they are."""
+    """Yield what each run of image positions shows, and its length."""
     for number, (tiling, (width, height)) in enumerate(zip(document.tilings, sizes, strict=True)):
         image = f"image {number}, {width}x{height} px"
         runs = [piece for piece in layout.pieces(tiling) if isinstance(piece, int)]
@@ -143,7 +142,7 @@ def _runs(document: Document, sizes: Sequence[tuple[int, int]], layout: ImageLay
 
 
 def _texts(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What each token adds to the text; of a part of a character, the name that the vocabulary has for it."""
+    """Return what each token adds to the text; for a part of a character, its name in the vocabulary."""
     texts = []
     for number, token in enumerate(ids):
         context = ids[max(number - _CONTEXT, 0) : number]

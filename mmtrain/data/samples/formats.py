@@ -1,4 +1,4 @@
-"""How other people write samples, read as what they are: conversations about images.
+"""Read samples as other people write them: conversations about images.
 
 KEY.json, KEY.txt, KEY.caption --conversation, as a SampleFormat says--> turns ("system" | "human" | "gpt", text), in
 whose texts each image has one <image> mark
@@ -8,8 +8,8 @@ whose texts each image has one <image> mark
               are usual (ROLE_KEYS, CONTENT_KEYS, SPEAKERS), contents as texts or as lists of parts; "system" beside it
     caption   KEY.txt, KEY.caption, or a key of KEY.json
 
-Where a conversation has images and no mark, the marks stand before its first question, as LLaVA writes them. What is
-no such sample is BadSample.
+Where a conversation has images and no mark, the marks are put before its first question, as LLaVA writes them. Other
+samples raise BadSample.
 """
 
 from __future__ import annotations
@@ -85,24 +85,21 @@ ENOUGH = 0.99  # share of them that a format must read to be the one: data.max_q
 
 
 def candidates(records: Iterable[object]) -> tuple[str, ...]:
-    """Formats to try on the first records: not llava where it would pass over in silence what one of them says.
+    """Return the formats to try on the first records.
 
-    That is a system prompt beside the turns, or an answer that is not to be supervised.
+    llava is left out where it would ignore a system prompt beside the turns, or a mark not to supervise an answer.
     """
     return NAMES[1:] if any(map(_says_more_than_llava, records)) else NAMES
 
 
 def best(read: Sequence[int], seen: int) -> int:
-    """Which of several formats it is, by how many of the `seen` samples each reads: the first that reads ENOUGH.
-
-    Else the one that reads most, of equals the first.
-    """
+    """Return the place of the first format that reads ENOUGH of the `seen` samples; else of the one that reads most."""
     enough = (place for place, count in enumerate(read) if count >= ENOUGH * seen)
     return next(enough, max(range(len(read)), key=read.__getitem__))
 
 
 def format_argument(form: SampleFormat) -> str:
-    """What follows the other options of `mmtrain index` in a message that asks for this format's lengths."""
+    """Return the options of `mmtrain index` that select this format, for messages."""
     words = ["--format", form.name]
     if form.name == "caption":
         words += ["--caption-prompt", form.caption_prompt]
@@ -111,13 +108,13 @@ def format_argument(form: SampleFormat) -> str:
 
 
 def text_suffix(reading: str, suffixes: Collection[str]) -> str:
-    """Which of a sample's members, by lower-case suffix, holds its text, as a format of this `reading` reads it."""
+    """Return the suffix of the member that holds a sample's text, for a format of this `reading`."""
     names = CAPTION_SUFFIXES if reading == "caption" else ()
     return next((name for name in names if name in suffixes), "json")
 
 
 def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) -> Turns:
-    """The turns of a sample with so many images, from its members, bytes by lower-case suffix; raises BadSample."""
+    """Return the turns of a sample from its members, bytes by lower-case suffix; raises BadSample."""
     record = None if form.name == "caption" else _record(members)
     others = sorted(set(members) - set(TEXT_SUFFIXES))
     try:
@@ -139,7 +136,7 @@ def conversation(members: Mapping[str, bytes], images: int, form: SampleFormat) 
 
 
 def llava_turns(record: object, images: int) -> Turns:
-    """The turns of a record of LLaVA's own form, which has so many images; raises BadSample."""
+    """Return the turns of a record in LLaVA's own form; raises BadSample."""
     turns = parse_turns(record)
     try:
         refuse_wrong_image_count(turns, images)
@@ -169,7 +166,7 @@ def refuse_unread_media(record: object) -> None:
 
 
 def sharegpt_turns(record: object, images: int) -> Turns:
-    """The turns of a record with messages of any usual form, which has so many images; raises BadSample."""
+    """Return the turns of a record with messages in any usual form; raises BadSample."""
     fields = record if isinstance(record, dict) else {}
     messages = next((fields[key] for key in CONVERSATION_KEYS if fields.get(key)), None)
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -184,9 +181,9 @@ def sharegpt_turns(record: object, images: int) -> Turns:
 
 
 def caption_turns(caption: object, images: int, prompt: str) -> Turns:
-    """The question `prompt` about the images, and the caption, a text or the first of several, that answers it.
+    """Return the question `prompt` about the images, and the caption, a text or the first of several, as its answer.
 
-    Raises BadSample for what is no text, an empty one, and one without an image.
+    Raises BadSample for a caption that is not text, or empty, or without an image.
     """
     if isinstance(caption, list) and caption:
         caption = caption[0]
@@ -199,16 +196,16 @@ def caption_turns(caption: object, images: int, prompt: str) -> Turns:
 
 
 def named_images(record: object) -> int:
-    """How many images a record names, whether or not they can be had."""
+    """Return the number of images that a record names."""
     fields = record if isinstance(record, dict) else {}
-    found: Any = next((fields[key] for key in IMAGE_KEYS if fields.get(key)), [])
-    return sum(map(bool, found)) if isinstance(found, list) else 1
+    images: Any = next((fields[key] for key in IMAGE_KEYS if fields.get(key)), [])
+    return sum(map(bool, images)) if isinstance(images, list) else 1
 
 
 def _says_more_than_llava(record: object) -> bool:
     fields = record if isinstance(record, dict) else {}
-    found = fields.get("conversations")
-    turns = [turn for turn in found if isinstance(turn, dict)] if isinstance(found, list) else []
+    conversation = fields.get("conversations")
+    turns = [turn for turn in conversation if isinstance(turn, dict)] if isinstance(conversation, list) else []
     has_own_system = bool(turns) and turns[0].get("from") == "system"
     return (bool(_system_beside(fields)) and not has_own_system) or any(map(_masks, turns))
 
@@ -219,12 +216,12 @@ def _system_beside(fields: dict) -> str:
 
 
 def _masks(turn: dict) -> list[str]:
-    """Keys of a turn that say not to supervise it."""
+    """Return the keys of a turn that say not to supervise it."""
     return [key for key in MASK_KEYS if isinstance(turn.get(key), int | float) and not turn[key]]
 
 
 def json_record(members: Mapping[str, bytes]) -> object:
-    """What KEY.json of a sample holds; None where there is none that can be read."""
+    """Return the content of KEY.json; None where it is missing or cannot be read."""
     try:
         return _record(members)
     except BadSample:
@@ -272,7 +269,7 @@ def _turn(number: int, message: dict) -> tuple[str, str]:
 
 
 def _text(number: int, content: object) -> str:
-    """A content as text: of a list of parts each image becomes a mark, on a line of its own beside texts."""
+    """Return a message's content as text; an image in a list of parts becomes a mark on a line of its own."""
     parts = content if isinstance(content, list) else [content]
     text = ""
     was_image = False
@@ -289,7 +286,7 @@ def _text(number: int, content: object) -> str:
 
 
 def _with_marks(turns: list[tuple[str, str]], images: int) -> Turns:
-    """The turns, judged, with the marks of their images, if none has any, before the first question."""
+    """Check the turns; if none has a mark, put the marks of all images before the first question."""
     first = next((place for place, (speaker, _) in enumerate(turns) if speaker == "human"), None)
     if first is not None and not any(IMAGE_MARK in text for _, text in turns):
         turns[first] = ("human", f"{IMAGE_MARK}\n" * images + turns[first][1])

@@ -1,11 +1,11 @@
-"""LLaVA records and their images, judged before they become samples.
+"""Check LLaVA records and their images before they become samples.
 
 any JSON value --parse_record--> Record: id, conversation, image names
 image name, folder --read_image--> suffix and bytes of a file that Pillow decodes to its end
 bytes of an image file --image_size, orientation--> how large it is, and how it is to be turned
 
-What passes here, `sample.read_sample` accepts. What does not is `BadSample`, with a reason code: data sets of hundreds
-of thousands of records always hold some bad ones, and none of them may pass in silence or stop a run days later.
+What passes here, `sample.read_sample` accepts. What fails raises BadSample with a reason code: large data sets always
+hold some bad records, and none of them may pass in silence or stop a run days later.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ REASONS = {
 
 
 def reason_lines(reasons: Counter[str]) -> list[str]:
-    """How many samples cannot be trained on for each reason, as a table."""
+    """Return a table of the number of bad samples by reason."""
     rows = ((f"  {count:,}", f"{code}: {REASONS[code]}") for code, count in reasons.most_common())
     return table_lines((">", ""), rows) if reasons else []
 
@@ -131,7 +131,7 @@ class Record:
 
 
 def parse_record(value: object) -> Record:
-    """Judge a record's text; raises BadSample. Image files are not looked at."""
+    """Check a record's text; raises BadSample. Image files are not opened."""
     if not isinstance(value, dict):
         raise BadSample("not_an_object", _short(value))
     try:
@@ -149,12 +149,12 @@ def parse_record(value: object) -> Record:
 
 
 def record_json(record: dict) -> bytes:
-    """KEY.json of a record; raises ValueError or RecursionError for what other JSON readers could not read."""
+    """Return KEY.json of a record; raises ValueError or RecursionError for what other JSON readers cannot read."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
 
 
 def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
-    """The turns (speaker, text) of a conversation: perhaps one from system, then human, gpt, human, gpt, ...
+    """Return the turns (speaker, text) of a conversation: perhaps one from system, then human, gpt, human, gpt, ...
 
     Raises BadSample for every other form, for more than MAX_TURNS or MAX_TEXT_BYTES, for an empty answer, and for text
     that no Unicode encoding holds.
@@ -176,7 +176,7 @@ def parse_turns(record: object) -> tuple[tuple[str, str], ...]:
 
 
 def judged_turns(turns: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """The same turns (speaker of ROLES, text), where they are a conversation that can be trained on; else BadSample."""
+    """Return turns (speaker of ROLES, text) that form a trainable conversation; raises BadSample for others."""
     _refuse_many(turns)
     text_bytes = 0
     for number, (_, text) in enumerate(turns):
@@ -220,17 +220,17 @@ def _image_names(field: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What an image may be, and what becomes of a large one."""
+    """Limits of an image's size: to be accepted, and to be stored as it is."""
 
     max_pixels: int = MAX_IMAGE_PIXELS  # width x height; more are rejected before any is decoded
     max_side: int | None = None  # pixels; images with a longer side are made smaller
 
 
 def read_image(folder: Path | None, name: str, limits: ImageLimits = ImageLimits()) -> tuple[str, bytes]:
-    """The lower-case suffix and the bytes of an image file in `folder`, an absolute path without links; None: no file.
+    """Return lower-case suffix and bytes of an image file in `folder`, an absolute path without links.
 
-    The bytes are the file's, unless a side is longer than limits.max_side. The image is decoded, in memory, to see that
-    it can be; its size in bytes and pixels is judged before. Raises BadSample.
+    The bytes are the file's, unless a side is longer than limits.max_side. The image is decoded to its end, after its
+    size in bytes and pixels was checked. Raises BadSample, also where `folder` is None.
     """
     if folder is None:
         raise BadSample("missing_image", f"{name}: no folder of images is named (--images)")
@@ -253,7 +253,7 @@ def read_image(folder: Path | None, name: str, limits: ImageLimits = ImageLimits
 
 
 def checked_image(name: str, content: memoryview, limits: ImageLimits = ImageLimits()) -> tuple[str, bytes]:
-    """The same of an image that stands in a row; its suffix says what it is, whatever its name is. Raises BadSample."""
+    """Return suffix, by its content, and bytes of an image that a row holds; raises BadSample as `read_image` does."""
     _refuse_large(name, content.nbytes)
     sound = _sound(name, bytes(content), limits)
     with open_image(sound, sys.maxsize) as image:
@@ -273,7 +273,7 @@ def _sound(name: str, content: bytes, limits: ImageLimits) -> bytes:
 
 
 def open_image(content: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
-    """A Pillow image whose header alone was read; raises BadSample for what is none and for more pixels than allowed.
+    """Open a Pillow image, of which only the header is read; raises BadSample for other files and too many pixels.
 
     WebP's pixels count WEBP_WEIGHT times: its limit is that much lower. A JPEG has MAX_SCANS, it and a PNG MAX_PARTS.
     """
@@ -313,7 +313,7 @@ def _refuse_much_work(content: bytes) -> None:
 
 
 def _jpeg_markers(content: bytes) -> Iterator[bytes]:
-    """The markers of a JPEG's segments, up to its end; those inside a segment, a thumbnail's, are not among them."""
+    """Yield the markers of a JPEG's segments, up to its end, without those inside a segment, of a thumbnail."""
     at = 0
     while (marker := _JPEG_MARKER.search(content, at)) and marker[0] != b"\xff\xd9":
         yield marker[0]
@@ -321,7 +321,7 @@ def _jpeg_markers(content: bytes) -> Iterator[bytes]:
 
 
 def _png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Each chunk of a PNG before IEND: its kind, where it begins, and its length in bytes."""
+    """Yield kind, offset and length in bytes of each chunk of a PNG before IEND."""
     at = len(b"\x89PNG\r\n\x1a\n")
     while at + 8 <= len(content):
         length, kind = struct.unpack_from(">I4s", content, at)
@@ -332,9 +332,9 @@ def _png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def image_size(content: bytes) -> tuple[int, int]:
-    """Width and height of an image file of any size, after turning by EXIF.
+    """Return width and height of an image file of any size, after turning by EXIF.
 
-    Its header alone is read. Raises BadSample for what is no image.
+    Only its header is read; any size is accepted. Raises BadSample for other files.
     """
     with open_image(content, sys.maxsize) as image:
         width, height = image.size
@@ -342,7 +342,7 @@ def image_size(content: bytes) -> tuple[int, int]:
 
 
 def orientation(image: Image.Image, content: bytes) -> int:
-    """The EXIF orientation of a picture of which only the header was read: 1, or a key of TURNS; decodes no pixel.
+    """Return the EXIF orientation of an opened image, 1 or a key of TURNS, without decoding pixels.
 
     `image` is what `open_image` made of `content`.
     """
@@ -357,21 +357,21 @@ def orientation(image: Image.Image, content: bytes) -> int:
 
 
 def stated_orientation(image: Image.Image) -> int:
-    """1, or a key of TURNS: what is said in the metadata that Pillow has read of an image by now.
+    """Return the orientation, 1 or a key of TURNS, in the metadata that Pillow has read so far.
 
     PIL.ImageOps.exif_transpose, and so transformers, turn by the same tags, EXIF's or else XMP's; blocks that these
     cannot read leave the picture as it is.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
-            found = Image.Image.getexif(image).get(ExifTags.Base.Orientation)  # PNG's own would decode
-        return int(found) if found in TURNS else 1
+            stated = Image.Image.getexif(image).get(ExifTags.Base.Orientation)  # PNG's own would decode
+        return int(stated) if stated in TURNS else 1
     except (*DECODE_ERRORS, LookupError, ArithmeticError):
         return 1
 
 
 def _without_pixels(content: bytes) -> bytes:
-    """A PNG file that has the metadata of this one, those behind its pixels too, and no pixels."""
+    """Return a PNG file with this one's metadata, also from behind the pixels, and no pixels."""
     kept = [content[: len(b"\x89PNG\r\n\x1a\n") + 25]]  # IHDR
     for kind, at, length in _png_chunks(content):
         if kind == b"fdAT":  # of an animation Pillow reads the first picture
@@ -383,7 +383,7 @@ def _without_pixels(content: bytes) -> bytes:
 
 
 def _checked(content: bytes, limits: ImageLimits) -> bytes:
-    """The bytes to store of an image that decodes to its end; raises BadSample."""
+    """Decode an image to its end and return the bytes to store; raises BadSample."""
     with open_image(content, limits.max_pixels) as image:
         try:
             if limits.max_side is not None and max(image.size) > limits.max_side:
@@ -398,7 +398,7 @@ def _checked(content: bytes, limits: ImageLimits) -> bytes:
 
 
 def _smaller(image: Image.Image, content: bytes, max_side: int) -> bytes:
-    """An image file with a longer side of `max_side`: JPEG and WebP stay that, at quality 95, all others become PNG."""
+    """Return an image file with a longer side of `max_side`: JPEG and WebP at quality 95, all others as PNG."""
     file_format = {"JPEG": "JPEG", "MPO": "JPEG", "WEBP": "WEBP"}.get(image.format, "PNG")
     size = tuple(max(round(side * max_side / max(image.size)), 1) for side in image.size)
     image.load()

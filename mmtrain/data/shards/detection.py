@@ -1,9 +1,9 @@
-"""Which format the samples of a data set have, told by its first ones, and whether it reads any in each shard.
+"""Detect the format of a data set's samples by its first ones, and refuse shards that it cannot read.
 
 shards --headers, and texts of the first SEEN samples--> how many of these each format reads --> SampleFormat
 indexed shards --> those in which no sample can be trained on
 
-A function of the shards alone: processes that read the same data come to the same answer.
+The result depends on the shards alone: all processes that read the data get it.
 """
 
 from __future__ import annotations
@@ -49,15 +49,14 @@ def sample_format(
     key: str,
     retry_seconds: float = RETRY_SECONDS,
 ) -> SampleFormat:
-    """The format of this name; for `auto` the one that the first samples of the shards have, which is said.
+    """Return the format of this name; for `auto` the `best` of the `candidates` on the first samples, and log it.
 
-    That is the `best` of its `candidates`. `key` is the configuration's
-    name for the shards. Raises UserError where no format reads any, and for shards without samples.
+    `key` is the configuration's name for the shards. Raises UserError where no format reads any sample.
     """
     if name != AUTO:
         return SampleFormat(name, caption_key, caption_prompt)
     first = _first_samples(shards, key, retry_seconds)
-    forms = [SampleFormat(known, caption_key, caption_prompt) for known in candidates(map(json_record, first))]
+    forms = [SampleFormat(name, caption_key, caption_prompt) for name in candidates(map(json_record, first))]
     read: list[int] = []
     reasons = []
     for form in forms:
@@ -79,7 +78,7 @@ def sample_format(
 
 
 def add_format_arguments(parser: argparse._ActionsContainer) -> None:
-    """The options of a command that reads samples without a configuration: what `sample_format` asks for."""
+    """Add the options that `sample_format` needs to a command that reads samples without a configuration."""
     parser.add_argument(
         "--format", default=AUTO, choices=(AUTO, *NAMES), help=f"as data.format, how samples are written ({AUTO})"
     )
@@ -93,16 +92,16 @@ def add_format_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def format_of_arguments(options: argparse.Namespace, tars: Sequence[Path]) -> SampleFormat:
-    """The format that these options ask for; raises what `sample_format` raises."""
+    """Return the format that these options ask for; raises what `sample_format` raises."""
     return sample_format(options.format, options.caption_key, options.caption_prompt, tars, "SHARDS")
 
 
 def refuse_useless_shards(
     shards: Sequence[Path], fingerprint: str, form: SampleFormat, key: str, retry_seconds: float = RETRY_SECONDS
 ) -> None:
-    """Raise UserError if no sample of indexed shards can be trained on; a shard of which that is true is said.
+    """Raise UserError if no sample of indexed shards can be trained on; warn of single shards without any.
 
-    `fingerprint` says with which tokenizer and template. Raises what `indexed_texts` raises.
+    `fingerprint` names the tokenizer and template. Raises what `indexed_texts` raises.
     """
     useless = [shard for shard in shards if not indexed_texts(shard, retry_seconds).get(fingerprint)]
     if not useless:
@@ -135,26 +134,26 @@ def _fault(members: _Members, form: SampleFormat) -> BadSample | None:
 
 
 def _first_samples(shards: Sequence[Path], key: str, retry_seconds: float) -> list[_Members]:
-    found: list[_Members] = []
+    members: list[_Members] = []
     errors: list[UserError] = []
     for shard in shards:
         try:
-            read = functools.partial(_samples_of, shard, SEEN - len(found))
+            read = functools.partial(_samples_of, shard, SEEN - len(members))
             samples, error = read_again(read, shard, retry_seconds)
         except OSError as error:
             raise UserError(f"{key}: {shard} cannot be read ({error.strerror})") from error
-        found += samples
+        members += samples
         errors += [error] if error is not None else []
-        if len(found) == SEEN:
+        if len(members) == SEEN:
             break
-    if not found:
+    if not members:
         refuse_empty_shards(shards, key)
         raise errors[0] if errors else UserError(f"{key}: {shards[0]} holds no file KEY.json, KEY.txt, KEY.jpg, ...")
-    return found
+    return members
 
 
 def _samples_of(shard: Path, most: int) -> tuple[list[_Members], UserError | None]:
-    """The first samples of a shard, as far as the damage that is met, of which indexing will tell."""
+    """Return the first samples of a shard, and the error that ended reading, which indexing will report."""
     samples: list[_Members] = []
     last = None
     try:

@@ -1,8 +1,8 @@
-"""Shards compared with their indexes, byte for byte.
+"""Compare shards with their indexes, byte for byte.
 
 tar, index --every member's CRC32; every header--> DamagedMember: shard, key, offset, what is wrong
 
-Not compared is what nothing reads: the filling between a member's end and the next header.
+The padding between a member's end and the next header is not compared: nothing reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHUNK = 1 << 20  # bytes
 
 
 class DamagedMember(NamedTuple):
-    """What is wrong with a member; key and offset are None where it is the shard or its index as a whole."""
+    """A damaged member; key and offset are None where the whole shard or its index is damaged."""
 
     shard: str
     key: str | None
@@ -31,10 +31,9 @@ class DamagedMember(NamedTuple):
 
 
 def verify_shard(tar: Path, report: Callable[[int], None] = lambda size: None) -> list[DamagedMember]:
-    """Read a shard once and list all that is not as it was indexed, in the tar's order; nothing where it is sound.
+    """Read a shard once and list the members that differ from its index, in the tar's order.
 
-    `report` is told of each sample that went through, how many bytes it has. Memory is that of 1 MiB of content. Raises
-    MissingIndex: there is nothing to compare with.
+    `report` gets the bytes of each sample that was compared. Memory is that of 1 MiB of content. Raises MissingIndex.
     """
     try:
         index = read_index(tar)
@@ -82,25 +81,25 @@ def _content_fault(file: int, member: Member) -> str | None:
 
 
 def _structure_faults(tar: Path, indexed: dict[int, tuple[str, Member]], tar_bytes: int) -> list[tuple[int, str]]:
-    """Offset and fault of each member that the tar's headers do not place and name as the index does.
+    """Return offset and fault of each member whose header is not where, or not what, the index says.
 
-    Behind a header that cannot be read no other can be found: that is one fault, at the first member not reached.
+    After a header that cannot be read none is found: that is one fault, at the first member not reached.
     """
     missing = dict(indexed)
     faults: list[tuple[int, str]] = []
     reached = -1
     try:
         with tar.open("rb") as stream:
-            for found in read_headers(tar, stream):
-                reached = found.offset
-                seen = f"{found.name!r}, {found.size:,} bytes"
-                key, member = missing.pop(found.offset, ("", None))
+            for file in read_headers(tar, stream):
+                reached = file.offset
+                seen = f"{file.name!r}, {file.size:,} bytes"
+                key, member = missing.pop(file.offset, ("", None))
                 if member is None:
-                    faults.append((found.offset, f"{seen}, is not in the index"))
+                    faults.append((file.offset, f"{seen}, is not in the index"))
                     continue
-                name, wanted = found.name[: len(key)] + found.name[len(key) :].lower(), f"{key}.{member.suffix}"
-                if (name, found.size) != (wanted, member.size):
-                    faults.append((found.offset, f"its header says {seen}; indexed as {wanted!r}"))
+                name, wanted = file.name[: len(key)] + file.name[len(key) :].lower(), f"{key}.{member.suffix}"
+                if (name, file.size) != (wanted, member.size):
+                    faults.append((file.offset, f"its header says {seen}; indexed as {wanted!r}"))
     except (UserError, OSError) as error:
         at = next((offset for offset in sorted(missing) if offset > reached), tar_bytes)
         return [*faults, (at, str(error).removeprefix(f"{tar}: "))]
