@@ -18,11 +18,12 @@ indexed for exactly one tokenizer and template need neither, except for --show.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -33,7 +34,6 @@ from mmtrain.base.arguments import command_parser, positive
 from mmtrain.base.errors import UserError
 from mmtrain.base.printing import harmless, note, print_table, tell
 from mmtrain.base.progress import ProgressBar
-from mmtrain.data.inspection.charts import TERMINAL_BINS, print_distribution, write_png
 from mmtrain.data.inspection.reading import Reading, add_reading_arguments, parse_reading_arguments, reading_of
 from mmtrain.data.inspection.survey import Fill, Survey, best_nearby, epoch_fill, histogram, quantile, survey
 from mmtrain.data.samples.records import reason_lines
@@ -72,6 +72,9 @@ EXITS = {0: "done; with --verify: every byte is as it was indexed", 1: "--verify
 PACK_LENGTHS = (2048, 4096, 8192)
 SAMPLES_BETWEEN_REPORTS = 50
 EXIT_DAMAGED = 1
+TERMINAL_BINS = 12
+PNG_BINS = 60
+BAR_WIDTH = 40  # characters
 
 
 class Report(NamedTuple):
@@ -138,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_report(report)
     if options.plot is not None:
-        write_png(_charts(report), options.plot)
+        _write_png(_charts(report), options.plot)
         (note if options.json else tell)(f"wrote {options.plot}")
     return 0
 
@@ -192,7 +195,7 @@ def _print_report(report: Report) -> None:
     tell(f"{found.images.sum():,} images")
     tell(f"samples that cannot be trained on: {found.reasons.total():,}", *reason_lines(found.reasons))
     for title, values in _charts(report).items():
-        print_distribution(title, values)
+        _print_distribution(title, values)
     if report.missing:
         tell("", f"how full packs become: {report.missing}")
         return
@@ -208,6 +211,45 @@ def _print_report(report: Report) -> None:
     if found.expected:
         tell("", "what a typical sample is, for the planner's estimates; in a run's configuration:", "  data:")
         tell(*(f"    {key.removeprefix('data.')}: {value}" for key, value in found.expected.items()))
+
+
+def _print_distribution(title: str, values: np.ndarray) -> None:
+    """Print mean, quantiles and a histogram of whole numbers."""
+    tell("", title)
+    if not len(values):
+        tell("  none")
+        return
+    tell(
+        f"  mean {values.mean():,.1f}, half at most {quantile(values, 0.5):,}, 95% at most "
+        f"{quantile(values, 0.95):,}, 99% at most {quantile(values, 0.99):,}",
+        f"  from {values.min():,} to {values.max():,}",
+    )
+    edges, counts = histogram(values, TERMINAL_BINS)
+    mark = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
+    rows = []
+    for (first, after), count in zip(itertools.pairwise(edges), counts, strict=True):
+        name = f"{first:,}" if after == first + 1 else f"{first:,} - {after - 1:,}"
+        rows.append((name, f"{count:,}", mark * -(-count * BAR_WIDTH // max(counts))))
+    print_table((">", ">", ""), rows)
+
+
+def _write_png(charts: Mapping[str, np.ndarray], file: Path) -> None:
+    """Draw histograms of whole numbers side by side, by their titles; raises UserError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UserError("--plot: matplotlib is not installed; install it: pip install 'mmtrain[plot]'") from None
+    figure = Figure(figsize=(6 * len(charts), 4.5), layout="constrained")
+    for axes, (title, values) in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts.items(), strict=True):
+        axes.set_title(title)
+        if not len(values):
+            continue
+        edges, counts = histogram(values, PNG_BINS)
+        width = edges[1] - edges[0]
+        axes.bar(edges[:-1], counts, width=width, align="edge")
+        if edges[-1] - edges[-2] > width:  # drawn as narrow as the others
+            axes.set_xlabel(f"the last bar: {edges[-2]:,} to {edges[-1] - 1:,}")
+    figure.savefig(file, format="png", dpi=120)
 
 
 def _verify(tars: Sequence[Path], stream: TextIO, as_json: bool) -> int:
